@@ -1,0 +1,42 @@
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check test test-slow bench clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+help:  ## Show this list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+setup: $(STAMP)  ## Build the environment in .venv.
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Archipelago needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name another one: make setup PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## Run the three-silo federation on real digits; results in build/demo.
+	@$(BIN)/python examples/digits_three_silos/run.py --out build/demo
+
+check: $(STAMP)  ## Lint, format and type checks.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: $(STAMP)  ## The default tests: CPU, offline.
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)  ## The slow tests as well.
+	$(BIN)/python -m pytest -m "not gpu"
+
+bench: $(STAMP)  ## Benchmarks, side by side.
+	@ls examples/benchmarks/*.py >/dev/null 2>&1 || { echo "No benchmarks yet."; exit 1; }
+	@for b in examples/benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
+
+clean:  ## Remove what the targets above built.
+	rm -rf build $(VENV)

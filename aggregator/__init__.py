@@ -1,0 +1,1 @@
+"""The aggregator's side: plan, take in, train the router, publish."""

@@ -1,0 +1,151 @@
+"""How files are written and read safely: atomically, bounded, one process at a time."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddm.errors import BusyError, FormatError, MissingFileError, UnsafePathError
+
+
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Write `data` so that after a crash the file is either the old one or the new one, whole.
+
+    Raises:
+        OSError: the disk is full or the folder is not writable; the old file is untouched.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's own entries durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_bounded(path: Path, limit: int, *, subject: str | None = None) -> bytes:
+    """Read a regular file of at most `limit` bytes.
+
+    Raises:
+        MissingFileError: there is no such file.
+        UnsafePathError: it is a symbolic link or a special file.
+        FormatError: it is longer than `limit`.
+    """
+    subject = subject or path.name
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise MissingFileError(str(path), expected="a file", got="nothing there") from error
+    except OSError as error:
+        raise UnsafePathError(subject, expected="a regular file", got="a link or an unreadable file") from error
+    with os.fdopen(descriptor, "rb") as handle:
+        if not os.path.isfile(path):  # noqa: PTH113 - follows nothing: O_NOFOLLOW has already refused links
+            raise UnsafePathError(subject, expected="a regular file", got="something else")
+        data = handle.read(limit + 1)
+    if len(data) > limit:
+        raise FormatError(subject, expected=f"at most {limit} bytes", got="more")
+    return data
+
+
+def list_files(folder: Path, *, most: int = 10_000) -> dict[str, Path]:
+    """List every regular file below `folder` by its relative path; links and special files are refused.
+
+    Raises:
+        UnsafePathError: a symbolic link, a special file, or more than `most` entries.
+    """
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise UnsafePathError(name, expected="a regular file or a folder", got="a link or a special file")
+        if path.is_file():
+            found[name] = path
+        if len(found) > most:
+            raise UnsafePathError(folder.name, expected=f"at most {most} files", got="more")
+    return found
+
+
+def link_or_copy(source: Path, destination: Path) -> None:
+    """Put `source` at `destination` by hard link, or by a durable copy where the file system has none."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, destination)
+    except OSError:
+        shutil.copyfile(source, destination)
+        with destination.open("rb") as handle:
+            os.fsync(handle.fileno())
+
+
+def require_file(path: Path, what: str, remedy: str | None = None) -> Path:
+    """Return `path` if it is a file.
+
+    Raises:
+        MissingFileError: it is not.
+    """
+    if not path.is_file():
+        got = "a folder" if path.is_dir() else "nothing there"
+        raise MissingFileError(str(path), expected=what, got=got, remedy=remedy)
+    return path
+
+
+@contextmanager
+def locked(folder: Path, holder: str) -> Iterator[None]:
+    """Hold the folder for one process at a time; the lock ends with the process, however it ends.
+
+    Raises:
+        BusyError: another process holds it.
+    """
+    path = folder / f".{holder}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise BusyError(
+                str(folder),
+                expected=f"no other {holder} at work",
+                got="one that holds the lock",
+                remedy=f"Stop the {holder} that runs on this folder, or wait for it.",
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def copy_tree_bounded(source: Path, destination: Path, *, max_bytes: int, most: int = 300) -> None:
+    """Copy the regular files of a hostile folder, following no link and stopping at `max_bytes` in all.
+
+    Raises:
+        UnsafePathError: a link, a special file, or more than `most` files.
+        FormatError: more than `max_bytes`.
+    """
+    left = max_bytes
+    for name, path in list_files(source, most=most).items():
+        target = destination / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "rb") as reader, target.open("xb") as writer:
+            while chunk := reader.read(1 << 20):
+                left -= len(chunk)
+                if left < 0:
+                    raise FormatError(source.name, expected=f"at most {max_bytes} bytes in all", got="more")
+                writer.write(chunk)
+            writer.flush()
+            os.fsync(writer.fileno())

@@ -1,0 +1,50 @@
+"""A plan's public tensors, loaded strictly: exactly the names, dtypes and shapes that the plan implies."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddm.clustering import Clusters, cluster_specs
+from ddm.encoders import PcaEncoder, pca_specs
+from ddm.protocol.plan import Plan
+from ddm.sketch import Sketch, sketch_specs
+from ddm.tensors import load_tensors
+
+ENCODER_PATH = "plan/encoder.safetensors"
+CENTROIDS_PATH = "plan/centroids.safetensors"
+SKETCH_PATH = "plan/sketch.safetensors"
+
+
+@dataclass(frozen=True)
+class PlanFiles:
+    """What a plan's files hold.
+
+    Attributes:
+        encoder: public features of an image.
+        clusters: fine centroids, their coarse clusters and their groups.
+        sketch: the public projection and its group statistics.
+    """
+
+    encoder: PcaEncoder
+    clusters: Clusters
+    sketch: Sketch
+
+    @classmethod
+    def load(cls, plan: Plan, folder: Path) -> "PlanFiles":
+        """Load the files of `plan` from `folder`, which holds `plan/`; digests have been verified.
+
+        Raises:
+            TensorFileError: a file is not what the plan implies.
+            PolicyError: the sketch would not protect as its epsilon claims (see `Sketch.check`).
+        """
+
+        def load(path: str, specs: dict) -> dict:  # type: ignore[type-arg]
+            return load_tensors(folder / path, specs, max_bytes=plan.file(path).bytes)
+
+        dim, num_groups = plan.encoder.dim, plan.releases.counts.num_groups
+        encoder = PcaEncoder.from_tensors(load(plan.encoder.path, pca_specs(plan.data, dim)))
+        cluster_shapes = cluster_specs(plan.clustering.num_fine, dim)
+        clusters = Clusters.from_tensors(load(plan.clustering.path, cluster_shapes))
+        rank = plan.releases.sketch.rank
+        sketch = Sketch.from_tensors(load(plan.releases.sketch.path, sketch_specs(plan.data, rank, num_groups)))
+        sketch.check()
+        return cls(encoder=encoder, clusters=clusters, sketch=sketch)

@@ -1,0 +1,37 @@
+"""What the aggregator answers to a submission: a signed receipt, or a signed refusal with its reason."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ddm.protocol.base import Digest, Document, Model, PlanId, PositiveInt, ShortText, SiloId, Time
+
+
+class Accepted(Model):
+    """The submission was verified and taken in."""
+
+    kind: Literal["accepted"] = "accepted"
+
+
+class Refused(Model):
+    """The submission was refused: the documented error code and one sentence."""
+
+    kind: Literal["refused"] = "refused"
+    code: PositiveInt
+    reason: ShortText
+
+
+class Receipt(Document):
+    """Binds the aggregator's answer to one plan, submission and sequence; sealed with the plan's receipt key."""
+
+    format: Literal["archipelago/receipt/1"] = "archipelago/receipt/1"
+    plan_id: PlanId
+    plan_digest: Digest
+    silo_id: SiloId
+    sequence: PositiveInt
+    submission_digest: Digest | None
+    verdict: Annotated[Accepted | Refused, Field(discriminator="kind")]
+    at: Time
+
+
+RECEIPT_KIND = "receipt"

@@ -1,0 +1,44 @@
+"""Configuration: one TOML file into one frozen model, with errors that name the field."""
+
+import tomllib
+from pathlib import Path
+from typing import TypeVar
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ddm.errors import SetupError
+from ddm.files import require_file, write_atomic
+
+
+class Settings(BaseModel):
+    """A configuration file: frozen, no unknown fields; TOML's own types are strict enough."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
+
+
+def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
+    """Read a TOML file into `model`.
+
+    Raises:
+        MissingFileError: there is no such file.
+        SetupError: it is not TOML, or a field is wrong; the message names it.
+    """
+    require_file(path, "a configuration file")
+    try:
+        return model.model_validate(tomllib.loads(path.read_text("utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SetupError(str(path), expected="TOML", got=str(error)) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "file"
+        raise SetupError(f"{path}, field {where}", got=first["msg"]) from error
+
+
+def save_settings(settings: BaseModel, path: Path, heading: str) -> None:
+    """Write `settings` as TOML under a comment; fields that are None are left out."""
+    body = tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
+    write_atomic(path, f"# {heading}\n{body}".encode())

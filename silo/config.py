@@ -1,0 +1,153 @@
+"""A site: where its folders are, what silo.toml and policy.toml say."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ddm.errors import MissingFileError
+from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId
+from ddm.settings import Settings, load_settings
+
+
+class SiloSettings(Settings):
+    """silo.toml: who this silo is, where its data are, how it reaches the federation."""
+
+    silo_id: SiloId
+    data: str
+    federation: str
+    address: str
+    root_digest: Digest
+    passphrase_file: str | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    poll_s: Annotated[float, Field(gt=0, le=60)] = 0.5
+    max_bundle_bytes: Annotated[int, Field(gt=0)] = 2 * 1024**3
+
+
+class PrivacyPolicy(Settings):
+    """The most one plan may ask, and the site's budget over everything it will ever release."""
+
+    max_epsilon: Epsilon = 8.0
+    max_delta: Delta = 1e-5
+    budget_epsilon: Epsilon = 10.0
+    budget_delta: Delta = 1e-5
+
+
+class TrainingPolicy(Settings):
+    """The most work and the largest files one plan may ask for."""
+
+    max_steps: Annotated[int, Field(gt=0)] = 1_000_000
+    max_expert_bytes: Annotated[int, Field(gt=0)] = 4 * 1024**3
+    max_release_bytes: Annotated[int, Field(gt=0)] = 256 * 1024**2
+    max_train_s: Annotated[int, Field(gt=0)] = 7 * 24 * 3600
+    max_gpu_hours: Annotated[float, Field(ge=0)] = 1000.0
+    architectures: tuple[Literal["dit"], ...] = ("dit",)
+
+
+class WaiverPolicy(Settings):
+    """Who answers for releasing without a passed audit, by role, and why. It travels in the manifest."""
+
+    role: ShortText
+    reason: ShortText
+
+
+class AuditPolicy(Settings):
+    """Whether a plan must require the leak audit, and a waiver for when it does not pass."""
+
+    required: bool = True
+    waiver: WaiverPolicy | None = None
+
+
+class ApprovalPolicy(Settings):
+    """Whether a person approves each submission, or this policy does."""
+
+    kind: Literal["person", "policy"] = "person"
+
+
+class Policy(Settings):
+    """policy.toml: what this site lets a plan ask for."""
+
+    privacy: PrivacyPolicy = PrivacyPolicy()
+    training: TrainingPolicy = TrainingPolicy()
+    audit: AuditPolicy = AuditPolicy()
+    approval: ApprovalPolicy = ApprovalPolicy()
+
+
+@dataclass(frozen=True)
+class Site:
+    """One silo's folder. The worker works in `private`, the courier in `courier`; they share inbox and outbox."""
+
+    path: Path
+
+    @property
+    def private(self) -> Path:
+        """Keys, ledger, state, checkpoints, trust: the worker's alone."""
+        return self.path / "private"
+
+    @property
+    def courier(self) -> Path:
+        """Node key, certificate of the federation, Flower's own files: the courier's alone."""
+        return self.path / "courier"
+
+    @property
+    def inbox(self) -> Path:
+        """What the courier received. The worker treats it as hostile."""
+        return self.path / "inbox"
+
+    @property
+    def outbox(self) -> Path:
+        """Approved submissions; the courier reads them and nothing else of the worker's."""
+        return self.path / "outbox"
+
+    @property
+    def key_path(self) -> Path:
+        """The silo's signing key, encrypted."""
+        return self.private / "silo.key"
+
+    @property
+    def root_path(self) -> Path:
+        """The pinned root of trust."""
+        return self.private / "trust" / "1.root.json"
+
+    @property
+    def ledger_path(self) -> Path:
+        """The privacy ledger of this site."""
+        return self.private / "ledger.jsonl"
+
+    @property
+    def isolation(self) -> Literal["none", "users"]:
+        """`users` when the courier's folder belongs to another user than the private one, else `none`."""
+        apart = self.courier.stat().st_uid != self.private.stat().st_uid
+        return "users" if apart else "none"
+
+    def settings(self) -> SiloSettings:
+        """Read silo.toml."""
+        return load_settings(SiloSettings, self.path / "silo.toml")
+
+    def policy(self) -> Policy:
+        """Read policy.toml."""
+        return load_settings(Policy, self.path / "policy.toml")
+
+    def require(self) -> "Site":
+        """Return the site if it was made by `silo init`.
+
+        Raises:
+            MissingFileError: it was not.
+        """
+        if not (self.path / "silo.toml").is_file():
+            raise MissingFileError(
+                str(self.path),
+                expected="a site folder with silo.toml",
+                got="a folder without it" if self.path.is_dir() else "nothing there",
+                remedy="Make one with `silo init`.",
+            )
+        return self
+
+    def make_folders(self) -> None:
+        """Create the site's folders; `private` and `courier` are readable by their owner only."""
+        for folder, mode in ((self.private, 0o700), (self.courier, 0o700), (self.inbox, 0o755), (self.outbox, 0o755)):
+            folder.mkdir(parents=True, exist_ok=True)
+            os.chmod(folder, mode)  # noqa: PTH101
+        (self.private / "trust").mkdir(exist_ok=True)

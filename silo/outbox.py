@@ -1,0 +1,155 @@
+"""What would leave, and how it leaves: the draft, its review, its signature, the outbox."""
+
+import shutil
+from collections.abc import Mapping
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from ddm.errors import ApprovalError
+from ddm.files import link_or_copy, sync_folder, write_atomic
+from ddm.protocol.base import File, sha256_file, sha256_hex
+from ddm.protocol.submission import (
+    Approval,
+    AuditVerdict,
+    LedgerHead,
+    NoWeightPrivacy,
+    Spent,
+    Submission,
+    SubmittedCounts,
+    SubmittedExpert,
+    SubmittedSketch,
+)
+from ddm.schedule import LinearPath
+from ddm.sketch import Sketch
+from ddm.trust.keys import SigningKey
+from ddm.trust.silo_role import sign_silo_metadata
+from silo.config import Site
+from silo.ledger import Ledger
+from silo.reception import AcceptedPlan
+from silo.stages import TrainingRecord, Workplace
+
+COUNTS_NAME = "counts.safetensors"
+SKETCH_NAME = "sketch.safetensors"
+
+
+def expert_path(silo_id: str, expert_id: str) -> str:
+    """The published path of an expert, relative to ``targets/<plan_id>/``."""
+    return f"silos/{silo_id}/experts/{expert_id}/expert.safetensors"
+
+
+def submission_path(silo_id: str) -> str:
+    """The published path of a submission, relative to ``targets/<plan_id>/``."""
+    return f"silos/{silo_id}/submission.json"
+
+
+def draft(
+    accepted: AcceptedPlan,
+    work: Workplace,
+    sketch: Sketch,
+    ledger: Ledger,
+    verdict: AuditVerdict,
+    *,
+    silo_id: str,
+    sequence: int,
+    isolation: str,
+    now: datetime,
+) -> Submission:
+    """Write down everything that would leave; what is missing is the approval, and the signature over all of it."""
+    plan, record = accepted.plan, TrainingRecord.parse(work.record_path.read_bytes(), subject="training.json")
+    releases = plan.releases
+    head_digest, num_entries, chain = ledger.head
+    return Submission(
+        plan_id=plan.plan_id,
+        plan_digest=accepted.digest,
+        silo_id=silo_id,
+        sequence=sequence,
+        created_at=now,
+        num_units=record.num_images,
+        isolation="users" if isolation == "users" else "none",
+        experts=(
+            SubmittedExpert(
+                expert_id=record.expert_id,
+                num_images=record.num_images,
+                steps=record.steps,
+                file=File.of(expert_path(silo_id, record.expert_id), work.expert_path),
+                training=record.training,
+                privacy=NoWeightPrivacy(),
+            ),
+        ),
+        releases=(
+            SubmittedCounts(
+                epsilon=releases.counts.epsilon,
+                delta=0.0,
+                file=File.of(COUNTS_NAME, work.releases / COUNTS_NAME),
+            ),
+            SubmittedSketch(
+                epsilon=releases.sketch.epsilon,
+                delta=releases.sketch.delta,
+                t_release=sketch.t_release(releases.sketch.epsilon, releases.sketch.delta, LinearPath()),
+                file=File.of(SKETCH_NAME, work.releases / SKETCH_NAME),
+            ),
+        ),
+        spent=Spent(epsilon=releases.total.epsilon, delta=releases.total.delta, unit=releases.unit),
+        ledger=LedgerHead(head_digest=head_digest, num_entries=num_entries, chain=chain),
+        audit=verdict,
+        approval=None,
+        software={"archipelago": version("archipelago"), "torch": version("torch")},
+    )
+
+
+def stage_review(draft_submission: Submission, work: Workplace, review: Path) -> str:
+    """Lay out, byte for byte, what would leave, for a person to look at; return the draft's digest."""
+    shutil.rmtree(review, ignore_errors=True)
+    review.mkdir(parents=True)
+    for path, source in payload(draft_submission, work).items():
+        link_or_copy(source, review / path)
+    write_atomic(review / "draft.json", draft_submission.encode())
+    return draft_submission.digest
+
+
+def payload(submission: Submission, work: Workplace) -> Mapping[str, Path]:
+    """The tensor files that leave with a submission: relative path to where each lies on this site."""
+    expert = submission.experts[0]
+    releases = {release.file.path: work.releases / release.file.path for release in submission.releases}
+    return {expert.file.path: work.expert_path, **releases}
+
+
+def send(
+    draft_submission: Submission, work: Workplace, site: Site, key: SigningKey, approval: Approval, *, now: datetime
+) -> Submission:
+    """Sign an approved draft and move it into the outbox in one rename.
+
+    The silo's signature lists the submission and its experts; the releases stand in the submission as digests.
+
+    Raises:
+        ApprovalError: a file changed since it was reviewed.
+    """
+    submission = draft_submission.model_copy(update={"approval": approval})
+    files = payload(submission, work)
+    _check_unchanged(submission, files)
+    encoded = submission.encode()
+    plan_id, silo_id = submission.plan_id, submission.silo_id
+    prefix = f"{plan_id}/"
+    signed = {prefix + submission_path(silo_id): (len(encoded), sha256_hex(encoded))}
+    signed |= {prefix + expert.file.path: (expert.file.bytes, expert.file.digest) for expert in submission.experts}
+    role = sign_silo_metadata(plan_id, silo_id, signed, key, version=submission.sequence, now=now)
+
+    final = site.outbox / plan_id / str(submission.sequence)
+    part = final.with_name(f".{final.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    for path, source in files.items():
+        link_or_copy(source, part / path)
+    write_atomic(part / submission_path(silo_id), encoded)
+    write_atomic(part / "metadata" / f"{plan_id}.{silo_id}.json", role)
+    if not final.exists():
+        part.rename(final)
+    sync_folder(final.parent)
+    return submission
+
+
+def _check_unchanged(submission: Submission, files: Mapping[str, Path]) -> None:
+    listed = [expert.file for expert in submission.experts] + [release.file for release in submission.releases]
+    for file in listed:
+        if sha256_file(files[file.path]) != file.digest:
+            raise ApprovalError(file.path, expected="the bytes that were reviewed", got="other bytes")

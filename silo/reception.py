@@ -1,0 +1,95 @@
+"""How a plan comes in: copied out of the hostile inbox, verified against the pinned root, then read."""
+
+import shutil
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from ddm.errors import DigestError, ReplayError
+from ddm.files import copy_tree_bounded, read_bounded
+from ddm.plan_files import PlanFiles
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
+from ddm.protocol.plan import Plan
+from ddm.trust.verify import verify_bundle
+from silo.config import Policy, Site
+from silo.policy import check_plan
+
+
+@dataclass(frozen=True)
+class AcceptedPlan:
+    """A verified plan and where its files lie on this site.
+
+    Attributes:
+        plan: parsed from the verified bytes.
+        digest: sha256 of those bytes; pinned from acceptance on.
+        folder: holds `plan.json` and `plan/`.
+    """
+
+    plan: Plan
+    digest: str
+    folder: Path
+
+    def files(self) -> PlanFiles:
+        """Load the plan's public tensors."""
+        return PlanFiles.load(self.plan, self.folder)
+
+
+def plan_folder(site: Site, plan_id: str) -> Path:
+    """Where the worker keeps its own copy of a plan's bundle."""
+    return site.private / "plans" / plan_id
+
+
+def waiting_plans(site: Site) -> list[str]:
+    """List the plan ids whose bundle is complete in the inbox and that the worker has not accepted, oldest first."""
+    bundles = sorted(site.inbox.glob("*/bundle"), key=lambda path: path.stat().st_mtime)
+    return [path.parent.name for path in bundles if not plan_folder(site, path.parent.name).exists()]
+
+
+def receive_plan(site: Site, plan_id: str, policy: Policy, *, silo_id: str, max_bytes: int, now: datetime) -> AcceptedPlan:
+    """Copy, verify and check one plan; only a plan that passes everything gets its folder.
+
+    Raises:
+        TrustError: the bundle is not signed as the pinned root demands.
+        FormatError: the bundle or a document in it is malformed.
+        PolicyError: the plan asks for more than this site allows.
+    """
+    part = plan_folder(site, plan_id).with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        copy_tree_bounded(site.inbox / plan_id / "bundle", part, max_bytes=max_bytes)
+        root = site.root_path.read_bytes()
+        verified = verify_bundle(part, root, state=site.private / "trust", now=now)
+        if verified.plan_id != plan_id:
+            raise ReplayError("plan bundle", expected=plan_id, got=verified.plan_id)
+        accepted = _read_plan(part, plan_id, verified.files["plan.json"].digest)
+        listed = {file.path: (file.bytes, file.digest) for file in accepted.plan.files}
+        signed = {name: (file.bytes, file.digest) for name, file in verified.files.items() if name != "plan.json"}
+        if listed != signed:
+            raise DigestError("plan.json", expected="exactly the files that are signed", got="another list")
+        check_plan(accepted.plan, policy, silo_id=silo_id, now=now)
+        accepted.files()
+        part.rename(plan_folder(site, plan_id))
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return load_accepted(site, plan_id, accepted.digest)
+
+
+def load_accepted(site: Site, plan_id: str, digest: str) -> AcceptedPlan:
+    """Read a plan accepted earlier; its digest was pinned then, so expiry no longer matters.
+
+    Raises:
+        DigestError: the site's copy changed since.
+    """
+    return _read_plan(plan_folder(site, plan_id), plan_id, digest)
+
+
+def _read_plan(bundle: Path, plan_id: str, digest: str) -> AcceptedPlan:
+    folder = bundle / "targets" / plan_id
+    data = read_bounded(folder / "plan.json", MAX_DOCUMENT_BYTES)
+    if sha256_hex(data) != digest:
+        raise DigestError("plan.json", expected="the digest pinned on acceptance", got="another")
+    plan = Plan.parse(data, subject="plan.json")
+    if plan.plan_id != plan_id:
+        raise ReplayError("plan.json", expected=plan_id, got=plan.plan_id)
+    return AcceptedPlan(plan=plan, digest=digest, folder=folder)
