@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from ddm.clustering import Clusters, cluster_specs
 from ddm.encoders import PcaEncoder, pca_specs
+from ddm.privacy import gaussian_mu, t_release
 from ddm.protocol.plan import Plan
+from ddm.schedule import LinearPath
 from ddm.sketch import Sketch, sketch_specs
-from ddm.tensors import load_tensors
+from ddm.tensors import TensorSpec, load_tensors
 
 ENCODER_PATH = "plan/encoder.safetensors"
 CENTROIDS_PATH = "plan/centroids.safetensors"
@@ -37,7 +41,7 @@ class PlanFiles:
             PolicyError: the sketch would not protect as its epsilon claims (see `Sketch.check`).
         """
 
-        def load(path: str, specs: dict) -> dict:  # type: ignore[type-arg]
+        def load(path: str, specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
             return load_tensors(folder / path, specs, max_bytes=plan.file(path).bytes)
 
         dim, num_groups = plan.encoder.dim, plan.releases.counts.num_groups
@@ -48,3 +52,9 @@ class PlanFiles:
         sketch = Sketch.from_tensors(load(plan.releases.sketch.path, sketch_specs(plan.data, rank, num_groups)))
         sketch.check()
         return cls(encoder=encoder, clusters=clusters, sketch=sketch)
+
+
+def release_noise_level(plan: Plan, sketch: Sketch) -> float:
+    """Return the t_release that the plan's epsilon and delta imply for its sketch, on the linear path."""
+    asked = plan.releases.sketch
+    return t_release(gaussian_mu(asked.epsilon, asked.delta), sketch.scale, LinearPath(), asked.rank)

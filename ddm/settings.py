@@ -1,5 +1,6 @@
 """Configuration: one TOML file into one frozen model, with errors that name the field."""
 
+import json
 import tomllib
 from pathlib import Path
 from typing import TypeVar
@@ -29,8 +30,9 @@ def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
     """
     require_file(path, "a configuration file")
     try:
-        return model.model_validate(tomllib.loads(path.read_text("utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        # Through JSON, because strict parts of a document take JSON's arrays for tuples but not Python's lists.
+        return model.model_validate_json(json.dumps(tomllib.loads(path.read_text("utf-8"))))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:
         raise SetupError(str(path), expected="TOML", got=str(error)) from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]

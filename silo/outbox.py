@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ddm.errors import ApprovalError
 from ddm.files import link_or_copy, sync_folder, write_atomic
+from ddm.plan_files import release_noise_level
 from ddm.protocol.base import File, sha256_file, sha256_hex
 from ddm.protocol.submission import (
     Approval,
@@ -20,7 +21,6 @@ from ddm.protocol.submission import (
     SubmittedExpert,
     SubmittedSketch,
 )
-from ddm.schedule import LinearPath
 from ddm.sketch import Sketch
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
@@ -86,7 +86,7 @@ def draft(
             SubmittedSketch(
                 epsilon=releases.sketch.epsilon,
                 delta=releases.sketch.delta,
-                t_release=sketch.t_release(releases.sketch.epsilon, releases.sketch.delta, LinearPath()),
+                t_release=release_noise_level(plan, sketch),
                 file=File.of(SKETCH_NAME, work.releases / SKETCH_NAME),
             ),
         ),
@@ -118,7 +118,7 @@ def payload(submission: Submission, work: Workplace) -> Mapping[str, Path]:
 def send(
     draft_submission: Submission, work: Workplace, site: Site, key: SigningKey, approval: Approval, *, now: datetime
 ) -> Submission:
-    """Sign an approved draft and move it into the outbox in one rename.
+    """Sign an approved draft and move it into the outbox in one rename; what is there already is left as it is.
 
     The silo's signature lists the submission and its experts; the releases stand in the submission as digests.
 
@@ -127,6 +127,9 @@ def send(
     """
     submission = draft_submission.model_copy(update={"approval": approval})
     files = payload(submission, work)
+    final = site.outbox / submission.plan_id / str(submission.sequence)
+    if final.exists():
+        return Submission.parse((final / submission_path(submission.silo_id)).read_bytes(), subject="submission.json")
     _check_unchanged(submission, files)
     encoded = submission.encode()
     plan_id, silo_id = submission.plan_id, submission.silo_id
@@ -135,15 +138,13 @@ def send(
     signed |= {prefix + expert.file.path: (expert.file.bytes, expert.file.digest) for expert in submission.experts}
     role = sign_silo_metadata(plan_id, silo_id, signed, key, version=submission.sequence, now=now)
 
-    final = site.outbox / plan_id / str(submission.sequence)
     part = final.with_name(f".{final.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     for path, source in files.items():
         link_or_copy(source, part / path)
     write_atomic(part / submission_path(silo_id), encoded)
     write_atomic(part / "metadata" / f"{plan_id}.{silo_id}.json", role)
-    if not final.exists():
-        part.rename(final)
+    part.rename(final)
     sync_folder(final.parent)
     return submission
 

@@ -45,7 +45,9 @@ def waiting_plans(site: Site) -> list[str]:
     return [path.parent.name for path in bundles if not plan_folder(site, path.parent.name).exists()]
 
 
-def receive_plan(site: Site, plan_id: str, policy: Policy, *, silo_id: str, max_bytes: int, now: datetime) -> AcceptedPlan:
+def receive_plan(
+    site: Site, plan_id: str, policy: Policy, *, silo_id: str, max_bytes: int, now: datetime
+) -> AcceptedPlan:
     """Copy, verify and check one plan; only a plan that passes everything gets its folder.
 
     Raises:

@@ -104,12 +104,14 @@ def assign(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> torch.Tensor:
     """
     fine_N = files.clusters.assign(files.encoder.encode(cohort.images))
     coarse_N, group_N = files.clusters.coarse_F[fine_N], files.clusters.group_F[fine_N]
-    frame = pd.DataFrame({
-        "index": np.arange(cohort.num_units),
-        "fine": fine_N.numpy(),
-        "coarse": coarse_N.numpy(),
-        "group": group_N.numpy(),
-    })
+    frame = pd.DataFrame(
+        {
+            "index": np.arange(cohort.num_units),
+            "fine": fine_N.numpy(),
+            "coarse": coarse_N.numpy(),
+            "group": group_N.numpy(),
+        }
+    )
     frame.attrs["dataset_digest"] = cohort.digest
     part = cohort_path.with_suffix(".part")
     frame.to_parquet(part, index=False)
@@ -135,7 +137,7 @@ def train_expert(
     plan = accepted.plan
     if work.record_path.exists():
         return
-    expert = build_expert(plan.expert.architecture, plan.data.shape)
+    expert = build_expert(plan.expert.architecture, plan.data.shape, seed=plan.expert.training.seed)
 
     def watch(progress: Progress) -> None:
         if progress.seconds > plan.limits.train_s:

@@ -1,0 +1,63 @@
+"""Which network an architecture names, and what it will weigh and cost before it is built."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import nn
+
+from ddm.errors import ShapeError
+from ddm.models.dit import DiT
+from ddm.protocol.plan import Dit
+from ddm.tensors import TensorSpec
+
+__all__ = ["build_expert", "expected_tensors", "num_parameters", "training_flops"]
+
+
+def build_expert(architecture: Dit, shape: Sequence[int], *, seed: int = 0) -> nn.Module:
+    """Build an expert with seeded initial weights; the caller's random state is left as it was.
+
+    Args:
+        architecture: what the plan names.
+        shape: one image, (C, H, W).
+        seed: same seed, same weights.
+
+    Raises:
+        ShapeError: the architecture does not fit the shape.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _build(architecture, shape)
+
+
+def expected_tensors(architecture: Dit, shape: Sequence[int]) -> dict[str, TensorSpec]:
+    """Name every tensor that this architecture's weights must consist of, without allocating any.
+
+    Raises:
+        ShapeError: the architecture does not fit the shape.
+    """
+    with torch.device("meta"):
+        weights = _build(architecture, shape).state_dict()
+    return {name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
+
+
+def num_parameters(expert: nn.Module) -> int:
+    """Count the trained numbers of an expert."""
+    return sum(prod(parameter.shape) for parameter in expert.parameters())
+
+
+def training_flops(architecture: Dit, shape: Sequence[int], num_images_seen: int) -> int:
+    """Floating point operations of all matrix products, forward and backward, over so many images.
+
+    Raises:
+        ShapeError: the architecture does not fit the shape.
+    """
+    with torch.device("meta"):
+        return _build(architecture, shape).training_flops_per_image() * num_images_seen
+
+
+def _build(architecture: Dit, shape: Sequence[int]) -> DiT:
+    if len(shape) != 3:
+        raise ShapeError("image shape", expected="(C, H, W)", got=str(tuple(shape)))
+    size = (shape[0], shape[1], shape[2])
+    return DiT(size, architecture.patch, architecture.hidden, architecture.depth, architecture.heads)

@@ -1,0 +1,184 @@
+"""The aggregator operator's commands: init, enroll, plan, run, router, publish."""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from aggregator.config import Federation
+from ddm.console import human_bytes, human_seconds, new_app, passphrase, run_app, say, table
+from ddm.errors import SetupError
+
+if TYPE_CHECKING:
+    from aggregator.planning import Draft
+
+app = new_app("Plan a federation of silos, take in their experts, train the router, publish a signed ensemble.")
+
+FederationArgument = Annotated[Path, typer.Argument(metavar="FED", help="The federation's folder.")]
+PassphraseOption = Annotated[
+    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="First line opens the federation's keys.")
+]
+
+
+@app.command()
+def init(
+    fed: FederationArgument,
+    name: Annotated[str, typer.Option(help="The federation's name: a-z, 0-9, hyphens.")],
+    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where silos reach this aggregator.")],
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Make a federation: keys, TLS certificates, trust root, invitation."""
+    from aggregator.setup import init_federation
+
+    settings = _settings(name, address, passphrase_file)
+    secret = passphrase(passphrase_file, None, "New passphrase for the federation's keys", confirm=True)
+    invitation = init_federation(Federation(fed), settings, secret)
+    say(f"Federation {name} in {fed}.")
+    say(f"  root fingerprint  {invitation.root_digest}")
+    say(f"Give every silo {fed / 'invitation.json'}, and the fingerprint by another way (telephone, letter).")
+
+
+@app.command()
+def enroll(
+    fed: FederationArgument,
+    card: Annotated[Path, typer.Argument(metavar="CARD", help="The card that `silo enroll` wrote.")],
+) -> None:
+    """Enroll a silo; compare the fingerprint with the silo by another way."""
+    from aggregator.registry import enroll as keep_card
+    from aggregator.registry import signing_key
+
+    enrolled = keep_card(Federation(fed).require(), card)
+    say(f"Enrolled {enrolled.silo_id}. Compare with the silo: {signing_key(enrolled).fingerprint}")
+
+
+@app.command()
+def plan(
+    fed: FederationArgument,
+    recipe: Annotated[Path, typer.Option(help="TOML; see examples/digits_three_silos/plan.toml.")],
+    public: Annotated[Path, typer.Option(help="npz of public images.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Sign without asking.")] = False,
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Fit what is public, show size, time and epsilon, then sign the plan."""
+    from aggregator.planning import draft_plan, read_public, sign_plan
+    from aggregator.recipe import Recipe
+    from aggregator.setup import load_key
+    from ddm.settings import load_settings
+
+    federation = Federation(fed).require()
+    chosen = load_settings(Recipe, recipe)
+    images = read_public(public, chosen)
+    secret = _passphrase(federation, passphrase_file)
+    load_key(federation, "targets", secret)
+    with tempfile.TemporaryDirectory() as scratch:
+        draft = draft_plan(federation, chosen, images, Path(scratch))
+        say(_costs(draft))
+        if not yes and not _confirmed():
+            raise typer.Abort
+        digest = sign_plan(federation, draft, secret)
+    say(f"Signed plan {draft.plan.plan_id}, digest {digest}. Next: aggregator run {fed}")
+
+
+@app.command()
+def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> None:
+    """Deliver the plan, take in submissions, send receipts; ends when every silo has one."""
+    from aggregator.running import run_federation
+    from aggregator.setup import load_key
+
+    federation = Federation(fed).require()
+    federation.current_plan()
+    run_federation(federation, load_key(federation, "receipts", _passphrase(federation, passphrase_file)))
+
+
+@app.command()
+def router(
+    fed: FederationArgument,
+    seed: Annotated[int, typer.Option(min=0, help="Of batches and initial weights.")] = 0,
+) -> None:
+    """Train the router on the noised sketches and judge it on public data."""
+    from aggregator.inventory import take_inventory
+    from aggregator.router import describe, train_router
+
+    federation = Federation(fed).require()
+    inventory = take_inventory(federation)
+    say(f"Training on {sum(inventory.num_units.values())} noised sketches of {', '.join(inventory.silos)} …")
+    say(describe(train_router(federation, inventory, seed=seed)))
+    say(f"Next: aggregator publish {fed} --out RELEASE")
+
+
+@app.command()
+def publish(
+    fed: FederationArgument,
+    out: Annotated[Path, typer.Option(help="The release folder to make.")],
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Publish the accepted experts and the router as a signed release."""
+    from aggregator.inventory import take_inventory
+    from aggregator.publish import publish as publish_release
+
+    federation = Federation(fed).require()
+    inventory = take_inventory(federation)
+    manifest = publish_release(federation, inventory, _passphrase(federation, passphrase_file), out)
+    late = f"; without {', '.join(manifest.missing_silos)}" if manifest.missing_silos else ""
+    say(f"Published {manifest.plan_id}, version {manifest.version}, router {manifest.router.kind}{late}: {out}")
+    say(f"Researchers: ddm verify {out} --root {federation.tuf / '1.root.json'}")
+
+
+def _settings(name: str, address: str, passphrase_file: Path | None):  # type: ignore[no-untyped-def]
+    from pydantic import ValidationError
+
+    from aggregator.config import FederationSettings
+
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise SetupError("--address", expected="HOST:PORT, for example 127.0.0.1:9092", got=address[:100])
+    try:
+        return FederationSettings(
+            name=name,
+            host=host,
+            port=int(port),
+            passphrase_file=str(passphrase_file.resolve()) if passphrase_file else None,
+        )
+    except ValidationError as error:
+        field = str(error.errors()[0]["loc"][0])
+        raise SetupError(f"--{'name' if field == 'name' else 'address'}", got=error.errors()[0]["msg"]) from error
+
+
+def _passphrase(federation: Federation, path: Path | None) -> bytes:
+    return passphrase(path, federation.settings().passphrase_file, "Passphrase of the federation's keys")
+
+
+def _costs(draft: "Draft") -> str:
+    made = draft.plan
+    training, releases = made.expert.training, made.releases
+    rows = [
+        ("silos", ", ".join(made.silos)),
+        (
+            "an expert",
+            f"{made.expert.architecture.kind}, {human_bytes(draft.expert_bytes)}, {training.num_steps} steps",
+        ),
+        ("training", f"about {human_seconds(draft.train_s)} a silo (one thread of this machine, from a few steps)"),
+        ("each image spends", f"epsilon {releases.total.epsilon:g}, delta {releases.total.delta:g}, replace-one"),
+        ("  counts", f"epsilon {releases.counts.epsilon:g}, {releases.counts.num_groups} public groups"),
+        ("  sketches", f"epsilon {releases.sketch.epsilon:g}, rank {releases.sketch.rank}, t {draft.t_release:.3f}"),
+        ("without privacy", "expert weights (no DP-SGD), number of images, loss"),
+        ("valid until", made.expires_at.isoformat()),
+    ]
+    return f"Plan {made.plan_id}\n" + table(rows, ("what", "value"))
+
+
+def _confirmed() -> bool:
+    if not sys.stdin.isatty():
+        raise SetupError("plan", expected="a person to confirm, or --yes", got="no terminal", remedy="Add --yes.")
+    return typer.confirm("Sign this plan?")
+
+
+def main() -> None:
+    """Entry point of the `aggregator` command."""
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""A federation: where its folders are, what federation.toml says, which plan is current."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from ddm.errors import DigestError, MissingFileError
+from ddm.files import read_bounded, write_atomic
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, sha256_hex
+from ddm.protocol.plan import Plan
+from ddm.settings import Settings, load_settings
+
+KEY_NAMES = ("root", "targets", "plans", "release", "online", "receipts")
+
+
+class FederationSettings(Settings):
+    """federation.toml: the federation's name, its public address, its transfer sizes."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,40}$")]
+    host: ShortText
+    port: Annotated[int, Field(gt=0, lt=65536)]
+    shard_bytes: Annotated[int, Field(ge=65536, le=512 * 1024**2)] = 64 * 1024**2
+    passphrase_file: str | None = None
+    licence: ShortText = "CC-BY-4.0"
+    cite: ShortText = "McAllister et al., Decentralized Diffusion Models, CVPR 2025"
+
+
+class CurrentPlan(Document):
+    """Which plan the federation works on now."""
+
+    plan_id: PlanId
+    plan_digest: Digest
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The operator's folder."""
+
+    path: Path
+
+    @property
+    def keys(self) -> Path:
+        """Private keys, encrypted."""
+        return self.path / "keys"
+
+    @property
+    def tuf(self) -> Path:
+        """The TUF repository's metadata."""
+        return self.path / "tuf" / "metadata"
+
+    @property
+    def registry(self) -> Path:
+        """Enrolment cards, and how far each silo's ledger was seen."""
+        return self.path / "registry"
+
+    @property
+    def incoming(self) -> Path:
+        """What the ServerApp wrote; hostile until intake has verified it."""
+        return self.path / "incoming"
+
+    @property
+    def accepted(self) -> Path:
+        """Submissions that passed intake."""
+        return self.path / "accepted"
+
+    @property
+    def receipts(self) -> Path:
+        """Signed receipts and refusals; the ServerApp reads and delivers them."""
+        return self.path / "receipts"
+
+    @property
+    def releases(self) -> Path:
+        """Published versions, numbered."""
+        return self.path / "releases"
+
+    def plan_folder(self, plan_id: str) -> Path:
+        """Where a plan's bundle, public hold-out and router lie."""
+        return self.path / "plans" / plan_id
+
+    def bundle(self, plan_id: str) -> Path:
+        """What every silo is sent."""
+        return self.plan_folder(plan_id) / "bundle"
+
+    def plan_targets(self, plan_id: str) -> Path:
+        """The folder that holds `plan.json` and `plan/`."""
+        return self.bundle(plan_id) / "targets" / plan_id
+
+    def settings(self) -> FederationSettings:
+        """Read federation.toml."""
+        return load_settings(FederationSettings, self.path / "federation.toml")
+
+    def require(self) -> "Federation":
+        """Return the federation if it was made by `aggregator init`.
+
+        Raises:
+            MissingFileError: it was not.
+        """
+        if not (self.path / "federation.toml").is_file():
+            raise MissingFileError(
+                str(self.path),
+                expected="a federation folder with federation.toml",
+                got="a folder without it" if self.path.is_dir() else "nothing there",
+                remedy="Make one with `aggregator init`.",
+            )
+        return self
+
+    def set_current(self, plan_id: str, plan_digest: str) -> None:
+        """Make a signed plan the current one."""
+        current = CurrentPlan(plan_id=plan_id, plan_digest=plan_digest)
+        write_atomic(self.path / "plans" / "current.json", current.encode())
+
+    def current_plan(self) -> tuple[Plan, str]:
+        """Read the current plan and its digest.
+
+        Raises:
+            MissingFileError: no plan was signed yet.
+            DigestError: the plan's file changed since.
+        """
+        path = self.path / "plans" / "current.json"
+        if not path.is_file():
+            raise MissingFileError("plan", expected="a signed plan", got="none", remedy="Sign one: aggregator plan.")
+        current = CurrentPlan.parse(path.read_bytes(), subject=path.name)
+        data = read_bounded(self.plan_targets(current.plan_id) / "plan.json", MAX_DOCUMENT_BYTES)
+        if sha256_hex(data) != current.plan_digest:
+            raise DigestError("plan.json", expected="the bytes that were signed", got="others")
+        return Plan.parse(data, subject="plan.json"), current.plan_digest

@@ -1,0 +1,276 @@
+"""What does one silo still need from the aggregator, and the aggregator from it?
+
+`SiloDelivery` knows the state of one silo from the folders alone, so a new process continues where the last one ended:
+
+    plans/<plan_id>/bundle/**                         offered until the silo has it
+    incoming/<plan_id>/<silo_id>/status.json          the last status reported
+    incoming/<plan_id>/<silo_id>/<sequence>/          a whole submission; `<sequence>.part/` while it arrives
+    incoming/<plan_id>/<silo_id>/<sequence>.toolarge  an announced submission over the limit, not fetched
+    receipts/<plan_id>/<silo_id>/<sequence>.json      delivered, then marked with `<sequence>.delivered`
+    receipts/<plan_id>/<silo_id>/final                nothing more is expected of this silo after its receipts
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddm.errors import FormatError
+from ddm.exchange import (
+    MAX_BUNDLE_FILES,
+    MAX_RECEIPT_BYTES,
+    Ask,
+    Deliver,
+    Delivered,
+    Envelope,
+    FileEntry,
+    Held,
+    Offer,
+    Pull,
+    Reply,
+    Report,
+    Request,
+    Shards,
+    Span,
+    Status,
+)
+from ddm.files import read_bounded, write_atomic
+from ddm.shards import PartFolder, list_folder, read_spans
+
+_SEQUENCE = re.compile(r"[1-9][0-9]{0,6}")
+_MAX_BUNDLE_BYTES = 2**40
+# A batch is read into memory when it is offered, so no more than can be under way.
+_MAX_AT_ONCE = 4
+
+
+def load_bundle(bundle: Path) -> tuple[FileEntry, ...]:
+    """Read the index of a plan's bundle, digests included.
+
+    Args:
+        bundle: the folder.
+
+    Returns:
+        One entry a file.
+    """
+    return list_folder(bundle, max_files=MAX_BUNDLE_FILES, max_bytes=_MAX_BUNDLE_BYTES, with_digest=True)
+
+
+class SiloDelivery:
+    """The conversation with one silo about one plan.
+
+    Args:
+        fed: the federation folder.
+        plan_id: the plan.
+        silo_id: whom the registered key of the node names.
+        index: the bundle's index.
+        shard_bytes: most bytes in one message.
+        max_submission_bytes: most bytes of one submission.
+        wait_s: for how long the silo may hold back an answer that has no news.
+    """
+
+    def __init__(
+        self,
+        fed: Path,
+        plan_id: str,
+        silo_id: str,
+        *,
+        index: tuple[FileEntry, ...],
+        shard_bytes: int,
+        max_submission_bytes: int,
+        wait_s: int,
+    ) -> None:
+        self.plan_id, self.silo_id = plan_id, silo_id
+        self._bundle = fed / "plans" / plan_id / "bundle"
+        self._incoming = fed / "incoming" / plan_id / silo_id
+        self._receipts = fed / "receipts" / plan_id / silo_id
+        self._index, self._shard_bytes, self._wait_s = index, shard_bytes, wait_s
+        self._max_submission_bytes = max_submission_bytes
+        self._bundle_complete = False
+        # What the silo lacks of the bundle: everything, until it says otherwise.
+        self._lacking = [Span(path=entry.path, offset=0, num_bytes=entry.num_bytes) for entry in index]
+        self._status = Status()
+        self._part: tuple[int, PartFolder] | None = None
+        self._incoming.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def done(self) -> bool:
+        """Whether this silo needs nothing any more."""
+        return (self._receipts / "final").exists() and not self._undelivered()
+
+    def next_requests(self, in_flight: Sequence[Request], room: int) -> list[Envelope[Request]]:
+        """What to send now.
+
+        Args:
+            in_flight: requests without an answer yet.
+            room: how many more may be sent.
+
+        Returns:
+            At most `room` messages.
+        """
+        busy = {request.sequence for request in in_flight if isinstance(request, Deliver)}
+        found = [self._receipt(sequence) for sequence in self._undelivered() if sequence not in busy]
+        if not self._bundle_complete:
+            found += self._offers([request for request in in_flight if isinstance(request, Offer)])
+        if self._part is not None:
+            found += self._pulls([request for request in in_flight if isinstance(request, Pull)])
+        elif not found and not self._awaiting_receipt():
+            found += self._ask(in_flight)
+        return found[: max(room, 0)]
+
+    def _ask(self, in_flight: Sequence[Request]) -> list[Envelope[Request]]:
+        """Ask behind whatever is under way: a SuperNode that finds no message sleeps for three seconds."""
+        if self.done or any(isinstance(request, Ask | Deliver) for request in in_flight):
+            return []
+        ask = Ask(
+            plan_id=self.plan_id,
+            known=self._status,
+            received=self._received(),
+            max_bytes=self._shard_bytes,
+            wait_s=self._wait_s,
+        )
+        return [Envelope(ask)]
+
+    def take(self, request: Request, answer: Envelope[Reply]) -> int:
+        """Take one answer and put it on disk.
+
+        Args:
+            request: what was asked.
+            answer: what was answered, with the bytes that came along.
+
+        Returns:
+            0, or the silo's code when it could not do what was asked.
+
+        Raises:
+            FormatError: the answer does not fit the request.
+        """
+        reply = answer.message
+        match request, reply:
+            case _, _ if reply.code:
+                return reply.code
+            case Offer(), Held():
+                self._bundle_complete = self._bundle_complete or reply.complete
+                self._lacking = self._known_ranges(reply.missing)
+            case Ask(), Report():
+                self._take_report(reply, answer.pieces())
+            case Pull(), Shards() if reply.spans == request.spans:
+                self._take_shards(request, answer.pieces())
+            case Deliver(), Delivered():
+                write_atomic(self._receipts / f"{request.sequence}.delivered", b"")
+            case _:
+                raise FormatError(f"answer of silo {self.silo_id}", expected=f"one to {request.kind}", got=reply.kind)
+        return 0
+
+    def _offers(self, in_flight: list[Offer]) -> list[Envelope[Request]]:
+        sent = {span for request in in_flight for span in request.spans}
+        batches = self._batches([span for span in self._cut(self._lacking) if span not in sent])
+        if not batches and not in_flight:
+            # Nothing is left to send, yet the silo has not said that it is complete: let it say what it holds.
+            batches = [[]]
+        return [self._offer(batch) for batch in batches[:_MAX_AT_ONCE]]
+
+    def _offer(self, spans: Sequence[Span]) -> Envelope[Request]:
+        return Envelope(
+            Offer(plan_id=self.plan_id, files=self._index, spans=tuple(spans)), read_spans(self._bundle, spans)
+        )
+
+    def _known_ranges(self, missing: Sequence[Span]) -> list[Span]:
+        sizes = {entry.path: entry.num_bytes for entry in self._index}
+        if any(span.offset + span.num_bytes > sizes.get(span.path, -1) for span in missing):
+            raise FormatError(f"answer of silo {self.silo_id}", expected="ranges of the bundle", got="others")
+        return list(missing)
+
+    def _cut(self, spans: Sequence[Span]) -> list[Span]:
+        step = self._shard_bytes
+        return [
+            Span(path=span.path, offset=span.offset + at, num_bytes=min(step, span.num_bytes - at))
+            for span in spans
+            for at in range(0, max(span.num_bytes, 1), step)
+        ]
+
+    def _batches(self, spans: Sequence[Span]) -> list[list[Span]]:
+        """Group ranges so that a message is full, but not above the limit."""
+        batches: list[list[Span]] = []
+        room = 0
+        for span in spans:
+            if not batches or span.num_bytes > room or len(batches[-1]) >= 256:
+                batches.append([])
+                room = self._shard_bytes
+            batches[-1].append(span)
+            room -= span.num_bytes
+        return batches
+
+    def _pulls(self, in_flight: list[Pull]) -> list[Envelope[Request]]:
+        if self._part is None:
+            return []
+        sequence, part = self._part
+        sent = {span for request in in_flight for span in request.spans if request.sequence == sequence}
+        wanted = [span for span in part.missing(self._shard_bytes) if span not in sent]
+        return [
+            Envelope(Pull(plan_id=self.plan_id, sequence=sequence, spans=tuple(batch)))
+            for batch in self._batches(wanted)[:_MAX_AT_ONCE]
+        ]
+
+    def _take_report(self, report: Report, pieces: Sequence[bytes]) -> None:
+        if report.status != self._status or not (self._incoming / "status.json").exists():
+            status = {"plan_id": self.plan_id, "silo_id": self.silo_id, **report.status.model_dump()}
+            write_atomic(self._incoming / "status.json", json.dumps(status).encode())
+        self._status = report.status
+        if report.sequence <= self._received() or not report.files:
+            return
+        if sum(entry.num_bytes for entry in report.files) > self._max_submission_bytes:
+            write_atomic(self._incoming / f"{report.sequence}.toolarge", b"")
+            return
+        part = PartFolder(self._incoming / str(report.sequence), report.files)
+        part.write(zip(report.spans, pieces, strict=True))
+        self._part = (report.sequence, part)
+        self._finish_part()
+
+    def _take_shards(self, request: Pull, pieces: Sequence[bytes]) -> None:
+        if self._part is None or self._part[0] != request.sequence:
+            return
+        self._part[1].write(zip(request.spans, pieces, strict=True))
+        self._finish_part()
+
+    def _finish_part(self) -> None:
+        if self._part is not None and self._part[1].finish():
+            self._part = None
+
+    def _received(self) -> int:
+        """The highest sequence that is here whole or was too large."""
+        found = [path.name.removesuffix(".toolarge") for path in self._incoming.iterdir()]
+        return max((int(name) for name in found if _SEQUENCE.fullmatch(name)), default=0)
+
+    def _awaiting_receipt(self) -> bool:
+        received = self._received()
+        return received > 0 and not (self._receipts / f"{received}.json").exists()
+
+    def _undelivered(self) -> list[int]:
+        if not self._receipts.is_dir():
+            return []
+        names = {path.name for path in self._receipts.iterdir()}
+        found = [int(name[:-5]) for name in names if name.endswith(".json") and _SEQUENCE.fullmatch(name[:-5])]
+        return sorted(sequence for sequence in found if f"{sequence}.delivered" not in names)
+
+    def _receipt(self, sequence: int) -> Envelope[Request]:
+        receipt = read_bounded(self._receipts / f"{sequence}.json", MAX_RECEIPT_BYTES)
+        return Envelope(Deliver(plan_id=self.plan_id, sequence=sequence), receipt)
+
+
+def plan_done(fed: Path, plan_id: str, silo_ids: Sequence[str]) -> bool:
+    """Whether every silo of a plan has its last receipt.
+
+    Args:
+        fed: the federation folder.
+        plan_id: the plan.
+        silo_ids: its silos.
+
+    Returns:
+        True when nothing is left to do.
+    """
+    for silo_id in silo_ids:
+        folder = fed / "receipts" / plan_id / silo_id
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        receipts = {name[:-5] for name in names if name.endswith(".json") and not name.startswith(".")}
+        if "final" not in names or any(f"{name}.delivered" not in names for name in receipts):
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""The Flower app: two names, both pointing at installed code."""

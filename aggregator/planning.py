@@ -1,0 +1,199 @@
+"""From a recipe and public images to a signed plan: fit what is public, show what it will cost, sign."""
+
+import secrets
+import shutil
+import tempfile
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aggregator.config import Federation
+from aggregator.recipe import Recipe
+from aggregator.registry import cards, signing_key
+from aggregator.setup import load_key
+from ddm.clustering import fit_clustering
+from ddm.encoders import PcaEncoder
+from ddm.errors import DataError, SetupError
+from ddm.files import require_file, write_atomic
+from ddm.models import build_expert, num_parameters
+from ddm.plan_files import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH, release_noise_level
+from ddm.protocol.base import File, now_utc, sha256_hex
+from ddm.protocol.plan import Clustering, IdentityLatent, NoCondition, Objective, Plan
+from ddm.protocol.plan import PcaEncoder as PcaSpec
+from ddm.schedule import LinearPath
+from ddm.sketch import Sketch
+from ddm.tensors import save_tensors
+from ddm.training import train
+from ddm.trust.repository import Repository
+
+TIMED_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan that is ready to be signed, and what it will cost.
+
+    Attributes:
+        plan: the document.
+        folder: holds `plan/*.safetensors` as the plan lists them.
+        holdout: public images kept back to judge the routers, shape (N, C, H, W).
+        t_release: noise level at which sketches leave.
+        expert_bytes: size of one expert.
+        train_s: seconds that the expert's training would take here, one thread, measured on a few steps.
+    """
+
+    plan: Plan
+    folder: Path
+    holdout: Tensor
+    t_release: float
+    expert_bytes: int
+    train_s: float
+
+
+def read_public(path: Path, recipe: Recipe) -> Tensor:
+    """Read the public images, shape (N, C, H, W), float32.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: not an npz of images of the recipe's shape and range.
+    """
+    require_file(path, "an npz of public images")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            array = np.asarray(archive["images"], dtype=np.float32)
+    except (ValueError, OSError, EOFError, KeyError) as error:
+        raise DataError(path.name, expected="an npz with an array called images", got="something else") from error
+    low, high = recipe.data.range
+    if tuple(array.shape[1:]) != recipe.data.shape:
+        raise DataError(path.name, expected=f"images of shape {recipe.data.shape}", got=str(array.shape[1:]))
+    if not np.isfinite(array).all() or array.min() < low - 1e-5 or array.max() > high + 1e-5:
+        raise DataError(path.name, expected=f"finite values within [{low:g}, {high:g}]", got="others")
+    return torch.from_numpy(array)
+
+
+def draft_plan(federation: Federation, recipe: Recipe, public: Tensor, folder: Path) -> Draft:
+    """Fit the public parts into `folder` and write the plan around them; nothing is signed yet.
+
+    Raises:
+        SetupError: no silo is enrolled.
+        DataError: too few public images for the recipe.
+    """
+    silos = tuple(sorted(cards(federation)))
+    if not silos:
+        raise SetupError("plan", expected="enrolled silos", got="none", remedy="Enroll them: aggregator enroll.")
+    generator = torch.Generator().manual_seed(recipe.public.seed)
+    order = torch.randperm(len(public), generator=generator)
+    num_holdout = int(len(public) * recipe.public.holdout_share)
+    fit, holdout = public[order[num_holdout:]], public[order[:num_holdout]]
+    sketch = _fit_public_parts(recipe, fit, folder)
+    created = now_utc()
+    plan = Plan(
+        plan_id=f"{federation.settings().name}-{secrets.token_hex(4)}",
+        created_at=created,
+        expires_at=created + timedelta(days=recipe.valid_days),
+        silos=silos,
+        receipt_key=(federation.keys / "receipts.pub").read_text("ascii").strip(),
+        files=tuple(File.of(path, folder / path) for path in (CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH)),
+        data=recipe.data,
+        latent=IdentityLatent(),
+        encoder=PcaSpec(path=ENCODER_PATH, dim=recipe.encoder.dim),
+        clustering=Clustering(
+            path=CENTROIDS_PATH, num_fine=recipe.clustering.num_fine, num_coarse=recipe.clustering.num_coarse
+        ),
+        partition=recipe.partition,
+        objective=Objective(),
+        t_distribution=recipe.t_distribution,
+        condition=NoCondition(),
+        expert=recipe.expert,
+        releases=recipe.releases,
+        router=recipe.router,
+        audit=recipe.audit,
+        limits=recipe.limits,
+    )
+    expert = build_expert(plan.expert.architecture, plan.data.shape)
+    return Draft(
+        plan=plan,
+        folder=folder,
+        holdout=holdout,
+        t_release=release_noise_level(plan, sketch),
+        expert_bytes=4 * num_parameters(expert),
+        train_s=_measure_training(plan, fit),
+    )
+
+
+def _fit_public_parts(recipe: Recipe, fit: Tensor, folder: Path) -> Sketch:
+    num_groups = recipe.releases.counts.num_groups
+    encoder = PcaEncoder.fit(fit, recipe.encoder.dim)
+    features = encoder.encode(fit)
+    fine, coarse = recipe.clustering.num_fine, recipe.clustering.num_coarse
+    clusters = fit_clustering(features, fine, coarse, num_groups, seed=recipe.public.seed)
+    group_N = clusters.group_F[clusters.assign(features)]
+    sketch = Sketch.fit(fit, group_N, recipe.releases.sketch.rank, num_groups)
+    for path, part in ((ENCODER_PATH, encoder), (CENTROIDS_PATH, clusters), (SKETCH_PATH, sketch)):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(folder / path, part.tensors())
+    return sketch
+
+
+def _measure_training(plan: Plan, images: Tensor) -> float:
+    """Time a few real training steps here, one thread, and scale; what a silo's machine needs may differ."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        settings = plan.expert.training.model_copy(update={"num_steps": TIMED_STEPS, "checkpoint_steps": TIMED_STEPS})
+        expert = build_expert(plan.expert.architecture, plan.data.shape)
+        with tempfile.TemporaryDirectory() as scratch:
+            trained = train(
+                expert,
+                images,
+                settings,
+                LinearPath(),
+                plan.t_distribution,
+                checkpoint_dir=Path(scratch),
+                on_progress=lambda progress: None,
+                should_stop=lambda: False,
+            )
+    finally:
+        torch.set_num_threads(threads)
+    return trained.seconds / TIMED_STEPS * plan.expert.training.num_steps
+
+
+def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> str:
+    """Sign the plan, lay out the bundle that silos are sent, make the plan current; return its digest."""
+    plan = draft.plan
+    encoded = plan.encode()
+    files = {f"{plan.plan_id}/plan.json": (len(encoded), sha256_hex(encoded))}
+    files |= {f"{plan.plan_id}/{file.path}": (file.bytes, file.digest) for file in plan.files}
+    repository = Repository(federation.tuf)
+    enrolled = cards(federation)
+    repository.start_plan(
+        plan.plan_id,
+        {silo_id: signing_key(enrolled[silo_id]) for silo_id in plan.silos},
+        files,
+        targets_keys=[load_key(federation, "targets", passphrase)],
+        plans_key=load_key(federation, "plans", passphrase),
+        online_key=load_key(federation, "online", passphrase),
+        now=now_utc(),
+    )
+    _lay_out(federation, draft, encoded, repository)
+    digest = sha256_hex(encoded)
+    federation.set_current(plan.plan_id, digest)
+    return digest
+
+
+def _lay_out(federation: Federation, draft: Draft, encoded: bytes, repository: Repository) -> None:
+    home = federation.plan_folder(draft.plan.plan_id)
+    part = home.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    targets = part / "bundle" / "targets" / draft.plan.plan_id
+    for file in draft.plan.files:
+        (targets / file.path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(draft.folder / file.path, targets / file.path)
+    write_atomic(targets / "plan.json", encoded)
+    repository.export_bundle(part / "bundle")
+    np.savez_compressed(part / "holdout.npz", images=draft.holdout.numpy())
+    part.rename(home)

@@ -1,0 +1,156 @@
+"""Publishing: the manifest, the silos' signed bytes unchanged, the router, all under one signed release."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from aggregator.config import Federation
+from aggregator.inventory import AcceptedSilo, Inventory
+from aggregator.registry import card_of, signing_key
+from aggregator.router import ROUTER_NAME, RouterReport, load_report, router_path
+from aggregator.setup import load_key
+from ddm.errors import BusyError
+from ddm.files import link_or_copy, write_atomic
+from ddm.protocol.base import File, now_utc, sha256_hex
+from ddm.protocol.manifest import Evaluation, Manifest, PublishedExpert, PublishedRouter, PublishedSilo
+from ddm.trust.repository import Repository
+
+
+def publish(federation: Federation, inventory: Inventory, passphrase: bytes, out: Path) -> Manifest:
+    """Publish the next version of the ensemble.
+
+    The release is built aside, kept under `releases/<n>` and then moved to `out` in one rename.
+
+    Raises:
+        BusyError: `out` exists; releases are immutable.
+        MissingFileError: the router was not trained yet.
+    """
+    if out.exists():
+        raise BusyError(
+            str(out),
+            expected="a path where nothing is yet",
+            got="a release or another file",
+            remedy="Choose another folder; a release is never overwritten.",
+        )
+    report = load_report(federation, inventory)
+    plan_id = inventory.plan.plan_id
+    version = 1 + max((int(path.name) for path in federation.releases.glob("[0-9]*") if path.name.isdigit()), default=0)
+    part = federation.releases / f"{version}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    targets = part / "targets" / plan_id
+    _lay_out(federation, inventory, targets)
+    manifest = _manifest(federation, inventory, report, targets, version)
+    write_atomic(targets / "manifest.json", manifest.encode())
+    _sign(federation, inventory, targets, passphrase).export_release(part)
+    part.rename(federation.releases / str(version))
+    _copy_out(federation.releases / str(version), out)
+    return manifest
+
+
+def _lay_out(federation: Federation, inventory: Inventory, targets: Path) -> None:
+    source = federation.plan_targets(inventory.plan.plan_id)
+    for name in ("plan.json", *(file.path for file in inventory.plan.files)):
+        link_or_copy(source / name, targets / name)
+    for silo_id, silo in inventory.silos.items():
+        for name in _published_names(silo_id, silo):
+            link_or_copy(silo.folder / name, targets / name)
+    link_or_copy(router_path(federation, inventory.plan.plan_id), targets / ROUTER_NAME)
+
+
+def _published_names(silo_id: str, silo: AcceptedSilo) -> list[str]:
+    """The document and the experts; the noised features are not published."""
+    return [f"silos/{silo_id}/submission.json", *(expert.file.path for expert in silo.submission.experts)]
+
+
+def _manifest(
+    federation: Federation, inventory: Inventory, report: RouterReport, targets: Path, version: int
+) -> Manifest:
+    settings = federation.settings()
+    previous = federation.releases / str(version - 1)
+    old = next(previous.glob("targets/*/manifest.json"), None) if version > 1 else None
+    experts = [expert for silo in inventory.silos.values() for expert in silo.submission.experts]
+    owners = [silo_id for silo_id, silo in inventory.silos.items() for _ in silo.submission.experts]
+    named = {f"silos/{silo_id}/submission.json" for silo_id in inventory.silos} | {
+        expert.file.path for expert in experts
+    }
+    listed = sorted(path.relative_to(targets).as_posix() for path in targets.rglob("*") if path.is_file())
+    return Manifest(
+        plan_id=inventory.plan.plan_id,
+        plan_digest=inventory.plan_digest,
+        version=version,
+        supersedes_digest=sha256_hex(old.read_bytes()) if old else None,
+        published_at=now_utc(),
+        licence=settings.licence,
+        cite=settings.cite,
+        missing_silos=inventory.missing,
+        withdrawn_silos=(),
+        silos=tuple(_published_silo(federation, silo_id, silo, targets) for silo_id, silo in inventory.silos.items()),
+        experts=tuple(
+            PublishedExpert(expert_id=expert.expert_id, silo_id=owner, prior=share, file=expert.file)
+            for expert, owner, share in zip(experts, owners, inventory.prior, strict=True)
+        ),
+        router=PublishedRouter(
+            kind=report.published,
+            t_release=report.t_release if report.published == "learned" else None,
+            training_prior=report.training_prior,
+            temperature=report.temperature,
+            file=File.of(ROUTER_NAME, targets / ROUTER_NAME),
+        ),
+        evaluation=_evaluation(report),
+        files=tuple(File.of(name, targets / name) for name in listed if name not in named | {ROUTER_NAME}),
+    )
+
+
+def _published_silo(federation: Federation, silo_id: str, silo: AcceptedSilo, targets: Path) -> PublishedSilo:
+    submission = silo.submission
+    name = f"silos/{silo_id}/submission.json"
+    return PublishedSilo(
+        silo_id=silo_id,
+        submission=File.of(name, targets / name),
+        key_fingerprint=signing_key(card_of(federation, silo_id)).fingerprint,
+        epsilon=submission.spent.epsilon,
+        delta=submission.spent.delta,
+        audit=submission.audit.verdict,
+        isolation=submission.isolation,
+    )
+
+
+def _evaluation(report: RouterReport) -> tuple[Evaluation, ...]:
+    return tuple(
+        Evaluation(
+            metric=f"public_cross_entropy_difference_learned_minus_counts_t_{band.low:g}_{band.high:g}",
+            strategy=None,
+            value=band.difference,
+            low=band.difference_low,
+            high=band.difference_high,
+        )
+        for band in report.bands
+    )
+
+
+def _sign(federation: Federation, inventory: Inventory, targets: Path, passphrase: bytes) -> Repository:
+    plan_id = inventory.plan.plan_id
+    names = ("manifest.json", ROUTER_NAME)
+    described = {name: File.of(name, targets / name) for name in names}
+    files: Mapping[str, tuple[int, str]] = {
+        f"{plan_id}/{name}": (file.bytes, file.digest) for name, file in described.items()
+    }
+    repository = Repository(federation.tuf)
+    repository.publish(
+        plan_id,
+        {silo_id: silo.role for silo_id, silo in inventory.silos.items()},
+        files,
+        release_key=load_key(federation, "release", passphrase),
+        online_key=load_key(federation, "online", passphrase),
+        now=now_utc(),
+    )
+    return repository
+
+
+def _copy_out(release: Path, out: Path) -> None:
+    """Copy, not link: what happens to the published folder must not reach the federation's own files."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(f".{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(release, part)
+    part.rename(out)

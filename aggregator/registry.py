@@ -1,0 +1,113 @@
+"""Who takes part: enrolment cards, checked and kept as they came; and how far each silo's ledger was seen."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from aggregator.config import Federation
+from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError
+from ddm.files import read_bounded, require_file, write_atomic
+from ddm.protocol.base import Digest, Document
+from ddm.protocol.enrolment import CARD_KIND, Card
+from ddm.trust.envelope import open_sealed
+from ddm.trust.keys import PublicKey
+
+MAX_CARD_BYTES = 16384
+
+
+class SeenLedger(Document):
+    """Every entry digest of a silo's ledger up to the last accepted submission."""
+
+    chain: Annotated[tuple[Digest, ...], Field(max_length=4096)] = ()
+
+
+def read_card(data: bytes) -> Card:
+    """Open a card: self-signed by the very key that it announces.
+
+    Raises:
+        SignatureError: the seal does not verify.
+        DocumentError: not a card, or the seal is by another key than the card names.
+    """
+    payload, signer = open_sealed(data, CARD_KIND, None, MAX_CARD_BYTES)
+    card = Card.parse(payload, subject="enrolment card", limit=MAX_CARD_BYTES)
+    if str(signer) != card.signing_key:
+        raise DocumentError("enrolment card", expected="a seal by the key it names", got="another key")
+    return card
+
+
+def enroll(federation: Federation, card_path: Path) -> Card:
+    """Keep a silo's card; the same card twice is fine, another card for the same silo is refused.
+
+    Raises:
+        BusyError: this silo, or this key, is enrolled already.
+    """
+    require_file(card_path, "a card made by `silo enroll`")
+    data = read_bounded(card_path, MAX_CARD_BYTES)
+    card = read_card(data)
+    for other_id, other in cards(federation).items():
+        same_keys = other.signing_key == card.signing_key or other.node_key == card.node_key
+        if (other_id == card.silo_id) != same_keys:
+            raise BusyError(
+                f"silo {card.silo_id}",
+                expected="a new silo with keys of its own",
+                got=f"a clash with the enrolled silo {other_id}",
+                remedy="Check the fingerprint with the silo; to replace a key, remove the old card first.",
+            )
+    write_atomic(federation.registry / f"{card.silo_id}.json", data)
+    return card
+
+
+def cards(federation: Federation) -> Mapping[str, Card]:
+    """Read every enrolled card, by silo id."""
+    paths = sorted(path for path in federation.registry.glob("*.json"))
+    found = [read_card(read_bounded(path, MAX_CARD_BYTES)) for path in paths]
+    return {card.silo_id: card for card in found}
+
+
+def card_of(federation: Federation, silo_id: str) -> Card:
+    """Read one silo's card.
+
+    Raises:
+        MissingFileError: it is not enrolled.
+    """
+    found = cards(federation)
+    if silo_id not in found:
+        raise MissingFileError(f"silo {silo_id}", expected="an enrolled silo", got=", ".join(found) or "none enrolled")
+    return found[silo_id]
+
+
+def signing_key(card: Card) -> PublicKey:
+    """The key that signs this silo's submissions."""
+    return PublicKey.parse(card.signing_key)
+
+
+def check_ledger(federation: Federation, silo_id: str, chain: tuple[str, ...]) -> None:
+    """Refuse a ledger that does not extend the one seen last.
+
+    Raises:
+        LedgerError: entries that were there are gone or changed.
+    """
+    seen = _seen(federation, silo_id).chain
+    if chain[: len(seen)] != seen:
+        raise LedgerError(
+            f"ledger of silo {silo_id}",
+            expected=f"one that extends the {len(seen)} entries seen before",
+            got=f"another chain of {len(chain)} entries",
+            remedy="The silo's ledger was reset or edited. Ask its operator; a reset needs a named waiver.",
+        )
+
+
+def remember_ledger(federation: Federation, silo_id: str, chain: tuple[str, ...]) -> None:
+    """Keep the chain of an accepted submission."""
+    write_atomic(_seen_path(federation, silo_id), SeenLedger(chain=chain).encode())
+
+
+def _seen_path(federation: Federation, silo_id: str) -> Path:
+    return federation.registry / "ledgers" / f"{silo_id}.json"
+
+
+def _seen(federation: Federation, silo_id: str) -> SeenLedger:
+    path = _seen_path(federation, silo_id)
+    return SeenLedger.parse(path.read_bytes(), subject=path.name) if path.exists() else SeenLedger()

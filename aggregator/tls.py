@@ -1,0 +1,135 @@
+"""Which certificates does the federation's own TLS use? A small authority of its own, and one server certificate."""
+
+import ipaddress
+import os
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    KeySerializationEncryption,
+    NoEncryption,
+    PrivateFormat,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from ddm.errors import SetupError
+from ddm.files import write_atomic
+
+_LIFETIME = timedelta(days=3653)
+# Clocks of other machines may be behind.
+_BACKDATED = timedelta(days=1)
+_LOCAL_HOSTS = ("127.0.0.1", "localhost")
+_FILES = ("ca.pem", "ca.key", "server.pem", "server.key")
+
+
+def make_tls(folder: Path, hosts: Iterable[str], *, passphrase: bytes | None = None) -> bytes:
+    """Make a certificate authority and a server certificate, P-256, valid for ten years.
+
+    Args:
+        folder: where `ca.pem`, `ca.key`, `server.pem`, `server.key` go; keys are readable by their owner only.
+        hosts: names and addresses by which silos reach the server; loopback is added.
+        passphrase: encrypts `ca.key`, which nothing needs in operation. `server.key` is plain, since Flower reads it.
+
+    Returns:
+        The authority's certificate, PEM, for the invitation.
+
+    Raises:
+        SetupError: one of the files exists, or a host is not a name or an address.
+    """
+    present = [name for name in _FILES if (folder / name).exists()]
+    if present:
+        raise SetupError(str(folder / present[0]), expected="no file", got="one", remedy="Keep it, or remove tls/.")
+    folder.mkdir(parents=True, exist_ok=True)
+    ca_key, server_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    ca = _authority(ca_key)
+    server = _server(server_key, ca, ca_key, _alternative_names(hosts))
+    locked = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
+    _write_key(folder / "ca.key", ca_key, locked)
+    _write_key(folder / "server.key", server_key, NoEncryption())
+    write_atomic(folder / "server.pem", server.public_bytes(Encoding.PEM))
+    ca_pem = ca.public_bytes(Encoding.PEM)
+    write_atomic(folder / "ca.pem", ca_pem)
+    return ca_pem
+
+
+def _alternative_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
+    names: list[x509.GeneralName] = []
+    for host in dict.fromkeys([*hosts, *_LOCAL_HOSTS]):
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            try:
+                names.append(x509.DNSName(host))
+            except ValueError as error:
+                raise SetupError(host, expected="a host name in ASCII or an address") from error
+    return names
+
+
+def _builder(name: str, public_key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATED)
+        .not_valid_after(now + _LIFETIME)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+    )
+
+
+def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    name = "Archipelago federation"
+    return (
+        _builder(name, key.public_key())
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(sign_certificates=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def _server(
+    key: ec.EllipticCurvePrivateKey,
+    ca: x509.Certificate,
+    ca_key: ec.EllipticCurvePrivateKey,
+    names: list[x509.GeneralName],
+) -> x509.Certificate:
+    return (
+        _builder("Archipelago aggregator", key.public_key())
+        .issuer_name(ca.subject)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(sign_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+
+
+def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not sign_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=sign_certificates,
+        crl_sign=sign_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _write_key(path: Path, key: ec.EllipticCurvePrivateKey, encryption: KeySerializationEncryption) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+        stream.flush()
+        os.fsync(stream.fileno())

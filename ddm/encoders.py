@@ -1,0 +1,99 @@
+"""Which public features describe an image? Principal components of the public images; no weights from elsewhere."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddm.errors import DataError, ShapeError
+from ddm.protocol.plan import DataSpec
+from ddm.tensors import TensorSpec
+
+# Shape legend: N images, D values in one image, R principal directions.
+
+_BLOCK = 8192
+_FLAT = 1e-7  # a direction whose spread is below this share of the widest one is rounding, not data
+
+
+@dataclass(frozen=True)
+class PcaEncoder:
+    """A frozen linear encoder, ``features = basis (x - mean)``.
+
+    Attributes:
+        mean_D: mean of the public images, float32.
+        basis_RD: leading principal directions, orthonormal rows, float32.
+    """
+
+    mean_D: Tensor
+    basis_RD: Tensor
+
+    @classmethod
+    def fit(cls, images: Tensor, dim: int) -> "PcaEncoder":
+        """Find the `dim` leading principal directions of public images.
+
+        Args:
+            images: public images, shape (N, C, H, W).
+            dim: number of features.
+
+        Raises:
+            DataError: the images do not span `dim` directions.
+        """
+        mean_D, basis_RD = principal_directions(images, dim)
+        return cls(mean_D=mean_D.float(), basis_RD=basis_RD.float())
+
+    @property
+    def dim(self) -> int:
+        """The number of features."""
+        return len(self.basis_RD)
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Return features, shape (N, dim), float32, of images of shape (N, C, H, W).
+
+        Raises:
+            ShapeError: the images are of another size than those it was fitted on.
+        """
+        if images.ndim < 2 or images[0].numel() != len(self.mean_D):
+            raise ShapeError("image size", expected=f"{len(self.mean_D)} values", got=str(tuple(images.shape[1:])))
+        blocks = [(block.flatten(1).float() - self.mean_D) @ self.basis_RD.T for block in torch.split(images, _BLOCK)]
+        return torch.cat(blocks)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a plan stores of this encoder."""
+        return {"mean": self.mean_D, "basis": self.basis_RD}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "PcaEncoder":
+        """Rebuild the encoder from tensors loaded against `pca_specs`."""
+        return cls(mean_D=tensors["mean"], basis_RD=tensors["basis"])
+
+
+def pca_specs(data: DataSpec, dim: int) -> dict[str, TensorSpec]:
+    """Return the names, dtypes and shapes of a stored encoder for images of `data`."""
+    return {"mean": TensorSpec("F32", (data.dim,)), "basis": TensorSpec("F32", (dim, data.dim))}
+
+
+def principal_directions(images: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the mean and the leading principal directions of images, both float64.
+
+    The sign of a direction is fixed by making its largest entry positive, so two fits agree.
+
+    Args:
+        images: shape (N, ...), any data range.
+        dim: number of directions.
+
+    Returns:
+        mean_D and basis_RD with orthonormal rows, widest direction first.
+
+    Raises:
+        DataError: the images do not span `dim` directions.
+    """
+    x_ND = images.flatten(1).double()
+    mean_D = x_ND.mean(0)
+    _, spread, basis = torch.linalg.svd(x_ND - mean_D, full_matrices=False)
+    spanned = int((spread > _FLAT * spread[0]).sum()) if len(spread) else 0
+    if spanned < dim:
+        raise DataError("public images", expected=f"at least {dim} principal directions", got=str(spanned))
+    basis_RD = basis[:dim]
+    peak_R = basis_RD.gather(1, basis_RD.abs().argmax(1, keepdim=True))
+    return mean_D, basis_RD * peak_R.sign()

@@ -1,0 +1,85 @@
+"""What every router answers: log p(x_t | k, t), and how that becomes a posterior under any prior."""
+
+# Shape legend: B batch, K experts, ... all data dimensions.
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ddm.errors import MathError, NumericalError, ShapeError
+
+
+@runtime_checkable
+class Router(Protocol):
+    """A model of which expert's data a noised sample came from.
+
+    A router answers likelihoods, not posteriors, so that any target prior can be set afterwards and so that at
+    t = 1, where x_t says nothing about k, a correct router makes the posterior equal the prior.
+    """
+
+    num_experts: int
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        """Return ``log p(x_t | k, t)`` for every k, up to a term common to all k.
+
+        Args:
+            x_B: noised samples on the canonical path, shape (B, ...).
+            t_B: their times in [0, 1], shape (B,).
+
+        Returns:
+            Shape (B, K), in the manifest's order of experts.
+        """
+        ...
+
+
+def log_prior(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:
+    """Check and normalise expert weights, and return their logarithm; weight 0 withdraws an expert.
+
+    Args:
+        prior: one weight per expert, in any unit; non-negative with a positive sum.
+        num_experts: K.
+
+    Returns:
+        Shape (K,), float64, minus infinity where the weight is 0.
+
+    Raises:
+        ShapeError: not one weight per expert.
+        MathError: a weight is negative or not finite, or all are 0.
+    """
+    prior_K = torch.as_tensor(prior, dtype=torch.float64, device="cpu")
+    if prior_K.shape != (num_experts,):
+        got = f"shape {tuple(prior_K.shape)}"
+        raise ShapeError("prior", expected=f"{num_experts} weights, one per expert", got=got)
+    if not bool(torch.isfinite(prior_K).all()) or bool((prior_K < 0).any()) or not bool((prior_K > 0).any()):
+        raise MathError("prior", expected="finite weights >= 0, not all 0", got=f"{prior_K.tolist()}")
+    return torch.log(prior_K / prior_K.sum())
+
+
+def posterior(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> Tensor:
+    """Return the probability of every expert at a noised sample.
+
+    ``w_k(x, t) = pi_k p_t^k(x) / sum_j pi_j p_t^j(x)``
+
+    Args:
+        router: answers the likelihoods.
+        x_B: noised samples on the canonical path, shape (B, ...).
+        t_B: their times in [0, 1], shape (B,).
+        log_prior_K: log of the target prior, shape (K,); minus infinity gives exactly 0.
+
+    Returns:
+        Shape (B, K); rows sum to 1. At least the precision of the router's answer.
+
+    Raises:
+        ShapeError: the router does not answer one value per sample and expert.
+        NumericalError: a row has no finite value to normalise.
+    """
+    log_likelihood_BK = router.log_likelihood(x_B, t_B)
+    expected = (x_B.shape[0], log_prior_K.shape[0])
+    if tuple(log_likelihood_BK.shape) != expected:
+        got = f"shape {tuple(log_likelihood_BK.shape)}"
+        raise ShapeError("router", expected=f"log-likelihoods of shape {expected}", got=got)
+    w_BK = torch.softmax(log_likelihood_BK + log_prior_K.to(log_likelihood_BK.device), dim=-1)
+    if not bool(torch.isfinite(w_BK).all()):
+        raise NumericalError("router", expected="a finite posterior", got="NaN or infinity")
+    return w_BK

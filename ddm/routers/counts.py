@@ -1,0 +1,166 @@
+"""The counts router: who holds how much of each public group? Valid for every t, without training.
+
+``log p(s | k, t) = log sum_c mass_kc N(s; alpha m_c, alpha^2 S_c + (sigma / C)^2 I)``
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.special import betaln, gammaln, logsumexp
+from torch import Tensor
+
+from ddm.errors import NumericalError, ShapeError
+from ddm.protocol.plan import Plan
+from ddm.schedule import Path
+from ddm.sketch import Sketch
+from ddm.tensors import TensorSpec
+
+# Shape legend: K experts, G public groups, B batch, R sketch dimensions.
+
+_CONCENTRATIONS = np.logspace(-1, 4, 21)
+_NEGLIGIBLE = 40.0  # noise this many e-folds into its tail is left out of a sum
+_FLOOR = 1e-9
+
+
+class CountsRouter:
+    """Each expert is a mixture of the public groups' Gaussians, with its own noisy histogram as weights.
+
+    Args:
+        sketch: the plan's public sketch with the groups' means and covariances.
+        log_mass_KG: log of each expert's share in each group; rows of shares sum to 1.
+        path: the probability path.
+        error_KG: standard deviation of what is known of the shares; zeros when omitted.
+
+    Raises:
+        ShapeError: the shares are for another number of groups.
+        NumericalError: shares that are not finite or do not sum to 1.
+    """
+
+    def __init__(self, sketch: Sketch, log_mass_KG: Tensor, path: Path, error_KG: Tensor | None = None) -> None:
+        if log_mass_KG.ndim != 2 or log_mass_KG.shape[1] != sketch.num_groups:
+            raise ShapeError("mass", expected=f"(K, {sketch.num_groups})", got=str(tuple(log_mass_KG.shape)))
+        log_mass_KG = log_mass_KG.double()
+        total_K = log_mass_KG.logsumexp(1)
+        if not bool(torch.isfinite(total_K).all()) or float(total_K.abs().max()) > 1e-3:
+            raise NumericalError("mass", expected="shares that sum to 1", got="others")
+        self.num_experts = len(log_mass_KG)
+        self.sketch = sketch
+        self.path = path
+        self.log_mass_KG = log_mass_KG - total_K[:, None]  # float32 storage leaves 1e-7, seen at t = 1
+        self.error_KG = torch.zeros_like(self.log_mass_KG) if error_KG is None else error_KG.double()
+        spread_GR, axes_GRR = torch.linalg.eigh(sketch.group_cov_GRR.double())
+        self._spread_GR = spread_GR
+        self._axes_GRR = axes_GRR
+        self._mean_GR = torch.einsum("gr,grq->gq", sketch.group_mean_GR.double(), axes_GRR)
+
+    @classmethod
+    def from_counts(
+        cls, sketch: Sketch, noisy_KG: Tensor, num_units: Sequence[int], epsilon: float, path: Path
+    ) -> "CountsRouter":
+        """Build the router from released histograms, each read in the light of its known noise (`expected_counts`).
+
+        Args:
+            sketch: the plan's public sketch.
+            noisy_KG: released counts, integers, possibly negative.
+            num_units: the public number of units of each expert.
+            epsilon: of the release.
+            path: the probability path.
+        """
+        weight_G = sketch.group_weight_G.double().numpy()
+        found = [expected_counts(row.numpy(), n, epsilon, weight_G) for row, n in zip(noisy_KG, num_units, strict=True)]
+        mean_KG = torch.from_numpy(np.stack([mean for mean, _ in found]))
+        deviation_KG = torch.from_numpy(np.stack([deviation for _, deviation in found]))
+        n_K1 = torch.tensor(num_units, dtype=torch.float64)[:, None]
+        return cls(sketch, (mean_KG / n_K1).log(), path, deviation_KG / n_K1)
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        """Return ``log p(x_t | k, t)`` up to a term common to all k, shape (B, K); equal for all k at t = 1.
+
+        Args:
+            x_B: noised images, shape (B, ...).
+            t_B: shape (B,), 0 is data, 1 is noise.
+        """
+        return self.sketch_log_likelihood(self.sketch.of(x_B, t_B, self.path), t_B)
+
+    def sketch_log_likelihood(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
+        """Return `log_likelihood` of sketches ``s(x_t)``, shape (B, K)."""
+        log_BG = self.group_log_density(s_BR, t_B)
+        density_BG = (log_BG - log_BG.amax(1, keepdim=True)).exp()  # the largest term is common to all k
+        return (density_BG @ self.log_mass_KG.to(density_BG).exp().T).log()
+
+    def group_log_density(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
+        """Return ``log N(s; alpha m_c, alpha^2 S_c + (sigma / C)^2 I)`` up to a common constant, shape (B, G)."""
+        wide = torch.promote_types(s_BR.dtype, torch.float32)
+        s_BR, t_B = s_BR.to(wide), t_B.to(s_BR.device, wide)
+        alpha_B11 = self.path.alpha(t_B)[:, None, None]
+        noise_B11 = self.path.sigma(t_B)[:, None, None] / self.sketch.scale
+        axes_GRR, mean_GR, spread_GR = (part.to(s_BR) for part in (self._axes_GRR, self._mean_GR, self._spread_GR))
+        along_BGR = torch.einsum("br,grq->bgq", s_BR, axes_GRR) - alpha_B11 * mean_GR
+        variance_BGR = alpha_B11.square() * spread_GR + noise_B11.square()
+        return -0.5 * (along_BGR.square() / variance_BGR + variance_BGR.log()).sum(2)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a release stores of this router; the sketch is the plan's."""
+        return {"log_mass": self.log_mass_KG.float(), "mass_error": self.error_KG.float()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], sketch: Sketch, path: Path) -> "CountsRouter":
+        """Rebuild the router from tensors loaded against `counts_router_specs`."""
+        return cls(sketch, tensors["log_mass"], path, tensors["mass_error"])
+
+
+def counts_router_specs(num_experts: int, num_groups: int) -> dict[str, TensorSpec]:
+    """Return the names, dtypes and shapes of a stored counts router."""
+    shares = TensorSpec("F32", (num_experts, num_groups))
+    return {"log_mass": shares, "mass_error": shares}
+
+
+def counts_specs(plan: Plan) -> dict[str, TensorSpec]:
+    """Return what a silo's released histogram must hold."""
+    return {"counts": TensorSpec("I64", (plan.releases.counts.num_groups,))}
+
+
+def expected_counts(
+    noisy_G: NDArray[np.int64], num_units: int, epsilon: float, weight_G: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what a noisy histogram says of the true one: posterior mean, rescaled to `num_units`, and deviation.
+
+    Each cell is beta-binomial around the public shares; how closely a silo follows them is read from its own histogram
+    (largest marginal likelihood). A plain clip at 0 would turn noise into units that a small silo does not have.
+
+    Args:
+        noisy_G: released counts, ``n_c + z_c`` with ``P(z) ~ exp(-epsilon |z| / 2)``.
+        num_units: the public sum of the true counts.
+        epsilon: of the release.
+        weight_G: public shares of the groups, positive.
+    """
+    reach = min(num_units, math.ceil(2 * _NEGLIGIBLE / epsilon))
+    centre_G = np.clip(noisy_G, 0, num_units)
+    low_G = np.clip(centre_G - reach, 0, max(num_units - 2 * reach, 0))
+    n_GN = low_G[:, None] + np.arange(min(2 * reach, num_units) + 1)
+    # shifting by the centre's own noise keeps a count far outside [0, n] from underflowing
+    log_noise_GN = -epsilon / 2 * (np.abs(noisy_G[:, None] - n_GN) - np.abs(noisy_G - centre_G)[:, None])
+    best: tuple[float, NDArray[np.float64]] | None = None
+    for concentration in _CONCENTRATIONS:
+        log_joint_GN = log_noise_GN + _beta_binomial(n_GN, num_units, concentration * weight_G[:, None], concentration)
+        evidence = float(logsumexp(log_joint_GN, axis=1).sum())
+        if best is None or evidence > best[0]:
+            best = evidence, log_joint_GN
+    if best is None or not math.isfinite(best[0]):
+        raise NumericalError("noisy counts", expected="a finite likelihood", got="none")
+    posterior_GN = np.exp(best[1] - logsumexp(best[1], axis=1, keepdims=True))
+    mean_G = (posterior_GN * n_GN).sum(1) + _FLOOR * num_units
+    deviation_G = np.sqrt((posterior_GN * (n_GN - mean_G[:, None]) ** 2).sum(1))
+    return mean_G * (num_units / mean_G.sum()), deviation_G
+
+
+def _beta_binomial(
+    n: NDArray[np.int64], total: int, shape: NDArray[np.float64], concentration: float
+) -> NDArray[np.float64]:
+    """Return log P(n) of `total` trials whose rate is Beta(shape, concentration - shape)."""
+    rest = np.maximum(concentration - shape, 1e-9)
+    choose = gammaln(total + 1) - gammaln(n + 1) - gammaln(total - n + 1)
+    return np.asarray(choose + betaln(n + shape, total - n + rest) - betaln(shape, rest))

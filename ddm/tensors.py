@@ -1,0 +1,285 @@
+"""What is in this safetensors file, before and after it is trusted: bounded header, exact shapes, finite values.
+
+A safetensors file is eight bytes (the header's length, little-endian), a JSON header, and the tensors' bytes. The
+header is parsed here, with every bound checked, before the safetensors library sees the file. That needs no torch.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddm.errors import DocumentError, TensorFileError, TrustError
+from ddm.files import sync_folder
+from ddm.protocol.base import check_json
+from ddm.trust.folder import open_regular
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_HEADER_BYTES = 1024 * 1024
+MAX_METADATA_BYTES = 4096
+MAX_NAME_LENGTH = 512
+MAX_DIMS = 16
+MAX_SIZE = 2**40
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one tensor looks like.
+
+    Attributes:
+        dtype: as safetensors names it, e.g. ``F32``.
+        shape: every entry above 0; empty for a scalar.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The tensor's length in the file."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def read_header(path: Path, *, max_bytes: int) -> Mapping[str, TensorSpec]:
+    """Read the names, dtypes and shapes in a file without reading a tensor.
+
+    Args:
+        path: the file.
+        max_bytes: most bytes the whole file may have.
+
+    Raises:
+        TensorFileError: not a regular file, too large, a pickle, or a header that breaks any rule of the format.
+    """
+    subject = path.name
+    try:
+        with open_regular(path, subject) as (handle, size):
+            if size > max_bytes:
+                raise TensorFileError(subject, expected=f"at most {max_bytes} bytes", got=f"{size} bytes")
+            start = handle.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                _name_pickle(start, subject)
+                expected = f"a header of at most {MAX_HEADER_BYTES} bytes, within the file"
+                raise TensorFileError(subject, expected=expected, got=f"{length} bytes in a file of {size}")
+            header = handle.read(length)
+    except TrustError as error:
+        raise TensorFileError(subject, expected=error.expected, got=error.got) from error
+    return _parse_header(header, size - 8 - length, subject)
+
+
+def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], subject: str) -> None:
+    """Demand exactly the tensors expected.
+
+    Raises:
+        TensorFileError: a name too few or too many, another dtype or another shape.
+    """
+    for name in expected:
+        if name not in found:
+            raise TensorFileError(subject, expected=f"tensor {name}", got="none of that name")
+    for name, spec in found.items():
+        if name not in expected:
+            raise TensorFileError(subject, expected=f"{len(expected)} known tensors", got=f"also {ascii(name)[:80]}")
+        if spec != expected[name]:
+            raise TensorFileError(f"{subject}, tensor {name}", expected=str(expected[name]), got=str(spec))
+
+
+def load_tensors(
+    path: Path, expected: Mapping[str, TensorSpec] | None, *, max_bytes: int, max_abs: float | None = None
+) -> "dict[str, torch.Tensor]":
+    """Load a file after checking its header, and return its values after checking them.
+
+    Args:
+        path: the file.
+        expected: exactly what must be in it; None accepts any names and shapes.
+        max_bytes: most bytes the whole file may have.
+        max_abs: largest magnitude any floating-point value may have.
+
+    Returns:
+        Name to tensor, on the CPU, in memory of its own.
+
+    Raises:
+        TensorFileError: anything that does not hold, NaN and infinity included.
+    """
+    import safetensors
+    import safetensors.torch
+
+    subject = path.name
+    header = read_header(path, max_bytes=max_bytes)
+    if expected is not None:
+        check_tensors(header, expected, subject)
+    try:
+        # Cloned, so that what is checked below is not a view of a file that somebody may still change.
+        tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
+    except (safetensors.SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise TensorFileError(subject, expected="a safetensors file", got=str(error)[:120]) from error
+    check_tensors({name: spec_of(tensor) for name, tensor in tensors.items()}, header, subject)
+    for name, tensor in tensors.items():
+        _check_values(tensor, f"{subject}, tensor {name}", max_abs)
+    return tensors
+
+
+def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors so that the same values give the same bytes, whole or not at all.
+
+    The safetensors library orders metadata at random, so the format is written here: larger dtypes first, then by name,
+    as the library does, the header padded with blanks to a multiple of eight bytes.
+
+    Args:
+        path: where to.
+        tensors: name to tensor, on any device, of any strides.
+        metadata: short strings, 4 KiB in all.
+
+    Raises:
+        TensorFileError: what `read_header` would refuse.
+        OSError: the disk is full or the folder is not writable; an old file is untouched.
+    """
+    specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+    order = sorted(specs, key=lambda name: (-DTYPE_BYTES[specs[name].dtype], name))
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    offset = 0
+    for name in order:
+        spec = specs[name]
+        end = offset + spec.bytes
+        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    if len(encoded) > MAX_HEADER_BYTES:
+        raise TensorFileError(path.name, expected=f"a header of at most {MAX_HEADER_BYTES} bytes", got="a larger one")
+    _parse_header(encoded, offset, path.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as handle:
+            handle.write(len(encoded).to_bytes(8, "little") + encoded)
+            for name in order:
+                handle.write(_raw_bytes(tensors[name]))
+            handle.flush()
+            os.fsync(handle.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def spec_of(tensor: "torch.Tensor") -> TensorSpec:
+    """Describe a tensor.
+
+    Raises:
+        TensorFileError: a dtype that these files do not hold.
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    for dtype, torch_name in _TORCH_NAMES.items():
+        if name == torch_name:
+            return TensorSpec(dtype, tuple(tensor.shape))
+    raise TensorFileError("tensor", expected=f"dtype {', '.join(DTYPE_BYTES)}", got=name)
+
+
+def _name_pickle(start: bytes, subject: str) -> None:
+    """Say so when what is no safetensors file looks like a pickle; only after that, since a length may look so too."""
+    if start.startswith(b"PK\x03\x04"):
+        raise TensorFileError(subject, expected="safetensors", got="a zip archive, as torch.save writes (a pickle)")
+    if re.match(rb"\x80[\x02-\x05]", start):
+        raise TensorFileError(subject, expected="safetensors", got="a pickle")
+
+
+def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, TensorSpec]:
+    """Read the JSON header of a file with `data_bytes` bytes of tensors behind it; pure."""
+    if not header.startswith(b"{"):
+        raise TensorFileError(subject, expected="a JSON header", got="something else")
+    try:
+        value = check_json(header, subject=f"{subject}, header", limit=MAX_HEADER_BYTES)
+    except DocumentError as error:
+        raise TensorFileError(error.subject, expected=error.expected, got=error.got) from error
+    if not isinstance(value, dict):
+        raise TensorFileError(subject, expected="a JSON object as header", got="another value")
+    _check_metadata(value.pop("__metadata__", {}), subject)
+    specs: dict[str, TensorSpec] = {}
+    places: list[tuple[int, int]] = []
+    for name, entry in value.items():
+        if not 0 < len(name) <= MAX_NAME_LENGTH:
+            raise TensorFileError(subject, expected=f"names of at most {MAX_NAME_LENGTH} characters", got="another")
+        specs[name], place = _parse_entry(entry, f"{subject}, tensor {ascii(name)[1:81]}")
+        places.append(place)
+    end = 0
+    for begin, stop in sorted(places):
+        if begin != end:
+            raise TensorFileError(subject, expected="tensors side by side", got="a gap or an overlap")
+        end = stop
+    if end != data_bytes:
+        raise TensorFileError(subject, expected=f"{end} bytes of tensors", got=f"{data_bytes}")
+    return specs
+
+
+def _check_metadata(value: Any, subject: str) -> None:
+    if not (isinstance(value, dict) and all(isinstance(text, str) for text in value.values())):
+        raise TensorFileError(f"{subject}, __metadata__", expected="strings by name", got="something else")
+    if sum(len(name) + len(text) for name, text in value.items()) > MAX_METADATA_BYTES:
+        raise TensorFileError(f"{subject}, __metadata__", expected=f"at most {MAX_METADATA_BYTES} bytes", got="more")
+
+
+def _parse_entry(entry: Any, subject: str) -> tuple[TensorSpec, tuple[int, int]]:
+    if not (isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}):
+        raise TensorFileError(subject, expected="dtype, shape and data_offsets", got="other fields")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not (isinstance(dtype, str) and dtype in DTYPE_BYTES):
+        raise TensorFileError(subject, expected=f"dtype {', '.join(DTYPE_BYTES)}", got=ascii(dtype)[:40])
+    if not (
+        isinstance(shape, list)
+        and len(shape) <= MAX_DIMS
+        and all(_is_int(size) and 0 < size <= MAX_SIZE for size in shape)
+    ):
+        raise TensorFileError(subject, expected=f"at most {MAX_DIMS} dimensions, each above 0", got=ascii(shape)[:80])
+    if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_int(place) for place in offsets)):
+        raise TensorFileError(subject, expected="two offsets", got=ascii(offsets)[:80])
+    spec = TensorSpec(dtype, tuple(shape))
+    begin, end = offsets
+    if begin < 0 or end - begin != spec.bytes:
+        raise TensorFileError(subject, expected=f"{spec.bytes} bytes for {spec}", got=f"offsets {begin} to {end}")
+    return spec, (begin, end)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_values(tensor: "torch.Tensor", subject: str, max_abs: float | None) -> None:
+    import torch
+
+    if not tensor.is_floating_point():
+        return
+    if not bool(torch.isfinite(tensor).all()):
+        raise TensorFileError(subject, expected="finite values", got="NaN or infinity")
+    if max_abs is not None and tensor.abs().max().item() > max_abs:
+        raise TensorFileError(subject, expected=f"magnitudes up to {max_abs:g}", got="a larger one")
+
+
+def _raw_bytes(tensor: "torch.Tensor") -> bytes:
+    import torch
+
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,86 @@
+"""Who says this: one small JSON document with the signature over it, for cards and receipts outside TUF."""
+
+import re
+from typing import Annotated, Literal
+
+import rfc8785
+from pydantic import StringConstraints
+
+from ddm.errors import DocumentError, SignatureError
+from ddm.protocol.base import Document, KeyText
+from ddm.trust.keys import PublicKey, SigningKey
+
+_KIND = r"[a-z][a-z0-9-]{0,31}"
+
+
+class _Envelope(Document):
+    format: Literal["archipelago/envelope/1"] = "archipelago/envelope/1"
+    kind: Annotated[str, StringConstraints(pattern=f"^{_KIND}$")]
+    key: KeyText
+    payload: str
+    signature: Annotated[str, StringConstraints(pattern="^[0-9a-f]{128}$")]
+
+
+def seal(payload: bytes, kind: str, key: SigningKey) -> bytes:
+    """Sign `payload` as a document of this kind.
+
+    Args:
+        payload: UTF-8 text; kept byte for byte.
+        kind: what it is, so that a card never passes for a receipt.
+        key: who says it.
+
+    Returns:
+        The envelope's canonical bytes.
+
+    Raises:
+        DocumentError: the payload is not UTF-8, or the kind is not a lowercase word.
+    """
+    try:
+        text = payload.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DocumentError(f"{kind} to sign", expected="UTF-8 text", got="other bytes") from error
+    signature = key.sign(_signed_bytes(kind, payload)).hex()
+    return _Envelope(kind=kind, key=str(key.public), payload=text, signature=signature).encode()
+
+
+def open_sealed(data: bytes, kind: str, key: PublicKey | None, limit: int) -> tuple[bytes, PublicKey]:
+    """Open an envelope after checking who signed it; the payload has not been parsed yet.
+
+    Args:
+        data: the bytes as received.
+        kind: what it must be.
+        key: who must have signed it; None accepts any key that signed itself (proof of possession, no more).
+        limit: most bytes accepted.
+
+    Returns:
+        The payload's bytes and the key that signed them.
+
+    Raises:
+        DocumentError: too large, malformed, not canonical, or of another kind.
+        SignatureError: by another key, or not over these bytes.
+    """
+    envelope = _Envelope.parse(data, subject=kind, limit=limit)
+    if envelope.kind != kind:
+        raise DocumentError(kind, expected=f"a document of kind {kind}", got=envelope.kind)
+    try:
+        payload = envelope.payload.encode("utf-8")
+        canonical = envelope.encode()
+    except (UnicodeEncodeError, rfc8785.CanonicalizationError) as error:
+        raise DocumentError(kind, expected="UTF-8 text", got="a lone surrogate") from error
+    if canonical != data:
+        raise DocumentError(kind, expected="canonical JSON (RFC 8785)", got="another encoding")
+    signer = PublicKey.parse(envelope.key)
+    if key is not None and signer != key:
+        raise SignatureError(kind, expected=f"key {key}", got=f"key {signer}")
+    try:
+        signer.verify(bytes.fromhex(envelope.signature), _signed_bytes(kind, payload))
+    except SignatureError as error:
+        raise SignatureError(kind, expected=f"a signature by {signer}", got="one that does not verify") from error
+    return payload, signer
+
+
+def _signed_bytes(kind: str, payload: bytes) -> bytes:
+    """Separate domains: no kind contains a line break, so (kind, payload) is read back in one way only."""
+    if not re.fullmatch(_KIND, kind):
+        raise DocumentError("envelope kind", expected="a lowercase word", got=repr(kind[:80]))
+    return b"archipelago/envelope/1\n" + kind.encode() + b"\n" + payload

@@ -1,0 +1,203 @@
+"""Which key signed this: Ed25519 keys, made where they are used and encrypted on disk."""
+
+import getpass
+import hashlib
+import os
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from securesystemslib.signer import CryptoSigner, Key, Signer, SSlibKey
+
+from ddm.errors import DocumentError, MissingFileError, PassphraseError, SetupError, SignatureError
+from ddm.files import read_bounded, sync_folder
+
+MAX_KEY_FILE_BYTES = 16 * 1024
+MAX_PASSPHRASE_BYTES = 1024
+_PREFIX = "ed25519:"
+_PEM_LABEL = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
+
+
+@dataclass(frozen=True)
+class PublicKey:
+    """The public half of an Ed25519 key.
+
+    Attributes:
+        raw: 32 bytes, as in RFC 8032.
+    """
+
+    raw: bytes
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``ed25519:`` and 64 lowercase hex digits.
+
+        Raises:
+            DocumentError: anything else.
+        """
+        if not re.fullmatch(_PREFIX + "[0-9a-f]{64}", text):
+            raise DocumentError("public key", expected="ed25519: and 64 lowercase hex digits", got=repr(text[:80]))
+        return cls(bytes.fromhex(text.removeprefix(_PREFIX)))
+
+    def __str__(self) -> str:
+        return _PREFIX + self.raw.hex()
+
+    @property
+    def fingerprint(self) -> str:
+        """The lowercase sha256 hex of the 32 bytes."""
+        return hashlib.sha256(self.raw).hexdigest()
+
+    @property
+    def short(self) -> str:
+        """The fingerprint in groups of four, for people who compare two of them."""
+        return group_fingerprint(self.fingerprint)
+
+    def verify(self, signature: bytes, data: bytes) -> None:
+        """Check that `signature` over `data` was made by this key.
+
+        Raises:
+            SignatureError: it was not.
+        """
+        try:
+            Ed25519PublicKey.from_public_bytes(self.raw).verify(signature, data)
+        except (InvalidSignature, ValueError) as error:
+            raise SignatureError("signature", expected=f"one by key {self.short[:19]}", got="another") from error
+
+    def tuf_key(self) -> Key:
+        """Return this key as TUF metadata lists it, under its default key id."""
+        return SSlibKey.from_crypto(Ed25519PublicKey.from_public_bytes(self.raw))
+
+
+class SigningKey:
+    """A private Ed25519 key; on disk only ever as encrypted PKCS8."""
+
+    def __init__(self, private: Ed25519PrivateKey) -> None:
+        self._private = private
+
+    @classmethod
+    def generate(cls) -> Self:
+        """Make a new key from the operating system's randomness."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: Path, passphrase: bytes) -> Self:
+        """Open the key file at `path`.
+
+        Raises:
+            MissingFileError: there is no such file.
+            PassphraseError: the passphrase does not open it.
+            SetupError: it is not an encrypted Ed25519 key.
+        """
+        # The operator's own path: secret stores mount keys as symbolic links.
+        data = read_bounded(path.resolve(), MAX_KEY_FILE_BYTES, subject=path.name)
+        wanted = "an encrypted PKCS8 Ed25519 key"
+        if not data.startswith(_PEM_LABEL):
+            raise SetupError(path.name, expected=wanted, got="something else")
+        try:
+            private = load_pem_private_key(data, passphrase or b"\0")
+        except (ValueError, TypeError) as error:
+            raise PassphraseError(path.name, expected="the passphrase of this key", got="another") from error
+        if not isinstance(private, Ed25519PrivateKey):
+            raise SetupError(path.name, expected=wanted, got="another kind of key")
+        return cls(private)
+
+    def save(self, path: Path, passphrase: bytes) -> None:
+        """Write the key, encrypted, readable by its owner only; whole or not at all, never over another file.
+
+        Raises:
+            PassphraseError: the passphrase is empty.
+            SetupError: there is a file already.
+        """
+        if not passphrase:
+            raise PassphraseError(path.name, expected="a passphrase", got="an empty one")
+        encryption = BestAvailableEncryption(passphrase)
+        data = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=".key-")
+        try:
+            with os.fdopen(descriptor, "wb") as handle:
+                handle.write(data)
+                handle.flush()
+                os.fsync(handle.fileno())
+            # A link, unlike a rename, fails where a file stands already.
+            os.link(part, path)
+        except FileExistsError as error:
+            remedy = "A key is never overwritten. Choose another folder, or move the old key away."
+            raise SetupError(path.name, expected="no file yet", got="one already", remedy=remedy) from error
+        finally:
+            Path(part).unlink()
+        sync_folder(path.parent)
+
+    @property
+    def public(self) -> PublicKey:
+        """The public half, which may travel."""
+        return PublicKey(self._private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
+
+    def sign(self, data: bytes) -> bytes:
+        """Sign `data`: 64 bytes, the same every time."""
+        return self._private.sign(data)
+
+    def signer(self) -> Signer:
+        """Return this key as TUF's tools use it."""
+        return CryptoSigner(self._private)
+
+
+def group_fingerprint(fingerprint: str) -> str:
+    """Lay out a fingerprint in groups of four hex digits."""
+    return " ".join(fingerprint[i : i + 4] for i in range(0, len(fingerprint), 4))
+
+
+def parse_fingerprint(text: str) -> str:
+    """Read a sha256 fingerprint as people type it: in either case, with or without blanks and colons.
+
+    Raises:
+        SetupError: not 64 hex digits.
+    """
+    plain = re.sub(r"[\s:]", "", text).lower()
+    if not re.fullmatch("[0-9a-f]{64}", plain):
+        raise SetupError("fingerprint", expected="64 hex digits", got=repr(text[:80]))
+    return plain
+
+
+def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> bytes:
+    """Read a passphrase: the first line of `file`, or by asking at the terminal.
+
+    Args:
+        file: where the passphrase stands; None asks.
+        prompt: what to ask.
+        confirm: ask twice, for a passphrase that is new.
+
+    Raises:
+        MissingFileError: there is no such file.
+        PassphraseError: it is empty, the two answers differ, or nobody can be asked.
+    """
+    if file is not None:
+        if not file.exists():
+            raise MissingFileError(str(file), expected="a passphrase file", got="nothing there")
+        # Not `read_bounded`: a pipe, as shells make for <(...), is a fine place for a passphrase.
+        with file.open("rb") as handle:
+            answer = handle.readline(MAX_PASSPHRASE_BYTES).rstrip(b"\r\n")
+        if not answer:
+            raise PassphraseError(file.name, expected="a passphrase on the first line", got="an empty line")
+        return answer
+    if not sys.stdin.isatty():
+        remedy = "Give the passphrase with --passphrase-file."
+        raise PassphraseError(prompt, expected="a terminal to ask at", got="none", remedy=remedy)
+    answer = getpass.getpass(f"{prompt}: ").encode()
+    if not answer:
+        raise PassphraseError(prompt, expected="a passphrase", got="an empty one")
+    if confirm and getpass.getpass(f"{prompt} (again): ").encode() != answer:
+        raise PassphraseError(prompt, expected="the same passphrase twice", got="two different ones")
+    return answer

@@ -1,0 +1,140 @@
+"""One metadata file: parse it strictly, check its signatures, sign a new one.
+
+Canonical here means the compact form that python-tuf writes, with signatures in the order of their key ids. Together
+with the rule that *every* signature in a file must verify, no byte can change unnoticed, in the unsigned part either.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TypeVar, cast
+
+from securesystemslib.exceptions import UnverifiedSignatureError, VerificationError
+from securesystemslib.signer import Key, SSlibKey
+from tuf.api.exceptions import UnsignedMetadataError
+from tuf.api.metadata import Metadata, Root, Signed, Snapshot, Targets, Timestamp
+from tuf.api.serialization import DeserializationError
+
+from ddm.errors import DocumentError, ExpiredError, FormatError, SignatureError
+from ddm.protocol.base import check_json
+from ddm.trust.keys import PublicKey, SigningKey
+from ddm.trust.wire import check_schema
+
+T = TypeVar("T", Root, Timestamp, Snapshot, Targets)
+
+# As in tuf.ngclient.UpdaterConfig: what passes here, other TUF clients can read too.
+LIMITS = {"root": 512_000, "timestamp": 16_384, "snapshot": 2_000_000, "targets": 5_000_000}
+TIMESTAMP_LIFE = timedelta(days=90)
+METADATA_LIFE = timedelta(days=5 * 365)
+
+
+def parse_metadata(data: bytes, kind: type[T], subject: str, *, limit: int | None = None) -> Metadata[T]:
+    """Parse one metadata file; its signatures are not checked yet.
+
+    Args:
+        data: the bytes as received.
+        kind: what it must be.
+        subject: the file, for errors.
+        limit: most bytes accepted; python-tuf's own limit for the kind when None.
+
+    Raises:
+        DocumentError: too large, malformed, of another kind, or not in canonical form.
+    """
+    value = check_json(data, subject=subject, limit=limit or LIMITS[kind.type])
+    check_schema(value, kind.type, subject)
+    if json.dumps(value, sort_keys=True, separators=(",", ":")).encode() != data:
+        raise DocumentError(subject, expected="canonical metadata bytes", got="another encoding of the same metadata")
+    keyids = [signature["keyid"] for signature in value["signatures"]]
+    if keyids != sorted(set(keyids)):
+        raise DocumentError(subject, expected="each key's signature once, in order", got="another order")
+    try:
+        metadata = cast("Metadata[T]", Metadata.from_bytes(data))
+    except DeserializationError as error:
+        raise DocumentError(subject, expected=f"{kind.type} metadata", got=str(error.__cause__)[:120]) from error
+    _check_keyids(metadata.signed, subject)
+    return metadata
+
+
+def check_signatures(metadata: Metadata[T], role: str, delegators: Sequence[Root | Targets], subject: str) -> None:
+    """Check that each delegator's threshold for `role` is met and that no signature is left over.
+
+    Args:
+        metadata: what was signed.
+        role: its name.
+        delegators: who says which keys may sign; a new root answers to the old one and to itself.
+        subject: the file, for errors.
+
+    Raises:
+        SignatureError: too few signatures, one that does not verify, or one by a key without the role.
+    """
+    payload = metadata.signed_bytes
+    allowed: dict[str, Key] = {}
+    for delegator in delegators:
+        try:
+            allowed |= {keyid: delegator.get_key(keyid) for keyid in delegator.get_delegated_role(role).keyids}
+        except ValueError as error:
+            raise SignatureError(subject, expected=f"a key for role {role}", got="none") from error
+    for keyid, signature in metadata.signatures.items():
+        if keyid not in allowed:
+            expected = f"signatures by the keys of role {role}"
+            raise SignatureError(subject, expected=expected, got=f"one by key id {keyid[:16]}")
+        try:
+            allowed[keyid].verify_signature(signature, payload)
+        except (UnverifiedSignatureError, VerificationError) as error:
+            got = f"one by key id {keyid[:16]} that does not verify"
+            raise SignatureError(subject, expected="valid signatures only", got=got) from error
+    for delegator in delegators:
+        try:
+            delegator.verify_delegate(role, payload, metadata.signatures)
+        except UnsignedMetadataError as error:
+            raise SignatureError(subject, expected="enough signatures for its role", got=str(error)) from error
+
+
+def check_expiry(signed: Signed, now: datetime, subject: str) -> None:
+    """Refuse metadata past its expiry.
+
+    Raises:
+        ExpiredError: at or after the expiry.
+    """
+    if signed.is_expired(now):
+        raise ExpiredError(
+            subject, expected=f"valid at {now:%Y-%m-%d %H:%M}Z", got=f"expired {signed.expires:%Y-%m-%d}"
+        )
+
+
+def sign_metadata(signed: T, keys: Sequence[SigningKey]) -> bytes:
+    """Sign metadata with every key and return the canonical file; what it returns, `parse_metadata` accepts."""
+    metadata = Metadata(signed)
+    for key in sorted(keys, key=lambda key: key.public.tuf_key().keyid):
+        metadata.sign(key.signer(), append=True)
+    data = metadata.to_bytes()
+    parse_metadata(data, type(signed), f"new {signed.type} metadata")
+    return data
+
+
+def expiry(now: datetime, life: timedelta) -> datetime:
+    """Return `now + life` as TUF writes it: UTC, whole seconds.
+
+    Raises:
+        FormatError: `now` does not say its time zone.
+    """
+    if now.tzinfo is None:
+        raise FormatError("time", expected="a time zone", got="a naive datetime")
+    return (now + life).astimezone(UTC).replace(microsecond=0)
+
+
+def public_key(key: Key) -> PublicKey:
+    """Return a TUF key as ours."""
+    return PublicKey(bytes.fromhex(key.keyval["public"]))
+
+
+def _check_keyids(signed: Signed, subject: str) -> None:
+    """A key id must be the key's own digest, or one key under two ids would count twice against a threshold."""
+    keys: dict[str, Key] = {}
+    if isinstance(signed, Root):
+        keys = signed.keys
+    elif isinstance(signed, Targets) and signed.delegations is not None:
+        keys = signed.delegations.keys
+    for keyid, key in keys.items():
+        if not isinstance(key, SSlibKey) or public_key(key).tuf_key().keyid != keyid:
+            raise DocumentError(subject, expected="key ids that are the keys' digests", got=f"key id {keyid[:16]}")

@@ -1,0 +1,87 @@
+"""Which one role may list a path: the rule by which nobody speaks for somebody else's files.
+
+Paths are relative to ``targets/``. Each path has at most one owner, a function of the path alone:
+
+    <plan_id>/plan.json, <plan_id>/plan/*                              plans
+    <plan_id>/{manifest.json, router.safetensors, ...}                 release
+    <plan_id>/silos/<silo_id>/*, one glob more per depth up to three   <plan_id>.<silo_id>
+"""
+
+import re
+
+from ddm.errors import UnsafePathError
+from ddm.protocol.base import PLAN_ID_PATTERN, SILO_ID_PATTERN
+
+PLANS = "plans"
+RELEASE = "release"
+RELEASE_NAMES = ("manifest.json", "router.safetensors", "README.md", "report.html", "model.sig")
+SILO_DEPTH = 3
+MAX_PATH_LENGTH = 512
+MAX_DEPTH = 8
+
+# No leading dot, no blank, no backslash, no colon, nothing outside ASCII: one spelling on every file system.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_SILO_ROLE = re.compile(rf"({PLAN_ID_PATTERN})\.({SILO_ID_PATTERN})")
+
+
+def is_plan_id(text: str) -> bool:
+    """Whether `text` is ``<name>-<8 hex>``."""
+    return re.fullmatch(PLAN_ID_PATTERN, text) is not None
+
+
+def is_silo_id(text: str) -> bool:
+    """Whether `text` is a silo's name."""
+    return re.fullmatch(SILO_ID_PATTERN, text) is not None
+
+
+def silo_role(plan_id: str, silo_id: str) -> str:
+    """Name the role that signs what one silo sends for one plan."""
+    return f"{plan_id}.{silo_id}"
+
+
+def split_silo_role(name: str) -> tuple[str, str] | None:
+    """Return (plan_id, silo_id) of a silo's role, None for any other name."""
+    match = _SILO_ROLE.fullmatch(name)
+    return (match[1], match[2]) if match else None
+
+
+def delegated_paths(plan_id: str, role: str) -> list[str]:
+    """List the path patterns that `targets` delegates to `role`; the same rule as `owner`, in TUF's words."""
+    if role == PLANS:
+        return [f"{plan_id}/plan.json", f"{plan_id}/plan/*"]
+    if role == RELEASE:
+        return [f"{plan_id}/{name}" for name in RELEASE_NAMES]
+    silo_id = role.removeprefix(f"{plan_id}.")
+    return [f"{plan_id}/silos/{silo_id}" + "/*" * depth for depth in range(1, SILO_DEPTH + 1)]
+
+
+def owner(path: str, plan_id: str) -> str | None:
+    """Return the only role that may list `path` in a release of `plan_id`, None when no role may."""
+    match path.split("/"):
+        case [plan, "plan.json"] | [plan, "plan", _] if plan == plan_id:
+            return PLANS
+        case [plan, name] if plan == plan_id and name in RELEASE_NAMES:
+            return RELEASE
+        case [plan, "silos", silo_id, *rest] if plan == plan_id and is_silo_id(silo_id):
+            return silo_role(plan_id, silo_id) if 1 <= len(rest) <= SILO_DEPTH else None
+    return None
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether `name` can be one part of a path: not hidden, not `..`, no separator, plain ASCII."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_path(path: str, subject: str) -> None:
+    """Refuse a listed path that could leave its folder or mean two things.
+
+    Args:
+        path: as listed, relative, parts separated by ``/``.
+        subject: the file that lists it.
+
+    Raises:
+        UnsafePathError: absolute, `..`, hidden, backslash, too long, too deep, or not plain ASCII.
+    """
+    parts = path.split("/")
+    if len(path) > MAX_PATH_LENGTH or len(parts) > MAX_DEPTH or not all(map(is_safe_name, parts)):
+        raise UnsafePathError(subject, expected="plain relative paths", got=ascii(path[:120]))

@@ -1,0 +1,305 @@
+"""What a set of metadata files says, if it can be trusted at all: pure rules, no disk, no clock, no network.
+
+The order is TUF's (specification 1.0.31, section 5): pinned root, root rotations, timestamp, snapshot, targets,
+delegated roles; signatures by python-tuf. Its `Updater` is not driven here because it reads the clock itself, cannot
+read an archived release, and writes what it fetches; a test holds that it accepts what is accepted here. Stricter:
+
+ * every file is canonical and every signature in it verifies (`ddm.trust.metadata`);
+ * targets delegates exactly `plans`, `release` and the roles of one plan's silos, and lists nothing itself;
+ * a path is listed by its owner alone (`ddm.trust.paths`), so no role can speak for a silo;
+ * no two silos share a key, or share one with `plans` or `release`;
+ * exactly the metadata files that count are there.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+
+from tuf.api.metadata import DelegatedRole, MetaFile, Root, Snapshot, Targets, Timestamp
+
+from ddm.errors import (
+    AbsentFileError,
+    DigestError,
+    FormatError,
+    RoleError,
+    RollbackError,
+    RootError,
+    UnlistedFileError,
+)
+from ddm.trust.metadata import check_expiry, check_signatures, parse_metadata, public_key
+from ddm.trust.paths import PLANS, RELEASE, check_path, delegated_paths, owner, split_silo_role
+
+MAX_ROOT_ROTATIONS = 256
+
+
+class Stage(Enum):
+    """How much of a federation's metadata must be there."""
+
+    BUNDLE = "bundle"
+    RELEASE = "release"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What was signed about one file: its length in bytes, its sha256, and by which role."""
+
+    bytes: int
+    digest: str
+    role: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a verified set of metadata says.
+
+    Attributes:
+        root_fingerprint: sha256 of 1.root.json.
+        plan_id: the one plan it is about.
+        targets: path relative to ``targets/`` to what was signed about it.
+        silo_keys: silo id to the fingerprint of the key that signed for it.
+        versions: role to version.
+        digests: role to the sha256 of its metadata file.
+        roots: root version to its bytes, the pinned one included.
+        expires: when the timestamp expires.
+        expired: whether it has, which only an archived reading accepts.
+    """
+
+    root_fingerprint: str
+    plan_id: str
+    targets: Mapping[str, Target]
+    silo_keys: Mapping[str, str]
+    versions: Mapping[str, int]
+    digests: Mapping[str, str]
+    roots: Mapping[int, bytes]
+    expires: datetime
+    expired: bool
+
+
+def resolve(
+    view: Mapping[str, bytes],
+    pinned: bytes,
+    *,
+    stage: Stage,
+    now: datetime,
+    archived: bool = False,
+    remembered: Mapping[int, bytes] | None = None,
+) -> Resolved:
+    """Decide whether metadata can be trusted, and what it says.
+
+    Args:
+        view: file name in ``metadata/`` to its bytes.
+        pinned: the content of 1.root.json, known out of band.
+        stage: a plan's bundle or a whole release.
+        now: the time at which it must be valid.
+        archived: accept an expired timestamp, and only that.
+        remembered: later roots seen before under the same pinned one; a key revoked there stays revoked here.
+
+    Raises:
+        TrustError: anything that does not hold; the subject names the file.
+        FormatError: a file that does not parse.
+    """
+    root, roots = _root_chain(view, pinned, remembered or {})
+    check_expiry(root, now, f"metadata/{root.version}.root.json")
+    timestamp = _timestamp(view, root)
+    snapshot = _snapshot(view, root, timestamp)
+    targets = _targets(view, root, snapshot)
+    plan_id = _check_delegations(targets)
+    roles = _roles_present(targets, snapshot, stage)
+    loaded = {role: _listed(view, role, targets, snapshot) for role in roles}
+    signed = {"timestamp": timestamp, "snapshot": snapshot, "targets": targets, **loaded}
+    for role, content in signed.items():
+        if not (archived and role == "timestamp"):
+            check_expiry(content, now, f"metadata/{role}.json")
+    listing = _listing(loaded, plan_id, stage)
+    in_folder = _check_names(view, {f"{role}.json" for role in signed}, roots)
+    return Resolved(
+        root_fingerprint=hashlib.sha256(pinned).hexdigest(),
+        plan_id=plan_id,
+        targets=listing,
+        silo_keys=_silo_keys(targets, loaded),
+        versions={"root": max(in_folder), **{role: content.version for role, content in signed.items()}},
+        digests={
+            "root": _sha256(in_folder[max(in_folder)]),
+            **{role: _sha256(view[f"{role}.json"]) for role in signed},
+        },
+        roots=roots,
+        expires=timestamp.expires,
+        expired=timestamp.is_expired(now),
+    )
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _file(view: Mapping[str, bytes], name: str) -> bytes:
+    if name not in view:
+        raise AbsentFileError(f"metadata/{name}", expected="a metadata file", got="nothing there")
+    return view[name]
+
+
+def _root_chain(
+    view: Mapping[str, bytes], pinned: bytes, remembered: Mapping[int, bytes]
+) -> tuple[Root, Mapping[int, bytes]]:
+    """Follow the roots from the pinned one, each signed by the one before and by itself."""
+    first = "metadata/1.root.json"
+    if _file(view, "1.root.json") != pinned:
+        raise RootError(first, expected=f"the pinned root {_sha256(pinned)[:16]}...", got="another file")
+    try:
+        metadata = parse_metadata(pinned, Root, first)
+    except FormatError as error:
+        raise RootError("the pinned root", expected="a 1.root.json", got=str(error)) from error
+    root, roots = metadata.signed, {1: pinned}
+    if root.version != 1:
+        raise RootError(first, expected="version 1", got=f"version {root.version}")
+    check_signatures(metadata, "root", [root], first)
+    for version in range(2, MAX_ROOT_ROTATIONS + 2):
+        name = f"{version}.root.json"
+        data = view.get(name, remembered.get(version))
+        if data is None:
+            break
+        if remembered.get(version, data) != data:
+            raise RollbackError(f"metadata/{name}", expected=f"root {version} as seen before", got="another")
+        metadata = parse_metadata(data, Root, f"metadata/{name}")
+        check_signatures(metadata, "root", [root, metadata.signed], f"metadata/{name}")
+        if metadata.signed.version != version:
+            raise RollbackError(f"metadata/{name}", expected=f"version {version}", got=f"{metadata.signed.version}")
+        root, roots = metadata.signed, {**roots, version: data}
+    return root, roots
+
+
+def _timestamp(view: Mapping[str, bytes], root: Root) -> Timestamp:
+    subject = "metadata/timestamp.json"
+    metadata = parse_metadata(_file(view, "timestamp.json"), Timestamp, subject)
+    check_signatures(metadata, "timestamp", [root], subject)
+    return metadata.signed
+
+
+def _snapshot(view: Mapping[str, bytes], root: Root, timestamp: Timestamp) -> Snapshot:
+    subject = "metadata/snapshot.json"
+    data = _file(view, "snapshot.json")
+    _check_listed(data, timestamp.snapshot_meta, subject)
+    metadata = parse_metadata(data, Snapshot, subject)
+    check_signatures(metadata, "snapshot", [root], subject)
+    _check_version(metadata.signed.version, timestamp.snapshot_meta, subject)
+    return metadata.signed
+
+
+def _targets(view: Mapping[str, bytes], root: Root, snapshot: Snapshot) -> Targets:
+    targets = _listed(view, "targets", root, snapshot)
+    if targets.targets:
+        raise RoleError("metadata/targets.json", expected="delegations only", got="files listed by targets itself")
+    return targets
+
+
+def _listed(view: Mapping[str, bytes], role: str, delegator: Root | Targets, snapshot: Snapshot) -> Targets:
+    """Load the metadata of one targets role as the snapshot lists it."""
+    subject = f"metadata/{role}.json"
+    meta = snapshot.meta.get(f"{role}.json")
+    if meta is None or meta.hashes is None:
+        raise AbsentFileError("metadata/snapshot.json", expected=f"an entry for role {role}", got="none")
+    data = _file(view, f"{role}.json")
+    _check_listed(data, meta, subject)
+    metadata = parse_metadata(data, Targets, subject)
+    check_signatures(metadata, role, [delegator], subject)
+    _check_version(metadata.signed.version, meta, subject)
+    if role != "targets" and metadata.signed.delegations is not None:
+        raise RoleError(subject, expected="no further delegations", got="some")
+    return metadata.signed
+
+
+def _check_listed(data: bytes, meta: MetaFile, subject: str) -> None:
+    digest = (meta.hashes or {}).get("sha256", "")
+    if len(data) != meta.length or _sha256(data) != digest:
+        expected = f"{meta.length} bytes, sha256 {digest[:16]}..."
+        raise DigestError(subject, expected=expected, got=f"{len(data)} bytes, sha256 {_sha256(data)[:16]}...")
+
+
+def _check_version(version: int, meta: MetaFile, subject: str) -> None:
+    if version != meta.version:
+        raise RollbackError(subject, expected=f"version {meta.version}", got=f"version {version}")
+
+
+def _check_delegations(targets: Targets) -> str:
+    """Demand the delegations of one plan, exactly as the repository writes them; return the plan's id."""
+    subject = "metadata/targets.json"
+    roles = (targets.delegations.roles if targets.delegations else None) or {}
+    names = {split_silo_role(role) for role in roles if role not in (PLANS, RELEASE)}
+    plans = {name[0] for name in names if name}
+    if None in names or len(plans) != 1 or not {PLANS, RELEASE} <= set(roles):
+        got = ", ".join(sorted(roles))[:200] or "none"
+        raise RoleError(subject, expected="delegations to plans, release and the silos of one plan", got=got)
+    plan_id = plans.pop()
+    users: dict[str, str] = {}
+    for role in roles.values():
+        if role != DelegatedRole(role.name, role.keyids, 1, True, delegated_paths(plan_id, role.name)):
+            raise RoleError(
+                subject, expected=f"role {role.name} with its own paths, threshold 1", got="another delegation"
+            )
+        if role.name not in (PLANS, RELEASE) and len(role.keyids) != 1:
+            raise RoleError(subject, expected=f"one key for role {role.name}", got=f"{len(role.keyids)}")
+        for keyid in role.keyids:
+            other = users.setdefault(keyid, role.name)
+            if other != role.name and {role.name, other} != {PLANS, RELEASE}:
+                raise RoleError(
+                    subject, expected="a key of its own for each silo", got=f"one for {other} and {role.name}"
+                )
+    return plan_id
+
+
+def _roles_present(targets: Targets, snapshot: Snapshot, stage: Stage) -> list[str]:
+    """Choose the roles to load: all that the snapshot lists as present; a silo may be missing, a stranger may not."""
+    roles = list((targets.delegations.roles if targets.delegations else None) or {})
+    live = {name for name, meta in snapshot.meta.items() if meta.hashes is not None}
+    strange = live - {"targets.json", *(f"{role}.json" for role in roles)}
+    if strange:
+        raise RoleError("metadata/snapshot.json", expected="roles that targets delegates to", got=sorted(strange)[0])
+    if stage is Stage.BUNDLE:
+        return [PLANS]
+    return [PLANS, RELEASE] + [r for r in roles if r not in (PLANS, RELEASE) and f"{r}.json" in live]
+
+
+def _listing(loaded: Mapping[str, Targets], plan_id: str, stage: Stage) -> Mapping[str, Target]:
+    """Join what the roles list, each path from its owner."""
+    listing: dict[str, Target] = {}
+    for role, content in loaded.items():
+        for path, file in content.targets.items():
+            check_path(path, f"metadata/{role}.json")
+            if owner(path, plan_id) != role:
+                expected = f"a file that only role {owner(path, plan_id) or '(none)'} lists"
+                raise RoleError(f"targets/{path}", expected=expected, got=f"listed by role {role}")
+            listing[path] = Target(file.length, file.hashes["sha256"], role)
+    required = [f"{plan_id}/plan.json"]
+    if stage is Stage.RELEASE:
+        silos = [name[1] for name in map(split_silo_role, loaded) if name]
+        required += [f"{plan_id}/manifest.json", *(f"{plan_id}/silos/{silo}/submission.json" for silo in silos)]
+    for path in required:
+        if path not in listing:
+            raise AbsentFileError(f"targets/{path}", expected="listed by its role", got="not listed")
+    return listing
+
+
+def _check_names(view: Mapping[str, bytes], names: set[str], roots: Mapping[int, bytes]) -> Mapping[int, bytes]:
+    """Demand that every metadata file in the folder is one that counted; return the roots among them."""
+    unlisted = sorted(set(view) - names - {f"{version}.root.json" for version in roots})
+    if unlisted and unlisted[0].endswith(".root.json") and f"{len(roots) + 1}.root.json" not in view:
+        _file(view, f"{len(roots) + 1}.root.json")
+    if unlisted:
+        raise UnlistedFileError(f"metadata/{unlisted[0]}", expected="only metadata that is listed", got="another file")
+    in_folder = {version: data for version, data in roots.items() if f"{version}.root.json" in view}
+    for version in range(1, max(in_folder)):
+        _file(view, f"{version}.root.json")
+    return in_folder
+
+
+def _silo_keys(targets: Targets, loaded: Mapping[str, Targets]) -> Mapping[str, str]:
+    """Return the fingerprint of each present silo's key, as targets enrolled it."""
+    found = {}
+    for role in loaded:
+        name = split_silo_role(role)
+        if name:
+            keyid = targets.get_delegated_role(role).keyids[0]
+            found[name[1]] = public_key(targets.get_key(keyid)).fingerprint
+    return found

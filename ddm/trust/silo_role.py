@@ -1,0 +1,114 @@
+"""A silo's signature over what it sends: its own TUF role, checked before anything else of a submission is parsed."""
+
+from collections.abc import Mapping
+from datetime import datetime
+
+from tuf.api.metadata import DelegatedRole, Delegations, TargetFile, Targets
+
+from ddm.errors import DocumentError, ReplayError, RoleError
+from ddm.trust.keys import PublicKey, SigningKey
+from ddm.trust.metadata import (
+    METADATA_LIFE,
+    check_expiry,
+    check_signatures,
+    expiry,
+    parse_metadata,
+    sign_metadata,
+)
+from ddm.trust.paths import check_path, delegated_paths, is_plan_id, is_silo_id, owner, silo_role
+
+MAX_SILO_METADATA_BYTES = 256 * 1024
+
+
+def sign_silo_metadata(
+    plan_id: str, silo_id: str, files: Mapping[str, tuple[int, str]], key: SigningKey, *, version: int, now: datetime
+) -> bytes:
+    """Sign what one silo sends for one plan.
+
+    Args:
+        plan_id: the plan it answers.
+        silo_id: who answers.
+        files: path relative to ``targets/``, i.e. ``<plan_id>/silos/<silo_id>/...``, to (bytes, sha256).
+        key: the silo's key.
+        version: higher for each new submission of the same plan.
+        now: the present; the signature holds for five years.
+
+    Returns:
+        The role's metadata file; it is published unchanged.
+
+    Raises:
+        RoleError: a path that this silo may not list.
+        DocumentError: no submission.json, or an id that is none.
+    """
+    subject = f"{silo_role(plan_id, silo_id)}.json"
+    if not (is_plan_id(plan_id) and is_silo_id(silo_id)):
+        raise DocumentError(ascii(subject), expected="a plan id and a silo id", got="something else")
+    _check_paths(files, plan_id, silo_id, subject)
+    targets = {path: TargetFile(size, {"sha256": digest}, path) for path, (size, digest) in files.items()}
+    return sign_metadata(Targets(version, None, expiry(now, METADATA_LIFE), targets), [key])
+
+
+def verify_silo_metadata(
+    data: bytes, *, plan_id: str, silo_id: str, key: PublicKey, now: datetime
+) -> Mapping[str, tuple[int, str]]:
+    """Check the signature over a submission.
+
+    Args:
+        data: the role's metadata file as received.
+        plan_id: the plan it must answer.
+        silo_id: the silo it came from, as its registered node says.
+        key: that silo's enrolled key.
+        now: the time at which it must be valid.
+
+    Returns:
+        Path relative to ``targets/`` to (bytes, sha256).
+
+    Raises:
+        DocumentError: too large, malformed, not canonical, or without submission.json.
+        SignatureError: not by this key alone.
+        ExpiredError: past its expiry.
+        ReplayError: signed for another plan.
+        RoleError: it lists a path that is not this silo's.
+        UnsafePathError: it lists a path that could leave its folder.
+    """
+    return read_silo_metadata(data, plan_id=plan_id, silo_id=silo_id, key=key, now=now)[1]
+
+
+def read_silo_metadata(
+    data: bytes, *, plan_id: str, silo_id: str, key: PublicKey, now: datetime
+) -> tuple[int, Mapping[str, tuple[int, str]]]:
+    """Do as `verify_silo_metadata`, and return the version that was signed too."""
+    role = silo_role(plan_id, silo_id)
+    subject = f"{role}.json"
+    metadata = parse_metadata(data, Targets, subject, limit=MAX_SILO_METADATA_BYTES)
+    check_signatures(metadata, role, [delegation(plan_id, {silo_id: key})], subject)
+    signed = metadata.signed
+    check_expiry(signed, now, subject)
+    if signed.delegations is not None:
+        raise RoleError(subject, expected="no further delegations", got="some")
+    files = {path: (file.length, file.hashes["sha256"]) for path, file in signed.targets.items()}
+    _check_paths(files, plan_id, silo_id, subject)
+    return signed.version, files
+
+
+def delegation(plan_id: str, silo_keys: Mapping[str, PublicKey]) -> Targets:
+    """Make a delegator that trusts each silo with its own role and nothing more."""
+    keys = {silo_id: key.tuf_key() for silo_id, key in silo_keys.items()}
+    roles = {}
+    for silo_id, key in keys.items():
+        role = silo_role(plan_id, silo_id)
+        roles[role] = DelegatedRole(role, [key.keyid], 1, True, delegated_paths(plan_id, role))
+    return Targets(delegations=Delegations({key.keyid: key for key in keys.values()}, roles))
+
+
+def _check_paths(files: Mapping[str, tuple[int, str]], plan_id: str, silo_id: str, subject: str) -> None:
+    role = silo_role(plan_id, silo_id)
+    for path in files:
+        check_path(path, subject)
+        if path.split("/")[0] != plan_id:
+            raise ReplayError(subject, expected=f"files of plan {plan_id}", got=f"plan {path.split('/')[0]}")
+        if owner(path, plan_id) != role:
+            expected = f"only paths below {plan_id}/silos/{silo_id}/"
+            raise RoleError(f"targets/{path}", expected=expected, got=f"listed by role {role}")
+    if f"{plan_id}/silos/{silo_id}/submission.json" not in files:
+        raise DocumentError(subject, expected="submission.json among its files", got="none")

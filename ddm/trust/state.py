@@ -1,0 +1,145 @@
+"""What was seen before: the memory by which an older version, however well signed, is noticed.
+
+One folder per pinned root, one file per plan (and one for plan bundles, where an older plan is a rollback too), and
+every later root seen, so that a key revoked once stays revoked. Nothing is written before everything is verified.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ddm.errors import DocumentError, RollbackError, SetupError
+from ddm.files import write_atomic
+from ddm.protocol.base import Digest, Document, Model, PositiveInt
+from ddm.trust.folder import read_small
+from ddm.trust.metadata import LIMITS
+from ddm.trust.rules import MAX_ROOT_ROTATIONS, Resolved
+
+MAX_STATE_BYTES = 1024 * 1024
+
+
+class _Seen(Model):
+    version: PositiveInt
+    digest: Digest
+
+
+class _Record(Document):
+    format: Literal["archipelago/trust-state/1"] = "archipelago/trust-state/1"
+    roles: dict[str, _Seen]
+
+
+def default_state() -> Path:
+    """Where a user's programs keep what must outlive them: ``$XDG_STATE_HOME`` or ``~/.local/state``."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state") / "archipelago"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What was seen under one pinned root.
+
+    Attributes:
+        folder: where it is kept.
+    """
+
+    folder: Path
+
+    @classmethod
+    def of(cls, state: Path, root_fingerprint: str) -> "Memory":
+        """The memory of one federation below the folder `state`."""
+        return cls(state / root_fingerprint)
+
+    def roots(self) -> Mapping[int, bytes]:
+        """Return the later roots seen before, version to bytes."""
+        found: dict[int, bytes] = {}
+        for version in range(2, MAX_ROOT_ROTATIONS + 2):
+            path = self.folder / f"{version}.root.json"
+            if not path.exists():
+                break
+            found[version] = read_small(path, f"remembered {path.name}", LIMITS["root"])
+        return found
+
+    def check(self, scope: str, resolved: Resolved) -> None:
+        """Refuse what is older than what was seen, or as old and different.
+
+        Args:
+            scope: a plan's id, or ``bundle``.
+            resolved: verified metadata.
+
+        Raises:
+            RollbackError: the subject names the metadata file.
+            DocumentError: the memory itself is damaged.
+        """
+        check_not_older(self._load(scope), resolved)
+
+    def record(self, scope: str, resolved: Resolved) -> None:
+        """Remember what was just verified, unless another process has seen something newer meanwhile.
+
+        Raises:
+            RollbackError: it has.
+            SetupError: the folder cannot be written.
+        """
+        try:
+            with self._locked():
+                before = self._load(scope)
+                check_not_older(before, resolved)
+                now = {
+                    role: _Seen(version=version, digest=resolved.digests[role])
+                    for role, version in resolved.versions.items()
+                }
+                for version, data in resolved.roots.items():
+                    path = self.folder / f"{version}.root.json"
+                    if version > 1 and not path.exists():
+                        write_atomic(path, data)
+                record = _Record(roles={**before, **now})
+                if record.roles != before:
+                    write_atomic(self._path(scope), record.encode())
+        except OSError as error:
+            remedy = "Name another folder with --state; without this memory an old release cannot be noticed."
+            raise SetupError(
+                str(self.folder), expected="a folder to write to", got=str(error.strerror), remedy=remedy
+            ) from error
+
+    def _path(self, scope: str) -> Path:
+        return self.folder / f"{scope}.json"
+
+    def _load(self, scope: str) -> Mapping[str, _Seen]:
+        path = self._path(scope)
+        if not path.exists():
+            return {}
+        subject = f"state {path}"
+        try:
+            return _Record.parse(read_small(path, subject, MAX_STATE_BYTES), subject=subject).roles
+        except DocumentError as error:
+            error.remedy = "The memory is damaged. Delete this file only if you know that the release is current."
+            raise
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Wait for other processes: unlike in `ddm.files.locked`, two verifications at once are no mistake."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def check_not_older(before: Mapping[str, _Seen], resolved: Resolved) -> None:
+    """Compare each role with what was seen of it; pure.
+
+    Raises:
+        RollbackError: a lower version, or the same version with other content.
+    """
+    for role, version in resolved.versions.items():
+        seen = before.get(role)
+        subject = f"metadata/{version}.root.json" if role == "root" else f"metadata/{role}.json"
+        if seen is not None and version < seen.version:
+            raise RollbackError(subject, expected=f"version {seen.version} or later", got=f"version {version}")
+        if seen is not None and version == seen.version and resolved.digests[role] != seen.digest:
+            raise RollbackError(subject, expected=f"version {version} as seen before", got="other content")

@@ -1,0 +1,192 @@
+"""Can this folder be used: the one strict verification of plan bundles and releases.
+
+``ddm verify`` and the silo's worker both come through here. The rules are in `ddm.trust.rules` and see no disk; this
+file walks the folder, hands over the metadata, compares every file with what was signed, and remembers what it saw.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+
+from ddm.errors import AbsentFileError, RoleError, SignatureError, UnlistedFileError
+from ddm.trust.folder import Entry, check_digest, read_small, scan
+from ddm.trust.keys import group_fingerprint, parse_fingerprint
+from ddm.trust.metadata import LIMITS
+from ddm.trust.rules import Resolved, Stage, resolve
+from ddm.trust.state import Memory, default_state
+
+__all__ = ["VerifiedFile", "VerifiedRelease", "default_state", "verify_bundle", "verify_release"]
+
+MAX_METADATA_BYTES = 64 * 1024 * 1024
+_NO_PINS: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class VerifiedFile:
+    """One file whose bytes are those that were signed.
+
+    Attributes:
+        path: where it lies.
+        bytes: its length.
+        digest: its sha256; check it again when the file is opened much later.
+        role: who signed it.
+    """
+
+    path: Path
+    bytes: int
+    digest: str
+    role: str
+
+
+@dataclass(frozen=True)
+class VerifiedRelease:
+    """A folder that holds exactly what was signed.
+
+    Attributes:
+        root_fingerprint: sha256 of the pinned 1.root.json.
+        plan_id: the one plan it is about.
+        files: path relative to ``targets/<plan_id>/`` to the file.
+        silo_keys: silo id to the fingerprint of the key that targets enrolled for it, for each silo present.
+        versions: role to version.
+        expires: when the timestamp expires.
+        expired: it has; only an archived reading returns at all then.
+    """
+
+    root_fingerprint: str
+    plan_id: str
+    files: Mapping[str, VerifiedFile]
+    silo_keys: Mapping[str, str]
+    versions: Mapping[str, int]
+    expires: datetime
+    expired: bool
+
+
+def verify_release(
+    folder: Path,
+    root: bytes,
+    *,
+    state: Path | None,
+    silo_keys: Mapping[str, str] = _NO_PINS,
+    archived: bool = False,
+    now: datetime | None = None,
+) -> VerifiedRelease:
+    """Verify a whole release, from the pinned root to the last byte.
+
+    Args:
+        folder: holds ``metadata/`` and ``targets/``, and nothing else.
+        root: the content of 1.root.json, known out of band.
+        state: where to remember versions; None notices no rollback.
+        silo_keys: silo id to the fingerprint its key must have.
+        archived: accept an expired timestamp (then `expired` is true), and only that.
+        now: the time to verify for; the present when None.
+
+    Raises:
+        MissingFileError: no such folder.
+        TrustError: something does not hold; the subject names the file.
+        FormatError: a metadata file does not parse.
+    """
+    pins = {silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in silo_keys.items()}
+    return _verify(folder, root, Stage.RELEASE, state=state, pins=pins, archived=archived, now=now)
+
+
+def verify_bundle(folder: Path, root: bytes, *, state: Path | None, now: datetime | None = None) -> VerifiedRelease:
+    """Verify a plan's bundle: plan.json and its tensors, before any silo has answered.
+
+    Args:
+        folder: holds ``metadata/`` and ``targets/``, and nothing else.
+        root: the content of 1.root.json, known out of band.
+        state: where to remember versions; an older plan after a newer one is a rollback too.
+        now: the time to verify for; the present when None.
+
+    Raises:
+        MissingFileError: no such folder.
+        TrustError: something does not hold; the subject names the file.
+        FormatError: a metadata file does not parse.
+    """
+    return _verify(folder, root, Stage.BUNDLE, state=state, pins=_NO_PINS, archived=False, now=now)
+
+
+def _verify(
+    folder: Path,
+    root: bytes,
+    stage: Stage,
+    *,
+    state: Path | None,
+    pins: Mapping[str, str],
+    archived: bool,
+    now: datetime | None,
+) -> VerifiedRelease:
+    entries = scan(folder)
+    memory = Memory.of(state, hashlib.sha256(root).hexdigest()) if state else None
+    resolved = resolve(
+        _read_metadata(entries),
+        root,
+        stage=stage,
+        now=now or datetime.now(UTC),
+        archived=archived,
+        remembered=memory.roots() if memory else None,
+    )
+    scope = "bundle" if stage is Stage.BUNDLE else resolved.plan_id
+    if memory:
+        memory.check(scope, resolved)
+    _check_pins(resolved, pins)
+    files = _check_files(entries, resolved)
+    if memory:
+        memory.record(scope, resolved)
+    return VerifiedRelease(
+        root_fingerprint=resolved.root_fingerprint,
+        plan_id=resolved.plan_id,
+        files=files,
+        silo_keys=resolved.silo_keys,
+        versions=resolved.versions,
+        expires=resolved.expires,
+        expired=resolved.expired,
+    )
+
+
+def _read_metadata(entries: Mapping[str, Entry]) -> Mapping[str, bytes]:
+    """Read what lies in ``metadata/``, each file and all together bounded; nothing of it is trusted yet."""
+    view: dict[str, bytes] = {}
+    left = MAX_METADATA_BYTES
+    for name, entry in entries.items():
+        if not name.startswith("metadata/"):
+            continue
+        kind = "root" if name.endswith(".root.json") else name.removeprefix("metadata/").removesuffix(".json")
+        data = read_small(entry.path, name, min(left, LIMITS.get(kind, LIMITS["targets"])))
+        left -= len(data)
+        view[name.removeprefix("metadata/")] = data
+    return view
+
+
+def _check_pins(resolved: Resolved, pins: Mapping[str, str]) -> None:
+    for silo_id, fingerprint in pins.items():
+        found = resolved.silo_keys.get(silo_id)
+        if found is None:
+            raise RoleError(
+                f"silo {silo_id}", expected="part of this release, since its key is pinned", got="no such silo"
+            )
+        if found != fingerprint:
+            subject = f"metadata/{resolved.plan_id}.{silo_id}.json"
+            expected = f"signed by key {group_fingerprint(fingerprint)}"
+            raise SignatureError(subject, expected=expected, got=group_fingerprint(found))
+
+
+def _check_files(entries: Mapping[str, Entry], resolved: Resolved) -> Mapping[str, VerifiedFile]:
+    """Compare the folder with what was signed: no file more, none less, the same bytes."""
+    signed = {f"targets/{path}": target for path, target in resolved.targets.items()}
+    for name in entries:
+        if not name.startswith("metadata/") and name not in signed:
+            raise UnlistedFileError(name, expected="only files that are signed", got="one that is not")
+    for name in signed:
+        if name not in entries:
+            raise AbsentFileError(name, expected="a signed file", got="nothing there")
+    files: dict[str, VerifiedFile] = {}
+    for name, target in signed.items():
+        path = entries[name].path
+        check_digest(path, name, target.bytes, target.digest)
+        relative = name.removeprefix(f"targets/{resolved.plan_id}/")
+        files[relative] = VerifiedFile(path, target.bytes, target.digest, target.role)
+    return files

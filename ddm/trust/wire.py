@@ -1,0 +1,157 @@
+"""What a TUF metadata file may contain: a strict schema in front of python-tuf's lenient one.
+
+python-tuf keeps fields it does not know, some of them outside the signature, and accepts any hash, key type and number.
+Here every field is known, typed and bounded, and there is one way to write each file.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints, ValidationError, create_model, model_validator
+
+from ddm.errors import DocumentError
+from ddm.protocol.base import Digest, Model
+
+_Hex128 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{128}$")]
+_Version = Annotated[int, Field(gt=0, le=2**31)]
+_Length = Annotated[int, Field(ge=0, le=2**50)]
+_Spec = Annotated[str, StringConstraints(pattern=r"^1\.0\.[0-9]{1,3}$")]
+_Expires = Annotated[str, StringConstraints(pattern=r"^2[0-9]{3}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")]
+_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+_Path = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+
+
+class _Signature(Model):
+    keyid: Digest
+    sig: _Hex128
+
+
+class _KeyValue(Model):
+    public: Digest
+
+
+class _Key(Model):
+    keytype: Literal["ed25519"]
+    scheme: Literal["ed25519"]
+    keyval: _KeyValue
+
+
+class _Role(Model):
+    keyids: Annotated[list[Digest], Field(min_length=1, max_length=64)]
+    threshold: Annotated[int, Field(ge=1, le=64)]
+
+    @model_validator(mode="after")
+    def _reachable(self) -> "_Role":
+        if self.threshold > len(self.keyids):
+            raise ValueError("threshold above the number of keys")
+        return self
+
+
+class _DelegatedRole(_Role):
+    name: _Name
+    terminating: Literal[True]
+    paths: Annotated[list[_Path], Field(max_length=16)]
+
+
+class _Delegations(Model):
+    keys: dict[Digest, _Key]
+    roles: Annotated[list[_DelegatedRole], Field(max_length=1024)]
+
+
+class _Hashes(Model):
+    sha256: Digest
+
+
+class _Target(Model):
+    length: _Length
+    hashes: _Hashes
+
+
+class _MetaFile(Model):
+    """A listed metadata file; without length and hashes it is a role that has left (see `Repository`)."""
+
+    version: _Version
+    length: _Length | None = None
+    hashes: _Hashes | None = None
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> "_MetaFile":
+        if (self.length is None) != (self.hashes is None):
+            raise ValueError("length and hashes come together")
+        return self
+
+
+class _LiveMetaFile(_MetaFile):
+    length: _Length
+    hashes: _Hashes
+
+
+class _TimestampMeta(Model):
+    snapshot: _LiveMetaFile = Field(alias="snapshot.json")
+
+
+class _TopRoles(Model):
+    root: _Role
+    timestamp: _Role
+    snapshot: _Role
+    targets: _Role
+
+
+class _Common(Model):
+    version: _Version
+    spec_version: _Spec
+    expires: _Expires
+
+
+class _Root(_Common):
+    type: Literal["root"] = Field(alias="_type")
+    consistent_snapshot: Literal[False]
+    keys: dict[Digest, _Key]
+    roles: _TopRoles
+
+
+class _Timestamp(_Common):
+    type: Literal["timestamp"] = Field(alias="_type")
+    meta: _TimestampMeta
+
+
+class _Snapshot(_Common):
+    type: Literal["snapshot"] = Field(alias="_type")
+    meta: Annotated[dict[_Name, _MetaFile], Field(max_length=65536)]
+
+
+class _Targets(_Common):
+    type: Literal["targets"] = Field(alias="_type")
+    targets: Annotated[dict[_Path, _Target], Field(max_length=4096)]
+    delegations: _Delegations | None = None
+
+
+def _file_of(signed: type[Model]) -> type[Model]:
+    signatures = Annotated[list[_Signature], Field(min_length=1, max_length=128)]
+    return create_model(f"{signed.__name__}File", __base__=Model, signatures=(signatures, ...), signed=(signed, ...))
+
+
+_FILES: dict[str, type[Model]] = {
+    "root": _file_of(_Root),
+    "timestamp": _file_of(_Timestamp),
+    "snapshot": _file_of(_Snapshot),
+    "targets": _file_of(_Targets),
+}
+
+
+def check_schema(value: Any, kind: str, subject: str) -> None:
+    """Refuse parsed JSON that is not exactly a metadata file of this kind.
+
+    Args:
+        value: as `json.loads` returns it.
+        kind: ``root``, ``timestamp``, ``snapshot`` or ``targets``.
+        subject: the file, for the error.
+
+    Raises:
+        DocumentError: a field too few, too many, or of another type; a bound exceeded.
+    """
+    try:
+        _FILES[kind].model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part)[:40] for part in first["loc"]) or "document"
+        raise DocumentError(subject, expected=f"{kind} metadata", got=f"field {where}: {first['msg']}") from error

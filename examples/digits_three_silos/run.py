@@ -1,0 +1,168 @@
+"""Three hospitals and an operator on one machine: the whole federation, through the public commands only.
+
+Reads like the transcript in docs/tutorial.md. Every command that is printed can be typed by hand.
+"""
+
+import argparse
+import json
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from shell import Demo, DemoError
+from summary import summarise, write_summary
+
+HERE = Path(__file__).parent
+SILOS = ("north", "east", "west")
+PERSON = "north"
+MARKER = ".archipelago-demo"
+
+
+def main() -> int:
+    """Command line: --out FOLDER [--port N]."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/demo"), help="folder to make (an earlier demo is replaced)"
+    )
+    parser.add_argument("--port", type=int, default=0, help="port of the aggregator; a free one when omitted")
+    parser.add_argument("--recipe", type=Path, default=HERE / "plan.toml", help="the plan's recipe")
+    arguments = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminate)
+    try:
+        prepare(arguments.out)
+        with Demo(arguments.out) as demo:
+            run(demo, arguments.port or demo.free_port(), arguments.recipe)
+    except DemoError as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        print("\nInterrupted; every process of the demo has ended. Start again with: make demo", file=sys.stderr)
+        return 130
+    return 0
+
+
+def prepare(out: Path) -> None:
+    """Make the output folder; only a folder made by an earlier demo is replaced."""
+    if out.exists() and any(out.iterdir()):
+        if not (out / MARKER).exists():
+            raise DemoError(f"{out} is not empty and not an earlier demo's folder; name another one with --out.")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARKER).touch()
+
+
+def run(demo: Demo, port: int, recipe: Path) -> None:
+    """The transcript."""
+    out = demo.out
+    stages: dict[str, float] = {}
+    with timed(stages, "set up"):
+        demo.call(sys.executable, HERE / "make_data.py", "--out", out / "data")
+        set_up_aggregator(demo, port)
+        for silo in SILOS:
+            set_up_silo(demo, silo)
+    with timed(stages, "plan"):
+        public = out / "data" / "public.npz"
+        demo.call("aggregator", "plan", out / "fed", "--recipe", recipe, "--public", public, "--yes")
+    with timed(stages, "train and collect"):
+        processes = federate(demo)
+    with timed(stages, "router"):
+        demo.call("aggregator", "router", out / "fed")
+    with timed(stages, "publish"):
+        demo.call("aggregator", "publish", out / "fed", "--out", out / "release")
+    with timed(stages, "verify and sample"):
+        demo.call("ddm", "verify", out / "release", "--root", out / "root.json", "--state", out / "state")
+        sample(demo)
+    with timed(stages, "summary"):
+        summary = summarise(out, SILOS)
+    summary |= {"seconds": {name: round(value, 1) for name, value in stages.items()}, "processes": processes}
+    write_summary(summary, out)
+
+
+def set_up_aggregator(demo: Demo, port: int) -> None:
+    """Make the federation; its root of trust travels out of band."""
+    out = demo.out
+    write_passphrase(out / "fed.pass")
+    address = f"127.0.0.1:{port}"
+    demo.call(
+        "aggregator", "init", out / "fed", "--name", "digits", "--address", address,
+        "--passphrase-file", out / "fed.pass",
+    )  # fmt: skip
+    shutil.copyfile(out / "fed" / "tuf" / "metadata" / "1.root.json", out / "root.json")
+    # Small shards, so that even this small expert travels in several.
+    settings = out / "fed" / "federation.toml"
+    settings.write_text(settings.read_text().replace("shard_bytes = 67108864", "shard_bytes = 1048576"))
+
+
+def set_up_silo(demo: Demo, silo: str) -> None:
+    """Make a site, write its policy, exchange cards."""
+    out = demo.out
+    invitation = out / "fed" / "invitation.json"
+    fingerprint = json.loads(invitation.read_text())["root_digest"]
+    write_passphrase(out / f"{silo}.pass")
+    demo.call(
+        "silo", "init", out / silo, "--id", silo, "--data", out / "data" / f"{silo}.npz",
+        "--invitation", invitation, "--root-fingerprint", fingerprint, "--passphrase-file", out / f"{silo}.pass",
+    )  # fmt: skip
+    policy = "policy_person.toml" if silo == PERSON else "policy_automatic.toml"
+    shutil.copyfile(HERE / policy, out / silo / "policy.toml")
+    demo.call("silo", "enroll", out / silo, "--out", out / f"{silo}.card.json")
+    demo.call("aggregator", "enroll", out / "fed", out / f"{silo}.card.json")
+
+
+def federate(demo: Demo) -> dict[str, object]:
+    """Run the aggregator and three silos side by side until every silo has its receipt."""
+    out = demo.out
+    demo.start("aggregator", "run", out / "fed")
+    for silo in SILOS:
+        demo.start("silo", "run", out / silo)
+    approve(demo)
+    demo.wait(*demo.background)
+    return demo.flower_processes(SILOS)
+
+
+def approve(demo: Demo) -> None:
+    """A person at north looks at what would leave, and lets exactly that leave."""
+    site = demo.out / PERSON
+    while (status := json.loads(demo.ask("silo", "status", site, "--json")))["state"] != "awaiting_approval":
+        demo.watch(2.0)
+    demo.call("silo", "review", site)
+    demo.call("silo", "approve", site, "--digest", status["submission_digest"])
+
+
+def sample(demo: Demo) -> None:
+    """A grid for the eye."""
+    out = demo.out
+    demo.call(
+        "ddm", "sample", out / "release", "--root", out / "root.json", "--state", out / "state", "--num", "64",
+        "--strategy", "lock", "--tau", "1.0", "--steps", "50", "--seed", "0", "--out", out / "samples.png",
+    )  # fmt: skip
+
+
+def write_passphrase(path: Path) -> None:
+    """Make a passphrase in a file that only its owner reads."""
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_urlsafe(24) + "\n")
+
+
+@contextmanager
+def timed(stages: dict[str, float], name: str) -> Iterator[None]:
+    """Measure one stage and say where we are."""
+    print(f"\n== {name}", flush=True)
+    started = time.monotonic()
+    yield
+    stages[name] = time.monotonic() - started
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

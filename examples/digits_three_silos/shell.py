@@ -1,0 +1,127 @@
+"""Runs the demo's commands: each is printed as one would type it, and nothing that was started outlives the demo."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from ddm.processes import Child, free_port, spawn, terminate_all
+
+BIN = Path(sys.executable).parent
+
+
+class DemoError(Exception):
+    """A command of the demo failed."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Demo:
+    """One run of the demo in one folder."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out.resolve()
+        self.background: list[Child] = []
+        self._read: dict[str, int] = {}
+
+    def __enter__(self) -> "Demo":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if any(child.running() for child in self.background):
+            print("Ending the demo's processes …", flush=True)
+        terminate_all(self.background)
+
+    def call(self, program: str | Path, *arguments: object) -> None:
+        """Run a command to its end, its output as it comes."""
+        command = self._command(program, arguments)
+        self._show(command)
+        code = subprocess.run(command, env=self._environment(), check=False).returncode
+        if code:
+            raise DemoError(f"the command above ended with exit code {code}.", code)
+
+    def ask(self, program: str, *arguments: object) -> str:
+        """Run a command quietly and return what it printed."""
+        done = subprocess.run(
+            self._command(program, arguments), env=self._environment(), capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise DemoError(done.stderr.strip(), done.returncode)
+        return done.stdout
+
+    def start(self, program: str, *arguments: object) -> None:
+        """Start a command beside this one; its output is shown by `watch` and `wait`."""
+        command = self._command(program, arguments)
+        self._show([*command, "&"])
+        name = f"{program}-{Path(str(arguments[-1])).name}"
+        log = self.out / "logs" / f"{name}.log"
+        self.background.append(spawn(command, name=name, log_path=log, env=self._environment(), grace_s=15.0))
+
+    def watch(self, seconds: float) -> None:
+        """Show what the background commands print, for a while; fail when one of them has failed."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._check()
+            time.sleep(0.2)
+
+    def wait(self, *children: Child) -> None:
+        """Wait until these commands have ended well."""
+        while any(child.running() for child in children):
+            self.watch(0.5)
+        self._check()
+
+    def flower_processes(self, silos: Sequence[str]) -> dict[str, object]:
+        """The process ids and run id that the commands left in their folders."""
+        found: dict[str, object] = {"aggregator": json.loads((self.out / "fed" / "flower" / "info.json").read_text())}
+        for silo in silos:
+            found[silo] = json.loads((self.out / silo / "private" / "processes.json").read_text())
+        return found
+
+    @staticmethod
+    def free_port() -> int:
+        """A loopback port that nothing listens on."""
+        return free_port()
+
+    def _check(self) -> None:
+        for child in self.background:
+            self._echo(child)
+        for child in self.background:
+            if not child.running() and child.returncode:
+                self._echo(child)
+                raise DemoError(f"{child.name} ended with exit code {child.returncode}; see {child.log_path}", 1)
+
+    def _echo(self, child: Child) -> None:
+        if not child.log_path.exists():
+            return
+        with child.log_path.open("rb") as log:
+            log.seek(self._read.get(child.name, 0))
+            whole = log.read().rpartition(b"\n")
+        self._read[child.name] = self._read.get(child.name, 0) + len(whole[0]) + len(whole[1])
+        for line in whole[0].decode(errors="replace").splitlines():
+            print(f"  {child.name:>16} | {line}", flush=True)
+
+    def _command(self, program: str | Path, arguments: Sequence[object]) -> list[str]:
+        path = program if isinstance(program, Path) or "/" in program else BIN / program
+        return [str(path), *(str(argument) for argument in arguments)]
+
+    def _show(self, command: Sequence[str]) -> None:
+        words = [Path(command[0]).name, *(_short(word) for word in command[1:])]
+        print("$ " + " ".join(word if word == "&" else shlex.quote(word) for word in words), flush=True)
+
+    def _environment(self) -> dict[str, str]:
+        """One thread a process: several trainings share this machine's cores."""
+        return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _short(word: str) -> str:
+    here = str(Path.cwd())
+    return word.removeprefix(here + "/") if word.startswith(here + "/") else word

@@ -1,0 +1,194 @@
+"""The demo's table: what left each silo, how the routers did, and which strategies keep the silos' shares.
+
+Unlike any silo or aggregator, the demo may look at everybody's images; it does so only here, to measure.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aggregator.config import Federation
+from aggregator.inventory import Inventory, take_inventory
+from ddm.artifact import load_ensemble, open_release
+from ddm.console import human_bytes, table
+from ddm.ensemble import Ensemble
+from ddm.protocol.manifest import Manifest
+from ddm.protocol.plan import LearnedRouter as LearnedSettings
+from ddm.routers.base import Router, log_prior, posterior
+from ddm.routers.counts import CountsRouter
+from ddm.routers.evaluation import cross_entropy
+from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
+from ddm.schedule import LinearPath
+from ddm.strategies import Full, Lock, Sample, Strategy, TopOne
+
+NUM_SHARES = 512
+STEPS = 20
+NEAR_DATA = 0.02
+STRATEGIES: dict[str, Strategy] = {
+    "lock(1)": Lock(1.0),
+    "lock(.5)": Lock(0.5),
+    "sample": Sample(),
+    "full": Full(),
+    "top-1 (biased)": TopOne(),
+}
+
+
+def summarise(out: Path, silos: Sequence[str]) -> dict[str, object]:
+    """Measure everything the table shows."""
+    torch.set_num_threads(2)
+    release = open_release(out / "release", root=out / "root.json", state=None)
+    inventory = take_inventory(Federation(out / "fed"))
+    ensemble = load_ensemble(release)
+    order = list(ensemble.expert_ids)
+    private = [_images(out / "data" / f"{silo}.npz") for silo in order]
+    exact = _non_private_router(inventory, private)
+    routers = _routers(inventory, release.manifest, ensemble, exact)
+    held_out, owner = _evaluation_set(out, silos, order)
+    return {
+        "silos": {silo: _left(out, inventory, silo) for silo in order},
+        "router": _router_table(routers, held_out, owner, ensemble.prior),
+        "published_router": release.manifest.router.kind,
+        "shares": _shares(ensemble, exact),
+        "prior": dict(zip(order, ensemble.prior, strict=True)),
+    }
+
+
+def write_summary(summary: dict[str, object], out: Path) -> None:
+    """Write summary.json and print the tables."""
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print()
+    print(_text(summary))
+    print(f"\nA grid of samples: {out / 'samples.png'}\nAll of this as JSON: {out / 'summary.json'}")
+
+
+def _images(path: Path) -> Tensor:
+    with np.load(path, allow_pickle=False) as archive:
+        return torch.from_numpy(archive["images"])
+
+
+def _left(out: Path, inventory: Inventory, silo: str) -> dict[str, object]:
+    submission = inventory.silos[silo].submission
+    sent = [path for path in (out / silo / "outbox" / inventory.plan.plan_id).rglob("*") if path.is_file()]
+    return {
+        "images": submission.num_units,
+        "epsilon": submission.spent.epsilon,
+        "delta": submission.spent.delta,
+        "bytes_left": sum(path.stat().st_size for path in sent),
+        "audit": submission.audit.verdict,
+        "isolation": submission.isolation,
+        "approval": submission.approval.kind if submission.approval else None,
+    }
+
+
+def _non_private_router(inventory: Inventory, private: Sequence[Tensor]) -> LearnedRouter:
+    """The reference: exact histograms and exact sketches, through the same code as the private routers."""
+    plan, files = inventory.plan, inventory.files
+    settings = plan.router
+    if not isinstance(settings, LearnedSettings):
+        settings = LearnedSettings(hidden=128, depth=3, num_steps=2000)
+    num_groups = plan.releases.counts.num_groups
+    groups = [files.clusters.group_F[files.clusters.assign(files.encoder.encode(images))] for images in private]
+    exact_KG = torch.stack([torch.bincount(group_N, minlength=num_groups) for group_N in groups]).double()
+    mass_KG = (exact_KG + 0.5) / (exact_KG + 0.5).sum(1, keepdim=True)
+    counts = CountsRouter(files.sketch, mass_KG.log(), LinearPath())
+    path, t_small = LinearPath(), torch.tensor(NEAR_DATA, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    sketches = {}
+    for silo, images in zip(inventory.silos, private, strict=True):
+        s_NR = files.sketch.project(images)
+        noise = torch.randn(s_NR.shape, generator=generator, dtype=torch.float64)
+        sketches[silo] = (path.alpha(t_small) * s_NR + path.sigma(t_small) / files.sketch.scale * noise).float()
+    train, _ = split_sketches(sketches, seed=0)
+    num_units = [len(images) for images in private]
+    return fit_learned(counts, train, num_units, settings, path, 0, t_release=NEAR_DATA)
+
+
+def _routers(inventory: Inventory, manifest: Manifest, ensemble: Ensemble, exact: LearnedRouter) -> dict[str, Router]:
+    noisy_KG = torch.stack(list(inventory.counts().values()))
+    num_units = list(inventory.num_units.values())
+    epsilon = inventory.plan.releases.counts.epsilon
+    counts = CountsRouter.from_counts(inventory.files.sketch, noisy_KG, num_units, epsilon, LinearPath())
+    found: dict[str, Router] = {"counts": counts}
+    settings = inventory.plan.router
+    if manifest.router.kind == "learned" and ensemble.router is not None:
+        found["learned"] = ensemble.router
+    elif isinstance(settings, LearnedSettings):
+        train, _ = split_sketches(inventory.sketches(), 0)
+        t_release = inventory.t_release()
+        found["learned"] = fit_learned(counts, train, num_units, settings, LinearPath(), 0, t_release=t_release)
+    return found | {"non-private": exact}
+
+
+def _evaluation_set(out: Path, silos: Sequence[str], order: Sequence[str]) -> tuple[Tensor, Tensor]:
+    with np.load(out / "data" / "evaluation.npz", allow_pickle=False) as archive:
+        images, silo = torch.from_numpy(archive["images"]), archive["silo"]
+    return images, torch.tensor([order.index(silos[index]) for index in silo])
+
+
+def _router_table(
+    routers: dict[str, Router], held_out: Tensor, owner: Tensor, prior: Sequence[float]
+) -> list[dict[str, object]]:
+    weights = log_prior(prior, len(prior)).exp()
+    entropy = -float((weights * weights.log()).sum())
+    scores = {name: cross_entropy(router, held_out, owner, prior) for name, router in routers.items()}
+    rows: list[dict[str, object]] = []
+    for index, band in enumerate(next(iter(scores.values()))):
+        values = {name: round(found[index].value, 4) for name, found in scores.items()}
+        errors = {f"{name} error": round(found[index].error, 4) for name, found in scores.items()}
+        rows.append({"t": [band.low, band.high], "prior": round(entropy, 4), **values, **errors})
+    return rows
+
+
+def _shares(ensemble: Ensemble, exact: LearnedRouter) -> dict[str, dict[str, object]]:
+    """Each strategy's samples, attributed to silos by the non-private router near t = 0."""
+    rows: dict[str, dict[str, object]] = {}
+    weights = log_prior(ensemble.prior, len(ensemble.experts))
+    for name, strategy in STRATEGIES.items():
+        drawn = ensemble.sample(NUM_SHARES, strategy=strategy, steps=STEPS, solver="heun", seed=1)
+        t_N = torch.full((NUM_SHARES,), NEAR_DATA)
+        w_NK = posterior(exact, drawn.images * (1 - NEAR_DATA), t_N, weights).double()
+        rows[name] = {
+            "attributed": [round(value, 3) for value in w_NK.mean(0).tolist()],
+            "error": [round(1.96 * value / NUM_SHARES**0.5, 3) for value in w_NK.std(0).tolist()],
+            "last_expert": [round(value, 3) for value in drawn.shares],
+        }
+    return rows
+
+
+def _text(summary: dict[str, object]) -> str:
+    parts = []
+    silos: dict[str, dict[str, object]] = summary["silos"]  # type: ignore[assignment]
+    rows = [
+        (
+            silo,
+            row["images"],
+            f"{row['epsilon']:g}",
+            human_bytes(float(str(row["bytes_left"]))),
+            row["audit"],
+            row["approval"],
+        )
+        for silo, row in silos.items()
+    ]
+    parts.append(
+        "What left each silo\n" + table(rows, ("silo", "images", "epsilon", "bytes left", "audit", "approved by"))
+    )
+
+    bands: list[dict[str, object]] = summary["router"]  # type: ignore[assignment]
+    names = [name for name in ("prior", "counts", "learned", "non-private") if name in bands[0]]
+    rows = [(f"{row['t'][0]:g}-{row['t'][1]:g}", *(f"{row[name]:.4f}" for name in names)) for row in bands]  # type: ignore[index]
+    title = f"Router cross-entropy on held-out images, nats (published: {summary['published_router']})"
+    parts.append(f"{title}\n" + table(rows, ("t", *names)))
+
+    prior: dict[str, float] = summary["prior"]  # type: ignore[assignment]
+    shares: dict[str, dict[str, list[float]]] = summary["shares"]  # type: ignore[assignment]
+    rows = [("prior", *(f"{value:.3f}" for value in prior.values()))]
+    rows += [(name, *(f"{value:.3f}" for value in row["attributed"])) for name, row in shares.items()]
+    parts.append(f"Silo shares of {NUM_SHARES} samples, attributed\n" + table(rows, ("strategy", *prior)))
+
+    seconds: dict[str, float] = summary["seconds"]  # type: ignore[assignment]
+    parts.append("Seconds\n" + table([(name, f"{value:.1f}") for name, value in seconds.items()], ("stage", "s")))
+    return "\n\n".join(parts)

@@ -1,0 +1,169 @@
+"""The silo operator's commands: init, enroll, run, status, review, approve."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ddm.console import human_bytes, new_app, passphrase, run_app, say
+from ddm.errors import SetupError
+from ddm.files import write_atomic
+from silo.config import Site
+
+app = new_app("Train an expert on private images that never leave, and see, bound and refuse everything that does.")
+
+SiteArgument = Annotated[Path, typer.Argument(metavar="SITE", help="The site's folder.")]
+PassphraseOption = Annotated[
+    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="First line opens the silo's key.")
+]
+
+
+class Part(StrEnum):
+    """One half of a site, to run as a service of its own user."""
+
+    WORKER = "worker"
+    COURIER = "courier"
+
+
+@app.command()
+def init(
+    site: SiteArgument,
+    silo_id: Annotated[str, typer.Option("--id", help="This silo's name: a-z, then a-z and 0-9.")],
+    data: Annotated[Path, typer.Option(help="npz of private images; it stays where it is.")],
+    invitation: Annotated[Path, typer.Option(help="invitation.json from the aggregator.")],
+    root_fingerprint: Annotated[str, typer.Option(help="The root's sha256, received by another way.")],
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Make a site: folders, keys, configuration, first trust."""
+    from silo.setup import init_site, read_invitation
+
+    invited = read_invitation(invitation, root_fingerprint)
+    secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", confirm=True)
+    place = Site(site)
+    key = init_site(place, _checked_id(silo_id), data, invited, secret, passphrase_file)
+    say(f"Site {silo_id} in {site}, for federation {invited.federation} at {invited.address}.")
+    say(f"  signing key   {key.public.fingerprint}")
+    say(f"  root          {invited.root_digest}")
+    say(f"  isolation     {place.isolation}" + _isolation_advice(place))
+    say(f"Look through {site / 'policy.toml'}, then: silo enroll {site} --out card.json")
+
+
+@app.command()
+def enroll(
+    site: SiteArgument,
+    out: Annotated[Path, typer.Option(help="Where to write the card.")],
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Write the enrolment card: public keys only, for the aggregator."""
+    from silo.setup import make_card
+
+    place = Site(site).require()
+    key = _open_key(place, passphrase_file)
+    write_atomic(out, make_card(place, key))
+    say(f"Card in {out}. Tell the aggregator this fingerprint by another way: {key.public.fingerprint}")
+
+
+@app.command()
+def run(
+    site: SiteArgument,
+    only: Annotated[Part | None, typer.Option(help="Run one half, as a service of its own user.")] = None,
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Take the plan, train, release, wait for approval, send; ends when the submission has its receipt."""
+    from silo import running
+
+    place = Site(site).require()
+    if only is Part.COURIER:
+        running.run_courier(place)
+        return
+    key = _open_key(place, passphrase_file)
+    state = running.run_worker(place, key) if only is Part.WORKER else running.run_both(place, key)
+    say(f"[{place.settings().silo_id}] done: submission {state.sequence} of plan {state.plan_id} is {state.state}.")
+
+
+@app.command()
+def status(
+    site: SiteArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Show where the work stands."""
+    from silo.state import load_state
+
+    place = Site(site).require()
+    state = load_state(place.private / "state.json")
+    if as_json:
+        say(json.dumps(state.model_dump(mode="json", exclude={"format"})))
+        return
+    say(f"{place.settings().silo_id}: {state.state}" + (f", plan {state.plan_id}" if state.plan_id else ""))
+    if state.state == "training":
+        say(f"  step {state.step} of {state.num_steps}")
+    if state.submission_digest:
+        say(f"  submission {state.sequence}, digest {state.submission_digest}")
+    if state.problem:
+        say(f"  problem (code {state.problem.code}): {state.problem.message}")
+
+
+@app.command()
+def review(site: SiteArgument) -> None:
+    """Show what would leave, byte for byte."""
+    from silo.review import review_text
+    from silo.state import load_state
+
+    place = Site(site).require()
+    state = load_state(place.private / "state.json")
+    if state.submission_digest is None:
+        raise SetupError(
+            "review",
+            expected="a submission that waits for approval",
+            got=f"state {state.state}",
+            remedy="Let `silo run` work on; `silo status` shows how far it is.",
+        )
+    say(review_text(place))
+
+
+@app.command()
+def approve(
+    site: SiteArgument,
+    digest: Annotated[str, typer.Option(help="The digest that `silo review` printed.")],
+) -> None:
+    """Let exactly the reviewed submission leave."""
+    from silo.worker import approve as record_approval
+    from silo.worker import load_draft
+
+    place = Site(site).require()
+    record_approval(place, digest.strip().lower())
+    size = sum(expert.file.bytes for expert in load_draft(place).experts)
+    say(f"Approved. The worker signs and sends {digest[:16]}… ({human_bytes(size)} of weights).")
+
+
+def _open_key(site: Site, passphrase_file: Path | None):  # type: ignore[no-untyped-def]
+    from ddm.trust.keys import SigningKey
+
+    configured = site.settings().passphrase_file
+    return SigningKey.load(site.key_path, passphrase(passphrase_file, configured, "Passphrase of the silo's key"))
+
+
+def _checked_id(silo_id: str) -> str:
+    import re
+
+    from ddm.protocol.base import SILO_ID_PATTERN
+
+    if not re.fullmatch(SILO_ID_PATTERN, silo_id):
+        raise SetupError("--id", expected="a-z, then up to 31 of a-z and 0-9", got=repr(silo_id[:40]))
+    return silo_id
+
+
+def _isolation_advice(site: Site) -> str:
+    advice = " (run worker and courier as two users to make the boundary hold; see docs/explanation)"
+    return advice if site.isolation == "none" else ""
+
+
+def main() -> None:
+    """Entry point of the `silo` command."""
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""How does a Flower message reach `silo.answers`? The ClientApp: a new process for every message, no torch.
+
+Run as a program, this module signs the site's node off: Flower believes a node that was killed alive for another
+minute, and does not let it connect again meanwhile.
+"""
+
+import sys
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from ddm.errors import ArchipelagoError
+from ddm.exchange import Envelope, Held
+from ddm.wire import decode_request, encode
+from silo.answers import SiteLimits, answer
+
+
+def handle(message: Message, context: Context) -> Message:
+    """Answer one Flower message; a request that cannot be read is answered with its code.
+
+    Args:
+        message: what came from the aggregator.
+        context: Flower's; only the node configuration is used.
+
+    Returns:
+        The reply.
+    """
+    try:
+        limits = SiteLimits.of(context.node_config)
+        reply = answer(decode_request(message.content, max_bytes=limits.shard_bytes), limits)
+    except ArchipelagoError as error:
+        reply = Envelope(Held(code=error.exit_code))
+    except Exception:  # Flower would send the exception's text to the aggregator
+        reply = Envelope(Held(code=ArchipelagoError.exit_code))
+    return Message(encode(reply), reply_to=message)
+
+
+def sign_off(address: str, node_id: int, courier: Path) -> None:
+    """Tell the SuperLink that this node is gone, signed with the node's own key.
+
+    Args:
+        address: the aggregator, `host:port`.
+        node_id: Flower's number for this node.
+        courier: the site's folder with `node.key` and `ca.pem`.
+    """
+    from flwr.proto.fleet_pb2 import DeactivateNodeRequest
+    from flwr.supernode.fleet_http_client import FleetHttpClient
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+    key = load_ssh_private_key((courier / "node.key").read_bytes(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        return
+    authentication = NodeAuthHttpInterceptor(key, key.public_key())
+    with FleetHttpClient.from_server_address(
+        address, False, str(courier / "ca.pem"), interceptors=[authentication]
+    ) as client:
+        client.DeactivateNode(DeactivateNodeRequest(node_id=node_id))
+
+
+app = ClientApp()
+app.query()(handle)
+
+if __name__ == "__main__":
+    sign_off(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

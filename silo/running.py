@@ -1,0 +1,118 @@
+"""One site at work: the worker in this process, the courier beside it, both ending together."""
+
+import threading
+import time
+from pathlib import Path
+
+from ddm.console import say
+from ddm.errors import ArchipelagoError
+from ddm.trust.keys import SigningKey
+from silo.config import Site
+from silo.courier import Courier
+from silo.state import State, load_state
+from silo.worker import Worker, state_path
+
+LINGER_S = 8.0
+
+
+class Narrator:
+    """Prints each state once, and training progress at most every few seconds."""
+
+    def __init__(self, silo_id: str, every_s: float = 5.0) -> None:
+        self._silo_id, self._every_s = silo_id, every_s
+        self._last_state = ""
+        self._last_at = 0.0
+
+    def __call__(self, state: State) -> None:
+        """Report one change."""
+        now = time.monotonic()
+        in_training = state.state == "training" and state.step > 0
+        if state.state == self._last_state and not (in_training and now - self._last_at >= self._every_s):
+            return
+        self._last_state, self._last_at = state.state, now
+        plan = f" plan {state.plan_id}" if state.state == "plan_accepted" else ""
+        steps = f" {state.step}/{state.num_steps} steps" if in_training else ""
+        say(f"[{self._silo_id}] {state.state}{plan}{steps}")
+        if state.state == "awaiting_approval":
+            say(f"[{self._silo_id}] what would leave: silo review; digest {state.submission_digest}")
+        if state.problem:
+            say(f"[{self._silo_id}] {state.problem.message}")
+
+
+class CourierWatch(threading.Thread):
+    """Looks after the courier while the worker works; what it cannot mend is raised by `raise_failure`."""
+
+    def __init__(self, courier: Courier) -> None:
+        super().__init__(daemon=True)
+        self._courier = courier
+        self._ended = threading.Event()
+        self._failure: ArchipelagoError | None = None
+
+    def run(self) -> None:
+        """Check once a second until the end."""
+        while not self._ended.wait(1.0):
+            try:
+                self._courier.check()
+            except ArchipelagoError as error:
+                self._failure = error
+                say(f"courier: {error} - {error.remedy}", error=True)
+                return
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._ended.set()
+        self.join()
+
+    def raise_failure(self) -> None:
+        """Raise what ended the courier, if anything did."""
+        if self._failure:
+            raise self._failure
+
+
+def run_worker(site: Site, key: SigningKey) -> State:
+    """Run the worker alone, as a service of its own user."""
+    return Worker(site, key, Narrator(site.settings().silo_id)).run()
+
+
+def make_courier(site: Site) -> Courier:
+    """Build the courier of a site."""
+    settings = site.settings()
+    return Courier(site.path, address=settings.address, max_bundle_bytes=settings.max_bundle_bytes)
+
+
+def run_courier(site: Site) -> None:
+    """Run the courier alone until a signal ends it."""
+    with make_courier(site) as courier:
+        say(f"courier of {site.settings().silo_id}: {courier.info()}")
+        while True:
+            courier.check()
+            time.sleep(1.0)
+
+
+def run_both(site: Site, key: SigningKey) -> State:
+    """Run worker and courier; after the receipt the courier stays a moment, so that its answer arrives."""
+    done_before = load_state(state_path(site)).state == "accepted"
+    with make_courier(site) as courier:
+        write_pids(site, courier)
+        watch = CourierWatch(courier)
+        watch.start()
+        try:
+            state = run_worker(site, key)
+        finally:
+            watch.close()
+        watch.raise_failure()
+        if not done_before or state.state == "accepted":
+            time.sleep(LINGER_S)
+    return state
+
+
+def write_pids(site: Site, courier: Courier) -> Path:
+    """Leave a note of the courier's processes, for `silo status`."""
+    import json
+    import os
+
+    from ddm.files import write_atomic
+
+    path = site.private / "processes.json"
+    write_atomic(path, json.dumps({"worker": os.getpid(), "courier": courier.info()}).encode())
+    return path

@@ -1,0 +1,82 @@
+"""How a site begins: its folders, its keys, its first trust, its card."""
+
+from pathlib import Path
+
+from ddm.errors import BusyError, RootError
+from ddm.files import read_bounded, require_file, write_atomic
+from ddm.protocol.base import now_utc, sha256_hex
+from ddm.protocol.enrolment import CARD_KIND, Card, Invitation
+from ddm.settings import save_settings
+from ddm.trust.envelope import seal
+from ddm.trust.keys import SigningKey
+from silo.config import Policy, SiloSettings, Site
+from silo.courier import make_node_key
+
+POLICY_HEADING = "What this site lets a plan ask for; docs/reference/policy.md explains every field."
+SETTINGS_HEADING = "This silo: who it is, where its data are, how it reaches the federation."
+
+
+def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
+    """Read an invitation and check that its root is the one whose fingerprint came out of band.
+
+    Raises:
+        MissingFileError: no such file.
+        DocumentError: not an invitation.
+        RootError: its root is another one.
+    """
+    require_file(path, "the aggregator's invitation.json")
+    invitation = Invitation.parse(read_bounded(path, 1 << 20), subject=path.name)
+    found = sha256_hex(invitation.root.encode())
+    if found != invitation.root_digest or found != root_fingerprint.strip().lower():
+        raise RootError(path.name, expected=f"the root with fingerprint {root_fingerprint}", got=found)
+    return invitation
+
+
+def init_site(
+    site: Site, silo_id: str, data: Path, invitation: Invitation, passphrase: bytes, passphrase_file: Path | None
+) -> SigningKey:
+    """Make a site's folders, keys and configuration.
+
+    Raises:
+        BusyError: the folder already is a site; nothing is overwritten.
+        MissingFileError: no data at `data`.
+    """
+    require_file(data, "an npz of images")
+    if (site.path / "silo.toml").exists():
+        raise BusyError(
+            str(site.path),
+            expected="a folder that is no site yet",
+            got="one with silo.toml",
+            remedy="Choose another folder; keys are never overwritten.",
+        )
+    settings = SiloSettings(
+        silo_id=silo_id,
+        data=str(data.resolve()),
+        federation=invitation.federation,
+        address=invitation.address,
+        root_digest=invitation.root_digest,
+        passphrase_file=str(passphrase_file.resolve()) if passphrase_file else None,
+    )
+    site.make_folders()
+    key = SigningKey.load(site.key_path, passphrase) if site.key_path.exists() else SigningKey.generate()
+    if not site.key_path.exists():
+        key.save(site.key_path, passphrase)
+    node_key = make_node_key(site.courier / "node.key")
+    write_atomic(site.courier / "node.pub", f"{node_key}\n".encode())
+    write_atomic(site.courier / "ca.pem", invitation.ca_certificate.encode())
+    write_atomic(site.root_path, invitation.root.encode())
+    if not (site.path / "policy.toml").exists():
+        save_settings(Policy(), site.path / "policy.toml", POLICY_HEADING)
+    save_settings(settings, site.path / "silo.toml", SETTINGS_HEADING)
+    return key
+
+
+def make_card(site: Site, key: SigningKey) -> bytes:
+    """Return this silo's public keys, sealed with its own signing key."""
+    card = Card(
+        silo_id=site.settings().silo_id,
+        signing_key=str(key.public),
+        node_key=(site.courier / "node.pub").read_text("utf-8").strip(),
+        created_at=now_utc(),
+    )
+    return seal(card.encode(), CARD_KIND, key)

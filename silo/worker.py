@@ -1,0 +1,311 @@
+"""The worker: takes one plan from the inbox to the outbox, one durable state at a time. It has no network."""
+
+import json
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pandas as pd
+import torch
+
+from ddm.errors import ApprovalError, ArchipelagoError, SubmissionRefusedError
+from ddm.files import locked, read_bounded, write_atomic
+from ddm.protocol.base import Document, ShortText, now_utc
+from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Refused
+from ddm.protocol.submission import Approval, Submission
+from ddm.training import Progress
+from ddm.trust.envelope import open_sealed
+from ddm.trust.keys import PublicKey, SigningKey
+from silo import outbox, stages
+from silo.config import Site
+from silo.data import Cohort
+from silo.reception import AcceptedPlan, load_accepted, receive_plan, waiting_plans
+from silo.state import FINAL, Problem, State, StateName, load_state, save_state
+
+MAX_RECEIPT_BYTES = 65536
+
+
+class PersonApproval(Document):
+    """What `silo approve` leaves for the worker."""
+
+    submission_digest: ShortText
+
+
+def approval_path(site: Site) -> Path:
+    """Where a person's approval waits for the worker."""
+    return site.private / "approval.json"
+
+
+def state_path(site: Site) -> Path:
+    """Where the worker's state lies."""
+    return site.private / "state.json"
+
+
+class Worker:
+    """Runs the state machine of one site until its submission has an answer.
+
+    Args:
+        site: the silo's folder.
+        key: its signing key, opened.
+        on_change: called with every state entered and every training step reported.
+    """
+
+    def __init__(self, site: Site, key: SigningKey, on_change: Callable[[State], None]) -> None:
+        self.site = site
+        self.key = key
+        self.settings = site.settings()
+        self.policy = site.policy()
+        self.on_change = on_change
+        self.stopping = threading.Event()
+        self.state = load_state(state_path(site))
+        self._refused_now: set[str] = set()
+
+    def run(self) -> State:
+        """Work until the submission is accepted.
+
+        Returns:
+            The final state.
+
+        Raises:
+            SubmissionRefusedError: the aggregator refused the submission.
+            ArchipelagoError: a stage cannot go on; the state keeps the problem, and a restart continues there.
+            KeyboardInterrupt: a signal asked the worker to stop; everything done so far is on disk.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        torch.set_num_threads(self.settings.threads)
+        with locked(self.site.private, "worker"):
+            self.begin()
+            while self.state.state != "accepted":
+                before = self.state
+                try:
+                    self.step()
+                except ArchipelagoError as error:
+                    self._keep_problem(error)
+                    raise
+                if self.stopping.is_set():
+                    raise KeyboardInterrupt
+                if self.state == before:
+                    self.stopping.wait(self.settings.poll_s)
+            return self.state
+
+    def begin(self) -> None:
+        """Take up the work where an earlier process left it; what was refused is tried anew, as a restart asks."""
+        if self.state.state == "plan_refused":
+            self._enter(State())
+        elif self.state.state == "refused":
+            self._enter(self.state.to("released", sequence=self.state.sequence + 1, submission_digest=None))
+        else:
+            self._announce()
+
+    def step(self) -> None:
+        """Do what the present state asks for; a state that waits for something returns unchanged."""
+        steps: dict[StateName, Callable[[], None]] = {
+            "waiting": self._accept_plan,
+            "plan_refused": self._accept_plan,
+            "plan_accepted": self._scan,
+            "scanned": self._assign,
+            "assigned": self._begin_training,
+            "training": self._train_and_audit,
+            "audited": self._release,
+            "released": self._draft,
+            "awaiting_approval": self._await_approval,
+            "in_outbox": self._await_receipt,
+        }
+        step = steps.get(self.state.state)
+        if step:
+            step()
+
+    def _accept_plan(self) -> None:
+        for plan_id in waiting_plans(self.site):
+            if plan_id in self._refused_now:
+                continue
+            try:
+                accepted = receive_plan(
+                    self.site,
+                    plan_id,
+                    self.policy,
+                    silo_id=self.settings.silo_id,
+                    max_bytes=self.settings.max_bundle_bytes,
+                    now=now_utc(),
+                )
+            except ArchipelagoError as error:
+                self._refused_now.add(plan_id)
+                refused = State(state="plan_refused", plan_id=plan_id, problem=_problem(error))
+                self._enter(refused)
+                return
+            num_steps = accepted.plan.expert.training.num_steps
+            fresh = State(plan_id=plan_id, plan_digest=accepted.digest, num_steps=num_steps)
+            self._enter(fresh.to("plan_accepted"))
+            return
+
+    def _scan(self) -> None:
+        stages.scan(self._plan(), Path(self.settings.data))
+        self._enter(self.state.to("scanned"))
+
+    def _assign(self) -> None:
+        accepted = self._plan()
+        stages.assign(self._cohort(accepted), accepted.files(), self._cohort_path)
+        self._enter(self.state.to("assigned"))
+
+    def _begin_training(self) -> None:
+        self._enter(self.state.to("training"))
+
+    def _train_and_audit(self) -> None:
+        accepted, work = self._plan(), self._work()
+        stages.train_expert(
+            accepted,
+            self._cohort(accepted),
+            work,
+            self.settings.silo_id,
+            on_progress=self._progress,
+            should_stop=self.stopping.is_set,
+        )
+        verdict = stages.audit_expert(accepted, work, self.policy)
+        write_atomic(work.verdict_path, stages.AuditRecord(verdict=verdict).model_dump_json().encode())
+        self._enter(self.state.to("audited", step=self.state.num_steps))
+
+    def _release(self) -> None:
+        accepted = self._plan()
+        cohort, files = self._cohort(accepted), accepted.files()
+        group_N = torch.from_numpy(pd.read_parquet(self._cohort_path)["group"].to_numpy().copy())
+        ledger = stages.open_ledger(self.site, self.policy)
+        stages.release(accepted, cohort, files, group_N, self._work(), ledger)
+        self._enter(self.state.to("released"))
+
+    def _draft(self) -> None:
+        accepted, work = self._plan(), self._work()
+        record = stages.AuditRecord.model_validate_json(work.verdict_path.read_bytes())
+        submission = outbox.draft(
+            accepted,
+            work,
+            accepted.files().sketch,
+            stages.open_ledger(self.site, self.policy),
+            record.verdict,
+            silo_id=self.settings.silo_id,
+            sequence=self.state.sequence,
+            isolation=self.site.isolation,
+            now=now_utc(),
+        )
+        digest = outbox.stage_review(submission, work, review_folder(self.site))
+        self._enter(self.state.to("awaiting_approval", submission_digest=digest))
+
+    def _await_approval(self) -> None:
+        draft = load_draft(self.site)
+        by_policy = self.policy.approval.kind == "policy" and self.state.sequence == 1
+        if by_policy:
+            approval = Approval(kind="policy", at=now_utc())
+        elif _person_approved(self.site, draft.digest):
+            approval = Approval(kind="person", at=now_utc())
+        else:
+            return
+        outbox.send(draft, self._work(), self.site, self.key, approval, now=now_utc())
+        self._enter(self.state.to("in_outbox"))
+        approval_path(self.site).unlink(missing_ok=True)
+
+    def _await_receipt(self) -> None:
+        plan_id, sequence = self._plan_id, self.state.sequence
+        path = self.site.inbox / plan_id / "receipts" / f"{sequence}.json"
+        if not path.exists():
+            return
+        receipt = self._read_receipt(path)
+        if isinstance(receipt.verdict, Refused):
+            reason = f"{receipt.verdict.reason} (code {receipt.verdict.code})"
+            error = SubmissionRefusedError(f"submission {sequence}", expected="a receipt", got=f"a refusal: {reason}")
+            self._enter(self.state.to("refused", problem=_problem(error)))
+            raise error
+        self._enter(self.state.to("accepted"))
+
+    def _read_receipt(self, path: Path) -> Receipt:
+        """Verify a receipt: signed by the key that the plan names, for this plan, silo and sequence."""
+        plan = self._plan().plan
+        sealed = read_bounded(path, MAX_RECEIPT_BYTES, subject="receipt")
+        payload, _ = open_sealed(sealed, RECEIPT_KIND, PublicKey.parse(plan.receipt_key), MAX_RECEIPT_BYTES)
+        receipt = Receipt.parse(payload, subject="receipt")
+        sent = (plan.plan_id, self.state.plan_digest, self.settings.silo_id, self.state.sequence)
+        if (receipt.plan_id, receipt.plan_digest, receipt.silo_id, receipt.sequence) != sent:
+            raise ApprovalError("receipt", expected="one for this plan, silo and sequence", got="another")
+        return receipt
+
+    @property
+    def _plan_id(self) -> str:
+        if self.state.plan_id is None:
+            raise ArchipelagoError("state.json", expected=f"a plan in state {self.state.state}", got="none")
+        return self.state.plan_id
+
+    @property
+    def _cohort_path(self) -> Path:
+        return self.site.private / "cohort.parquet"
+
+    def _plan(self) -> AcceptedPlan:
+        return load_accepted(self.site, self._plan_id, self.state.plan_digest or "")
+
+    def _work(self) -> stages.Workplace:
+        return stages.workplace(self.site, self._plan_id)
+
+    def _cohort(self, accepted: AcceptedPlan) -> Cohort:
+        return stages.scan(accepted, Path(self.settings.data))
+
+    def _progress(self, progress: Progress) -> None:
+        self.state = self.state.model_copy(update={"step": progress.step, "num_steps": progress.num_steps})
+        self._announce()
+
+    def _enter(self, state: State) -> None:
+        self.state = save_state(state_path(self.site), state)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell the courier, through the outbox, and whoever watches."""
+        state = self.state
+        if state.plan_id:
+            percent = 100 * state.step // state.num_steps if state.num_steps else 0
+            status = {"plan_id": state.plan_id, "state": state.state, "progress": percent, "sequence": state.sequence}
+            write_atomic(self.site.outbox / "status.json", json.dumps(status).encode())
+        self.on_change(state)
+
+    def _keep_problem(self, error: ArchipelagoError) -> None:
+        if self.state.problem is None:
+            self.state = self.state.model_copy(update={"problem": _problem(error)})
+            save_state(state_path(self.site), self.state)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        self.stopping.set()
+
+
+def review_folder(site: Site) -> Path:
+    """Where the bytes that would leave lie for a person to look at."""
+    return site.private / "review"
+
+
+def load_draft(site: Site) -> Submission:
+    """Read the draft that waits for approval."""
+    data = read_bounded(review_folder(site) / "draft.json", 4 * 1024 * 1024)
+    return Submission.parse(data, subject="draft.json")
+
+
+def approve(site: Site, digest: str) -> None:
+    """Record a person's approval of exactly the draft with this digest.
+
+    Raises:
+        ApprovalError: nothing waits, or something else does.
+    """
+    state = load_state(state_path(site))
+    if state.state in FINAL or state.state != "awaiting_approval" or state.submission_digest is None:
+        raise ApprovalError("approval", expected="a submission in state awaiting_approval", got=state.state)
+    if digest != state.submission_digest or load_draft(site).digest != digest:
+        raise ApprovalError("approval", expected=state.submission_digest, got=digest)
+    write_atomic(approval_path(site), PersonApproval(submission_digest=digest).encode())
+
+
+def _person_approved(site: Site, digest: str) -> bool:
+    path = approval_path(site)
+    if not path.exists():
+        return False
+    approved = PersonApproval.parse(path.read_bytes(), subject="approval.json", limit=4096).submission_digest
+    return approved == digest
+
+
+def _problem(error: ArchipelagoError) -> Problem:
+    return Problem(code=error.exit_code, message=f"{error} - {error.remedy}"[:400])

@@ -1,0 +1,50 @@
+"""What tests share: a published tiny release, made once a session and copied where a test changes it."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.federation import TinyFederation
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """One thread, so that results do not depend on the machine and parallel test runs share it fairly."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A release, the root that a researcher pinned, and the federation behind it."""
+
+    release: Path
+    root: Path
+    plan_id: str
+    tiny: TinyFederation
+
+
+@pytest.fixture(scope="session")
+def published_once(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """The session's release; tests read it and never change it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny = TinyFederation.create(folder, {"east": 60, "north": 120})
+    plan_id = tiny.complete(folder / "release")
+    return Published(folder / "release", tiny.root, plan_id, tiny)
+
+
+@pytest.fixture
+def published(published_once: Published, tmp_path: Path) -> Published:
+    """A copy of the session's federation and release that a test may change."""
+    folder = tmp_path / "copy"
+    shutil.copytree(published_once.tiny.path, folder)
+    sites = {silo_id: type(site)(folder / silo_id) for silo_id, site in published_once.tiny.sites.items()}
+    federation = type(published_once.tiny.federation)(folder / "fed")
+    tiny = TinyFederation(folder, federation, sites)
+    return Published(folder / "release", tiny.root, published_once.plan_id, tiny)

@@ -1,0 +1,291 @@
+"""The exact decomposition and the strategies against brute force on a mixture whose law is known."""
+
+# Shape legend: K experts, B batch.
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddm.ensemble import Ensemble, Full, Lock, Sample, Strategy, TopOne, mix_velocity, strategy_named
+from ddm.errors import MathError, NumericalError, ShapeError
+from ddm.routers.base import log_prior, posterior
+from ddm.sampling import heun_step
+from ddm.schedule import CosinePath, LinearPath, Velocity, as_velocity, x_t
+from ddm.strategies import Follow, draw_expert
+from tests.ddm.gaussian_mixture import UninformedRouter, four_silos
+
+PRIOR = (0.7, 0.2, 0.08, 0.02)
+NUM = 4096
+
+
+def exact(**changes: object) -> Ensemble:
+    """The ensemble of exact experts and the exact router; large chunks, since the experts cost little."""
+    mixture = four_silos()
+    settings = {"experts": mixture.experts(), "router": mixture, "prior": PRIOR, "shape": (2,), "chunk_size": 1024}
+    return Ensemble(**(settings | changes))  # type: ignore[arg-type]
+
+
+def noised(num: int = 400) -> tuple[Tensor, Tensor]:
+    x_0 = four_silos().draw(num, seed=5)
+    eps = torch.randn(x_0.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    t_B = torch.linspace(0.0, 1.0, num, dtype=torch.float64)
+    return x_t(LinearPath(), x_0, eps, t_B), t_B
+
+
+def shares_of(images: Tensor) -> Tensor:
+    """The part of finished samples that lie in each silo's components, whatever label they carry."""
+    return torch.bincount(four_silos().silo_of(images), minlength=4).double() / len(images)
+
+
+def deviation(found_K: Sequence[float] | Tensor, expected_K: Sequence[float], num: int = NUM) -> float:
+    """The largest deviation of shares in standard errors of a sample of `num`."""
+    expected = torch.tensor(expected_K, dtype=torch.float64)
+    standard_error = (expected * (1 - expected) / num).sqrt().clamp(min=1e-12)
+    return float(((torch.as_tensor(found_K) - expected).abs() / standard_error).max())
+
+
+def test_oracle_holds_the_prior_of_the_four_silos() -> None:
+    assert four_silos().prior_K == pytest.approx(PRIOR)
+    assert deviation(shares_of(four_silos().draw(NUM, seed=1)), PRIOR) < 4
+
+
+def test_decomposition_is_exact_with_the_true_posterior_and_not_with_a_uniform_one() -> None:
+    x, t_B = noised()
+    truth = four_silos().velocity(x, t_B)
+    assert (exact().velocity(x, t_B) - truth).abs().max() < 1e-10
+    uniform = torch.full((len(x), 4), 0.25, dtype=torch.float64)
+    u_KB = torch.stack([expert(x, t_B) for expert in four_silos().experts()])
+    assert (mix_velocity(u_KB, uniform) - truth).abs().max() > 0.5
+
+
+def test_decomposition_fails_when_the_router_is_uninformed_or_the_prior_is_wrong() -> None:
+    x, t_B = noised()
+    truth = four_silos().velocity(x, t_B)
+    assert (exact(router=UninformedRouter(4)).velocity(x, t_B) - truth).abs().max() > 0.5
+    assert (exact().velocity(x, t_B, prior=(0.25,) * 4) - truth).abs().max() > 0.1
+
+
+def test_decomposition_is_exact_when_one_expert_predicts_eps_on_another_path() -> None:
+    cosine = four_silos(CosinePath())
+    experts = four_silos().experts()
+    experts[1] = as_velocity(cosine.eps_expert(1), "eps", CosinePath(), LinearPath())
+    experts[2] = as_velocity(cosine.expert(2), "velocity", CosinePath(), LinearPath())
+    x, t_B = noised()
+    x, t_B = x[t_B < 0.98], t_B[t_B < 0.98]
+    mixed = exact(experts=list(experts))
+    assert (mixed.velocity(x, t_B) - four_silos().velocity(x, t_B)).abs().max() < 1e-10
+    experts[1] = cosine.eps_expert(1)
+    unconverted = exact(experts=list(experts))
+    assert (unconverted.velocity(x, t_B) - four_silos().velocity(x, t_B)).abs().max() > 0.1
+
+
+def test_shares_are_kept_when_an_expert_that_predicts_eps_on_another_path_is_locked_from_pure_noise() -> None:
+    experts = four_silos().experts()
+    experts[0] = as_velocity(four_silos(CosinePath()).eps_expert(0), "eps", CosinePath(), LinearPath())
+    drawn = exact(experts=experts, router=None).sample(NUM, steps=40)
+    assert deviation(shares_of(drawn.images), PRIOR) < 4
+    mean = drawn.images[drawn.expert_N == 0].mean(dim=0).double()
+    own = four_silos().weight_C[:3, None] / 0.7
+    assert torch.allclose(mean, (own * four_silos().mean_CD[:3]).sum(dim=0), atol=0.2)
+
+
+def test_posterior_is_the_prior_at_pure_noise_for_every_x() -> None:
+    x, _ = noised()
+    w_BK = posterior(four_silos(), x, torch.ones(len(x), dtype=torch.float64), log_prior(PRIOR, 4))
+    assert torch.allclose(w_BK, torch.tensor(PRIOR, dtype=torch.float64).expand_as(w_BK), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Full(),
+        Sample(),
+        Lock(1.0),
+        Lock(0.8),
+        Lock(0.5),
+        Lock(0.8, prefix="full"),
+        Lock(0.5, prefix="full"),
+    ],
+)
+def test_strategy_keeps_the_shares_of_the_silos(strategy: Strategy) -> None:
+    drawn = exact().sample(NUM, strategy=strategy, steps=40, seed=1)
+    assert deviation(shares_of(drawn.images), PRIOR) < 4
+    assert deviation(drawn.shares, PRIOR) < 4
+    assert (four_silos().silo_of(drawn.images) == drawn.expert_N).double().mean() > 0.99
+
+
+def test_top_1_does_not_keep_the_shares_of_the_silos() -> None:
+    drawn = exact().sample(NUM, strategy=TopOne(), steps=40, seed=1)
+    assert deviation(shares_of(drawn.images), PRIOR) > 12
+    assert shares_of(drawn.images)[0] > 0.8
+
+
+def test_lock_fails_to_keep_the_shares_when_the_router_is_uninformed() -> None:
+    drawn = exact(router=UninformedRouter(4)).sample(NUM, strategy=Lock(0.5), steps=20)
+    assert deviation(shares_of(drawn.images), (0.25,) * 4) > 12 or deviation(shares_of(drawn.images), PRIOR) > 12
+
+
+@pytest.mark.parametrize("strategy", ["full", "sample", "lock"])
+def test_shares_follow_another_prior_when_one_is_asked_for(strategy: str) -> None:
+    equal = (0.25,) * 4
+    drawn = exact().sample(2048, strategy=strategy, tau=0.7, prior=(3, 3, 3, 3), steps=25)
+    assert deviation(shares_of(drawn.images), equal, 2048) < 4
+    assert deviation(shares_of(drawn.images), PRIOR, 2048) > 12
+
+
+@pytest.mark.parametrize("strategy", ["full", "sample", "lock", "top-1"])
+def test_withdrawn_expert_is_never_asked_and_makes_nothing(strategy: str) -> None:
+    def withdrawn(x: Tensor, t: Tensor) -> Tensor:
+        raise RuntimeError("a withdrawn expert was asked")
+
+    experts = four_silos().experts()
+    experts[0] = withdrawn
+    drawn = exact(experts=experts).sample(1024, strategy=strategy, tau=0.7, prior=(0, 0.2, 0.08, 0.02), steps=20)
+    assert drawn.shares[0] == 0.0
+    assert (four_silos().silo_of(drawn.images) == 0).double().mean() < 0.01
+
+
+def test_posterior_gives_exactly_zero_to_a_withdrawn_expert() -> None:
+    x, t_B = noised()
+    w_BK = posterior(four_silos(), x, t_B, log_prior((0.0, 1.0, 1.0, 1.0), 4))
+    assert torch.equal(w_BK[:, 0], torch.zeros(len(x), dtype=torch.float64))
+    assert torch.allclose(w_BK.sum(dim=1), torch.ones(len(x), dtype=torch.float64))
+
+
+def test_sampling_needs_no_router_when_locked_at_1_or_when_one_expert_is_left() -> None:
+    alone = exact(router=None)
+    assert torch.equal(alone.sample(10, steps=4).images, exact().sample(10, steps=4).images)
+    assert alone.sample(10, strategy="full", steps=4, prior=(0, 0, 1, 0)).shares == (0, 0, 1, 0)
+
+
+@pytest.mark.parametrize("strategy", [Full(), Sample(), Lock(0.5), TopOne()])
+def test_sampling_is_refused_when_the_strategy_needs_a_router_and_there_is_none(strategy: Strategy) -> None:
+    with pytest.raises(MathError, match="expected a router"):
+        exact(router=None).sample(4, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["full", "sample", "lock", "top-1"])
+def test_sample_i_has_the_same_bytes_for_every_num_and_others_for_another_seed(strategy: str) -> None:
+    ensemble = exact(chunk_size=64)
+
+    def draw(num: int, seed: int = 3) -> Tensor:
+        return ensemble.sample(num, strategy=strategy, tau=0.8, steps=6, seed=seed).images
+
+    many = draw(150)
+    for num in (1, 64, 65, 100):
+        assert torch.equal(draw(num), many[:num])
+    assert not torch.equal(draw(64, seed=4), many[:64])
+    assert len(many.unique(dim=0)) == 150
+
+
+def test_expert_is_held_within_a_step_and_asked_once_an_evaluation() -> None:
+    asked: dict[int, list[tuple[int, Tensor]]] = {}
+
+    def watched(k: int) -> Velocity:
+        def expert(x: Tensor, t: Tensor) -> Tensor:
+            asked.setdefault(len(evaluations), []).append((k, x))
+            return four_silos().expert(k)(x, t)
+
+        return expert
+
+    evaluations: list[float] = []
+
+    def counting(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
+        def counted(x: Tensor, t: Tensor) -> Tensor:
+            evaluations.append(float(t[0]))
+            return velocity(x, t)
+
+        return heun_step(counted, x, t, t_next)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ddm.ensemble.solver_named", lambda name: counting)
+        exact(experts=[watched(k) for k in range(4)], chunk_size=64).sample(64, strategy="sample", steps=5)
+    assert len(evaluations) == 10
+    for first, second in zip(range(1, 11, 2), range(2, 11, 2), strict=True):
+        groups = [[(k, len(x)) for k, x in asked[n]] for n in (first, second)]
+        assert groups[0] == groups[1]
+        assert sum(size for _, size in groups[0]) == 64
+        assert len({k for k, _ in groups[0]}) == len(groups[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (Full(), "MMMMM"),
+        (Sample(), "DDDDD"),
+        (TopOne(), "AAAAA"),
+        (Lock(1.0), "DKKKK"),
+        (Lock(0.6), "DDDKK"),
+        (Lock(0.5, prefix="full"), "MMMDK"),
+        (Lock(0.0), "DDDDD"),
+    ],
+)
+def test_strategy_follows_what_it_promises_on_a_grid_of_five_steps(strategy: Strategy, expected: str) -> None:
+    times = [1.0, 0.8, 0.6, 0.4, 0.2]
+    letters = {Follow.MEAN: "M", Follow.DRAW: "D", Follow.KEEP: "K", Follow.ARGMAX: "A"}
+    befores = [float("inf"), *times]
+    assert "".join(letters[strategy.follow(t, b)] for t, b in zip(times, befores, strict=False)) == expected
+
+
+def test_draw_expert_has_the_law_of_its_weights_and_never_draws_zero_weight() -> None:
+    w_BK = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0]).expand(4000, -1)
+    uniform_B = (torch.arange(4000).double() + 0.5) / 4000
+    found_K = torch.bincount(draw_expert(w_BK, uniform_B), minlength=5) / 4000
+    assert found_K.tolist() == pytest.approx([0, 0.3, 0, 0.7, 0], abs=1e-3)
+    edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert draw_expert(w_BK[:2], edges).tolist() == [1, 3]
+
+
+def test_sampling_reports_every_solver_step() -> None:
+    told: list[tuple[int, int]] = []
+    exact(chunk_size=8).sample(20, steps=3, on_progress=lambda done, total: told.append((done, total)))
+    assert told == [(n, 9) for n in range(1, 10)]
+
+
+def test_samples_can_be_used_with_autograd_afterwards() -> None:
+    images = exact().sample(4, steps=2).images
+    (images * torch.ones(2, requires_grad=True)).sum().backward()
+    assert images.dtype == torch.float32
+
+
+@pytest.mark.parametrize("prior", [(1, 1), (0, 0, 0, 0), (1, 1, 1, -1), (1, 1, 1, float("nan"))])
+def test_prior_is_refused_when_it_is_not_one_weight_per_expert(prior: tuple[float, ...]) -> None:
+    with pytest.raises(MathError):
+        exact(prior=prior)
+    with pytest.raises(MathError):
+        exact().sample(4, prior=prior)
+
+
+def test_ensemble_is_refused_when_names_or_router_are_of_another_number() -> None:
+    with pytest.raises(ShapeError):
+        exact(expert_ids=("north", "east"))
+    with pytest.raises(ShapeError):
+        exact(router=UninformedRouter(3))
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    for arguments in ({"strategy": "argmax"}, {"tau": 1.5}, {"steps": 0}, {"solver": "rk45"}, {"seed": -1}):
+        with pytest.raises(MathError):
+            exact().sample(4, **arguments)
+    with pytest.raises(MathError):
+        exact().sample(0)
+    with pytest.raises(MathError):
+        Lock(0.5, prefix="top-1")  # type: ignore[arg-type]
+    assert strategy_named("lock", tau=0.4, prefix="full") == Lock(0.4, "full")
+
+
+def test_mixing_is_refused_when_weights_and_velocities_disagree() -> None:
+    with pytest.raises(ShapeError):
+        mix_velocity(torch.zeros(4, 10, 2), torch.zeros(4, 10))
+    with pytest.raises(ShapeError):
+        exact().velocity(torch.zeros(4, 2), torch.zeros(3))
+
+
+def test_router_that_answers_nan_is_refused() -> None:
+    class Broken(UninformedRouter):
+        def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+            return torch.full((len(x_B), 4), float("nan"))
+
+    with pytest.raises(NumericalError):
+        exact(router=Broken(4)).sample(4, strategy="sample", steps=2)

@@ -1,0 +1,168 @@
+"""A tiny federation with two silos, and its real release, made through the public functions only."""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from ddm.trust.keys import SigningKey
+from ddm.trust.repository import Repository
+from ddm.trust.silo_role import sign_silo_metadata
+
+NOW = datetime.now(UTC).replace(microsecond=0)
+PLAN = "digits-3f9a1c2e"
+
+
+def listed(files: Mapping[str, bytes]) -> dict[str, tuple[int, str]]:
+    return {path: (len(data), hashlib.sha256(data).hexdigest()) for path, data in files.items()}
+
+
+@dataclass
+class Federation:
+    """The aggregator's repository, everybody's keys, and the bytes of every file."""
+
+    folder: Path
+    keys: dict[str, SigningKey] = field(
+        default_factory=lambda: {
+            name: SigningKey.generate()
+            for name in ("root", "root2", "targets", "online", "plans", "release", "north", "east")
+        }
+    )
+    plan_id: str = PLAN
+    now: datetime = NOW
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.repository = Repository.create(
+            self.folder,
+            root=[self.keys["root"], self.keys["root2"]],
+            root_threshold=2,
+            targets=[self.keys["targets"]],
+            targets_threshold=1,
+            online=self.keys["online"],
+            plans=self.keys["plans"],
+            release=self.keys["release"],
+            now=self.now,
+        )
+
+    @property
+    def root(self) -> bytes:
+        return (self.folder / "1.root.json").read_bytes()
+
+    def plan_files(self) -> dict[str, bytes]:
+        return {
+            f"{self.plan_id}/plan.json": b'{"plan": "' + self.plan_id.encode() + b'"}',
+            f"{self.plan_id}/plan/centroids.safetensors": b"centroids",
+        }
+
+    def silo_files(self, silo_id: str) -> dict[str, bytes]:
+        base = f"{self.plan_id}/silos/{silo_id}"
+        return {
+            f"{base}/submission.json": b'{"silo": "' + silo_id.encode() + b'"}',
+            f"{base}/experts/{silo_id}/expert.safetensors": b"weights of " + silo_id.encode() * 50,
+        }
+
+    def start_plan(self, silos: tuple[str, ...] = ("north", "east")) -> None:
+        self.files |= self.plan_files()
+        self.repository.start_plan(
+            self.plan_id,
+            {silo: self.keys[silo].public for silo in silos},
+            listed(self.plan_files()),
+            targets_keys=[self.keys["targets"]],
+            plans_key=self.keys["plans"],
+            online_key=self.keys["online"],
+            now=self.now,
+        )
+
+    def silo_metadata(self, silo_id: str, version: int = 1) -> bytes:
+        files = listed(self.silo_files(silo_id))
+        return sign_silo_metadata(self.plan_id, silo_id, files, self.keys[silo_id], version=version, now=self.now)
+
+    def publish(self, manifest: bytes = b'{"manifest": 1}', silos: tuple[str, ...] = ("north", "east")) -> None:
+        release = {
+            f"{self.plan_id}/manifest.json": manifest,
+            f"{self.plan_id}/router.safetensors": b"router",
+            f"{self.plan_id}/README.md": b"# card",
+            f"{self.plan_id}/report.html": b"<p>report</p>",
+            f"{self.plan_id}/model.sig": b"{}",
+        }
+        self.files = {**self.plan_files(), **release}
+        for silo in silos:
+            self.files |= self.silo_files(silo)
+        self.repository.publish(
+            self.plan_id,
+            {silo: self.silo_metadata(silo) for silo in silos},
+            listed(release),
+            release_key=self.keys["release"],
+            online_key=self.keys["online"],
+            now=self.now,
+        )
+
+    def export(self, dest: Path, *, bundle: bool = False) -> Path:
+        if bundle:
+            self.repository.export_bundle(dest)
+        else:
+            self.repository.export_release(dest)
+        for path, data in (self.plan_files() if bundle else self.files).items():
+            target = dest / "targets" / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+        return dest
+
+
+@pytest.fixture(scope="session")
+def make_federation(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Federation]:
+    return lambda **kwargs: Federation(tmp_path_factory.mktemp("fed") / "tuf" / "metadata", **kwargs)
+
+
+@pytest.fixture(scope="session")
+def _published(make_federation, tmp_path_factory: pytest.TempPathFactory) -> tuple[Federation, Path]:
+    federation = make_federation()
+    federation.start_plan()
+    federation.publish()
+    return federation, federation.export(tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture
+def federation(make_federation) -> Federation:
+    """A federation of this test's own, with a published release."""
+    own = make_federation()
+    own.start_plan()
+    own.publish()
+    return own
+
+
+@pytest.fixture
+def root(_published) -> bytes:
+    return _published[0].root
+
+
+@pytest.fixture
+def keys(_published) -> dict[str, SigningKey]:
+    return _published[0].keys
+
+
+@pytest.fixture
+def published(_published) -> Path:
+    """The shared release; read only."""
+    return _published[1]
+
+
+@pytest.fixture
+def release(_published, tmp_path: Path) -> Path:
+    """A copy of the shared release that a test may damage."""
+    return Path(shutil.copytree(_published[1], tmp_path / "release"))
+
+
+@pytest.fixture
+def now() -> datetime:
+    return NOW
+
+
+@pytest.fixture
+def later() -> Callable[[int], datetime]:
+    return lambda days: NOW + timedelta(days=days)

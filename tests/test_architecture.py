@@ -1,0 +1,150 @@
+"""The rules of the house, held by reading the source: import arrows, one door per framework, documented errors."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddm import errors
+from ddm.console import EXIT_INTERRUPTED, EXIT_OS, EXIT_TERMINATED
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("ddm", "silo", "aggregator")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+# Who may import a framework; everyone else goes through these files.
+DOORS = {
+    "flwr": {"ddm/wire.py", "silo/client_app.py", "aggregator/server_app.py"},
+    "tuf": {"ddm/trust/"},
+    "securesystemslib": {"ddm/trust/"},
+    "safetensors": {"ddm/tensors.py"},
+    "dp_accounting": {"ddm/privacy.py"},
+    "monai": {"silo/data.py"},
+    "opacus": {"silo/dp_sgd.py"},
+}
+
+
+def imports(path: Path, *, lazily: bool = True) -> Iterator[str]:
+    """Yield the modules a file imports; with lazily=False, only those that importing the file imports."""
+    tree = ast.parse(path.read_text("utf-8"))
+    nodes = ast.walk(tree) if lazily else _eager(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def _eager(tree: ast.Module) -> Iterator[ast.AST]:
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        pending.extend(ast.iter_child_nodes(node))
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [("ddm", {"silo", "aggregator"}), ("silo", {"aggregator"}), ("aggregator", {"silo"})],
+)
+def test_packages_import_only_along_the_arrows(package: str, forbidden: set[str]) -> None:
+    found = {
+        f"{name(path)} imports {module}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if "flower_app" not in path.parts  # the wrapper's client half names the silo's app by design
+        for module in imports(path)
+        if module.split(".")[0] in forbidden
+    }
+    assert not found
+
+
+@pytest.mark.parametrize("framework", sorted(DOORS))
+def test_each_framework_has_one_door(framework: str) -> None:
+    found = {
+        name(path)
+        for path in SOURCES
+        if any(module.split(".")[0] == framework for module in imports(path))
+        and not any(
+            name(path) == door or (door.endswith("/") and name(path).startswith(door)) for door in DOORS[framework]
+        )
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "ddm",
+        "ddm.protocol.plan",
+        "ddm.protocol.submission",
+        "ddm.protocol.manifest",
+        "ddm.trust.verify",
+        "ddm.wire",
+        "ddm.cli",
+        "silo.cli",
+        "aggregator.cli",
+        "silo.client_app",
+        "aggregator.server_app",
+    ],
+)
+def test_light_modules_pull_in_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr or f"{module} imports torch"
+
+
+@pytest.mark.parametrize("module", ["ddm.protocol.plan", "ddm.protocol.submission", "ddm.protocol.manifest"])
+def test_protocol_pulls_in_neither_torch_nor_flower(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(bool({{'torch', 'flwr', 'numpy'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_nothing_unpickles() -> None:
+    forbidden = ("torch.load(", "pickle.load", "allow_pickle=True", "joblib.load")
+    found = {f"{name(path)}: {text}" for path in SOURCES for text in forbidden if text in path.read_text("utf-8")}
+    assert not found
+
+
+def error_classes() -> list[type[errors.ArchipelagoError]]:
+    return [
+        kind
+        for _, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, errors.ArchipelagoError) and kind.__module__ == errors.__name__
+    ]
+
+
+def test_errors_have_distinct_codes_a_remedy_and_a_name_that_ends_in_error() -> None:
+    kinds = error_classes()
+    assert len({kind.exit_code for kind in kinds}) == len(kinds)
+    assert all(kind.__name__.endswith("Error") and kind.default_remedy for kind in kinds)
+    reserved = {0, 2, EXIT_OS, EXIT_INTERRUPTED, EXIT_TERMINATED}
+    assert not reserved & {kind.exit_code for kind in kinds}
+
+
+def test_error_page_lists_every_class_with_its_code() -> None:
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text("utf-8")
+    missing = [kind.__name__ for kind in error_classes() if f"| {kind.exit_code} | `{kind.__name__}` |" not in page]
+    assert not missing
+
+
+def test_heading_of_the_errors_draws_the_tree_as_it_is() -> None:
+    text = " ".join(str(errors.__doc__).split())
+    missing = [kind.__name__ for kind in error_classes() if f"{kind.__name__} {kind.exit_code}" not in text]
+    assert not missing
+
+
+def test_files_stay_small_or_say_why() -> None:
+    long = [name(path) for path in SOURCES if len(path.read_text("utf-8").splitlines()) > 400]
+    assert not long
