@@ -86,8 +86,10 @@ class SiloDelivery:
         self._index, self._shard_bytes, self._wait_s = index, shard_bytes, wait_s
         self._max_submission_bytes = max_submission_bytes
         self._bundle_complete = False
-        # What the silo lacks of the bundle: everything, until it says otherwise.
-        self._lacking = [Span(path=entry.path, offset=0, num_bytes=entry.num_bytes) for entry in index]
+        # What the silo lacks of the bundle: everything, until it says otherwise. One that has reported before has the
+        # bundle in all likelihood: it is only asked.
+        known = (self._incoming / "status.json").exists()
+        self._lacking = [] if known else [Span(path=e.path, offset=0, num_bytes=e.num_bytes) for e in index]
         self._status = Status()
         self._part: tuple[int, PartFolder] | None = None
         self._incoming.mkdir(parents=True, exist_ok=True)
@@ -107,6 +109,8 @@ class SiloDelivery:
         Returns:
             At most `room` messages.
         """
+        if self.done:
+            return []
         busy = {request.sequence for request in in_flight if isinstance(request, Deliver)}
         found = [self._receipt(sequence) for sequence in self._undelivered() if sequence not in busy]
         if not self._bundle_complete:
@@ -119,7 +123,7 @@ class SiloDelivery:
 
     def _ask(self, in_flight: Sequence[Request]) -> list[Envelope[Request]]:
         """Ask behind whatever is under way: a SuperNode that finds no message sleeps for three seconds."""
-        if self.done or any(isinstance(request, Ask | Deliver) for request in in_flight):
+        if any(isinstance(request, Ask | Deliver) for request in in_flight):
             return []
         ask = Ask(
             plan_id=self.plan_id,

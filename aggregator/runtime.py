@@ -36,9 +36,12 @@ _COMMAND_TIMEOUT_S = 60.0
 _MAX_RESTARTS = 5
 _MAX_RUNS = 5
 _CONNECTION = "archipelago"
-# From `flwr run` until the ServerApp holds its lock; and without it, before anyone asks why.
-_STARTING_S = 40.0
-_MISSING_S = 10.0
+# One run in days needs no quick look for tasks.
+_OWN = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0"}
+# From `flwr run` until the ServerApp holds its lock; how often to ask meanwhile; how long it may be gone.
+_STARTING_S = 60.0
+_ASK_EVERY_S = 15.0
+_MISSING_S = 3.0
 _UNFINISHED = ("pending", "starting", "running")
 
 
@@ -66,7 +69,7 @@ class FlowerRuntime:
         nodes: Mapping[str, str],
         shard_bytes: int,
         max_submission_bytes: int,
-        wait_s: int = 20,
+        wait_s: int = 30,
     ) -> None:
         self._fed, self._host, self._port = fed.absolute(), host, port
         self._flower = self._fed / "flower"
@@ -83,7 +86,8 @@ class FlowerRuntime:
         self._children: dict[str, Child] = {}
         self._num_restarts = {"superlink": 0, "superexec": 0}
         self._run_ids: list[str] = []
-        self._seen_at = 0.0
+        self._was_alive = False
+        self._submitted_at = self._ask_at = 0.0
         self._stack = ExitStack()
 
     def __enter__(self) -> "FlowerRuntime":
@@ -139,7 +143,7 @@ class FlowerRuntime:
         return self._fed / "tls" / name
 
     def _environment(self) -> dict[str, str]:
-        return {**flower_environment(self._flower / "home"), "ARCHIPELAGO_FEDERATION": str(self._fed)}
+        return {**flower_environment(self._flower / "home"), **_OWN, "ARCHIPELAGO_FEDERATION": str(self._fed)}
 
     def _spawn(self, name: str, command: list[str]) -> None:
         log_path = self._flower / "logs" / f"{name}.log"
@@ -202,7 +206,8 @@ class FlowerRuntime:
         if not run_id:
             raise self._failure("submitting the run", "a run id", output)
         self._run_ids.append(str(run_id))
-        self._seen_at = time.monotonic() + _STARTING_S
+        self._was_alive, self._submitted_at = False, time.monotonic()
+        self._ask_at = self._submitted_at + _ASK_EVERY_S
 
     def _flwr(self, *arguments: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
@@ -240,21 +245,26 @@ class FlowerRuntime:
         self._check_run()
 
     def _check_run(self) -> None:
-        """A live ServerApp holds its lock, which costs nothing to see; only without one is the SuperLink asked."""
+        """Submit anew when no ServerApp works; a live one holds its lock, which costs nothing to see."""
         now = time.monotonic()
         if self._server_app_alive():
-            self._seen_at = max(self._seen_at, now)
+            self._was_alive, self._ask_at = True, now + _MISSING_S
             return
-        if now - self._seen_at < _MISSING_S:
+        if now < self._ask_at:
             return
-        output = _outputs({"list": self._flwr("list", _CONNECTION, "--run-id", self._run_ids[-1])})["list"]
-        runs = _parse(output).get("runs")
-        status = str(runs[0].get("status", "")) if isinstance(runs, list) and runs else ""
-        if status.startswith(_UNFINISHED) and now - self._seen_at < _STARTING_S:
+        # One that worked is gone, whatever the SuperLink still believes. One that never did may only be slow.
+        status = "it ended" if self._was_alive else self._run_status()
+        if not self._was_alive and status.startswith(_UNFINISHED) and now < self._submitted_at + _STARTING_S:
+            self._ask_at = now + _ASK_EVERY_S
             return
         if len(self._run_ids) >= _MAX_RUNS:
-            raise self._failure("the Flower run", f"at most {_MAX_RUNS} attempts", f"{status}\n{self._server_log()}")
+            raise self._failure("the Flower run", f"at most {_MAX_RUNS} attempts", f"{self._server_log()}\n{status}")
         self._submit()
+
+    def _run_status(self) -> str:
+        output = _outputs({"list": self._flwr("list", _CONNECTION, "--run-id", self._run_ids[-1])})["list"]
+        runs = _parse(output).get("runs")
+        return str(runs[0].get("status", "")) if isinstance(runs, list) and runs else output.strip()
 
     def _server_app_alive(self) -> bool:
         try:

@@ -32,7 +32,7 @@ _TTL_S = 40.0
 # The slowest uplink that a shard's time to live allows for.
 _BYTES_PER_S = 250_000
 _NODES_EVERY_S = 2.0
-_TICK_S, _IDLE_TICK_S = 0.25, 0.75
+_TICK_S, _IDLE_TICK_S = 0.25, 1.0
 _BACKOFF_S = (2.0, 5.0, 15.0, 30.0)
 _log = logging.getLogger("archipelago")
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from torch import Tensor
 
@@ -35,6 +35,7 @@ class CheckpointRecord(Document):
         loss: the smoothed loss, exactly.
         seconds: time spent training, over all restarts.
         tensors: digest of the tensor file.
+        seal: digest of all the fields above, so that a damaged record is not taken for one of another run.
     """
 
     format: Literal["archipelago/checkpoint/1"] = "archipelago/checkpoint/1"
@@ -43,6 +44,11 @@ class CheckpointRecord(Document):
     loss: float
     seconds: float
     tensors: Digest
+    seal: Digest = "0" * 64
+
+    def sealed(self) -> Self:
+        """Return the record with its seal."""
+        return self.model_copy(update={"seal": self.model_copy(update={"seal": "0" * 64}).digest})
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Checkpoints:
         path = self._tensor_path(step)
         save_tensors(path, tensors)
         record = CheckpointRecord(run=self.run, step=step, loss=loss, seconds=seconds, tensors=sha256_file(path))
-        write_atomic(path.with_suffix(".json"), record.encode())
+        write_atomic(path.with_suffix(".json"), record.sealed().encode())
         self._prune()
 
     def load(self, like: Mapping[str, Tensor]) -> tuple[CheckpointRecord, dict[str, Tensor]] | None:
@@ -90,6 +96,8 @@ class Checkpoints:
     def _load_one(self, path: Path, specs: Mapping[str, TensorSpec]) -> tuple[CheckpointRecord, dict[str, Tensor]]:
         data = read_bounded(path, _MAX_RECORD_BYTES)
         record = CheckpointRecord.parse(data, subject=path.name, limit=_MAX_RECORD_BYTES)
+        if record != record.sealed():
+            raise DocumentError(path.name, expected="the seal of its fields", got="another")
         if record.run != self.run:
             raise SetupError(
                 f"checkpoints in {self.folder.name}",

@@ -96,4 +96,4 @@ def principal_directions(images: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         raise DataError("public images", expected=f"at least {dim} principal directions", got=str(spanned))
     basis_RD = basis[:dim]
     peak_R = basis_RD.gather(1, basis_RD.abs().argmax(1, keepdim=True))
-    return mean_D, basis_RD * peak_R.sign()
+    return mean_D, (basis_RD * peak_R.sign()).contiguous()

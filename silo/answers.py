@@ -35,7 +35,6 @@ from ddm.shards import PartFolder, first_spans, list_folder, read_spans
 
 _MAX_PLANS = 64
 _MAX_STATUS_BYTES = 4096
-_PROGRESS_STEP = 5
 _SETTLE_S = 5.0
 _POLL_S = 0.5
 _SEQUENCE = re.compile(r"[1-9][0-9]{0,6}")
@@ -130,9 +129,9 @@ def take_bundle(offer: Offer, pieces: Sequence[bytes], limits: SiteLimits) -> He
 
 
 def report(ask: Ask, limits: SiteLimits) -> Envelope[Report]:
-    """Report a new submission at once, other news after a few seconds, nothing new when the aggregator stops waiting.
+    """Report a new submission at once, a new state after a few seconds, progress when the aggregator stops waiting.
 
-    A message costs a second of computing on both sides, so states that follow each other quickly share one.
+    A message costs a second of computing here, so states that follow each other quickly share one.
 
     Args:
         ask: what the aggregator knows already, and for how long it waits.
@@ -145,9 +144,8 @@ def report(ask: Ask, limits: SiteLimits) -> Envelope[Report]:
     settled = min(time.monotonic() + _SETTLE_S, deadline)
     while True:
         status, sequence = read_status(ask.plan_id, limits), newest_sequence(ask.plan_id, limits)
-        known, now = ask.known, time.monotonic()
-        news = (status.state, status.sequence) != (known.state, known.sequence)
-        news = news or abs(status.progress - known.progress) >= _PROGRESS_STEP
+        now = time.monotonic()
+        news = (status.state, status.sequence) != (ask.known.state, ask.known.sequence)
         if sequence > ask.received or (news and now >= settled) or now >= deadline:
             break
         time.sleep(_POLL_S)

@@ -124,6 +124,11 @@ class Courier:
         self._started = True
         self._spawn()
 
+    def node_config(self) -> str:
+        """What the ClientApp learns from its SuperNode: the site folder, percent-encoded, and the limits."""
+        site = f'site="{quote(str(self._site))}"'
+        return " ".join([site, *(f"{name}={value}" for name, value in self._limits.items())])
+
     def _sign_off(self) -> None:
         """Best effort, once: what it cannot do, a minute does."""
         path = self._courier / "flwr" / "node_id"
@@ -145,13 +150,12 @@ class Courier:
 
     def _spawn(self) -> None:
         self._sign_off()
-        node_config = [f'site="{quote(str(self._site))}"', *(f"{name}={value}" for name, value in self._limits.items())]
         command = [
             *script_command("flower-supernode"),
             *("--superlink", self._address),
             *("--root-certificates", str(self._courier / "ca.pem")),
             *("--auth-supernode-private-key", str(self._courier / "node.key")),
-            *("--node-config", " ".join(node_config)),
+            *("--node-config", self.node_config()),
             *("--host", "127.0.0.1", "--port", str(free_port())),
         ]
         log_path = self._courier / "flwr" / "supernode.log"

@@ -16,7 +16,7 @@ from ddm.strategies import Follow, draw_expert
 from tests.ddm.gaussian_mixture import UninformedRouter, four_silos
 
 PRIOR = (0.7, 0.2, 0.08, 0.02)
-NUM = 4096
+NUM = 3072
 
 
 def exact(**changes: object) -> Ensemble:
@@ -109,14 +109,14 @@ def test_posterior_is_the_prior_at_pure_noise_for_every_x() -> None:
     ],
 )
 def test_strategy_keeps_the_shares_of_the_silos(strategy: Strategy) -> None:
-    drawn = exact().sample(NUM, strategy=strategy, steps=40, seed=1)
+    drawn = exact().sample(NUM, strategy=strategy, steps=30, seed=1)
     assert deviation(shares_of(drawn.images), PRIOR) < 4
     assert deviation(drawn.shares, PRIOR) < 4
     assert (four_silos().silo_of(drawn.images) == drawn.expert_N).double().mean() > 0.99
 
 
 def test_top_1_does_not_keep_the_shares_of_the_silos() -> None:
-    drawn = exact().sample(NUM, strategy=TopOne(), steps=40, seed=1)
+    drawn = exact().sample(NUM, strategy=TopOne(), steps=30, seed=1)
     assert deviation(shares_of(drawn.images), PRIOR) > 12
     assert shares_of(drawn.images)[0] > 0.8
 

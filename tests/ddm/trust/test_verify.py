@@ -309,7 +309,7 @@ def test_targets_that_delegates_otherwise_than_the_repository_does_is_refused(re
     if attack == "wider paths":
         north.paths.append(f"{PLAN}/silos/*/*")
     elif attack == "two keys":
-        targets.add_key(keys["release"].public.tuf_key(), north.name)
+        targets.add_key(SigningKey.generate().public.tuf_key(), north.name)
     elif attack == "shared key":
         north.keyids[:] = roles[f"{PLAN}.east"].keyids
     elif attack == "stranger":
@@ -434,6 +434,32 @@ def test_archived_forgives_no_other_expiry(published, root, later):
     with pytest.raises(ExpiredError) as error:
         verify_release(published, root, state=None, now=later(5 * 365), archived=True)
     assert error.value.subject == "metadata/1.root.json"
+
+
+def test_archived_forgives_no_expiry_of_a_role_that_signs_files(release, root, keys, now, later):
+    short = listing(now, f"{PLAN}/plan.json")
+    short.expires = later(100)
+    resign(release, keys, {"plans": sign_metadata(short, [keys["plans"]])})
+    with pytest.raises(ExpiredError) as error:
+        verify_release(release, root, state=None, now=later(101), archived=True)
+    assert error.value.subject == "metadata/plans.json"
+
+
+def test_snapshot_that_names_another_version_than_it_hashes_is_refused(release, root, keys):
+    snapshot = Metadata[Snapshot].from_file(str(release / "metadata" / "snapshot.json")).signed
+    snapshot.meta["plans.json"].version += 1
+    (release / "metadata" / "snapshot.json").write_bytes(sign_metadata(snapshot, [keys["online"]]))
+    resign(release, keys, {})
+    with pytest.raises(RollbackError) as error:
+        verify_release(release, root, state=None)
+    assert error.value.subject == "metadata/plans.json"
+
+
+def test_snapshot_that_lists_a_role_nobody_delegates_to_is_refused(release, root, keys, now):
+    resign(release, keys, {f"{PLAN}.west": sign_metadata(listing(now), [keys["north"]])})
+    with pytest.raises(RoleError) as error:
+        verify_release(release, root, state=None)
+    assert error.value.subject == "metadata/snapshot.json"
 
 
 def test_another_federations_root_is_refused(published, make_federation):
