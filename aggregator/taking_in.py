@@ -8,13 +8,15 @@ from pathlib import Path
 from aggregator.config import Federation
 from aggregator.intake import Expectation, Intake, verify_submission
 from aggregator.registry import card_of, check_ledger, remember_ledger, signing_key
-from ddm.errors import ArchipelagoError, ReplayError
+from ddm.errors import ArchipelagoError, PolicyError, ReplayError
 from ddm.files import link_or_copy, locked, sync_folder, write_atomic
 from ddm.plan_files import PlanFiles, release_noise_level
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt, Refused
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
+
+TOO_LARGE = ".toolarge"
 
 
 class IntakeDesk:
@@ -57,15 +59,16 @@ class IntakeDesk:
         return answered
 
     def _unanswered(self, silo_id: str) -> list[Path]:
+        """List what arrived without an answer: whole submissions, and marks of those too large to fetch."""
         incoming = self.federation.incoming / self.plan.plan_id / silo_id
-        folders = [path for path in incoming.glob("[0-9]*") if path.name.isdigit() and path.is_dir()]
+        arrived = [path for path in incoming.glob("[0-9]*") if path.stem.isdigit() and path.suffix in ("", TOO_LARGE)]
         return sorted(
-            (path for path in folders if not self._receipt(silo_id, int(path.name)).exists()),
-            key=lambda path: int(path.name),
+            (path for path in arrived if not self._receipt(silo_id, int(path.stem)).exists()),
+            key=lambda path: int(path.stem),
         )
 
     def _answer(self, silo_id: str, folder: Path) -> None:
-        sequence = int(folder.name)
+        sequence = int(folder.stem)
         digest = None
         verdict: Accepted | Refused
         try:
@@ -92,6 +95,8 @@ class IntakeDesk:
     def _verify(self, silo_id: str, folder: Path, sequence: int) -> Intake:
         if self._final(silo_id).exists():
             raise ReplayError(f"submission {sequence}", expected="none after an accepted one", got="another")
+        if folder.suffix == TOO_LARGE:
+            raise PolicyError(f"submission {sequence}", expected="a size within the plan's limits", got="a larger one")
         expected = Expectation(
             plan=self.plan,
             plan_digest=self.plan_digest,

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,9 +56,10 @@ def read_bounded(path: Path, limit: int, *, subject: str | None = None) -> bytes
         raise MissingFileError(str(path), expected="a file", got="nothing there") from error
     except OSError as error:
         raise UnsafePathError(subject, expected="a regular file", got="a link or an unreadable file") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnsafePathError(subject, expected="a regular file", got="something else")
     with os.fdopen(descriptor, "rb") as handle:
-        if not os.path.isfile(path):  # noqa: PTH113 - follows nothing: O_NOFOLLOW has already refused links
-            raise UnsafePathError(subject, expected="a regular file", got="something else")
         data = handle.read(limit + 1)
     if len(data) > limit:
         raise FormatError(subject, expected=f"at most {limit} bytes", got="more")

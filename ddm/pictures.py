@@ -63,7 +63,7 @@ def write_samples(images: Tensor, owners: Sequence[int], out: Path) -> str:
         return "a grid"
     if out.suffix == ".npz":
         out.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(out, images=images.numpy(), expert=np.asarray(owners, dtype=np.int64))
+        np.savez(out, images=images.clamp(-1, 1).numpy(), expert=np.asarray(owners, dtype=np.int64))
         return "float32 images in [-1, 1]"
     if out.suffix:
         raise SetupError(str(out), expected="a name ending in .png or .npz, or a folder", got=out.suffix)

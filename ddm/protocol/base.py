@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -119,16 +120,17 @@ def check_json(data: bytes, *, subject: str, limit: int) -> Any:
         raise DocumentError(subject, expected="UTF-8 JSON with unique field names", got=str(error)[:120]) from error
 
 
+_BRACKET = re.compile(rb"[][{}]")
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+
+
 def _check_depth(data: bytes, subject: str) -> None:
-    """Bound nesting before a recursive parser sees it; brackets inside strings only make it stricter."""
+    """Bound nesting before a recursive parser sees it."""
     depth = 0
-    for byte in data:
-        if byte in b"[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise DocumentError(subject, expected=f"nesting of at most {MAX_DEPTH}", got="deeper")
-        elif byte in b"]}":
-            depth -= 1
+    for bracket in _BRACKET.finditer(_STRING.sub(b"", data)):
+        depth += 1 if bracket.group() in b"[{" else -1
+        if depth > MAX_DEPTH:
+            raise DocumentError(subject, expected=f"nesting of at most {MAX_DEPTH}", got="deeper")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

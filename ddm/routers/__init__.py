@@ -1,0 +1,1 @@
+"""Routers, one family a file: which expert did a noised sample come from?"""

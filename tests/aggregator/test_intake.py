@@ -264,5 +264,11 @@ def test_intake_refuses_a_ledger_that_does_not_extend_the_one_seen(arrival: Arri
     arrival.refused(LedgerError)
 
 
+def test_intake_answers_a_submission_too_large_to_fetch(arrival: Arrival) -> None:
+    shutil.rmtree(arrival.folder)
+    arrival.folder.with_name("1.toolarge").touch()
+    arrival.refused(PolicyError, "size")
+
+
 def test_enrolled_key_is_the_one_that_signed(arrival: Arrival) -> None:
     assert signing_key(card_of(arrival.tiny.federation, SILO)) == arrival.key.public

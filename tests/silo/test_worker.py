@@ -92,8 +92,8 @@ def test_worker_refuses_over_budget_before_noise_is_drawn(planned: tuple[TinyFed
     with pytest.raises(BudgetError):
         tiny.work(SILO)
     site = tiny.sites[SILO]
-    drawn = [path for path in (site.private / "checkpoints" / plan_id / "releases").glob("*")]
-    assert "sketch.safetensors" not in {path.name for path in drawn}
+    drawn = {path.name for path in (site.private / "checkpoints" / plan_id / "releases").glob("*")}
+    assert "sketch.safetensors" not in drawn
     assert not (site.outbox / plan_id).exists()
 
 

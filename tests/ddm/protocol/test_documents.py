@@ -1,0 +1,79 @@
+"""Documents: what parses, what is refused, and that encoding is canonical."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddm.errors import DocumentError
+from ddm.protocol.base import MAX_DEPTH, check_json, sha256_file, sha256_hex
+from ddm.protocol.manifest import Manifest
+from ddm.protocol.plan import Plan
+from ddm.protocol.receipt import Receipt
+from ddm.protocol.submission import Submission
+from tests.documents import plan_document, to_bytes
+
+
+def test_plan_survives_encoding_and_its_digest_is_of_the_bytes() -> None:
+    plan = Plan.parse(to_bytes(plan_document()), subject="plan")
+    assert Plan.parse(plan.encode(), subject="plan") == plan
+    assert plan.digest == sha256_hex(plan.encode())
+    assert json.loads(plan.encode())["plan_id"] == plan.plan_id
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"format": NaN}',
+        b'{"a": 1, "a": 2}',
+        b"[" * 100_000,
+        b'{"a":' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1),
+    ],
+    ids=["empty", "list", "null", "not utf-8", "nan", "name twice", "deep", "deep objects"],
+)
+def test_document_refuses_what_is_no_document(data: bytes) -> None:
+    for kind in (Plan, Submission, Manifest, Receipt):
+        with pytest.raises(DocumentError):
+            kind.parse(data, subject="document")
+
+
+def test_document_refuses_more_bytes_than_its_limit() -> None:
+    data = to_bytes(plan_document())
+    with pytest.raises(DocumentError, match="at most"):
+        Plan.parse(data, subject="plan", limit=len(data) - 1)
+
+
+def test_brackets_inside_strings_do_not_count_as_nesting() -> None:
+    assert check_json(json.dumps({"a": '["' * 100}).encode(), subject="x", limit=10_000) == {"a": '["' * 100}
+
+
+def test_closing_brackets_inside_strings_do_not_hide_nesting() -> None:
+    bomb = b'["]]]]]]]]]]",' * (MAX_DEPTH + 1) + b"1" + b"]" * (MAX_DEPTH + 1)
+    with pytest.raises(DocumentError, match="nesting"):
+        check_json(bomb, subject="x", limit=10_000)
+
+
+@given(st.binary(max_size=400))
+def test_document_parsers_raise_nothing_but_their_error(data: bytes) -> None:
+    for kind in (Plan, Submission, Manifest, Receipt):
+        with pytest.raises(DocumentError):
+            kind.parse(data, subject="document")
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../b", ".hidden", "a//b", "a/", "a\\b", "a/" * 9 + "b", ""])
+def test_file_refuses_a_path_that_leads_elsewhere(path: str) -> None:
+    document = plan_document()
+    document["files"][0]["path"] = path
+    with pytest.raises(DocumentError, match="path"):
+        Plan.parse(to_bytes(document), subject="plan")
+
+
+def test_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abc")
+    assert sha256_file(tmp_path / "f") == sha256_hex(b"abc")

@@ -1,0 +1,80 @@
+"""Files on disk: whole or not at all, bounded, no links, one process at a time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddm.errors import BusyError, FormatError, MissingFileError, UnsafePathError
+from ddm.files import copy_tree_bounded, list_files, locked, read_bounded, write_atomic
+
+
+def test_write_atomic_leaves_the_old_file_when_the_disk_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_atomic(path, b"old")
+    # A file size limit fails a write as a full disk does, in a process of its own.
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from ddm.files import write_atomic;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
+        "write_atomic(Path(sys.argv[1]), b'x' * 5000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+    assert "OSError" in done.stderr
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_read_bounded_refuses_a_longer_file(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"12345")
+    assert read_bounded(tmp_path / "f", 5) == b"12345"
+    with pytest.raises(FormatError):
+        read_bounded(tmp_path / "f", 4)
+
+
+def test_read_bounded_refuses_links_folders_pipes_and_nothing(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "f")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "."):
+        with pytest.raises(UnsafePathError):
+            read_bounded(tmp_path / name, 10)
+    with pytest.raises(MissingFileError):
+        read_bounded(tmp_path / "none", 10)
+
+
+def test_list_files_refuses_a_symbolic_link_however_deep(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "f").write_bytes(b"x")
+    assert set(list_files(tmp_path)) == {"a/f"}
+    (tmp_path / "a" / "b" / "link").symlink_to("/etc")
+    with pytest.raises(UnsafePathError):
+        list_files(tmp_path)
+
+
+def test_copy_tree_stops_at_its_bound(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a").write_bytes(b"x" * 100)
+    copy_tree_bounded(tmp_path / "in", tmp_path / "fits", max_bytes=100)
+    assert (tmp_path / "fits" / "a").read_bytes() == b"x" * 100
+    with pytest.raises(FormatError):
+        copy_tree_bounded(tmp_path / "in", tmp_path / "too-much", max_bytes=99)
+
+
+def test_lock_refuses_a_second_holder_and_ends_with_its_process(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from ddm.files import locked\n"
+        "with locked(Path(sys.argv[1]), 'worker'): print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    with pytest.raises(BusyError), locked(tmp_path, "worker"):
+        pass
+    holder.kill()
+    holder.communicate()
+    with locked(tmp_path, "worker"):
+        pass
