@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aggregator.config import Federation
-from ddm.console import human_bytes, human_seconds, new_app, passphrase, run_app, say, table
+from ddm.console import human_bytes, human_seconds, new_app, passphrase, remembered, run_app, say, table
 from ddm.errors import SetupError
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _settings(name: str, address: str, passphrase_file: Path | None):  # type: i
             name=name,
             host=host,
             port=int(port),
-            passphrase_file=str(passphrase_file.resolve()) if passphrase_file else None,
+            passphrase_file=remembered(passphrase_file),
         )
     except ValidationError as error:
         field = str(error.errors()[0]["loc"][0])

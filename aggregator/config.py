@@ -21,7 +21,7 @@ class FederationSettings(Settings):
     name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,40}$")]
     host: ShortText
     port: Annotated[int, Field(gt=0, lt=65536)]
-    shard_bytes: Annotated[int, Field(ge=65536, le=512 * 1024**2)] = 64 * 1024**2
+    shard_bytes: Annotated[int, Field(ge=65536, le=128 * 1024**2)] = 64 * 1024**2
     passphrase_file: str | None = None
     licence: ShortText = "CC-BY-4.0"
     cite: ShortText = "McAllister et al., Decentralized Diffusion Models, CVPR 2025"

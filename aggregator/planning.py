@@ -176,6 +176,7 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> str:
         files,
         targets_keys=[load_key(federation, "targets", passphrase)],
         plans_key=load_key(federation, "plans", passphrase),
+        release_key=load_key(federation, "release", passphrase),
         online_key=load_key(federation, "online", passphrase),
         now=now_utc(),
     )

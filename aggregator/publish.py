@@ -116,15 +116,18 @@ def _published_silo(federation: Federation, silo_id: str, silo: AcceptedSilo, ta
 
 
 def _evaluation(report: RouterReport) -> tuple[Evaluation, ...]:
+    """Learned minus counts, nats: per band of t on public images, and on held-out sketches."""
+    named = [("public_images", band) for band in report.bands]
+    named += [("held_out_sketches", report.sketches)] if report.sketches else []
     return tuple(
         Evaluation(
-            metric=f"public_cross_entropy_difference_learned_minus_counts_t_{band.low:g}_{band.high:g}",
+            metric=f"router_cross_entropy_learned_minus_counts_{source}_t_{band.low:.2f}_{band.high:.2f}",
             strategy=None,
             value=band.difference,
             low=band.difference_low,
             high=band.difference_high,
         )
-        for band in report.bands
+        for source, band in named
     )
 
 

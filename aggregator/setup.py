@@ -41,7 +41,7 @@ def init_federation(federation: Federation, settings: FederationSettings, passph
     for name, key in keys.items():
         key.save(federation.keys / f"{name}.key", passphrase)
         write_atomic(federation.keys / f"{name}.pub", f"{key.public}\n".encode())
-    make_tls(federation.path / "tls", [settings.host])
+    make_tls(federation.path / "tls", [settings.host], passphrase=passphrase)
     Repository.create(
         federation.tuf,
         root=[keys["root"]],

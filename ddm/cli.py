@@ -172,12 +172,14 @@ def _open(release: Path, root: Path, state: Path | None, silo_key: list[str] | N
 
 
 def _pins(silo_key: list[str] | None) -> dict[str, str]:
+    from ddm.trust.keys import parse_fingerprint
+
     pins: dict[str, str] = {}
     for text in silo_key or []:
         silo_id, equals, fingerprint = text.partition("=")
-        if not equals or not silo_id or len(fingerprint) != 64:
+        if not equals or not silo_id:
             raise SetupError("--silo-key", expected="ID=FINGERPRINT, 64 hexadecimal digits", got=text[:100])
-        pins[silo_id] = fingerprint.lower()
+        pins[silo_id] = parse_fingerprint(fingerprint)
     return pins
 
 

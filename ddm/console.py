@@ -21,13 +21,13 @@ EXIT_OS = 8
 
 
 def new_app(help_text: str) -> typer.Typer:
-    """Make a command group in the house's manner: no stack traces, no markup, short help."""
+    """Make a command group in the house's manner: no stack traces, short help."""
     return typer.Typer(
         help=help_text,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,
+        rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
@@ -90,6 +90,11 @@ def passphrase(path: Path | None, configured: str | None, prompt: str, *, confir
             raise PassphraseError("standard input", expected="a passphrase on one line", got="nothing")
         return line.encode()
     return read_passphrase(source, prompt, confirm=confirm)
+
+
+def remembered(path: Path | None) -> str | None:
+    """Return what a configuration file keeps of --passphrase-file: an absolute path; standard input is not kept."""
+    return None if path is None or str(path) == "-" else str(path.resolve())
 
 
 def human_bytes(count: float) -> str:

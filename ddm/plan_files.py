@@ -51,6 +51,7 @@ class PlanFiles:
         rank = plan.releases.sketch.rank
         sketch = Sketch.from_tensors(load(plan.releases.sketch.path, sketch_specs(plan.data, rank, num_groups)))
         sketch.check()
+        clusters.check(plan.clustering.num_coarse, num_groups)
         return cls(encoder=encoder, clusters=clusters, sketch=sketch)
 
 

@@ -1,16 +1,18 @@
 """One site at work: the worker in this process, the courier beside it, both ending together."""
 
+import json
+import os
 import threading
 import time
-from pathlib import Path
 
 from ddm.console import say
 from ddm.errors import ArchipelagoError
+from ddm.files import write_atomic
 from ddm.trust.keys import SigningKey
 from silo.config import Site
 from silo.courier import Courier
-from silo.state import State, load_state
-from silo.worker import Worker, state_path
+from silo.state import State
+from silo.worker import Worker
 
 LINGER_S = 8.0
 
@@ -91,28 +93,20 @@ def run_courier(site: Site) -> None:
 
 def run_both(site: Site, key: SigningKey) -> State:
     """Run worker and courier; after the receipt the courier stays a moment, so that its answer arrives."""
-    done_before = load_state(state_path(site)).state == "accepted"
     with make_courier(site) as courier:
-        write_pids(site, courier)
+        _note_processes(site, courier)
         watch = CourierWatch(courier)
         watch.start()
         try:
             state = run_worker(site, key)
+            time.sleep(LINGER_S)
         finally:
             watch.close()
         watch.raise_failure()
-        if not done_before or state.state == "accepted":
-            time.sleep(LINGER_S)
     return state
 
 
-def write_pids(site: Site, courier: Courier) -> Path:
-    """Leave a note of the courier's processes, for `silo status`."""
-    import json
-    import os
-
-    from ddm.files import write_atomic
-
-    path = site.private / "processes.json"
-    write_atomic(path, json.dumps({"worker": os.getpid(), "courier": courier.info()}).encode())
-    return path
+def _note_processes(site: Site, courier: Courier) -> None:
+    """Leave the process ids where whoever looks after the machine finds them."""
+    note = {"worker": os.getpid(), "courier": courier.info()}
+    write_atomic(site.private / "processes.json", json.dumps(note).encode())

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+from ddm.console import remembered
 from ddm.errors import BusyError, RootError
 from ddm.files import read_bounded, require_file, write_atomic
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Card, Invitation
 from ddm.settings import save_settings
 from ddm.trust.envelope import seal
-from ddm.trust.keys import SigningKey
+from ddm.trust.keys import SigningKey, parse_fingerprint
 from silo.config import Policy, SiloSettings, Site
 from silo.courier import make_node_key
 
@@ -27,7 +28,7 @@ def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
     require_file(path, "the aggregator's invitation.json")
     invitation = Invitation.parse(read_bounded(path, 1 << 20), subject=path.name)
     found = sha256_hex(invitation.root.encode())
-    if found != invitation.root_digest or found != root_fingerprint.strip().lower():
+    if found != invitation.root_digest or found != parse_fingerprint(root_fingerprint):
         raise RootError(path.name, expected=f"the root with fingerprint {root_fingerprint}", got=found)
     return invitation
 
@@ -55,7 +56,7 @@ def init_site(
         federation=invitation.federation,
         address=invitation.address,
         root_digest=invitation.root_digest,
-        passphrase_file=str(passphrase_file.resolve()) if passphrase_file else None,
+        passphrase_file=remembered(passphrase_file),
     )
     site.make_folders()
     key = SigningKey.load(site.key_path, passphrase) if site.key_path.exists() else SigningKey.generate()

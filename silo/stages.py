@@ -25,6 +25,8 @@ from silo.ledger import Ledger
 from silo.reception import AcceptedPlan
 from silo.releases import draw_counts, draw_sketches
 
+NUM_HOLDOUT_UNITS = 0  # every image of the cohort is trained on
+
 
 class TrainingRecord(Document):
     """What the training of one expert came to; read back when the submission is drafted."""
@@ -167,13 +169,24 @@ def train_expert(
     write_atomic(work.record_path, record.encode())
 
 
+def check_auditable(accepted: AcceptedPlan, policy: Policy) -> None:
+    """Refuse before days of training what the audit could not let pass afterwards.
+
+    Raises:
+        AuditError: too little held-out data to measure leakage, and no waiver.
+    """
+    audit = accepted.plan.audit
+    if audit.min_holdout_units > NUM_HOLDOUT_UNITS:
+        gate(measure(accepted.plan.plan_id, audit, num_holdout_units=NUM_HOLDOUT_UNITS), policy.audit)
+
+
 def audit_expert(accepted: AcceptedPlan, work: Workplace, policy: Policy) -> AuditVerdict:
     """Audit the expert and pass it through the gate.
 
     Raises:
         AuditError: the audit did not pass and the policy holds no waiver.
     """
-    report = measure(accepted.plan.plan_id, accepted.plan.audit, num_holdout_units=0)
+    report = measure(accepted.plan.plan_id, accepted.plan.audit, num_holdout_units=NUM_HOLDOUT_UNITS)
     write_atomic(work.audit_path, report.encode())
     return gate(report, policy.audit)
 

@@ -63,10 +63,10 @@ class Worker:
         self._refused_now: set[str] = set()
 
     def run(self) -> State:
-        """Work until the submission is accepted.
+        """Work until a submission is accepted; a site whose last one was waits for the next plan.
 
         Returns:
-            The final state.
+            The state `accepted`.
 
         Raises:
             SubmissionRefusedError: the aggregator refused the submission.
@@ -78,18 +78,19 @@ class Worker:
         torch.set_num_threads(self.settings.threads)
         with locked(self.site.private, "worker"):
             self.begin()
-            while self.state.state != "accepted":
+            while True:
                 before = self.state
                 try:
                     self.step()
                 except ArchipelagoError as error:
                     self._keep_problem(error)
                     raise
+                if self.state.state == "accepted" and before.state != "accepted":
+                    return self.state
                 if self.stopping.is_set():
                     raise KeyboardInterrupt
                 if self.state == before:
                     self.stopping.wait(self.settings.poll_s)
-            return self.state
 
     def begin(self) -> None:
         """Take up the work where an earlier process left it; what was refused is tried anew, as a restart asks."""
@@ -105,6 +106,7 @@ class Worker:
         steps: dict[StateName, Callable[[], None]] = {
             "waiting": self._accept_plan,
             "plan_refused": self._accept_plan,
+            "accepted": self._accept_plan,
             "plan_accepted": self._scan,
             "scanned": self._assign,
             "assigned": self._begin_training,
@@ -142,7 +144,9 @@ class Worker:
             return
 
     def _scan(self) -> None:
-        stages.scan(self._plan(), Path(self.settings.data))
+        accepted = self._plan()
+        stages.check_auditable(accepted, self.policy)
+        stages.scan(accepted, Path(self.settings.data))
         self._enter(self.state.to("scanned"))
 
     def _assign(self) -> None:

@@ -26,7 +26,7 @@ from ddm.schedule import LinearPath
 from ddm.strategies import Full, Lock, Sample, Strategy, TopOne
 
 NUM_SHARES = 512
-STEPS = 20
+STEPS = 12
 NEAR_DATA = 0.02
 STRATEGIES: dict[str, Strategy] = {
     "lock(1)": Lock(1.0),
@@ -186,8 +186,11 @@ def _text(summary: dict[str, object]) -> str:
     prior: dict[str, float] = summary["prior"]  # type: ignore[assignment]
     shares: dict[str, dict[str, list[float]]] = summary["shares"]  # type: ignore[assignment]
     rows = [("prior", *(f"{value:.3f}" for value in prior.values()))]
-    rows += [(name, *(f"{value:.3f}" for value in row["attributed"])) for name, row in shares.items()]
-    parts.append(f"Silo shares of {NUM_SHARES} samples, attributed\n" + table(rows, ("strategy", *prior)))
+    for name, row in shares.items():
+        pairs = zip(row["attributed"], row["last_expert"], strict=True)
+        rows.append((name, *(f"{attributed:.3f} ({last:.3f})" for attributed, last in pairs)))
+    title = f"Silo shares of {NUM_SHARES} samples: attributed by the non-private router (by the expert followed last)"
+    parts.append(f"{title}\n" + table(rows, ("strategy", *prior)))
 
     seconds: dict[str, float] = summary["seconds"]  # type: ignore[assignment]
     parts.append("Seconds\n" + table([(name, f"{value:.1f}") for name, value in seconds.items()], ("stage", "s")))
