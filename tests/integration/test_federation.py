@@ -1,0 +1,172 @@
+"""The whole federation through the public commands: two silos, the real Flower runtime, a release at the end."""
+
+import hashlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+
+from ddm.processes import Child, free_port, program, spawn, terminate_all
+from ddm.tensors import load_tensors
+from tests.federation import POLICY, images, recipe, write_policy
+
+SILOS = {"north": 60, "south": 40}
+PERSON = "north"
+SHARD_BYTES = 65536
+LIMIT_S = 200.0
+PRIVATE_FILES = ("counts.safetensors", "sketch.safetensors")
+
+
+class Operators:
+    """Runs commands as the operators of a federation would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.background: dict[str, Child] = {}
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def call(self, name: str, *arguments: object, code: int = 0) -> str:
+        command = [str(program(name)), *(str(argument) for argument in arguments)]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        assert done.returncode == code, f"{name} {arguments}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def start(self, name: str, *arguments: object) -> None:
+        command = [str(program(name)), *(str(argument) for argument in arguments)]
+        key = f"{name}-{Path(str(arguments[-1])).name}"
+        log = self.folder / "logs" / f"{key}.log"
+        self.background[key] = spawn(command, name=key, log_path=log, env=self.environment, grace_s=15.0)
+
+    def wait_until(self, seen: Callable[[], bool], what: str) -> None:
+        """Wait for something on disk, or for a command that failed; between looks, wait on a command itself."""
+        deadline = time.monotonic() + LIMIT_S
+        while not seen():
+            assert time.monotonic() < deadline, f"not seen: {what}\n{self.logs()}"
+            failed = [key for key, child in self.background.items() if not child.running() and child.returncode]
+            assert not failed, self.logs()
+            next(iter(self.background.values())).wait(0.3)
+
+    def logs(self) -> str:
+        return "\n".join(f"== {key}\n{child.log_tail()}" for key, child in self.background.items())
+
+
+@pytest.fixture
+def operators(tmp_path: Path):  # type: ignore[no-untyped-def]
+    found = Operators(tmp_path)
+    yield found
+    terminate_all(found.background.values())
+
+
+def set_up(operators: Operators) -> None:
+    folder = operators.folder
+    (folder / "pass").write_text("correct horse\n")
+    address = f"127.0.0.1:{free_port()}"
+    operators.call("aggregator", "init", folder / "fed", "--name", "two", "--address", address,
+                   "--passphrase-file", folder / "pass")  # fmt: skip
+    settings = folder / "fed" / "federation.toml"
+    settings.write_text(settings.read_text().replace("shard_bytes = 67108864", f"shard_bytes = {SHARD_BYTES}"))
+    fingerprint = json.loads((folder / "fed" / "invitation.json").read_text())["root_digest"]
+    for index, (silo, size) in enumerate(SILOS.items()):
+        np.savez(folder / f"{silo}.npz", images=images(size, index - 0.5, seed=index))
+        operators.call("silo", "init", folder / silo, "--id", silo, "--data", folder / f"{silo}.npz",
+                       "--invitation", folder / "fed" / "invitation.json", "--root-fingerprint", fingerprint,
+                       "--passphrase-file", folder / "pass")  # fmt: skip
+        kind = "person" if silo == PERSON else "policy"
+        write_policy(site_of(folder, silo), POLICY | {"approval": {"kind": kind}})
+        operators.call("silo", "enroll", folder / silo, "--out", folder / f"{silo}.card.json")
+        operators.call("aggregator", "enroll", folder / "fed", folder / f"{silo}.card.json")
+
+
+def site_of(folder: Path, silo: str):  # type: ignore[no-untyped-def]
+    from silo.config import Site
+
+    return Site(folder / silo)
+
+
+def sign_plan(operators: Operators) -> None:
+    folder = operators.folder
+    tables = recipe().model_dump(mode="json", exclude_none=True)
+    tables["expert"]["architecture"] |= {"hidden": 64, "heads": 4}
+    (folder / "plan.toml").write_bytes(tomli_w.dumps(tables).encode())
+    public = np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)])
+    np.savez(folder / "public.npz", images=public)
+    operators.call("aggregator", "plan", folder / "fed", "--recipe", folder / "plan.toml",
+                   "--public", folder / "public.npz", "--yes")  # fmt: skip
+
+
+def status(operators: Operators, silo: str) -> dict[str, str]:
+    return json.loads(operators.call("silo", "status", operators.folder / silo, "--json"))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operators) -> None:
+    folder = operators.folder
+    set_up(operators)
+    sign_plan(operators)
+    operators.start("aggregator", "run", folder / "fed")
+    for silo in SILOS:
+        operators.start("silo", "run", folder / silo)
+    state = folder / PERSON / "private" / "state.json"
+    waiting = lambda: state.exists() and b"awaiting_approval" in state.read_bytes()  # noqa: E731
+    operators.wait_until(waiting, "a submission that waits for its person")
+    digest = status(operators, PERSON)["submission_digest"]
+    assert digest in operators.call("silo", "review", folder / PERSON)
+    operators.call("silo", "approve", folder / PERSON, "--digest", "0" * 64, code=34)
+    operators.call("silo", "approve", folder / PERSON, "--digest", digest)
+    operators.wait_until(lambda: not any(c.running() for c in operators.background.values()), "the end")
+    assert {key: child.returncode for key, child in operators.background.items()} == dict.fromkeys(
+        operators.background, 0
+    )
+    assert all(status(operators, silo)["state"] == "accepted" for silo in SILOS)
+    check_nothing_left(folder)
+
+    operators.call("aggregator", "router", folder / "fed")
+    operators.call("aggregator", "publish", folder / "fed", "--out", folder / "release")
+    root = folder / "fed" / "tuf" / "metadata" / "1.root.json"
+    trust = ("--root", root, "--state", folder / "state")
+    assert "none unlisted" in operators.call("ddm", "verify", folder / "release", *trust)
+    check_bytes_unchanged(folder)
+    operators.call("ddm", "sample", folder / "release", *trust, "--num", "9", "--steps", "4",
+                   "--strategy", "sample", "--out", folder / "samples.npz")  # fmt: skip
+    with np.load(folder / "samples.npz") as drawn:
+        assert drawn["images"].shape == (9, 1, 4, 4)
+        assert np.isfinite(drawn["images"]).all()
+
+
+def check_nothing_left(folder: Path) -> None:
+    info = json.loads((folder / "fed" / "flower" / "info.json").read_text())
+    pids = [info["superlink_pid"], info["superexec_pid"], info["pid"]]
+    for silo in SILOS:
+        note = json.loads((folder / silo / "private" / "processes.json").read_text())
+        pids += [note["worker"], note["courier"]["supernode_pid"], note["courier"]["guard_pid"]]
+    assert not [pid for pid in pids if alive(pid)]
+
+
+def check_bytes_unchanged(folder: Path) -> None:
+    """What a silo put in its outbox is what is published, byte for byte; each expert came in several shards."""
+    plan_id = json.loads((folder / "fed" / "plans" / "current.json").read_text())["plan_id"]
+    for silo in SILOS:
+        sent = folder / silo / "outbox" / plan_id / "1"
+        published = folder / "release" / "targets" / plan_id
+        for name in (f"silos/{silo}/submission.json", f"silos/{silo}/experts/{silo}/expert.safetensors"):
+            assert (sent / name).read_bytes() == (published / name).read_bytes()
+        expert = sent / "silos" / silo / "experts" / silo / "expert.safetensors"
+        assert expert.stat().st_size > 2 * SHARD_BYTES
+        assert load_tensors(expert, None, max_bytes=1 << 22)
+        role = f"{plan_id}.{silo}.json"
+        assert (sent / "metadata" / role).read_bytes() == (folder / "release" / "metadata" / role).read_bytes()
+        kept = {hashlib.sha256((sent / name).read_bytes()).hexdigest() for name in PRIVATE_FILES}
+        everything = (path.read_bytes() for path in (folder / "release").rglob("*") if path.is_file())
+        assert not kept & {hashlib.sha256(data).hexdigest() for data in everything}
