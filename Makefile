@@ -34,8 +34,7 @@ test: $(STAMP)  ## The default tests: CPU, offline.
 test-slow: $(STAMP)  ## The slow tests as well.
 	$(BIN)/python -m pytest -m "not gpu"
 
-bench: $(STAMP)  ## Benchmarks, side by side.
-	@ls examples/benchmarks/*.py >/dev/null 2>&1 || { echo "No benchmarks yet."; exit 1; }
+bench: $(STAMP)  ## Benchmarks, side by side; results in build/bench.
 	@for b in examples/benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
 
 clean:  ## Remove what the targets above built.

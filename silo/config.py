@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ddm.errors import MissingFileError
+from ddm.files import require_file
 from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId
 from ddm.settings import Settings, load_settings
 
@@ -110,6 +111,20 @@ class Site:
     def root_path(self) -> Path:
         """The pinned root of trust."""
         return self.private / "trust" / "1.root.json"
+
+    @property
+    def salt_path(self) -> Path:
+        """The secret that keys this site's dataset digests."""
+        return self.private / "dataset.salt"
+
+    def salt(self) -> bytes:
+        """Read the secret of `salt_path`.
+
+        Raises:
+            MissingFileError: it is gone.
+        """
+        remedy = "Restore private/dataset.salt from backup; without it every dataset counts as a new one."
+        return require_file(self.salt_path, "this site's salt", remedy).read_bytes()
 
     @property
     def ledger_path(self) -> Path:

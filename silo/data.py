@@ -1,6 +1,7 @@
 """Private images from disk into one tensor of the plan's shape and range. Paths and names stop here."""
 
 import hashlib
+import hmac
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ class Cohort:
 
     Attributes:
         images: shape (N, C, H, W), float32, in the plan's range.
-        digest: sha256 of shape and values; one changed image changes it.
+        digest: see `dataset_digest`.
     """
 
     images: Tensor
@@ -32,13 +33,14 @@ class Cohort:
         return len(self.images)
 
 
-def load_cohort(path: Path, spec: DataSpec, *, min_images: int) -> Cohort:
+def load_cohort(path: Path, spec: DataSpec, *, min_images: int, salt: bytes) -> Cohort:
     """Read `path` and check it against the plan.
 
     Args:
         path: an npz with `images`, shape (N, C, H, W) or (N, H, W): float in the plan's range, or uint8.
         spec: the plan's shape and range.
         min_images: fewest images that the plan accepts.
+        salt: this site's, for the digest.
 
     Raises:
         MissingFileError: nothing at `path`.
@@ -48,13 +50,17 @@ def load_cohort(path: Path, spec: DataSpec, *, min_images: int) -> Cohort:
     images = torch.from_numpy(_fit(_read_npz(path), spec)).contiguous()
     if len(images) < min_images:
         raise DataError("images", expected=f"at least {min_images}, as the plan asks", got=f"{len(images)}")
-    return Cohort(images=images, digest=dataset_digest(images))
+    return Cohort(images=images, digest=dataset_digest(images, salt))
 
 
-def dataset_digest(images: Tensor) -> str:
-    """Return the sha256 of the images' shape and float32 values."""
+def dataset_digest(images: Tensor, salt: bytes) -> str:
+    """Return the HMAC-SHA256 of the images' shape and float32 values; one changed image changes it.
+
+    It is keyed with a secret of this site because ledger entries contain it and their digests leave: without the key,
+    whoever knows all images but one could try candidates for the last against the ledger's chain.
+    """
     array = images.contiguous().numpy()
-    return hashlib.sha256(repr(array.shape).encode() + array.tobytes()).hexdigest()
+    return hmac.new(salt, repr(array.shape).encode() + array.tobytes(), hashlib.sha256).hexdigest()
 
 
 def _read_npz(path: Path) -> np.ndarray:

@@ -1,5 +1,6 @@
 """How a site begins: its folders, its keys, its first trust, its card."""
 
+import secrets
 from pathlib import Path
 
 from ddm.console import remembered
@@ -62,6 +63,8 @@ def init_site(
     key = SigningKey.load(site.key_path, passphrase) if site.key_path.exists() else SigningKey.generate()
     if not site.key_path.exists():
         key.save(site.key_path, passphrase)
+    if not site.salt_path.exists():
+        write_atomic(site.salt_path, secrets.token_bytes(32), mode=0o600)
     node_key = make_node_key(site.courier / "node.key")
     write_atomic(site.courier / "node.pub", f"{node_key}\n".encode())
     write_atomic(site.courier / "ca.pem", invitation.ca_certificate.encode())

@@ -89,13 +89,14 @@ def open_ledger(site: Site, policy: Policy) -> Ledger:
     return Ledger(site.ledger_path, budget=budget, unit="image")
 
 
-def scan(accepted: AcceptedPlan, data_path: Path) -> Cohort:
+def scan(site: Site, accepted: AcceptedPlan) -> Cohort:
     """Read the private images and check them against the plan.
 
     Raises:
         DataError: see `silo.data.load_cohort`.
     """
-    return load_cohort(data_path, accepted.plan.data, min_images=accepted.plan.partition.min_images)
+    plan, data_path = accepted.plan, Path(site.settings().data)
+    return load_cohort(data_path, plan.data, min_images=plan.partition.min_images, salt=site.salt())
 
 
 def assign(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> torch.Tensor:

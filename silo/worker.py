@@ -146,7 +146,7 @@ class Worker:
     def _scan(self) -> None:
         accepted = self._plan()
         stages.check_auditable(accepted, self.policy)
-        stages.scan(accepted, Path(self.settings.data))
+        stages.scan(self.site, accepted)
         self._enter(self.state.to("scanned"))
 
     def _assign(self) -> None:
@@ -250,7 +250,7 @@ class Worker:
         return stages.workplace(self.site, self._plan_id)
 
     def _cohort(self, accepted: AcceptedPlan) -> Cohort:
-        return stages.scan(accepted, Path(self.settings.data))
+        return stages.scan(self.site, accepted)
 
     def _progress(self, progress: Progress) -> None:
         self.state = self.state.model_copy(update={"step": progress.step, "num_steps": progress.num_steps})
