@@ -169,9 +169,12 @@ class TinyFederation:
 
     def publish(self, out: Path) -> None:
         """Train the router and publish the next version."""
-        inventory = take_inventory(self.federation)
-        train_router(self.federation, inventory, seed=0)
-        publish(self.federation, inventory, PASSPHRASE, out)
+        train_router(self.federation, take_inventory(self.federation), seed=0)
+        self.publish_only(out)
+
+    def publish_only(self, out: Path) -> None:
+        """Publish with the router that is there."""
+        publish(self.federation, take_inventory(self.federation), PASSPHRASE, out)
 
     def state_of(self, silo_id: str) -> State:
         """Read a silo's state from disk."""

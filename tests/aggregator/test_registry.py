@@ -1,0 +1,87 @@
+"""Enrolment: whose card is taken, and that nobody's place is taken by another."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from aggregator.config import Federation
+from aggregator.registry import cards, check_ledger, enroll, remember_ledger
+from ddm.errors import ArchipelagoError, BusyError, DocumentError, LedgerError, MissingFileError, SignatureError
+from ddm.protocol.base import now_utc
+from ddm.protocol.enrolment import CARD_KIND, Card
+from ddm.trust.envelope import seal
+from ddm.trust.keys import SigningKey
+
+NODE = "ecdsa-sha2-nistp256 " + "A" * 40
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Federation:
+    (tmp_path / "fed" / "registry").mkdir(parents=True)
+    return Federation(tmp_path / "fed")
+
+
+def write_card(folder: Path, silo_id: str, key: SigningKey, node: str = NODE, named: SigningKey | None = None) -> Path:
+    card = Card(silo_id=silo_id, signing_key=str((named or key).public), node_key=node, created_at=now_utc())
+    path = folder / f"{silo_id}.card.json"
+    path.write_bytes(seal(card.encode(), CARD_KIND, key))
+    return path
+
+
+def test_enroll_keeps_a_card_and_takes_the_same_one_again(federation: Federation, tmp_path: Path) -> None:
+    key = SigningKey.generate()
+    enroll(federation, write_card(tmp_path, "north", key))
+    enroll(federation, write_card(tmp_path, "north", key))
+    assert {silo: card.signing_key for silo, card in cards(federation).items()} == {"north": str(key.public)}
+
+
+def test_enroll_refuses_a_card_sealed_by_another_key_than_it_names(federation: Federation, tmp_path: Path) -> None:
+    path = write_card(tmp_path, "north", SigningKey.generate(), named=SigningKey.generate())
+    with pytest.raises(DocumentError):
+        enroll(federation, path)
+
+
+def test_enroll_refuses_a_tampered_card(federation: Federation, tmp_path: Path) -> None:
+    path = write_card(tmp_path, "north", SigningKey.generate())
+    envelope = json.loads(path.read_bytes())
+    envelope["payload"] = envelope["payload"].replace("north", "south")
+    path.write_text(json.dumps(envelope, separators=(",", ":"), sort_keys=True))
+    with pytest.raises((SignatureError, DocumentError)):
+        enroll(federation, path)
+    assert not cards(federation)
+
+
+def test_enroll_refuses_another_key_for_an_enrolled_silo(federation: Federation, tmp_path: Path) -> None:
+    enroll(federation, write_card(tmp_path, "north", SigningKey.generate()))
+    other = write_card(tmp_path, "north", SigningKey.generate(), node=NODE.replace("A", "B"))
+    with pytest.raises(BusyError):
+        enroll(federation, other)
+
+
+def test_enroll_refuses_a_key_that_another_silo_holds(federation: Federation, tmp_path: Path) -> None:
+    key = SigningKey.generate()
+    enroll(federation, write_card(tmp_path, "north", key))
+    with pytest.raises(BusyError):
+        enroll(federation, write_card(tmp_path, "south", key, node=NODE.replace("A", "B")))
+    with pytest.raises(BusyError):
+        enroll(federation, write_card(tmp_path, "south", SigningKey.generate()))
+
+
+def test_enroll_of_nothing_says_so(federation: Federation, tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError):
+        enroll(federation, tmp_path / "none.json")
+    (tmp_path / "junk.json").write_bytes(b"junk")
+    with pytest.raises(ArchipelagoError):
+        enroll(federation, tmp_path / "junk.json")
+
+
+def test_ledger_may_only_grow(federation: Federation) -> None:
+    one, two, three = "1" * 64, "2" * 64, "3" * 64
+    check_ledger(federation, "north", (one,))
+    remember_ledger(federation, "north", (one, two))
+    check_ledger(federation, "north", (one, two, three))
+    for chain in ((), (one,), (one, three), (two, one, three)):
+        with pytest.raises(LedgerError):
+            check_ledger(federation, "north", chain)
+    check_ledger(federation, "south", (three,))

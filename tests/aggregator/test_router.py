@@ -1,0 +1,84 @@
+"""The router: really trained on the sketches that arrived, judged on public data, tied to its submissions."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from aggregator.inventory import take_inventory
+from aggregator.router import RouterReport, describe, load_report, router_path, train_router
+from ddm.errors import MissingFileError, SetupError
+from ddm.routers.counts import CountsRouter
+from ddm.schedule import LinearPath
+from ddm.tensors import load_tensors, save_tensors
+from tests.conftest import Published
+from tests.federation import TinyFederation, recipe
+
+
+def weights(published: Published) -> dict[str, torch.Tensor]:
+    return load_tensors(router_path(published.tiny.federation, published.plan_id), None, max_bytes=1 << 20)
+
+
+def spoil_sketches(published: Published, value: float) -> None:
+    """Replace one silo's accepted sketches by other ones of the same shape."""
+    accepted = published.tiny.federation.accepted / published.plan_id / "north"
+    document = json.loads((accepted / "silos" / "north" / "submission.json").read_bytes())
+    path = accepted / next(r["file"]["path"] for r in document["releases"] if r["kind"] == "sketch")
+    sketch = load_tensors(path, None, max_bytes=1 << 20)["sketch"]
+    path.unlink()
+    save_tensors(path, {"sketch": torch.full_like(sketch, value)})
+
+
+def test_learned_router_changes_with_the_sketches_received(published: Published) -> None:
+    inventory = take_inventory(published.tiny.federation)
+    first = train_router(published.tiny.federation, inventory, seed=0)
+    before = weights(published)
+    again = train_router(published.tiny.federation, inventory, seed=0)
+    assert all(torch.equal(value, before[name]) for name, value in weights(published).items())
+    assert again == first
+    spoil_sketches(published, 0.7)
+    other = train_router(published.tiny.federation, take_inventory(published.tiny.federation), seed=0)
+    assert other.sketches != first.sketches
+    if first.published == other.published == "learned":
+        assert not torch.equal(weights(published)["log_mass"], before["log_mass"])
+
+
+def test_learned_router_starts_from_counts_but_moves_with_the_sketches(published_once: Published) -> None:
+    from ddm.routers.learned import refit_shares
+
+    inventory = take_inventory(published_once.tiny.federation)
+    noisy = torch.stack(list(inventory.counts().values()))
+    num_units = list(inventory.num_units.values())
+    counts = CountsRouter.from_counts(inventory.files.sketch, noisy, num_units, 1.0, LinearPath())
+    refitted = refit_shares(counts, list(inventory.sketches().values()), num_units, inventory.t_release())
+    assert float((refitted.log_mass_KG.exp() - counts.log_mass_KG.exp()).abs().max()) > 1e-6
+
+
+def test_report_publishes_learned_only_where_it_is_nowhere_worse(published_once: Published) -> None:
+    federation = published_once.tiny.federation
+    report = load_report(federation, take_inventory(federation))
+    assert report.sketches is not None
+    compared = [*report.bands, report.sketches]
+    worse = [band for band in compared if band.difference > 1e-9 and band.difference_low > 0.0]
+    assert (report.published == "learned") <= (not worse)
+    assert all(band.difference == pytest.approx(band.learned - band.counts, abs=1e-9) for band in compared)
+    assert report.published in describe(report)
+
+
+def test_router_of_other_submissions_is_not_published(published: Published, tmp_path: Path) -> None:
+    federation = published.tiny.federation
+    path = router_path(federation, published.plan_id).with_name("report.json")
+    report = RouterReport.parse(path.read_bytes(), subject="report")
+    stale = report.model_copy(update={"submissions": report.submissions | {"north": "0" * 64}})
+    path.write_bytes(stale.encode())
+    with pytest.raises(MissingFileError, match="router"):
+        published.tiny.publish_only(tmp_path / "out")
+
+
+def test_router_before_any_submission_says_what_to_do(tmp_path: Path) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", {"north": 20})
+    tiny.sign(recipe())
+    with pytest.raises(SetupError, match="none") as refused:
+        take_inventory(tiny.federation)
+    assert "aggregator run" in refused.value.remedy

@@ -1,0 +1,63 @@
+"""The demo script itself, with an expert of a few steps: what it leaves behind is what the reference promises."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from PIL import Image
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_three_silos"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_demo_data_have_the_promised_sizes_and_different_label_mixes(tmp_path: Path) -> None:
+    sizes = load("make_data").make_data(tmp_path, seed=0)
+    silos = {name: size for name, size in sizes.items() if name not in ("public", "evaluation")}
+    total = sum(silos.values())
+    for name, share in {"north": 0.6, "east": 0.3, "west": 0.1}.items():
+        assert silos[name] / total == pytest.approx(share, abs=0.03)
+    histograms = []
+    seen: set[bytes] = set()
+    for name, size in sizes.items():
+        with np.load(tmp_path / f"{name}.npz") as archive:
+            images = archive["images"]
+            assert images.shape == (size, 1, 8, 8)
+            assert images.min() >= -1.0
+            assert images.max() <= 1.0
+            if name in silos:
+                histograms.append(np.bincount(archive["labels"], minlength=10) / size)
+        own = {image.tobytes() for image in images}
+        assert not own & seen, "an image is in two sets"
+        seen |= own
+    assert min(np.abs(a - b).sum() for i, a in enumerate(histograms) for b in histograms[:i]) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_demo_leaves_a_grid_and_a_summary(tmp_path: Path) -> None:
+    recipe = (EXAMPLE / "plan.toml").read_text().replace("num_steps = 1500", "num_steps = 60")
+    (tmp_path / "plan.toml").write_text(recipe)
+    out = tmp_path / "demo"
+    command = [sys.executable, str(EXAMPLE / "run.py"), "--out", str(out), "--recipe", str(tmp_path / "plan.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = json.loads((out / "summary.json").read_text())
+    assert set(summary["silos"]) == {"north", "east", "west"}
+    assert all(row["epsilon"] == 8.0 and row["bytes_left"] > 1e6 for row in summary["silos"].values())
+    assert {"prior", "counts", "learned", "non-private"} <= set(summary["router"][0])
+    assert {"lock(1)", "sample", "full", "top-1 (biased)"} <= set(summary["shares"])
+    assert summary["processes"]["aggregator"]["run_id"]
+    assert Image.open(out / "samples.png").width > 500
