@@ -129,8 +129,8 @@ def approve(
     digest: Annotated[str, typer.Option(help="The digest that `silo review` printed.")],
 ) -> None:
     """Let exactly the reviewed submission leave."""
-    from silo.worker import approve as record_approval
-    from silo.worker import load_draft
+    from silo.approval import approve as record_approval
+    from silo.approval import load_draft
 
     place = Site(site).require()
     record_approval(place, digest.strip().lower())

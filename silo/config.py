@@ -37,9 +37,11 @@ class PrivacyPolicy(Settings):
 
 
 class TrainingPolicy(Settings):
-    """The most work and the largest files one plan may ask for."""
+    """The most work and the largest files one plan may ask for, and the fewest images an expert may be made of."""
 
+    min_images: Annotated[int, Field(gt=0)] = 20
     max_steps: Annotated[int, Field(gt=0)] = 1_000_000
+    max_batch_size: Annotated[int, Field(gt=0)] = 4096
     max_expert_bytes: Annotated[int, Field(gt=0)] = 4 * 1024**3
     max_release_bytes: Annotated[int, Field(gt=0)] = 256 * 1024**2
     max_train_s: Annotated[int, Field(gt=0)] = 7 * 24 * 3600

@@ -39,7 +39,7 @@ def load_cohort(path: Path, spec: DataSpec, *, min_images: int, salt: bytes) -> 
     Args:
         path: an npz with `images`, shape (N, C, H, W) or (N, H, W): float in the plan's range, or uint8.
         spec: the plan's shape and range.
-        min_images: fewest images that the plan accepts.
+        min_images: fewest images that the plan and this site accept.
         salt: this site's, for the digest.
 
     Raises:
@@ -49,7 +49,7 @@ def load_cohort(path: Path, spec: DataSpec, *, min_images: int, salt: bytes) -> 
     require_file(path, "an npz of images")
     images = torch.from_numpy(_fit(_read_npz(path), spec)).contiguous()
     if len(images) < min_images:
-        raise DataError("images", expected=f"at least {min_images}, as the plan asks", got=f"{len(images)}")
+        raise DataError("images", expected=f"at least {min_images}, as plan and policy ask", got=f"{len(images)}")
     return Cohort(images=images, digest=dataset_digest(images, salt))
 
 

@@ -10,7 +10,7 @@ genuine here; the aggregator sees it, since the chain of digests in the next sub
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +134,25 @@ class Ledger:
             )
             return self._append(debit)
 
+    def check_affordable(self, plan_digest: str, dataset_digest: str, mechanisms: Mapping[Kind, Mechanism]) -> None:
+        """Refuse a plan whose releases together would go over the budget, before any of them is debited.
+
+        Args:
+            plan_digest: the plan's.
+            dataset_digest: of the cohort.
+            mechanisms: all that the plan draws; what was debited for it already is not counted twice.
+
+        Raises:
+            BudgetError: the total would go over the budget; nothing was debited.
+            LedgerError: the ledger is damaged.
+        """
+        with self._locked() as entries:
+            debits = [debit for _, debit in _debits(entries)]
+            paid = {d.kind for d in debits if (d.plan_digest, d.dataset_digest) == (plan_digest, dataset_digest)}
+            asked = [mechanism for kind, mechanism in mechanisms.items() if kind not in paid]
+            if asked:
+                self._check_budget([*(debit.mechanism for debit in debits), *asked])
+
     def record_draw(self, debit: Entry, draw_digest: str) -> Entry:
         """Record that `debit` was drawn; call it once the draw is durable and before it is used.
 
@@ -188,7 +207,7 @@ class Ledger:
             raise BudgetError(
                 "privacy ledger",
                 expected=f"epsilon of at most {self.budget.epsilon:g} at delta {self.budget.delta:g} in all",
-                got=f"{epsilon:.4g} with this release",
+                got=f"{epsilon:.4g} with this plan",
             )
 
     @contextmanager

@@ -27,10 +27,8 @@ from ddm.trust.silo_role import sign_silo_metadata
 from silo.config import Site
 from silo.ledger import Ledger
 from silo.reception import AcceptedPlan
+from silo.releases import COUNTS_NAME, SKETCH_NAME
 from silo.stages import TrainingRecord, Workplace
-
-COUNTS_NAME = "counts.safetensors"
-SKETCH_NAME = "sketch.safetensors"
 
 
 def expert_path(silo_id: str, expert_id: str) -> str:
@@ -144,6 +142,8 @@ def send(
         link_or_copy(source, part / path)
     write_atomic(part / submission_path(silo_id), encoded)
     write_atomic(part / "metadata" / f"{plan_id}.{silo_id}.json", role)
+    for folder in (path for path in part.rglob("*") if path.is_dir()):
+        sync_folder(folder)
     part.rename(final)
     sync_folder(final.parent)
     return submission

@@ -51,6 +51,8 @@ def _training_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]
         yield "architecture", " or ".join(allowed.architectures) or "none", architecture
     numbers = (
         ("training steps", plan.expert.training.num_steps, allowed.max_steps),
+        ("batch size", plan.expert.training.batch_size, allowed.max_batch_size),
+        ("steps between checkpoints", plan.expert.training.checkpoint_steps, plan.expert.training.num_steps),
         ("bytes of an expert", plan.limits.expert_bytes, allowed.max_expert_bytes),
         ("bytes of a release", plan.limits.release_bytes, allowed.max_release_bytes),
         ("seconds of training", plan.limits.train_s, allowed.max_train_s),

@@ -1,14 +1,17 @@
 """How a plan comes in: copied out of the hostile inbox, verified against the pinned root, then read."""
 
+import re
 import shutil
 from dataclasses import dataclass
 from datetime import datetime
+from math import prod
 from pathlib import Path
 
-from ddm.errors import DigestError, ReplayError
-from ddm.files import copy_tree_bounded, read_bounded
+from ddm.errors import DigestError, PolicyError, ReplayError
+from ddm.files import copy_tree_bounded, read_bounded, sync_folder
+from ddm.models import expected_tensors
 from ddm.plan_files import PlanFiles
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.trust.verify import verify_bundle
 from silo.config import Policy, Site
@@ -40,9 +43,15 @@ def plan_folder(site: Site, plan_id: str) -> Path:
 
 
 def waiting_plans(site: Site) -> list[str]:
-    """List the plan ids whose bundle is complete in the inbox and that the worker has not accepted, oldest first."""
-    bundles = sorted(site.inbox.glob("*/bundle"), key=lambda path: path.stat().st_mtime)
-    return [path.parent.name for path in bundles if not plan_folder(site, path.parent.name).exists()]
+    """List the plans whose bundle is complete in the inbox and on which this site never worked, oldest first."""
+    bundles = [path for path in site.inbox.glob("*/bundle") if re.fullmatch(PLAN_ID_PATTERN, path.parent.name)]
+    ordered = sorted(bundles, key=lambda path: path.lstat().st_mtime)
+    return [path.parent.name for path in ordered if not workplace_folder(site, path.parent.name).exists()]
+
+
+def workplace_folder(site: Site, plan_id: str) -> Path:
+    """Where the site works on a plan; it exists from acceptance on, also after the work is done."""
+    return site.private / "checkpoints" / plan_id
 
 
 def receive_plan(
@@ -70,11 +79,23 @@ def receive_plan(
         if listed != signed:
             raise DigestError("plan.json", expected="exactly the files that are signed", got="another list")
         check_plan(accepted.plan, policy, silo_id=silo_id, now=now)
+        _check_size(accepted.plan)
         accepted.files()
+        shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
         part.rename(plan_folder(site, plan_id))
+        sync_folder(part.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return load_accepted(site, plan_id, accepted.digest)
+
+
+def _check_size(plan: Plan) -> None:
+    """Hold the architecture to the size that the plan declares, before anything of that size is allocated."""
+    specs = expected_tensors(plan.expert.architecture, plan.data.shape).values()
+    needed = sum(4 * prod(spec.shape) for spec in specs)
+    if needed > plan.limits.expert_bytes:
+        limit = f"at most the plan's own limit of {plan.limits.expert_bytes} bytes"
+        raise PolicyError(f"plan {plan.plan_id}: size of an expert", expected=limit, got=f"{needed} bytes")
 
 
 def load_accepted(site: Site, plan_id: str, digest: str) -> AcceptedPlan:

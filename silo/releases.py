@@ -38,6 +38,15 @@ SKETCH_NAME = "sketch.safetensors"
 _BLOCK = 16384
 
 
+def mechanisms(plan: Plan) -> Mapping[Kind, Mechanism]:
+    """Return everything that the plan draws, by kind."""
+    asked = plan.releases
+    return {
+        "counts": DiscreteLaplaceMechanism(epsilon=asked.counts.epsilon),
+        "sketch": GaussianMechanism(mu=gaussian_mu(asked.sketch.epsilon, asked.sketch.delta)),
+    }
+
+
 def draw_counts(
     ledger: Ledger,
     plan: Plan,
@@ -75,7 +84,7 @@ def draw_counts(
     def draw() -> Mapping[str, Tensor]:
         return {"counts": torch.from_numpy(true_G + discrete_laplace(asked.num_groups, asked.epsilon, noise))}
 
-    mechanism = DiscreteLaplaceMechanism(epsilon=asked.epsilon)
+    mechanism = mechanisms(plan)["counts"]
     return _draw_once(ledger, plan, plan_digest, "counts", mechanism, dataset_digest, folder / COUNTS_NAME, draw)
 
 
@@ -128,7 +137,7 @@ def draw_sketches(
         released_NR = whole_NR[_shuffled(len(whole_NR), noise)] * (alpha * GRID)
         return {"sketch": torch.from_numpy(released_NR).float()}
 
-    mechanism = GaussianMechanism(mu=mu)
+    mechanism = mechanisms(plan)["sketch"]
     return _draw_once(ledger, plan, plan_digest, "sketch", mechanism, dataset_digest, folder / SKETCH_NAME, draw)
 
 

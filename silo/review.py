@@ -2,8 +2,8 @@
 
 from ddm.console import human_bytes, human_seconds, table
 from ddm.protocol.submission import Submission
+from silo.approval import load_draft, review_folder
 from silo.config import Site
-from silo.worker import load_draft, review_folder
 
 
 def review_text(site: Site) -> str:

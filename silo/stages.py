@@ -22,8 +22,8 @@ from silo.audit import gate, measure
 from silo.config import Policy, Site
 from silo.data import Cohort, load_cohort
 from silo.ledger import Ledger
-from silo.reception import AcceptedPlan
-from silo.releases import draw_counts, draw_sketches
+from silo.reception import AcceptedPlan, workplace_folder
+from silo.releases import draw_counts, draw_sketches, mechanisms
 
 NUM_HOLDOUT_UNITS = 0  # every image of the cohort is trained on
 
@@ -78,7 +78,7 @@ class Workplace:
 
 def workplace(site: Site, plan_id: str) -> Workplace:
     """Return the folder in which this site works on `plan_id`."""
-    folder = site.private / "checkpoints" / plan_id
+    folder = workplace_folder(site, plan_id)
     folder.mkdir(parents=True, exist_ok=True)
     return Workplace(folder)
 
@@ -89,14 +89,24 @@ def open_ledger(site: Site, policy: Policy) -> Ledger:
     return Ledger(site.ledger_path, budget=budget, unit="image")
 
 
-def scan(site: Site, accepted: AcceptedPlan) -> Cohort:
+def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
     """Read the private images and check them against the plan.
 
     Raises:
         DataError: see `silo.data.load_cohort`.
     """
     plan, data_path = accepted.plan, Path(site.settings().data)
-    return load_cohort(data_path, plan.data, min_images=plan.partition.min_images, salt=site.salt())
+    fewest = max(plan.partition.min_images, policy.training.min_images)
+    return load_cohort(data_path, plan.data, min_images=fewest, salt=site.salt())
+
+
+def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None:
+    """Refuse, before training and again before the first draw, a plan whose releases together are over budget.
+
+    Raises:
+        BudgetError: nothing was debited and no noise was drawn.
+    """
+    ledger.check_affordable(accepted.digest, cohort.digest, mechanisms(accepted.plan))
 
 
 def assign(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> torch.Tensor:
@@ -204,6 +214,7 @@ def release(
     if len(group_N) != cohort.num_units:
         raise DataError("assignment", expected=f"{cohort.num_units} images", got=f"{len(group_N)}")
     work.releases.mkdir(exist_ok=True)
+    check_budget(accepted, cohort, ledger)
     args = (ledger, accepted.plan, accepted.digest)
     draw_counts(*args, group_N, cohort.digest, work.releases)
     draw_sketches(*args, files.sketch, cohort.images, cohort.digest, work.releases)

@@ -1,31 +1,18 @@
 """Where a silo's work on its plan stands: one small file, replaced atomically at every step."""
 
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ddm.errors import DocumentError
+from ddm.exchange import SiloState
 from ddm.files import write_atomic
 from ddm.protocol.base import Digest, Document, NaturalInt, PlanId, ShortText
 
-StateName = Literal[
-    "waiting",
-    "plan_accepted",
-    "plan_refused",
-    "scanned",
-    "assigned",
-    "training",
-    "audited",
-    "released",
-    "awaiting_approval",
-    "in_outbox",
-    "accepted",
-    "refused",
-    "withdrawn",
-]
-STATE_NAMES: tuple[StateName, ...] = get_args(StateName)
-FINAL: frozenset[str] = frozenset({"plan_refused", "accepted", "withdrawn"})
+StateName = SiloState
+IDLE: frozenset[str] = frozenset({"waiting", "plan_refused", "accepted", "withdrawn"})
+SENT: frozenset[str] = frozenset({"in_outbox", "accepted"})
 
 
 class Problem(Document):
@@ -43,6 +30,7 @@ class State(Document):
     state: StateName = "waiting"
     plan_id: PlanId | None = None
     plan_digest: Digest | None = None
+    dataset_digest: Digest | None = None
     sequence: Annotated[int, Field(ge=1, le=10_000)] = 1
     submission_digest: Digest | None = None
     step: NaturalInt = 0
@@ -52,6 +40,11 @@ class State(Document):
     def to(self, state: StateName, **changes: object) -> "State":
         """Return the state that follows, with any problem cleared unless a new one is given."""
         return self.model_copy(update={"state": state, "problem": None, **changes})
+
+
+def state_path(private: Path) -> Path:
+    """Where the state lies in a site's private folder."""
+    return private / "state.json"
 
 
 def load_state(path: Path) -> State:

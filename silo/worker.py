@@ -3,6 +3,7 @@
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -10,37 +11,22 @@ from types import FrameType
 import pandas as pd
 import torch
 
-from ddm.errors import ApprovalError, ArchipelagoError, SubmissionRefusedError
-from ddm.files import locked, read_bounded, write_atomic
-from ddm.protocol.base import Document, ShortText, now_utc
-from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Refused
-from ddm.protocol.submission import Approval, Submission
+from ddm.errors import ApprovalError, ArchipelagoError, DataError, SubmissionRefusedError
+from ddm.files import locked, write_atomic
+from ddm.protocol.base import now_utc
+from ddm.protocol.receipt import Refused
+from ddm.protocol.submission import Approval
 from ddm.training import Progress
-from ddm.trust.envelope import open_sealed
-from ddm.trust.keys import PublicKey, SigningKey
+from ddm.trust.keys import SigningKey
 from silo import outbox, stages
+from silo.approval import approval_path, load_draft, person_approved, review_folder
 from silo.config import Site
 from silo.data import Cohort
+from silo.receipts import find_receipt
 from silo.reception import AcceptedPlan, load_accepted, receive_plan, waiting_plans
-from silo.state import FINAL, Problem, State, StateName, load_state, save_state
+from silo.state import IDLE, SENT, Problem, State, StateName, load_state, save_state, state_path
 
-MAX_RECEIPT_BYTES = 65536
-
-
-class PersonApproval(Document):
-    """What `silo approve` leaves for the worker."""
-
-    submission_digest: ShortText
-
-
-def approval_path(site: Site) -> Path:
-    """Where a person's approval waits for the worker."""
-    return site.private / "approval.json"
-
-
-def state_path(site: Site) -> Path:
-    """Where the worker's state lies."""
-    return site.private / "state.json"
+NOTE_S = 2.0  # training progress is noted on disk this often
 
 
 class Worker:
@@ -59,8 +45,9 @@ class Worker:
         self.policy = site.policy()
         self.on_change = on_change
         self.stopping = threading.Event()
-        self.state = load_state(state_path(site))
+        self.state = load_state(state_path(site.private))
         self._refused_now: set[str] = set()
+        self._noted_at = 0.0
 
     def run(self) -> State:
         """Work until a submission is accepted; a site whose last one was waits for the next plan.
@@ -99,6 +86,8 @@ class Worker:
         elif self.state.state == "refused":
             self._enter(self.state.to("released", sequence=self.state.sequence + 1, submission_digest=None))
         else:
+            if self.state.state not in IDLE:
+                self._work()
             self._announce()
 
     def step(self) -> None:
@@ -107,6 +96,7 @@ class Worker:
             "waiting": self._accept_plan,
             "plan_refused": self._accept_plan,
             "accepted": self._accept_plan,
+            "withdrawn": self._accept_plan,
             "plan_accepted": self._scan,
             "scanned": self._assign,
             "assigned": self._begin_training,
@@ -141,13 +131,15 @@ class Worker:
             num_steps = accepted.plan.expert.training.num_steps
             fresh = State(plan_id=plan_id, plan_digest=accepted.digest, num_steps=num_steps)
             self._enter(fresh.to("plan_accepted"))
+            self._work()
             return
 
     def _scan(self) -> None:
         accepted = self._plan()
         stages.check_auditable(accepted, self.policy)
-        stages.scan(self.site, accepted)
-        self._enter(self.state.to("scanned"))
+        cohort = stages.scan(self.site, accepted, self.policy)
+        stages.check_budget(accepted, cohort, stages.open_ledger(self.site, self.policy))
+        self._enter(self.state.to("scanned", dataset_digest=cohort.digest))
 
     def _assign(self) -> None:
         accepted = self._plan()
@@ -201,7 +193,7 @@ class Worker:
         by_policy = self.policy.approval.kind == "policy" and self.state.sequence == 1
         if by_policy:
             approval = Approval(kind="policy", at=now_utc())
-        elif _person_approved(self.site, draft.digest):
+        elif person_approved(self.site, draft.digest):
             approval = Approval(kind="person", at=now_utc())
         else:
             return
@@ -211,27 +203,21 @@ class Worker:
 
     def _await_receipt(self) -> None:
         plan_id, sequence = self._plan_id, self.state.sequence
-        path = self.site.inbox / plan_id / "receipts" / f"{sequence}.json"
-        if not path.exists():
+        plan, silo_id = self._plan().plan, self.settings.silo_id
+        receipt = find_receipt(
+            self.site.inbox / plan_id / "receipts" / f"{sequence}.json",
+            plan,
+            (plan_id, self.state.plan_digest or "", silo_id, sequence),
+            self.site.outbox / plan_id / str(sequence) / outbox.submission_path(silo_id),
+        )
+        if receipt is None:
             return
-        receipt = self._read_receipt(path)
         if isinstance(receipt.verdict, Refused):
             reason = f"{receipt.verdict.reason} (code {receipt.verdict.code})"
             error = SubmissionRefusedError(f"submission {sequence}", expected="a receipt", got=f"a refusal: {reason}")
             self._enter(self.state.to("refused", problem=_problem(error)))
             raise error
         self._enter(self.state.to("accepted"))
-
-    def _read_receipt(self, path: Path) -> Receipt:
-        """Verify a receipt: signed by the key that the plan names, for this plan, silo and sequence."""
-        plan = self._plan().plan
-        sealed = read_bounded(path, MAX_RECEIPT_BYTES, subject="receipt")
-        payload, _ = open_sealed(sealed, RECEIPT_KIND, PublicKey.parse(plan.receipt_key), MAX_RECEIPT_BYTES)
-        receipt = Receipt.parse(payload, subject="receipt")
-        sent = (plan.plan_id, self.state.plan_digest, self.settings.silo_id, self.state.sequence)
-        if (receipt.plan_id, receipt.plan_digest, receipt.silo_id, receipt.sequence) != sent:
-            raise ApprovalError("receipt", expected="one for this plan, silo and sequence", got="another")
-        return receipt
 
     @property
     def _plan_id(self) -> str:
@@ -250,14 +236,21 @@ class Worker:
         return stages.workplace(self.site, self._plan_id)
 
     def _cohort(self, accepted: AcceptedPlan) -> Cohort:
-        return stages.scan(self.site, accepted)
+        """Read the images again, and hold them to what was scanned: expert and releases are about the same data."""
+        cohort = stages.scan(self.site, accepted, self.policy)
+        if cohort.digest != self.state.dataset_digest:
+            remedy = "Bring back the images that were there when the plan was taken on, or give it up: silo withdraw."
+            raise DataError("images", expected="those that were scanned for this plan", got="others", remedy=remedy)
+        return cohort
 
     def _progress(self, progress: Progress) -> None:
         self.state = self.state.model_copy(update={"step": progress.step, "num_steps": progress.num_steps})
-        self._announce()
+        if time.monotonic() - self._noted_at >= NOTE_S:
+            self._noted_at = time.monotonic()
+            self._enter(self.state)
 
     def _enter(self, state: State) -> None:
-        self.state = save_state(state_path(self.site), state)
+        self.state = save_state(state_path(self.site.private), state)
         self._announce()
 
     def _announce(self) -> None:
@@ -272,43 +265,24 @@ class Worker:
     def _keep_problem(self, error: ArchipelagoError) -> None:
         if self.state.problem is None:
             self.state = self.state.model_copy(update={"problem": _problem(error)})
-            save_state(state_path(self.site), self.state)
+            save_state(state_path(self.site.private), self.state)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self.stopping.set()
 
 
-def review_folder(site: Site) -> Path:
-    """Where the bytes that would leave lie for a person to look at."""
-    return site.private / "review"
-
-
-def load_draft(site: Site) -> Submission:
-    """Read the draft that waits for approval."""
-    data = read_bounded(review_folder(site) / "draft.json", 4 * 1024 * 1024)
-    return Submission.parse(data, subject="draft.json")
-
-
-def approve(site: Site, digest: str) -> None:
-    """Record a person's approval of exactly the draft with this digest.
+def withdraw(site: Site) -> State:
+    """Give up the present plan, so that the site can take another; what was released stays in the ledger.
 
     Raises:
-        ApprovalError: nothing waits, or something else does.
+        BusyError: the worker is at work.
+        ApprovalError: there is no plan to give up, or its submission was sent.
     """
-    state = load_state(state_path(site))
-    if state.state in FINAL or state.state != "awaiting_approval" or state.submission_digest is None:
-        raise ApprovalError("approval", expected="a submission in state awaiting_approval", got=state.state)
-    if digest != state.submission_digest or load_draft(site).digest != digest:
-        raise ApprovalError("approval", expected=state.submission_digest, got=digest)
-    write_atomic(approval_path(site), PersonApproval(submission_digest=digest).encode())
-
-
-def _person_approved(site: Site, digest: str) -> bool:
-    path = approval_path(site)
-    if not path.exists():
-        return False
-    approved = PersonApproval.parse(path.read_bytes(), subject="approval.json", limit=4096).submission_digest
-    return approved == digest
+    with locked(site.private, "worker"):
+        state = load_state(state_path(site.private))
+        if state.state in IDLE | SENT:
+            raise ApprovalError("withdrawal", expected="a plan at work and nothing sent", got=f"state {state.state}")
+        return save_state(state_path(site.private), state.to("withdrawn"))
 
 
 def _problem(error: ArchipelagoError) -> Problem:

@@ -20,8 +20,8 @@ from ddm.protocol.receipt import Receipt
 from ddm.trust.keys import SigningKey
 from silo.config import Policy, Site
 from silo.setup import init_site, make_card, read_invitation
-from silo.state import State
-from silo.worker import Worker, state_path
+from silo.state import State, state_path
+from silo.worker import Worker
 
 PASSPHRASE = b"correct horse"
 NUM_STEPS = 6
@@ -178,7 +178,7 @@ class TinyFederation:
 
     def state_of(self, silo_id: str) -> State:
         """Read a silo's state from disk."""
-        return State.parse(state_path(self.sites[silo_id]).read_bytes(), subject="state")
+        return State.parse(state_path(self.sites[silo_id].private).read_bytes(), subject="state")
 
 
 def write_policy(site: Site, policy: dict[str, object]) -> None:

@@ -11,14 +11,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ddm.errors import ApprovalError, AuditError, BudgetError, SignatureError, SubmissionRefusedError
+from aggregator.setup import load_key
+from ddm.errors import ApprovalError, AuditError, BudgetError, DataError, SubmissionRefusedError
 from ddm.processes import program
+from ddm.protocol.receipt import RECEIPT_KIND, Receipt
+from ddm.trust.envelope import open_sealed, seal
+from ddm.trust.keys import SigningKey
+from silo.approval import approve
 from silo.config import Site
 from silo.outbox import submission_path
-from silo.state import load_state
-from silo.worker import Worker, approve, state_path
+from silo.state import load_state, state_path
+from silo.worker import Worker, withdraw
 from tests.federation import PASSPHRASE, POLICY, TinyFederation, recipe, write_policy
 
 SILO = "north"
@@ -86,15 +92,115 @@ def test_worker_refuses_a_plan_of_another_federation(planned: tuple[TinyFederati
     assert state.problem.code in {10, 11, 19}
 
 
-def test_worker_refuses_over_budget_before_noise_is_drawn(planned: tuple[TinyFederation, str]) -> None:
+def test_worker_refuses_over_budget_before_training_and_before_any_noise_is_drawn(
+    planned: tuple[TinyFederation, str],
+) -> None:
     tiny, plan_id = planned
-    write_policy(tiny.sites[SILO], POLICY | {"privacy": {"budget_epsilon": 2.0}})
+    site = tiny.sites[SILO]
+    write_policy(site, POLICY | {"privacy": {"budget_epsilon": 2.0}})
     with pytest.raises(BudgetError):
         tiny.work(SILO)
-    site = tiny.sites[SILO]
-    drawn = {path.name for path in (site.private / "checkpoints" / plan_id / "releases").glob("*")}
-    assert "sketch.safetensors" not in drawn
+    assert site.ledger_path.read_bytes() == b""
+    assert not list((site.private / "draws").iterdir())
+    assert not list((site.private / "checkpoints" / plan_id).iterdir())
     assert not (site.outbox / plan_id).exists()
+
+
+def test_worker_draws_nothing_when_the_budget_shrank_during_training(planned: tuple[TinyFederation, str]) -> None:
+    tiny, _ = planned
+    site = tiny.sites[SILO]
+    tiny.work(SILO, until="audited")
+    write_policy(site, POLICY | {"privacy": {"budget_epsilon": 2.0}})
+    with pytest.raises(BudgetError):
+        tiny.work(SILO)
+    assert site.ledger_path.read_bytes() == b""
+    assert not list((site.private / "draws").iterdir())
+
+
+def test_site_takes_another_plan_after_giving_one_up(planned: tuple[TinyFederation, str]) -> None:
+    tiny, _ = planned
+    site = tiny.sites[SILO]
+    write_policy(site, POLICY | {"privacy": {"budget_epsilon": 2.0}})
+    with pytest.raises(BudgetError):
+        tiny.work(SILO)
+    assert withdraw(site).state == "withdrawn"
+    with pytest.raises(ApprovalError):
+        withdraw(site)
+    write_policy(site, POLICY)
+    second = tiny.sign()
+    tiny.deliver_plan(SILO, second)
+    assert tiny.work(SILO).plan_id == second
+
+
+def test_withdrawal_comes_too_late_once_sent(planned: tuple[TinyFederation, str]) -> None:
+    tiny, _ = planned
+    tiny.work(SILO)
+    with pytest.raises(ApprovalError, match="in_outbox"):
+        withdraw(tiny.sites[SILO])
+
+
+def test_worker_takes_a_plan_whose_acceptance_was_interrupted(planned: tuple[TinyFederation, str]) -> None:
+    tiny, plan_id = planned
+    site = tiny.sites[SILO]
+    tiny.work(SILO, until="plan_accepted")
+    state_path(site.private).unlink()
+    shutil.rmtree(site.private / "checkpoints")
+    assert tiny.work(SILO, until="scanned").plan_id == plan_id
+
+
+def test_worker_refuses_a_plan_whose_expert_is_larger_than_it_declares(tmp_path: Path) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
+    tables = recipe().model_dump(mode="json")
+    tables["limits"]["expert_bytes"] = 1000
+    plan_id = tiny.sign(type(recipe()).model_validate_json(json.dumps(tables)))
+    tiny.deliver_plan(SILO, plan_id)
+    problem = tiny.work(SILO, until="plan_refused").problem
+    assert problem is not None
+    assert problem.code == 31
+    assert "size of an expert" in problem.message
+
+
+def test_worker_ignores_a_folder_in_the_inbox_that_is_no_plan(planned: tuple[TinyFederation, str]) -> None:
+    tiny, plan_id = planned
+    for name in ("foo", "..bar", "x" * 200):
+        (tiny.sites[SILO].inbox / name / "bundle").mkdir(parents=True)
+    assert tiny.work(SILO, until="plan_accepted").plan_id == plan_id
+
+
+def test_worker_refuses_images_that_changed_after_they_were_scanned(planned: tuple[TinyFederation, str]) -> None:
+    tiny, _ = planned
+    tiny.work(SILO, until="assigned")
+    path = tiny.path / "data.npz"
+    with np.load(tiny.sites[SILO].settings().data) as archive:
+        changed = archive["images"].copy()
+    changed[0, 0, 0, 0] += 0.01 if changed[0, 0, 0, 0] < 0 else -0.01
+    np.savez(path, images=changed)
+    settings = tiny.sites[SILO].path / "silo.toml"
+    old = tiny.sites[SILO].settings().data
+    settings.write_text(settings.read_text().replace(old, str(path)))
+    with pytest.raises(DataError, match="scanned"):
+        tiny.work(SILO)
+
+
+def test_worker_refuses_too_few_images_for_this_sites_policy(planned: tuple[TinyFederation, str]) -> None:
+    tiny, _ = planned
+    write_policy(tiny.sites[SILO], POLICY | {"training": {"min_images": 41}})
+    with pytest.raises(DataError, match="at least 41"):
+        tiny.work(SILO)
+
+
+def test_worker_notes_the_progress_of_training_on_disk(
+    planned: tuple[TinyFederation, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, _ = planned
+    monkeypatch.setattr("silo.worker.NOTE_S", 0.0)
+    seen: list[int] = []
+    site = tiny.sites[SILO]
+    worker = Worker(site, tiny.key(SILO), lambda state: seen.append(load_state(state_path(site.private)).step))
+    worker.begin()
+    while worker.state.state != "audited":
+        worker.step()
+    assert max(seen) == worker.state.num_steps > 0
 
 
 def test_worker_stops_at_the_audit_without_a_waiver(planned: tuple[TinyFederation, str]) -> None:
@@ -140,8 +246,8 @@ def test_worker_keeps_the_same_draws_when_it_starts_again(planned: tuple[TinyFed
     releases = site.private / "checkpoints" / plan_id / "releases"
     before = {path.name: path.read_bytes() for path in releases.iterdir()}
     entries = site.ledger_path.read_bytes()
-    state = load_state(state_path(site))
-    state_path(site).write_bytes(state.to("audited").encode())
+    state = load_state(state_path(site.private))
+    state_path(site.private).write_bytes(state.to("audited").encode())
     tiny.work(SILO, until="released")
     assert {path.name: path.read_bytes() for path in releases.iterdir()} == before
     assert site.ledger_path.read_bytes() == entries
@@ -170,20 +276,35 @@ def test_worker_resubmits_after_a_refusal_with_a_new_sequence_and_a_person(
     tiny.work(SILO, until="accepted")
 
 
-def test_worker_refuses_a_receipt_by_another_key(planned: tuple[TinyFederation, str]) -> None:
-    from ddm.trust.envelope import open_sealed, seal
-    from ddm.trust.keys import SigningKey
-
+def test_worker_believes_no_receipt_but_the_genuine_one(planned: tuple[TinyFederation, str]) -> None:
     tiny, plan_id = planned
     tiny.work(SILO)
     tiny.collect(SILO, plan_id)
     tiny.take_in()
     tiny.deliver_receipt(SILO, plan_id)
     path = tiny.sites[SILO].inbox / plan_id / "receipts" / "1.json"
-    payload, _ = open_sealed(path.read_bytes(), "receipt", None, 65536)
-    path.write_bytes(seal(payload, "receipt", SigningKey.generate()))
-    with pytest.raises(SignatureError):
-        tiny.work(SILO, until="accepted")
+    genuine = path.read_bytes()
+    payload, _ = open_sealed(genuine, RECEIPT_KIND, None, 65536)
+    receipt = json.loads(payload)
+    own_key = load_key(tiny.federation, "receipts", PASSPHRASE)
+    forged = {
+        "junk": b"junk",
+        "another key": seal(payload, RECEIPT_KIND, SigningKey.generate()),
+        "another submission": seal(reworded(receipt, submission_digest="0" * 64), RECEIPT_KIND, own_key),
+        "another silo": seal(reworded(receipt, silo_id="south"), RECEIPT_KIND, own_key),
+        "another sequence": seal(reworded(receipt, sequence=2), RECEIPT_KIND, own_key),
+    }
+    for name, data in forged.items():
+        path.write_bytes(data)
+        with pytest.raises(AssertionError, match="stands still"):
+            tiny.work(SILO, until="accepted")
+        assert not path.exists(), f"{name} stays in the way of the genuine receipt"
+    path.write_bytes(genuine)
+    assert tiny.work(SILO, until="accepted").state == "accepted"
+
+
+def reworded(receipt: dict[str, object], **changes: object) -> bytes:
+    return Receipt.model_validate_json(json.dumps(receipt | changes)).encode()
 
 
 def run_worker(site: Site, *prefix: str) -> subprocess.Popen[bytes]:
@@ -213,7 +334,7 @@ def watch(process: subprocess.Popen[bytes], seen: Callable[[], bool], what: str,
 
 
 def wait_for(site: Site, process: subprocess.Popen[bytes], wanted: str) -> None:
-    watch(process, lambda: load_state(state_path(site)).state == wanted, wanted)
+    watch(process, lambda: load_state(state_path(site.private)).state == wanted, wanted)
 
 
 def end(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> str:
@@ -239,7 +360,7 @@ def test_worker_killed_in_training_ends_with_a_byte_identical_expert(tmp_path: P
             checkpoints = site.private / "checkpoints" / plan_id / "training"
             watch(process, lambda folder=checkpoints: any(folder.rglob("*.json")), "a checkpoint")
             end(process, signal.SIGKILL)
-            assert load_state(state_path(site)).state == "training"
+            assert load_state(state_path(site.private)).state == "training"
             assert not list(site.outbox.glob(f"{plan_id}/*"))
             process = run_worker(site)
         wait_for(site, process, "in_outbox")
