@@ -28,6 +28,7 @@ def test_policy_lets_an_ordinary_plan_pass() -> None:
         ("privacy", {"max_epsilon": 7.9}, "epsilon"),
         ("privacy", {"max_delta": 1e-6}, "delta"),
         ("training", {"max_steps": 1499}, "steps"),
+        ("training", {"max_batch_size": 63}, "batch size"),
         ("training", {"architectures": []}, "architecture"),
         ("training", {"max_expert_bytes": 1000}, "bytes of an expert"),
         ("training", {"max_release_bytes": 1000}, "bytes of a release"),
