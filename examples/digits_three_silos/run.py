@@ -42,9 +42,9 @@ def main() -> int:
     except DemoError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return error.code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
         print("\nInterrupted; every process of the demo has ended. Start again with: make demo", file=sys.stderr)
-        return 130
+        return 128 + int(interruption.args[0] if interruption.args else signal.SIGINT)
     return 0
 
 
@@ -97,7 +97,7 @@ def set_up_aggregator(demo: Demo, port: int) -> None:
     shutil.copyfile(out / "fed" / "tuf" / "metadata" / "1.root.json", out / "root.json")
     # Small shards, so that even this small expert travels in several.
     settings = out / "fed" / "federation.toml"
-    settings.write_text(settings.read_text().replace("shard_bytes = 67108864", "shard_bytes = 1048576"))
+    settings.write_text(settings.read_text().replace("shard_bytes = 67108864", "shard_bytes = 524288"))
 
 
 def set_up_silo(demo: Demo, silo: str) -> None:
@@ -161,7 +161,7 @@ def timed(stages: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(signum)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,13 @@ class Demo:
         """Run a command to its end, its output as it comes."""
         command = self._command(program, arguments)
         self._show(command)
-        code = subprocess.run(command, env=self._environment(), check=False).returncode
+        # In a session of its own: Ctrl-C reaches the demo alone, which then ends the command.
+        child = subprocess.Popen(command, env=self._environment(), start_new_session=True)
+        try:
+            code = child.wait()
+        finally:
+            child.terminate()
+            child.wait()
         if code:
             raise DemoError(f"the command above ended with exit code {code}.", code)
 

@@ -25,8 +25,8 @@ from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
 from ddm.schedule import LinearPath
 from ddm.strategies import Full, Lock, Sample, Strategy, TopOne
 
-NUM_SHARES = 512
-STEPS = 12
+NUM_SHARES = 384
+STEPS = 16
 NEAR_DATA = 0.02
 STRATEGIES: dict[str, Strategy] = {
     "lock(1)": Lock(1.0),
@@ -148,7 +148,7 @@ def _shares(ensemble: Ensemble, exact: LearnedRouter) -> dict[str, dict[str, obj
     rows: dict[str, dict[str, object]] = {}
     weights = log_prior(ensemble.prior, len(ensemble.experts))
     for name, strategy in STRATEGIES.items():
-        drawn = ensemble.sample(NUM_SHARES, strategy=strategy, steps=STEPS, solver="heun", seed=1)
+        drawn = ensemble.sample(NUM_SHARES, strategy=strategy, steps=STEPS, solver="euler", seed=1)
         t_N = torch.full((NUM_SHARES,), NEAR_DATA)
         w_NK = posterior(exact, drawn.images * (1 - NEAR_DATA), t_N, weights).double()
         rows[name] = {
