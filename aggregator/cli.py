@@ -1,5 +1,6 @@
 """The aggregator operator's commands: init, enroll, plan, run, router, publish."""
 
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 app = new_app("Plan a federation of silos, take in their experts, train the router, publish a signed ensemble.")
 
-FederationArgument = Annotated[Path, typer.Argument(metavar="FED", help="The federation's folder.")]
+FederationArgument = Annotated[Path, typer.Argument(metavar="FED", file_okay=False, help="The federation's folder.")]
 PassphraseOption = Annotated[
     Path | None, typer.Option("--passphrase-file", metavar="FILE", help="First line opens the federation's keys.")
 ]
@@ -62,10 +63,12 @@ def plan(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Fit what is public, show size, time and epsilon, then sign the plan."""
+    from pydantic import ValidationError
+
     from aggregator.planning import draft_plan, read_public, sign_plan
     from aggregator.recipe import Recipe
     from aggregator.setup import load_key
-    from ddm.settings import load_settings
+    from ddm.settings import load_settings, misfit
 
     federation = Federation(fed).require()
     chosen = load_settings(Recipe, recipe)
@@ -73,9 +76,14 @@ def plan(
     secret = _passphrase(federation, passphrase_file)
     load_key(federation, "targets", secret)
     with tempfile.TemporaryDirectory() as scratch:
-        draft = draft_plan(federation, chosen, images, Path(scratch))
+        try:
+            draft = draft_plan(federation, chosen, images, Path(scratch))
+        except ValidationError as error:
+            # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
+            raise misfit(recipe, error) from error
         say(_costs(draft))
         if not yes and not _confirmed():
+            say("Not signed.")
             raise typer.Abort
         digest = sign_plan(federation, draft, secret)
     say(f"Signed plan {draft.plan.plan_id}, digest {digest}. Next: aggregator run {fed}")
@@ -84,12 +92,15 @@ def plan(
 @app.command()
 def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> None:
     """Deliver the plan, take in submissions, send receipts; ends when every silo has one."""
-    from aggregator.running import run_federation
     from aggregator.setup import load_key
 
     federation = Federation(fed).require()
     federation.current_plan()
-    run_federation(federation, load_key(federation, "receipts", _passphrase(federation, passphrase_file)))
+    key = load_key(federation, "receipts", _passphrase(federation, passphrase_file))
+
+    from aggregator.running import run_federation
+
+    run_federation(federation, key)
 
 
 @app.command()
@@ -131,9 +142,10 @@ def _settings(name: str, address: str, passphrase_file: Path | None):  # type: i
 
     from aggregator.config import FederationSettings
 
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit():
-        raise SetupError("--address", expected="HOST:PORT, for example 127.0.0.1:9092", got=address[:100])
+    host, _, port = address.rpartition(":")
+    if not re.fullmatch(r"[A-Za-z0-9.-]{1,250}", host) or not re.fullmatch("[0-9]{1,5}", port):
+        wanted = "HOST:PORT with a name or an IPv4 address, for example 127.0.0.1:9092"
+        raise SetupError("--address", expected=wanted, got=repr(address[:100]))
     try:
         return FederationSettings(
             name=name,

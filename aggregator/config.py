@@ -6,12 +6,14 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from ddm.errors import DigestError, MissingFileError
+from ddm.errors import DigestError, MissingFileError, SetupError
 from ddm.files import read_bounded, write_atomic
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, sha256_hex
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, check_json, sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.settings import Settings, load_settings
+from ddm.trust.paths import split_silo_role
 
+MAX_TUF_BYTES = 5_000_000
 KEY_NAMES = ("root", "targets", "plans", "release", "online", "receipts")
 
 
@@ -116,13 +118,28 @@ class Federation:
 
         Raises:
             MissingFileError: no plan was signed yet.
+            SetupError: another plan was being signed when something stopped it.
             DigestError: the plan's file changed since.
         """
         path = self.path / "plans" / "current.json"
         if not path.is_file():
             raise MissingFileError("plan", expected="a signed plan", got="none", remedy="Sign one: aggregator plan.")
         current = CurrentPlan.parse(path.read_bytes(), subject=path.name)
+        if self._delegated_plans() != {current.plan_id}:
+            raise SetupError(
+                f"plan {current.plan_id}",
+                expected="the plan signed last",
+                got="another one whose signing was interrupted",
+                remedy="Sign again: aggregator plan.",
+            )
         data = read_bounded(self.plan_targets(current.plan_id) / "plan.json", MAX_DOCUMENT_BYTES)
         if sha256_hex(data) != current.plan_digest:
             raise DigestError("plan.json", expected="the bytes that were signed", got="others")
         return Plan.parse(data, subject="plan.json"), current.plan_digest
+
+    def _delegated_plans(self) -> set[str]:
+        """The plans whose silos `targets`, the first file that signing a plan replaces, lets sign."""
+        data = read_bounded(self.tuf / "targets.json", MAX_TUF_BYTES)
+        targets = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)
+        roles = [split_silo_role(str(role["name"])) for role in targets["signed"]["delegations"]["roles"]]
+        return {role[0] for role in roles if role}

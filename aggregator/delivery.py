@@ -6,6 +6,7 @@
     incoming/<plan_id>/<silo_id>/status.json          the last status reported
     incoming/<plan_id>/<silo_id>/<sequence>/          a whole submission; `<sequence>.part/` while it arrives
     incoming/<plan_id>/<silo_id>/<sequence>.toolarge  an announced submission over the limit, not fetched
+    incoming/<plan_id>/<silo_id>/<sequence>.toomany   one beyond `MAX_SUBMISSIONS`, not fetched; its refusal is final
     receipts/<plan_id>/<silo_id>/<sequence>.json      delivered, then marked with `<sequence>.delivered`
     receipts/<plan_id>/<silo_id>/final                nothing more is expected of this silo after its receipts
 """
@@ -37,6 +38,9 @@ from ddm.exchange import (
 from ddm.files import read_bounded, write_atomic
 from ddm.shards import PartFolder, list_folder, read_spans
 
+MAX_SUBMISSIONS = 20
+TOO_LARGE = ".toolarge"
+TOO_MANY = ".toomany"
 _SEQUENCE = re.compile(r"[1-9][0-9]{0,6}")
 _MAX_BUNDLE_BYTES = 2**40
 # A batch is read into memory when it is offered, so no more than can be under way.
@@ -221,8 +225,11 @@ class SiloDelivery:
         self._status = report.status
         if report.sequence <= self._received() or not report.files:
             return
+        if report.sequence > MAX_SUBMISSIONS:
+            write_atomic(self._incoming / f"{report.sequence}{TOO_MANY}", b"")
+            return
         if sum(entry.num_bytes for entry in report.files) > self._max_submission_bytes:
-            write_atomic(self._incoming / f"{report.sequence}.toolarge", b"")
+            write_atomic(self._incoming / f"{report.sequence}{TOO_LARGE}", b"")
             return
         part = PartFolder(self._incoming / str(report.sequence), report.files)
         part.write(zip(report.spans, pieces, strict=True))
@@ -240,9 +247,10 @@ class SiloDelivery:
             self._part = None
 
     def _received(self) -> int:
-        """The highest sequence that is here whole or was too large."""
-        found = [path.name.removesuffix(".toolarge") for path in self._incoming.iterdir()]
-        return max((int(name) for name in found if _SEQUENCE.fullmatch(name)), default=0)
+        """The highest sequence that is here whole, was not to be fetched, or has its answer."""
+        found = [path.name.removesuffix(TOO_LARGE).removesuffix(TOO_MANY) for path in self._incoming.iterdir()]
+        answered = [path.name.removesuffix(".json") for path in self._receipts.glob("*.json")]
+        return max((int(name) for name in found + answered if _SEQUENCE.fullmatch(name)), default=0)
 
     def _awaiting_receipt(self) -> bool:
         received = self._received()

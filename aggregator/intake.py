@@ -1,6 +1,7 @@
 """Intake: whether a submission is what its silo signed, what the plan asked for, and safe to open.
 
-Order matters: the signature before any parser, digests before tensors, shapes before values.
+Order matters: the signature before any parser, digests before tensors, shapes before values. How far honest noise may
+carry a value: `aggregator.bounds`.
 """
 
 from collections.abc import Mapping
@@ -8,6 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from aggregator.bounds import cell_noise_bound, sketch_norm_bound, total_noise_bound
 from ddm.errors import AbsentFileError, DigestError, PolicyError, ReplayError, TensorFileError, UnlistedFileError
 from ddm.files import list_files, read_bounded
 from ddm.models import expected_tensors
@@ -15,6 +20,7 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_file, sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedCounts, SubmittedSketch
 from ddm.routers.counts import counts_specs
+from ddm.schedule import path_named
 from ddm.sketch import sketch_release_specs
 from ddm.tensors import load_tensors
 from ddm.trust.keys import PublicKey
@@ -22,8 +28,8 @@ from ddm.trust.silo_role import verify_silo_metadata
 
 MAX_FILES = 64
 MAX_ROLE_BYTES = 1 << 20
+MAX_DOCUMENTS_BYTES = 16 << 20
 MAX_WEIGHT = 1e4
-MAX_SKETCH = 1e3
 T_RELEASE_TOLERANCE = 1e-9
 
 
@@ -38,6 +44,7 @@ class Expectation:
         key: the silo's enrolled signing key.
         sequence: the number under which the files were pulled.
         t_release: the noise level that the plan's epsilon implies.
+        scale: C of the plan's sketch, in data units.
         now: the time of intake.
     """
 
@@ -47,6 +54,7 @@ class Expectation:
     key: PublicKey
     sequence: int
     t_release: float
+    scale: float
     now: datetime
 
 
@@ -59,11 +67,16 @@ class Intake:
     files: Mapping[str, Path]
 
 
+def submission_bytes(plan: Plan) -> int:
+    """Return the most bytes that a submission of `plan` may have: an expert, two releases, its documents."""
+    return plan.limits.expert_bytes + 2 * plan.limits.release_bytes + MAX_DOCUMENTS_BYTES
+
+
 def verify_submission(folder: Path, expected: Expectation) -> Intake:
     """Verify everything about one pulled submission.
 
     Args:
-        folder: exactly the files that the silo sent.
+        folder: exactly the files that the silo sent; nobody else can write to it.
         expected: what they must match.
 
     Raises:
@@ -87,7 +100,7 @@ def verify_submission(folder: Path, expected: Expectation) -> Intake:
     _check_binding(submission, expected)
     _check_listing(submission, signed, files, role_name, document)
     _check_terms(submission, expected)
-    _check_tensors(submission, files, expected.plan)
+    _check_tensors(submission, files, expected)
     return Intake(submission=submission, digest=sha256_hex(data), files=files)
 
 
@@ -172,17 +185,36 @@ def _releases(submission: Submission) -> tuple[SubmittedCounts, SubmittedSketch]
     return counts, sketch
 
 
-def _check_tensors(submission: Submission, files: Mapping[str, Path], plan: Plan) -> None:
-    """Open each tensor file strictly; its values are bounded, so that one silo cannot send infinities."""
+def _check_tensors(submission: Submission, files: Mapping[str, Path], expected: Expectation) -> None:
+    """Open each tensor file strictly; its values are bounded, so that one silo cannot send anything at all."""
+    plan, num_units = expected.plan, submission.num_units
     weights = expected_tensors(plan.expert.architecture, plan.data.shape)
     for expert in submission.experts:
         load_tensors(files[expert.file.path], weights, max_bytes=plan.limits.expert_bytes, max_abs=MAX_WEIGHT)
     counts, sketch = _releases(submission)
     most = plan.limits.release_bytes
-    num_units, num_groups = submission.num_units, plan.releases.counts.num_groups
     histogram = load_tensors(files[counts.file.path], counts_specs(plan), max_bytes=most)
-    bound = 1000 * (num_units + num_groups)
-    if any(int(value.abs().max()) > bound for value in histogram.values()):
-        raise TensorFileError(counts.file.path, expected="counts of the order of the silo's units", got="far larger")
+    _check_counts(histogram["counts"], plan, num_units, counts.file.path)
     shapes = sketch_release_specs(plan, num_units)
-    load_tensors(files[sketch.file.path], shapes, max_bytes=most, max_abs=MAX_SKETCH)
+    sketches = load_tensors(files[sketch.file.path], shapes, max_bytes=most)
+    _check_sketches(sketches["sketch"], expected, sketch.file.path)
+
+
+def _check_counts(counts_G: Tensor, plan: Plan, num_units: int, name: str) -> None:
+    """Each count lies within its noise of [0, n_k], and their sum within its noise of n_k; no sum overflows here."""
+    asked, cells = plan.releases.counts, [int(count) for count in counts_G.tolist()]
+    reach = cell_noise_bound(asked.epsilon, asked.num_groups)
+    if min(cells) < -reach or max(cells) > num_units + reach:
+        raise TensorFileError(name, expected=f"counts within [{-reach}, {num_units + reach}]", got="others")
+    reach = total_noise_bound(asked.epsilon, asked.num_groups)
+    if abs(sum(cells) - num_units) > reach:
+        raise TensorFileError(name, expected=f"a sum within {reach} of the {num_units} units", got="another")
+
+
+def _check_sketches(sketch_NR: Tensor, expected: Expectation, name: str) -> None:
+    path, t_r = path_named(expected.plan.objective.path), torch.tensor(expected.t_release, dtype=torch.float64)
+    alpha, sigma = float(path.alpha(t_r)), float(path.sigma(t_r))
+    num_rows, rank = sketch_NR.shape
+    most = sketch_norm_bound(alpha, sigma, expected.scale, rank, num_rows)
+    if float(sketch_NR.double().norm(dim=1).max()) > most:
+        raise TensorFileError(name, expected=f"rows of norm up to {most:.4g}", got="a longer one")

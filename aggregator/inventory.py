@@ -7,15 +7,17 @@ from pathlib import Path
 from torch import Tensor
 
 from aggregator.config import Federation
-from ddm.errors import SetupError
+from aggregator.registry import card_of, signing_key
+from ddm.errors import DigestError, ReplayError, SetupError
 from ddm.files import read_bounded
 from ddm.plan_files import PlanFiles
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, now_utc, sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission
 from ddm.routers.counts import counts_specs
 from ddm.sketch import sketch_release_specs
 from ddm.tensors import load_tensors
+from ddm.trust.silo_role import verify_silo_metadata
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class AcceptedSilo:
     Attributes:
         submission: the parsed document.
         document: its bytes as signed.
-        folder: every file as received.
+        folder: every file as received; its digests stand in the document.
         role: the signed metadata, verbatim.
     """
 
@@ -88,7 +90,8 @@ class Inventory:
             specs = counts_specs(self.plan)
         else:
             specs = sketch_release_specs(self.plan, silo.submission.num_units)
-        return load_tensors(silo.folder / release.file.path, specs, max_bytes=release.file.bytes)[tensor]
+        file = release.file
+        return load_tensors(silo.folder / file.path, specs, max_bytes=file.bytes, digest=file.digest)[tensor]
 
 
 def take_inventory(federation: Federation) -> Inventory:
@@ -96,6 +99,7 @@ def take_inventory(federation: Federation) -> Inventory:
 
     Raises:
         SetupError: nothing was accepted yet.
+        TrustError: a document or a role is no longer what its silo signed.
     """
     plan, digest = federation.current_plan()
     accepted = federation.accepted / plan.plan_id
@@ -111,13 +115,21 @@ def take_inventory(federation: Federation) -> Inventory:
         plan=plan,
         plan_digest=digest,
         files=PlanFiles.load(plan, federation.plan_targets(plan.plan_id)),
-        silos={silo_id: _read_silo(accepted / silo_id, plan.plan_id, silo_id) for silo_id in present},
+        silos={silo_id: _read_silo(federation, plan.plan_id, digest, silo_id) for silo_id in present},
         missing=tuple(silo_id for silo_id in plan.silos if silo_id not in present),
     )
 
 
-def _read_silo(folder: Path, plan_id: str, silo_id: str) -> AcceptedSilo:
-    document = read_bounded(folder / "silos" / silo_id / "submission.json", MAX_DOCUMENT_BYTES)
+def _read_silo(federation: Federation, plan_id: str, plan_digest: str, silo_id: str) -> AcceptedSilo:
+    """Read a submission back: the role by the silo's key, the document that it signs, the plan that this answers."""
+    folder, name = federation.accepted / plan_id / silo_id, f"silos/{silo_id}/submission.json"
     role = read_bounded(folder / "metadata" / f"{plan_id}.{silo_id}.json", MAX_DOCUMENT_BYTES)
+    key = signing_key(card_of(federation, silo_id))
+    signed = verify_silo_metadata(role, plan_id=plan_id, silo_id=silo_id, key=key, now=now_utc())
+    document = read_bounded(folder / name, MAX_DOCUMENT_BYTES)
+    if (len(document), sha256_hex(document)) != signed[f"{plan_id}/{name}"]:
+        raise DigestError(f"accepted {name}", expected="the document that the silo's role lists", got="another")
     submission = Submission.parse(document, subject=f"submission of {silo_id}")
+    if (submission.plan_id, submission.plan_digest, submission.silo_id) != (plan_id, plan_digest, silo_id):
+        raise ReplayError(f"submission of {silo_id}", expected=f"one for plan {plan_id}", got="another")
     return AcceptedSilo(submission=submission, document=document, folder=folder, role=role)

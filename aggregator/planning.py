@@ -1,5 +1,6 @@
 """From a recipe and public images to a signed plan: fit what is public, show what it will cost, sign."""
 
+import io
 import secrets
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ from aggregator.setup import load_key
 from ddm.clustering import fit_clustering
 from ddm.encoders import PcaEncoder
 from ddm.errors import DataError, SetupError
-from ddm.files import require_file, write_atomic
+from ddm.files import link_or_copy, locked, require_file, sync_folder, sync_tree, write_atomic
 from ddm.models import build_expert, num_parameters
 from ddm.plan_files import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH, release_noise_level
 from ddm.protocol.base import File, now_utc, sha256_hex
@@ -163,9 +164,47 @@ def _measure_training(plan: Plan, images: Tensor) -> float:
 
 
 def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> str:
-    """Sign the plan, lay out the bundle that silos are sent, make the plan current; return its digest."""
-    plan = draft.plan
-    encoded = plan.encode()
+    """Sign the plan, lay out the bundle that silos are sent, make the plan current; return its digest.
+
+    The TUF repository turns to the plan only after everything else lies on disk, and `current.json` only after that.
+    Stopped before, the old plan works on; stopped between, `Federation.current_plan` asks to sign again.
+
+    Raises:
+        BusyError: `aggregator run` is at work on the plan that this one replaces.
+        SetupError: submissions accepted for that plan are in no release, and could never be published afterwards.
+    """
+    with locked(federation.accepted, "intake"):
+        _check_published(federation)
+        plan, encoded = draft.plan, draft.plan.encode()
+        part = _lay_out(federation, draft, encoded)
+        _start(federation, plan, encoded, passphrase).export_bundle(part / "bundle")
+        home = federation.plan_folder(plan.plan_id)
+        part.rename(home)
+        sync_folder(home.parent)
+        digest = sha256_hex(encoded)
+        federation.set_current(plan.plan_id, digest)
+        return digest
+
+
+def _check_published(federation: Federation) -> None:
+    try:
+        plan, _ = federation.current_plan()
+    except SetupError:
+        return  # no plan yet, or one that can no longer be published
+    accepted = federation.accepted / plan.plan_id
+    releases = [path for path in federation.releases.glob("[0-9]*") if path.name.isdigit()]
+    published = {path.name for release in releases for path in release.glob(f"targets/{plan.plan_id}/silos/*")}
+    waiting = {silo_id for silo_id in plan.silos if (accepted / silo_id).is_dir()} - published
+    if waiting:
+        raise SetupError(
+            f"plan {plan.plan_id}",
+            expected="every accepted submission in a release before the next plan",
+            got=f"none with that of {', '.join(sorted(waiting))}",
+            remedy="Publish first: aggregator router, then aggregator publish.",
+        )
+
+
+def _start(federation: Federation, plan: Plan, encoded: bytes, passphrase: bytes) -> Repository:
     files = {f"{plan.plan_id}/plan.json": (len(encoded), sha256_hex(encoded))}
     files |= {f"{plan.plan_id}/{file.path}": (file.bytes, file.digest) for file in plan.files}
     repository = Repository(federation.tuf)
@@ -180,21 +219,21 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> str:
         online_key=load_key(federation, "online", passphrase),
         now=now_utc(),
     )
-    _lay_out(federation, draft, encoded, repository)
-    digest = sha256_hex(encoded)
-    federation.set_current(plan.plan_id, digest)
-    return digest
+    return repository
 
 
-def _lay_out(federation: Federation, draft: Draft, encoded: bytes, repository: Repository) -> None:
+def _lay_out(federation: Federation, draft: Draft, encoded: bytes) -> Path:
+    """Put everything but the signatures where it is renamed to its place later."""
     home = federation.plan_folder(draft.plan.plan_id)
+    for stale in home.parent.glob("*.part"):
+        shutil.rmtree(stale)
     part = home.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
     targets = part / "bundle" / "targets" / draft.plan.plan_id
     for file in draft.plan.files:
-        (targets / file.path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(draft.folder / file.path, targets / file.path)
+        link_or_copy(draft.folder / file.path, targets / file.path)
     write_atomic(targets / "plan.json", encoded)
-    repository.export_bundle(part / "bundle")
-    np.savez_compressed(part / "holdout.npz", images=draft.holdout.numpy())
-    part.rename(home)
+    holdout = io.BytesIO()
+    np.savez_compressed(holdout, images=draft.holdout.numpy())
+    write_atomic(part / "holdout.npz", holdout.getvalue())
+    sync_tree(part)
+    return part

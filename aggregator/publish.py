@@ -9,21 +9,25 @@ from aggregator.inventory import AcceptedSilo, Inventory
 from aggregator.registry import card_of, signing_key
 from aggregator.router import ROUTER_NAME, RouterReport, load_report, router_path
 from aggregator.setup import load_key
+from ddm.artifact import open_release
 from ddm.errors import BusyError
-from ddm.files import link_or_copy, write_atomic
+from ddm.files import copy_tree_bounded, link_or_copy, sync_folder, sync_tree, write_atomic
 from ddm.protocol.base import File, now_utc, sha256_hex
 from ddm.protocol.manifest import Evaluation, Manifest, PublishedExpert, PublishedRouter, PublishedSilo
+from ddm.trust.folder import MAX_FILES
 from ddm.trust.repository import Repository
 
 
 def publish(federation: Federation, inventory: Inventory, passphrase: bytes, out: Path) -> Manifest:
     """Publish the next version of the ensemble.
 
-    The release is built aside, kept under `releases/<n>` and then moved to `out` in one rename.
+    The release is built aside, verified as a researcher would, kept under `releases/<n>` and then copied to `out`, each
+    by one rename.
 
     Raises:
         BusyError: `out` exists; releases are immutable.
         MissingFileError: the router was not trained yet.
+        TrustError: an accepted file is no longer what its silo signed; nothing was published.
     """
     if out.exists():
         raise BusyError(
@@ -42,7 +46,10 @@ def publish(federation: Federation, inventory: Inventory, passphrase: bytes, out
     manifest = _manifest(federation, inventory, report, targets, version)
     write_atomic(targets / "manifest.json", manifest.encode())
     _sign(federation, inventory, targets, passphrase).export_release(part)
+    sync_tree(part)
+    open_release(part, root=(federation.tuf / "1.root.json").read_bytes(), state=None)
     part.rename(federation.releases / str(version))
+    sync_folder(federation.releases)
     _copy_out(federation.releases / str(version), out)
     return manifest
 
@@ -151,9 +158,10 @@ def _sign(federation: Federation, inventory: Inventory, targets: Path, passphras
 
 
 def _copy_out(release: Path, out: Path) -> None:
-    """Copy, not link: what happens to the published folder must not reach the federation's own files."""
+    """Copy durably, not link: what happens to the published folder must not reach the federation's own files."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(release, part)
+    copy_tree_bounded(release, part, max_bytes=sum(path.stat().st_size for path in release.rglob("*")), most=MAX_FILES)
     part.rename(out)
+    sync_folder(out.parent)

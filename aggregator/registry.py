@@ -9,7 +9,7 @@ from pydantic import Field
 from aggregator.config import Federation
 from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError
 from ddm.files import read_bounded, require_file, write_atomic
-from ddm.protocol.base import Digest, Document
+from ddm.protocol.base import Digest, Document, PlanId
 from ddm.protocol.enrolment import CARD_KIND, Card
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import PublicKey
@@ -18,8 +18,9 @@ MAX_CARD_BYTES = 16384
 
 
 class SeenLedger(Document):
-    """Every entry digest of a silo's ledger up to the last accepted submission."""
+    """Every entry digest of a silo's ledger up to the last accepted submission, and the plan of that submission."""
 
+    plan_id: PlanId | None = None
     chain: Annotated[tuple[Digest, ...], Field(max_length=4096)] = ()
 
 
@@ -38,17 +39,17 @@ def read_card(data: bytes) -> Card:
 
 
 def enroll(federation: Federation, card_path: Path) -> Card:
-    """Keep a silo's card; the same card twice is fine, another card for the same silo is refused.
+    """Keep a silo's card; the same keys twice are fine, any other key for the same silo is refused.
 
     Raises:
-        BusyError: this silo, or this key, is enrolled already.
+        BusyError: this silo is enrolled with another key, or one of these keys is another silo's.
     """
     require_file(card_path, "a card made by `silo enroll`")
     data = read_bounded(card_path, MAX_CARD_BYTES)
     card = read_card(data)
     for other_id, other in cards(federation).items():
-        same_keys = other.signing_key == card.signing_key or other.node_key == card.node_key
-        if (other_id == card.silo_id) != same_keys:
+        same = (other.signing_key == card.signing_key, other.node_key == card.node_key)
+        if not all(same) if other_id == card.silo_id else any(same):
             raise BusyError(
                 f"silo {card.silo_id}",
                 expected="a new silo with keys of its own",
@@ -83,25 +84,26 @@ def signing_key(card: Card) -> PublicKey:
     return PublicKey.parse(card.signing_key)
 
 
-def check_ledger(federation: Federation, silo_id: str, chain: tuple[str, ...]) -> None:
-    """Refuse a ledger that does not extend the one seen last.
+def check_ledger(federation: Federation, silo_id: str, plan_id: str, chain: tuple[str, ...]) -> None:
+    """Refuse a ledger that does not extend the one seen last, or that did not grow although the plan is another.
 
     Raises:
-        LedgerError: entries that were there are gone or changed.
+        LedgerError: entries that were there are gone or changed, or nothing was debited for this plan.
     """
-    seen = _seen(federation, silo_id).chain
-    if chain[: len(seen)] != seen:
+    seen = _seen(federation, silo_id)
+    grows = len(chain) > len(seen.chain) or (seen.plan_id == plan_id and len(chain) == len(seen.chain))
+    if chain[: len(seen.chain)] != seen.chain or not grows:
         raise LedgerError(
             f"ledger of silo {silo_id}",
-            expected=f"one that extends the {len(seen)} entries seen before",
-            got=f"another chain of {len(chain)} entries",
-            remedy="The silo's ledger was reset or edited. Ask its operator; a reset needs a named waiver.",
+            expected=f"one that extends the {len(seen.chain)} entries seen before by this plan's debits",
+            got=f"a chain of {len(chain)} entries that does not",
+            remedy="The silo's ledger was reset, restored or edited. Ask its operator; there is no waiver for it yet.",
         )
 
 
-def remember_ledger(federation: Federation, silo_id: str, chain: tuple[str, ...]) -> None:
+def remember_ledger(federation: Federation, silo_id: str, plan_id: str, chain: tuple[str, ...]) -> None:
     """Keep the chain of an accepted submission."""
-    write_atomic(_seen_path(federation, silo_id), SeenLedger(chain=chain).encode())
+    write_atomic(_seen_path(federation, silo_id), SeenLedger(plan_id=plan_id, chain=chain).encode())
 
 
 def _seen_path(federation: Federation, silo_id: str) -> Path:

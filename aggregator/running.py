@@ -29,7 +29,6 @@ def run_federation(federation: Federation, receipt_key: SigningKey) -> None:
         TransportError: Flower failed in a way that restarts did not mend.
         KeyboardInterrupt: a signal; everything so far is on disk.
     """
-    stop = _stop_on_signals()
     plan, _ = federation.current_plan()
     settings = federation.settings()
     desk = IntakeDesk(federation, receipt_key, _say_verdict)
@@ -47,6 +46,8 @@ def run_federation(federation: Federation, receipt_key: SigningKey) -> None:
             max_submission_bytes=plan.limits.expert_bytes + 2 * plan.limits.release_bytes + DOCUMENT_BYTES,
         ) as runtime,
     ):
+        # Only from here on: while Flower starts, a signal need not wait for it.
+        stop = _stop_on_signals()
         while not runtime.finished:
             if stop.wait(CHECK_S):
                 raise KeyboardInterrupt

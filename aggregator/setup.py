@@ -1,5 +1,7 @@
 """How a federation begins: folders, keys, TLS, the TUF repository, the invitation."""
 
+import shutil
+
 from aggregator.config import KEY_NAMES, Federation, FederationSettings
 from aggregator.tls import make_tls
 from ddm.errors import BusyError
@@ -34,6 +36,17 @@ def init_federation(federation: Federation, settings: FederationSettings, passph
             got="one with keys",
             remedy="Choose another folder; keys are never overwritten.",
         )
+    # Built aside, so that an init that is cut short leaves no half of a federation behind.
+    part = Federation(federation.path / ".part")
+    shutil.rmtree(part.path, ignore_errors=True)
+    invitation = _build(part, settings, passphrase)
+    for entry in sorted(part.path.iterdir(), key=lambda entry: entry.name == "federation.toml"):
+        entry.rename(federation.path / entry.name)
+    part.path.rmdir()
+    return invitation
+
+
+def _build(federation: Federation, settings: FederationSettings, passphrase: bytes) -> Invitation:
     for folder in (federation.registry, federation.incoming, federation.accepted, federation.receipts):
         folder.mkdir(parents=True)
     federation.keys.mkdir(mode=0o700)

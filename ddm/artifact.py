@@ -1,21 +1,24 @@
-"""From a published folder to a loaded ensemble: verify, check every digest, build, load. In that order."""
+"""From a published folder to a loaded ensemble: verify, check every digest, build, load. In that order.
+
+The folder may lie on somebody else's share and change at any time, so a digest is checked again, each time, on the very
+bytes that are then parsed.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from ddm.ensemble import Ensemble
-from ddm.errors import DigestError, MissingFileError, ReplayError, RootError
+from ddm.errors import DigestError, MissingFileError, ReplayError, RootError, TrustError
 from ddm.files import read_bounded
 from ddm.models import build_expert, expected_tensors
 from ddm.plan_files import PlanFiles
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, File
-from ddm.protocol.manifest import Manifest
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_hex
+from ddm.protocol.manifest import Manifest, PublishedSilo
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission
-from ddm.routers.base import Router
 from ddm.routers.loading import load_router
 from ddm.schedule import LinearPath
 from ddm.tensors import load_tensors
@@ -23,6 +26,7 @@ from ddm.trust.verify import VerifiedRelease, verify_release
 
 MAX_ROOT_BYTES = 1 << 20
 MAX_WEIGHT = 1e4
+PRIOR_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def open_release(
         archived: accept an expired timestamp.
 
     Raises:
-        TrustError: a signature, digest, version, role or path is wrong.
+        TrustError: a signature, digest, version, role or path is wrong, or the manifest contradicts what a silo signed.
         DocumentError: a document does not parse.
         ReplayError: documents that are signed but do not belong together.
     """
@@ -124,11 +128,18 @@ def open_ensemble(
 
 
 def load_ensemble(release: Release) -> Ensemble:
-    """Build the experts and the router of a verified release and load their weights."""
+    """Build the experts and the router of a verified release and load their weights.
+
+    Raises:
+        DigestError: a file changed after it was verified.
+        DocumentError: the manifest describes a router that this version would not apply.
+        TensorFileError: a tensor file is not what the plan implies.
+    """
     plan, manifest = release.plan, release.manifest
+    sketch = PlanFiles.load(plan, release.folder).sketch
     return Ensemble(
         experts=[_load_expert(release, expert.file) for expert in manifest.experts],
-        router=_load_router(release),
+        router=load_router(manifest.router, release.folder, plan=plan, sketch=sketch),
         prior=[expert.prior for expert in manifest.experts],
         shape=plan.data.shape,
         path=LinearPath(),
@@ -139,7 +150,10 @@ def load_ensemble(release: Release) -> Ensemble:
 def _read(verified: VerifiedRelease, name: str) -> bytes:
     if name not in verified.files:
         raise DigestError(name, expected="a signed file of this name", got="none")
-    return read_bounded(verified.files[name].path, MAX_DOCUMENT_BYTES, subject=name)
+    data = read_bounded(verified.files[name].path, MAX_DOCUMENT_BYTES, subject=name)
+    if sha256_hex(data) != verified.files[name].digest:
+        raise DigestError(name, expected="the bytes that were verified a moment ago", got="others")
+    return data
 
 
 def _check_together(
@@ -152,15 +166,56 @@ def _check_together(
             raise ReplayError(subject, expected=f"plan {verified.plan_id}", got=plan_id)
     if manifest.plan_digest != plan_digest:
         raise ReplayError("manifest.json", expected=f"plan digest {plan_digest}", got=manifest.plan_digest)
+    _check_silos(verified, plan, manifest)
     for silo_id, submission in submissions.items():
         got = (submission.silo_id, submission.plan_id, submission.plan_digest)
         if got != (silo_id, plan.plan_id, plan_digest):
             raise ReplayError(f"submission of {silo_id}", expected="this silo and plan", got="another")
-        own = {(expert.expert_id, expert.file) for expert in submission.experts}
-        published = {(e.expert_id, e.file) for e in manifest.experts if e.silo_id == silo_id}
-        if own != published:
-            raise ReplayError(f"submission of {silo_id}", expected="the experts of the manifest", got="others")
+    for silo in manifest.silos:
+        _check_claims(silo, submissions[silo.silo_id])
+    _check_experts(manifest, submissions)
     _check_files(verified, plan, manifest)
+
+
+def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:
+    """Every silo of the plan is published, missing or withdrawn; the published ones are those whose keys signed."""
+    published = {silo.silo_id: silo.key_fingerprint for silo in manifest.silos}
+    if sorted([*published, *manifest.missing_silos, *manifest.withdrawn_silos]) != list(plan.silos):
+        raise TrustError("manifest.json, silos", expected="each silo of the plan once", got="others")
+    if published != verified.silo_keys:
+        raise TrustError(
+            "manifest.json, silos", expected="those who signed, with the keys that they used", got="others"
+        )
+
+
+def _check_claims(silo: PublishedSilo, submission: Submission) -> None:
+    """What the manifest repeats of a silo's submission is what the silo signed."""
+    claims = (
+        ("epsilon", submission.spent.epsilon, silo.epsilon),
+        ("delta", submission.spent.delta, silo.delta),
+        ("audit", submission.audit.verdict, silo.audit),
+        ("isolation", submission.isolation, silo.isolation),
+    )
+    for name, signed, claimed in claims:
+        if claimed != signed:
+            subject = f"manifest.json, silo {silo.silo_id}, {name}"
+            raise TrustError(subject, expected=f"{signed}, as the silo signed", got=f"{claimed}")
+
+
+def _check_experts(manifest: Manifest, submissions: Mapping[str, Submission]) -> None:
+    """The manifest's experts are the silos', each with its share of the images as prior."""
+    total = sum(expert.num_images for submission in submissions.values() for expert in submission.experts)
+    for silo_id, submission in submissions.items():
+        published = {expert.expert_id: expert for expert in manifest.experts if expert.silo_id == silo_id}
+        if {(e.expert_id, e.cluster, e.file) for e in published.values()} != {
+            (e.expert_id, e.cluster, e.file) for e in submission.experts
+        }:
+            raise TrustError(f"manifest.json, silo {silo_id}, experts", expected="those that it signed", got="others")
+        for expert in submission.experts:
+            share, prior = expert.num_images / total, published[expert.expert_id].prior
+            if abs(prior - share) > PRIOR_TOLERANCE:
+                subject = f"manifest.json, expert {expert.expert_id}, prior"
+                raise TrustError(subject, expected=f"{share:.9f}, its share of the images", got=f"{prior:.9f}")
 
 
 def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:
@@ -176,27 +231,9 @@ def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
 
 
 def _load_expert(release: Release, file: File) -> nn.Module:
-    plan = release.plan
-    weights = _tensors(release, file, plan)
-    expert = build_expert(plan.expert.architecture, plan.data.shape)
+    architecture, shape = release.plan.expert.architecture, release.plan.data.shape
+    specs, path = expected_tensors(architecture, shape), release.folder / file.path
+    weights = load_tensors(path, specs, max_bytes=file.bytes, max_abs=MAX_WEIGHT, digest=file.digest)
+    expert = build_expert(architecture, shape)
     expert.load_state_dict(weights, strict=True)
     return expert.eval().requires_grad_(False)
-
-
-def _tensors(release: Release, file: File, plan: Plan) -> dict[str, Tensor]:
-    specs = expected_tensors(plan.expert.architecture, plan.data.shape)
-    return load_tensors(release.folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_WEIGHT)
-
-
-def _load_router(release: Release) -> Router:
-    files = PlanFiles.load(release.plan, release.folder)
-    router = release.manifest.router
-    return load_router(
-        router.kind,
-        release.folder / router.file.path,
-        plan=release.plan,
-        sketch=files.sketch,
-        num_experts=len(release.manifest.experts),
-        t_release=router.t_release,
-        max_bytes=router.file.bytes,
-    )

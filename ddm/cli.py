@@ -128,12 +128,13 @@ def sample(
     archived: ArchivedOption = False,
 ) -> None:
     """Sample images from a release; verifies first."""
+    from ddm.pictures import prepare, write_samples
+
+    prepare(out)
+
     from ddm.artifact import load_ensemble
-    from ddm.pictures import write_samples
     from ddm.strategies import strategy_named
 
-    if out.suffix not in ("", ".png", ".npz"):
-        raise SetupError(str(out), expected="a name ending in .png or .npz, or a folder", got=out.suffix)
     opened = _open(release, root, state, silo_key, archived)
     ensemble = load_ensemble(opened)
     wanted = _prior(prior, [expert.silo_id for expert in opened.manifest.experts], list(ensemble.prior))
@@ -189,15 +190,17 @@ def _prior(text: str, silo_ids: list[str], data_prior: list[float]) -> list[floa
     if text == "equal":
         return [1.0 / len(silo_ids)] * len(silo_ids)
     weights = dict.fromkeys(silo_ids, 0.0)
+    given: set[str] = set()
     for part in text.split(","):
-        silo_id, equals, number = part.partition("=")
+        silo_id, _, number = part.strip().partition("=")
         try:
             weight = float(number)
         except ValueError:
             weight = -1.0
-        if silo_id not in weights or not equals or not 0.0 <= weight < float("inf"):
-            wanted = f"data, equal, or ID=WEIGHT with ID among {', '.join(silo_ids)}"
-            raise SetupError("--prior", expected=wanted, got=part[:60])
+        if silo_id not in weights or silo_id in given or not 0.0 <= weight < float("inf"):
+            wanted = f"data, equal, or ID=WEIGHT,... with each ID once, among {', '.join(silo_ids)}"
+            raise SetupError("--prior", expected=wanted, got=repr(part[:60]))
+        given.add(silo_id)
         weights[silo_id] = weight
     total = sum(weights.values())
     if total <= 0:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.cluster import KMeans
-from sklearn.exceptions import ConvergenceWarning
 from torch import Tensor
 
 from ddm.errors import DataError, PolicyError, SetupError, ShapeError
@@ -121,6 +119,10 @@ def _k_means(
     """Return each row's cluster and the centroids."""
     if num == len(x):
         return np.arange(num), x
+    # Only fitting needs scikit-learn, whose import takes more than a second; every command that opens a plan assigns.
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
         try:

@@ -1,11 +1,13 @@
 """The edge between a command and the person at it: errors on one screen, stable exit codes, clean Ctrl-C."""
 
+import errno
 import os
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -13,11 +15,13 @@ from typing import Any, NoReturn
 import click
 import typer
 
-from ddm.errors import ArchipelagoError, PassphraseError
+from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError
 
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 EXIT_OS = 8
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def new_app(help_text: str) -> typer.Typer:
@@ -34,29 +38,34 @@ def new_app(help_text: str) -> typer.Typer:
 
 def run_app(app: typer.Typer, args: Sequence[str] | None = None) -> NoReturn:
     """Run a command group and leave with a documented exit code; a stack trace never reaches the operator."""
-    signal.signal(signal.SIGTERM, _terminate)
+    with _noted_signals() as noted:
+        code = _run(app, args, noted)
+    sys.exit(code)
+
+
+def _run(app: typer.Typer, args: Sequence[str] | None, noted: int) -> int:
     try:
         code = app(args=args, standalone_mode=False)
         sys.stdout.flush()
     except ArchipelagoError as error:
-        code = fail(error)
+        return fail(error)
     except click.ClickException as error:
         error.show()
-        code = error.exit_code
+        return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        say("\nInterrupted. Nothing is lost; run the same command to go on.", error=True)
-        code = EXIT_INTERRUPTED
-    except BrokenPipeError:
+        return _interrupted(_read_signals(noted))
+    except (BrokenPipeError, SystemExit):
+        # The reader left, as `head` does; Typer makes a SystemExit of it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        return 0
     except OSError as error:
-        named = f" ({error.filename})" if error.filename else ""
-        say(f"error: the operating system refused{named}: {error.strerror or error}", error=True)
-        say("  to do: check the disk's space and the folder's permissions, then run it again.", error=True)
-        code = EXIT_OS
+        return _os_refused(error)
     except Exception as error:
-        code = _unexpected(error)
-    sys.exit(code if isinstance(code, int) else 0)
+        # A signal in the middle of an import surfaces as whatever that module makes of it.
+        signals = _read_signals(noted)
+        return _interrupted(signals) if signals else _unexpected(error)
+    # Typer turns KeyboardInterrupt into this code.
+    return _interrupted(_read_signals(noted)) if code == EXIT_INTERRUPTED else code if isinstance(code, int) else 0
 
 
 def fail(error: ArchipelagoError) -> int:
@@ -89,6 +98,10 @@ def passphrase(path: Path | None, configured: str | None, prompt: str, *, confir
         if not line:
             raise PassphraseError("standard input", expected="a passphrase on one line", got="nothing")
         return line.encode()
+    if source is not None and (source.is_dir() or not source.exists()):
+        got = "a folder" if source.is_dir() else "nothing there"
+        remedy = "Name the right file with --passphrase-file" + ("." if path else ", or in the configuration.")
+        raise MissingFileError(str(source), expected="a passphrase file", got=got, remedy=remedy)
     return read_passphrase(source, prompt, confirm=confirm)
 
 
@@ -132,8 +145,51 @@ def _is_number(text: str) -> bool:
     return text.replace(".", "").replace("-", "").replace("+", "").replace("e", "").replace("%", "").isdigit()
 
 
-def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(EXIT_TERMINATED)
+@contextmanager
+def _noted_signals() -> Iterator[int]:
+    """Make SIGTERM interrupt as Ctrl-C does, and note which signal came; yields where `_read_signals` reads it.
+
+    A wakeup descriptor notes signals also for commands that handle them in their own way.
+    """
+    reader, writer = os.pipe()
+    for descriptor in (reader, writer):
+        os.set_blocking(descriptor, False)
+    handler, wakeup = signal.signal(signal.SIGTERM, _interrupt), signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGTERM, handler)
+        os.close(reader)
+        os.close(writer)
+
+
+def _read_signals(noted: int) -> set[int]:
+    try:
+        return set(os.read(noted, 4096)) & {signal.SIGINT, signal.SIGTERM}
+    except BlockingIOError:
+        return set()
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _interrupted(signals: set[int]) -> int:
+    say("\nInterrupted. Nothing is lost; run the same command to go on.", error=True)
+    return EXIT_TERMINATED if signal.SIGTERM in signals else EXIT_INTERRUPTED
+
+
+def _os_refused(error: OSError) -> int:
+    named = f" ({error.filename})" if error.filename else ""
+    remedy = "Check the paths that the command and its configuration name, then run it again."
+    if error.errno in _FULL:
+        remedy = "Make room on the disk, then run it again."
+    elif error.errno in _FORBIDDEN:
+        remedy = "Check who owns this path and what they may do with it, then run it again."
+    say(f"error: the operating system refused{named}: {error.strerror or error}", error=True)
+    say(f"  to do:    {remedy}", error=True)
+    return EXIT_OS
 
 
 def _unexpected(error: Exception) -> int:

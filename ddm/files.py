@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from ddm.errors import BusyError, FormatError, MissingFileError, UnsafePathError
 
@@ -41,6 +42,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(folder: Path) -> None:
+    """Make the entries of `folder` and of every folder below it durable; their files have been synced already."""
+    for root, _, _ in os.walk(folder):
+        sync_folder(Path(root))
+
+
 def read_bounded(path: Path, limit: int, *, subject: str | None = None) -> bytes:
     """Read a regular file of at most `limit` bytes.
 
@@ -50,6 +57,15 @@ def read_bounded(path: Path, limit: int, *, subject: str | None = None) -> bytes
         FormatError: it is longer than `limit`.
     """
     subject = subject or path.name
+    with _open_regular(path, subject) as handle:
+        data = handle.read(limit + 1)
+    if len(data) > limit:
+        raise FormatError(subject, expected=f"at most {limit} bytes", got="more")
+    return data
+
+
+def _open_regular(path: Path, subject: str) -> BinaryIO:
+    """Open a file that somebody else may have put there: no link is followed, no named pipe is waited for."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
@@ -59,29 +75,35 @@ def read_bounded(path: Path, limit: int, *, subject: str | None = None) -> bytes
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise UnsafePathError(subject, expected="a regular file", got="something else")
-    with os.fdopen(descriptor, "rb") as handle:
-        data = handle.read(limit + 1)
-    if len(data) > limit:
-        raise FormatError(subject, expected=f"at most {limit} bytes", got="more")
-    return data
+    return os.fdopen(descriptor, "rb")
 
 
 def list_files(folder: Path, *, most: int = 10_000) -> dict[str, Path]:
-    """List every regular file below `folder` by its relative path; links and special files are refused.
+    """List every regular file below `folder` by its relative path, sorted; links and special files are refused.
+
+    A hostile folder is left at the first entry beyond `most`, however many follow.
 
     Raises:
-        UnsafePathError: a symbolic link, a special file, or more than `most` entries.
+        UnsafePathError: no folder, a symbolic link, a special file, or more than `most` files and folders.
     """
+    if folder.is_symlink() or not folder.is_dir():
+        raise UnsafePathError(folder.name, expected="a folder", got="a link, a file or nothing")
     found: dict[str, Path] = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise UnsafePathError(name, expected="a regular file or a folder", got="a link or a special file")
-        if path.is_file():
-            found[name] = path
-        if len(found) > most:
-            raise UnsafePathError(folder.name, expected=f"at most {most} files", got="more")
-    return found
+    folders, left = [folder], most
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                path, left = Path(entry.path), left - 1
+                if left < 0:
+                    raise UnsafePathError(folder.name, expected=f"at most {most} files and folders", got="more")
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(path)
+                elif entry.is_file(follow_symlinks=False):
+                    found[path.relative_to(folder).as_posix()] = path
+                else:
+                    name = path.relative_to(folder).as_posix()
+                    raise UnsafePathError(name, expected="a regular file or a folder", got="a link or a special file")
+    return dict(sorted(found.items()))
 
 
 def link_or_copy(source: Path, destination: Path) -> None:
@@ -132,18 +154,18 @@ def locked(folder: Path, holder: str) -> Iterator[None]:
 
 
 def copy_tree_bounded(source: Path, destination: Path, *, max_bytes: int, most: int = 300) -> None:
-    """Copy the regular files of a hostile folder, following no link and stopping at `max_bytes` in all.
+    """Copy the regular files of a hostile folder durably, following no link and stopping at `max_bytes` in all.
 
     Raises:
-        UnsafePathError: a link, a special file, or more than `most` files.
+        UnsafePathError: a link, a special file, or more than `most` files and folders.
         FormatError: more than `max_bytes`.
     """
-    left = max_bytes
-    for name, path in list_files(source, most=most).items():
+    files, left = list_files(source, most=most), max_bytes
+    destination.mkdir(parents=True, exist_ok=True)
+    for name, path in files.items():
         target = destination / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with os.fdopen(descriptor, "rb") as reader, target.open("xb") as writer:
+        with _open_regular(path, name) as reader, target.open("xb") as writer:
             while chunk := reader.read(1 << 20):
                 left -= len(chunk)
                 if left < 0:
@@ -151,3 +173,4 @@ def copy_tree_bounded(source: Path, destination: Path, *, max_bytes: int, most: 
                 writer.write(chunk)
             writer.flush()
             os.fsync(writer.fileno())
+    sync_tree(destination)

@@ -34,15 +34,17 @@ class PlanFiles:
 
     @classmethod
     def load(cls, plan: Plan, folder: Path) -> "PlanFiles":
-        """Load the files of `plan` from `folder`, which holds `plan/`; digests have been verified.
+        """Load the files of `plan` from `folder`, which holds `plan/`.
 
         Raises:
+            DigestError: a file is not the one that the plan lists.
             TensorFileError: a file is not what the plan implies.
             PolicyError: the sketch would not protect as its epsilon claims (see `Sketch.check`).
         """
 
         def load(path: str, specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
-            return load_tensors(folder / path, specs, max_bytes=plan.file(path).bytes)
+            listed = plan.file(path)
+            return load_tensors(folder / path, specs, max_bytes=listed.bytes, digest=listed.digest)
 
         dim, num_groups = plan.encoder.dim, plan.releases.counts.num_groups
         encoder = PcaEncoder.from_tensors(load(plan.encoder.path, pca_specs(plan.data, dim)))

@@ -35,9 +35,19 @@ def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:
         raise SetupError(str(path), expected="TOML", got=str(error)) from error
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "file"
-        raise SetupError(f"{path}, field {where}", got=first["msg"]) from error
+        raise misfit(path, error) from error
+
+
+def misfit(path: Path, error: ValidationError) -> SetupError:
+    """Return the first thing that is wrong with a configuration file as the error for its author."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    plain = {"extra_forbidden": "a field that does not exist", "missing": "nothing; this field is required"}
+    return SetupError(
+        f"{path}, field {where}" if where else str(path),
+        got=plain.get(first["type"], first["msg"]),
+        remedy=f"Mend {path.name}, then run it again.",
+    )
 
 
 def save_settings(settings: BaseModel, path: Path, heading: str) -> None:

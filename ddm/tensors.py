@@ -1,19 +1,22 @@
 """What is in this safetensors file, before and after it is trusted: bounded header, exact shapes, finite values.
 
 A safetensors file is eight bytes (the header's length, little-endian), a JSON header, and the tensors' bytes. The
-header is parsed here, with every bound checked, before the safetensors library sees the file. That needs no torch.
+header is parsed here, with every bound checked, before a tensor is made; that needs no torch. A file is read once, so
+what is checked, digest included, are the very bytes that become tensors.
 """
 
+import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ddm.errors import DocumentError, TensorFileError, TrustError
+from ddm.errors import DigestError, DocumentError, TensorFileError, TrustError
 from ddm.files import sync_folder
 from ddm.protocol.base import check_json
 from ddm.trust.folder import open_regular
@@ -40,6 +43,7 @@ _TORCH_NAMES = {
     "BOOL": "bool",
 }
 _ALIGNMENT = 8
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -73,21 +77,10 @@ def read_header(path: Path, *, max_bytes: int) -> Mapping[str, TensorSpec]:
     Raises:
         TensorFileError: not a regular file, too large, a pickle, or a header that breaks any rule of the format.
     """
-    subject = path.name
-    try:
-        with open_regular(path, subject) as (handle, size):
-            if size > max_bytes:
-                raise TensorFileError(subject, expected=f"at most {max_bytes} bytes", got=f"{size} bytes")
-            start = handle.read(8)
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                _name_pickle(start, subject)
-                expected = f"a header of at most {MAX_HEADER_BYTES} bytes, within the file"
-                raise TensorFileError(subject, expected=expected, got=f"{length} bytes in a file of {size}")
-            header = handle.read(length)
-    except TrustError as error:
-        raise TensorFileError(subject, expected=error.expected, got=error.got) from error
-    return _parse_header(header, size - 8 - length, subject)
+    with _open_bounded(path, max_bytes) as (handle, size):
+        length = _header_length(handle.read(8), size, path.name)
+        header = handle.read(length)
+    return _parse_header(header, size - 8 - length, path.name)
 
 
 def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], subject: str) -> None:
@@ -107,38 +100,79 @@ def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, Tensor
 
 
 def load_tensors(
-    path: Path, expected: Mapping[str, TensorSpec] | None, *, max_bytes: int, max_abs: float | None = None
+    path: Path,
+    expected: Mapping[str, TensorSpec] | None,
+    *,
+    max_bytes: int,
+    max_abs: float | None = None,
+    digest: str | None = None,
 ) -> "dict[str, torch.Tensor]":
-    """Load a file after checking its header, and return its values after checking them.
+    """Load a file: read it once, check its digest, its header, then its values.
 
     Args:
         path: the file.
         expected: exactly what must be in it; None accepts any names and shapes.
         max_bytes: most bytes the whole file may have.
         max_abs: largest magnitude any floating-point value may have.
+        digest: the sha256 that was signed or listed for it; the bytes hashed are the bytes that become tensors.
 
     Returns:
-        Name to tensor, on the CPU, in memory of its own.
+        Name to tensor, on the CPU, side by side in one piece of memory as large as the file.
 
     Raises:
-        TensorFileError: anything that does not hold, NaN and infinity included.
+        DigestError: other bytes than those of `digest`.
+        TensorFileError: anything else that does not hold, NaN and infinity included.
     """
-    import safetensors
-    import safetensors.torch
+    import torch
 
     subject = path.name
-    header = read_header(path, max_bytes=max_bytes)
+    data = _read_whole(path, max_bytes)
+    if digest is not None and (found := hashlib.sha256(data).hexdigest()) != digest:
+        raise DigestError(subject, expected=f"sha256 {digest[:16]}...", got=f"{found[:16]}...")
+    length = _header_length(data[:8], len(data), subject)
+    offset = 8 + length
+    header = _parse_header(bytes(data[8:offset]), len(data) - offset, subject)
     if expected is not None:
         check_tensors(header, expected, subject)
-    try:
-        # Cloned, so that what is checked below is not a view of a file that somebody may still change.
-        tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
-    except (safetensors.SafetensorError, OSError, RuntimeError, ValueError) as error:
-        raise TensorFileError(subject, expected="a safetensors file", got=str(error)[:120]) from error
-    check_tensors({name: spec_of(tensor) for name, tensor in tensors.items()}, header, subject)
-    for name, tensor in tensors.items():
-        _check_values(tensor, f"{subject}, tensor {name}", max_abs)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, spec in header.items():  # in the order of their bytes, side by side
+        dtype = getattr(torch, _TORCH_NAMES[spec.dtype])
+        flat = torch.frombuffer(data, dtype=dtype, count=math.prod(spec.shape), offset=offset)
+        tensors[name] = flat.reshape(spec.shape)
+        _check_values(tensors[name], f"{subject}, tensor {name}", max_abs)
+        offset += spec.bytes
     return tensors
+
+
+@contextmanager
+def _open_bounded(path: Path, max_bytes: int) -> Iterator[tuple[BinaryIO, int]]:
+    try:
+        with open_regular(path, path.name) as (handle, size):
+            if size > max_bytes:
+                raise TensorFileError(path.name, expected=f"at most {max_bytes} bytes", got=f"{size} bytes")
+            yield handle, size
+    except TrustError as error:
+        raise TensorFileError(path.name, expected=error.expected, got=error.got) from error
+
+
+def _read_whole(path: Path, max_bytes: int) -> bytearray:
+    """Read a file into memory of our own, which tensors may share and write to."""
+    with _open_bounded(path, max_bytes) as (handle, size):
+        data, end = bytearray(size), 0
+        while end < size and (chunk := handle.read(min(size - end, _CHUNK_BYTES))):
+            data[end : end + len(chunk)] = chunk
+            end += len(chunk)
+    del data[end:]
+    return data
+
+
+def _header_length(start: bytes | bytearray, size: int, subject: str) -> int:
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        _name_pickle(bytes(start), subject)
+        expected = f"a header of at most {MAX_HEADER_BYTES} bytes, within the file"
+        raise TensorFileError(subject, expected=expected, got=f"{length} bytes in a file of {size}")
+    return length
 
 
 def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: Mapping[str, str] | None = None) -> None:
@@ -208,7 +242,7 @@ def _name_pickle(start: bytes, subject: str) -> None:
 
 
 def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, TensorSpec]:
-    """Read the JSON header of a file with `data_bytes` bytes of tensors behind it; pure."""
+    """Read the JSON header of a file with `data_bytes` bytes of tensors behind it, in the order of those; pure."""
     if not header.startswith(b"{"):
         raise TensorFileError(subject, expected="a JSON header", got="something else")
     try:
@@ -218,18 +252,19 @@ def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, 
     if not isinstance(value, dict):
         raise TensorFileError(subject, expected="a JSON object as header", got="another value")
     _check_metadata(value.pop("__metadata__", {}), subject)
-    specs: dict[str, TensorSpec] = {}
-    places: list[tuple[int, int]] = []
+    placed: list[tuple[int, str, TensorSpec]] = []
     for name, entry in value.items():
         if not 0 < len(name) <= MAX_NAME_LENGTH:
             raise TensorFileError(subject, expected=f"names of at most {MAX_NAME_LENGTH} characters", got="another")
-        specs[name], place = _parse_entry(entry, f"{subject}, tensor {ascii(name)[1:81]}")
-        places.append(place)
+        spec, begin = _parse_entry(entry, f"{subject}, tensor {ascii(name)[1:81]}")
+        placed.append((begin, name, spec))
     end = 0
-    for begin, stop in sorted(places):
+    specs: dict[str, TensorSpec] = {}
+    for begin, name, spec in sorted(placed, key=lambda place: place[0]):
         if begin != end:
             raise TensorFileError(subject, expected="tensors side by side", got="a gap or an overlap")
-        end = stop
+        specs[name] = spec
+        end += spec.bytes
     if end != data_bytes:
         raise TensorFileError(subject, expected=f"{end} bytes of tensors", got=f"{data_bytes}")
     return specs
@@ -242,7 +277,8 @@ def _check_metadata(value: Any, subject: str) -> None:
         raise TensorFileError(f"{subject}, __metadata__", expected=f"at most {MAX_METADATA_BYTES} bytes", got="more")
 
 
-def _parse_entry(entry: Any, subject: str) -> tuple[TensorSpec, tuple[int, int]]:
+def _parse_entry(entry: Any, subject: str) -> tuple[TensorSpec, int]:
+    """Return what the tensor is and where its bytes begin."""
     if not (isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}):
         raise TensorFileError(subject, expected="dtype, shape and data_offsets", got="other fields")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -260,7 +296,7 @@ def _parse_entry(entry: Any, subject: str) -> tuple[TensorSpec, tuple[int, int]]
     begin, end = offsets
     if begin < 0 or end - begin != spec.bytes:
         raise TensorFileError(subject, expected=f"{spec.bytes} bytes for {spec}", got=f"offsets {begin} to {end}")
-    return spec, (begin, end)
+    return spec, begin
 
 
 def _is_int(value: Any) -> bool:
@@ -272,9 +308,10 @@ def _check_values(tensor: "torch.Tensor", subject: str, max_abs: float | None) -
 
     if not tensor.is_floating_point():
         return
-    if not bool(torch.isfinite(tensor).all()):
+    low, high = (float(value) for value in torch.aminmax(tensor))  # hands NaN on, and needs no memory of its own
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise TensorFileError(subject, expected="finite values", got="NaN or infinity")
-    if max_abs is not None and tensor.abs().max().item() > max_abs:
+    if max_abs is not None and max(-low, high) > max_abs:
         raise TensorFileError(subject, expected=f"magnitudes up to {max_abs:g}", got="a larger one")
 
 

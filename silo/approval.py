@@ -1,13 +1,13 @@
-"""What waits for approval, and how a person lets exactly that leave."""
+"""What waits for approval; how a person lets exactly that leave, or gives the plan up."""
 
 from pathlib import Path
 
 from ddm.errors import ApprovalError
-from ddm.files import read_bounded, write_atomic
+from ddm.files import locked, read_bounded, write_atomic
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document
 from ddm.protocol.submission import Submission
 from silo.config import Site
-from silo.state import load_state, state_path
+from silo.state import IDLE, SENT, State, load_state, save_state, state_path
 
 
 class PersonApproval(Document):
@@ -52,3 +52,17 @@ def person_approved(site: Site, digest: str) -> bool:
         return False
     approved = PersonApproval.parse(path.read_bytes(), subject="approval.json", limit=4096)
     return approved.submission_digest == digest
+
+
+def withdraw(site: Site) -> State:
+    """Give up the present plan, so that the site can take another; what was released stays in the ledger.
+
+    Raises:
+        BusyError: the worker is at work.
+        ApprovalError: there is no plan to give up, or its submission was sent.
+    """
+    with locked(site.private, "worker"):
+        state = load_state(state_path(site.private))
+        if state.state in IDLE | SENT:
+            raise ApprovalError("withdrawal", expected="a plan at work and nothing sent", got=f"state {state.state}")
+        return save_state(state_path(site.private), state.to("withdrawn"))

@@ -1,4 +1,4 @@
-"""The silo operator's commands: init, enroll, run, status, review, approve."""
+"""The silo operator's commands: init, enroll, run, status, review, approve, withdraw."""
 
 import json
 from enum import StrEnum
@@ -14,7 +14,7 @@ from silo.config import Site
 
 app = new_app("Train an expert on private images that never leave, and see, bound and refuse everything that does.")
 
-SiteArgument = Annotated[Path, typer.Argument(metavar="SITE", help="The site's folder.")]
+SiteArgument = Annotated[Path, typer.Argument(metavar="SITE", file_okay=False, help="The site's folder.")]
 PassphraseOption = Annotated[
     Path | None, typer.Option("--passphrase-file", metavar="FILE", help="First line opens the silo's key.")
 ]
@@ -53,7 +53,7 @@ def init(
 @app.command()
 def enroll(
     site: SiteArgument,
-    out: Annotated[Path, typer.Option(help="Where to write the card.")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the card.")],
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Write the enrolment card: public keys only, for the aggregator."""
@@ -113,7 +113,7 @@ def review(site: SiteArgument) -> None:
 
     place = Site(site).require()
     state = load_state(place.private / "state.json")
-    if state.submission_digest is None:
+    if state.state != "awaiting_approval":
         raise SetupError(
             "review",
             expected="a submission that waits for approval",
@@ -136,6 +136,15 @@ def approve(
     record_approval(place, digest.strip().lower())
     size = sum(expert.file.bytes for expert in load_draft(place).experts)
     say(f"Approved. The worker signs and sends {digest[:16]}… ({human_bytes(size)} of weights).")
+
+
+@app.command()
+def withdraw(site: SiteArgument) -> None:
+    """Give up the present plan before anything was sent; the site then waits for the next one."""
+    from silo.approval import withdraw as give_up
+
+    state = give_up(Site(site).require())
+    say(f"Gave up plan {state.plan_id}. What it released, if anything, stays in the ledger.")
 
 
 def _open_key(site: Site, passphrase_file: Path | None):  # type: ignore[no-untyped-def]

@@ -78,6 +78,9 @@ class Policy(Settings):
     approval: ApprovalPolicy = ApprovalPolicy()
 
 
+Isolation = Literal["none", "users"]
+
+
 @dataclass(frozen=True)
 class Site:
     """One silo's folder. The worker works in `private`, the courier in `courier`; they share inbox and outbox."""
@@ -134,7 +137,7 @@ class Site:
         return self.private / "ledger.jsonl"
 
     @property
-    def isolation(self) -> Literal["none", "users"]:
+    def isolation(self) -> Isolation:
         """`users` when the courier's folder belongs to another user than the private one, else `none`."""
         apart = self.courier.stat().st_uid != self.private.stat().st_uid
         return "users" if apart else "none"

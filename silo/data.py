@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,11 +66,11 @@ def dataset_digest(images: Tensor, salt: bytes) -> str:
 
 def _read_npz(path: Path) -> np.ndarray:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
             if "images" not in archive.files:
                 raise DataError("data file", expected="an array called images", got=f"{len(archive.files)} others")
             return np.asarray(archive["images"])
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError("data file", expected="an npz without pickled objects", got="something else") from error
 
 

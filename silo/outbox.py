@@ -24,7 +24,7 @@ from ddm.protocol.submission import (
 from ddm.sketch import Sketch
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
-from silo.config import Site
+from silo.config import Isolation, Site
 from silo.ledger import Ledger
 from silo.reception import AcceptedPlan
 from silo.releases import COUNTS_NAME, SKETCH_NAME
@@ -50,7 +50,7 @@ def draft(
     *,
     silo_id: str,
     sequence: int,
-    isolation: str,
+    isolation: Isolation,
     now: datetime,
 ) -> Submission:
     """Write down everything that would leave; what is missing is the approval, and the signature over all of it."""
@@ -64,7 +64,7 @@ def draft(
         sequence=sequence,
         created_at=now,
         num_units=record.num_images,
-        isolation="users" if isolation == "users" else "none",
+        isolation=isolation,
         experts=(
             SubmittedExpert(
                 expert_id=record.expert_id,

@@ -31,10 +31,11 @@ class Narrator:
         in_training = state.state == "training" and state.step > 0
         if state.state == self._last_state and not (in_training and now - self._last_at >= self._every_s):
             return
-        self._last_state, self._last_at = state.state, now
+        last, self._last_state, self._last_at = self._last_state, state.state, now
         plan = f" plan {state.plan_id}" if state.state == "plan_accepted" else ""
         steps = f" {state.step}/{state.num_steps} steps" if in_training else ""
-        say(f"[{self._silo_id}] {state.state}{plan}{steps}")
+        first = "; waiting for the next plan" if state.state in ("accepted", "withdrawn") and not last else ""
+        say(f"[{self._silo_id}] {state.state}{plan}{steps}{first}")
         if state.state == "awaiting_approval":
             say(f"[{self._silo_id}] what would leave: silo review; digest {state.submission_digest}")
         if state.problem:
@@ -73,7 +74,7 @@ class CourierWatch(threading.Thread):
 
 def run_worker(site: Site, key: SigningKey) -> State:
     """Run the worker alone, as a service of its own user."""
-    return Worker(site, key, Narrator(site.settings().silo_id)).run()
+    return Worker(site, key, Narrator(site.settings().silo_id), isolation=site.isolation).run()
 
 
 def make_courier(site: Site) -> Courier:
@@ -98,7 +99,8 @@ def run_both(site: Site, key: SigningKey) -> State:
         watch = CourierWatch(courier)
         watch.start()
         try:
-            state = run_worker(site, key)
+            # In one process tree there is no boundary, whoever owns the folders.
+            state = Worker(site, key, Narrator(site.settings().silo_id), isolation="none").run()
             time.sleep(LINGER_S)
         finally:
             watch.close()

@@ -3,8 +3,10 @@
 import secrets
 from pathlib import Path
 
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
+
 from ddm.console import remembered
-from ddm.errors import BusyError, RootError
+from ddm.errors import BusyError, PassphraseError, RootError, SetupError
 from ddm.files import read_bounded, require_file, write_atomic
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Card, Invitation
@@ -60,12 +62,10 @@ def init_site(
         passphrase_file=remembered(passphrase_file),
     )
     site.make_folders()
-    key = SigningKey.load(site.key_path, passphrase) if site.key_path.exists() else SigningKey.generate()
-    if not site.key_path.exists():
-        key.save(site.key_path, passphrase)
+    key = _signing_key(site.key_path, passphrase)
     if not site.salt_path.exists():
         write_atomic(site.salt_path, secrets.token_bytes(32), mode=0o600)
-    node_key = make_node_key(site.courier / "node.key")
+    node_key = _node_key(site.courier / "node.key")
     write_atomic(site.courier / "node.pub", f"{node_key}\n".encode())
     write_atomic(site.courier / "ca.pem", invitation.ca_certificate.encode())
     write_atomic(site.root_path, invitation.root.encode())
@@ -73,6 +73,31 @@ def init_site(
         save_settings(Policy(), site.path / "policy.toml", POLICY_HEADING)
     save_settings(settings, site.path / "silo.toml", SETTINGS_HEADING)
     return key
+
+
+def _signing_key(path: Path, passphrase: bytes) -> SigningKey:
+    """Make the signing key, or go on with the one that an init cut short has made."""
+    if path.exists():
+        try:
+            return SigningKey.load(path, passphrase)
+        except PassphraseError as error:
+            error.remedy = "An earlier `silo init` was cut short here: give its passphrase, or choose another folder."
+            raise
+    key = SigningKey.generate()
+    key.save(path, passphrase)
+    return key
+
+
+def _node_key(path: Path) -> str:
+    """Make the node key, or go on with the one that an init cut short has made; return its public half."""
+    if not path.exists():
+        return make_node_key(path)
+    try:
+        public = load_ssh_private_key(path.read_bytes(), None).public_key()
+    except ValueError as error:
+        remedy = "An earlier `silo init` was cut short here. Remove this file and run it again."
+        raise SetupError(str(path), expected="a node key", got="half of one", remedy=remedy) from error
+    return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode("ascii")
 
 
 def make_card(site: Site, key: SigningKey) -> bytes:

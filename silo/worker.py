@@ -11,7 +11,7 @@ from types import FrameType
 import pandas as pd
 import torch
 
-from ddm.errors import ApprovalError, ArchipelagoError, DataError, SubmissionRefusedError
+from ddm.errors import ArchipelagoError, DataError, SubmissionRefusedError
 from ddm.files import locked, write_atomic
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import Refused
@@ -20,11 +20,11 @@ from ddm.training import Progress
 from ddm.trust.keys import SigningKey
 from silo import outbox, stages
 from silo.approval import approval_path, load_draft, person_approved, review_folder
-from silo.config import Site
+from silo.config import Isolation, Site
 from silo.data import Cohort
 from silo.receipts import find_receipt
 from silo.reception import AcceptedPlan, load_accepted, receive_plan, waiting_plans
-from silo.state import IDLE, SENT, Problem, State, StateName, load_state, save_state, state_path
+from silo.state import IDLE, Problem, State, StateName, load_state, save_state, state_path
 
 NOTE_S = 2.0  # training progress is noted on disk this often
 
@@ -35,11 +35,15 @@ class Worker:
     Args:
         site: the silo's folder.
         key: its signing key, opened.
-        on_change: called with every state entered and every training step reported.
+        on_change: called with every state entered and every note of training progress.
+        isolation: what keeps the courier from the data; stated in the submission.
     """
 
-    def __init__(self, site: Site, key: SigningKey, on_change: Callable[[State], None]) -> None:
+    def __init__(
+        self, site: Site, key: SigningKey, on_change: Callable[[State], None], isolation: Isolation = "none"
+    ) -> None:
         self.site = site
+        self.isolation = isolation
         self.key = key
         self.settings = site.settings()
         self.policy = site.policy()
@@ -182,7 +186,7 @@ class Worker:
             record.verdict,
             silo_id=self.settings.silo_id,
             sequence=self.state.sequence,
-            isolation=self.site.isolation,
+            isolation=self.isolation,
             now=now_utc(),
         )
         digest = outbox.stage_review(submission, work, review_folder(self.site))
@@ -269,20 +273,6 @@ class Worker:
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self.stopping.set()
-
-
-def withdraw(site: Site) -> State:
-    """Give up the present plan, so that the site can take another; what was released stays in the ledger.
-
-    Raises:
-        BusyError: the worker is at work.
-        ApprovalError: there is no plan to give up, or its submission was sent.
-    """
-    with locked(site.private, "worker"):
-        state = load_state(state_path(site.private))
-        if state.state in IDLE | SENT:
-            raise ApprovalError("withdrawal", expected="a plan at work and nothing sent", got=f"state {state.state}")
-        return save_state(state_path(site.private), state.to("withdrawn"))
 
 
 def _problem(error: ArchipelagoError) -> Problem:

@@ -1,5 +1,6 @@
 """The manifest: the signed list of what is published, and of what an ensemble is made."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -86,6 +87,9 @@ class Manifest(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Manifest":
+        _check_distinct("silo_id", [silo.silo_id for silo in self.silos])
+        _check_distinct("expert_id", [expert.expert_id for expert in self.experts])
+        _check_distinct("expert's file", [expert.file.path for expert in self.experts])
         if abs(sum(expert.prior for expert in self.experts) - 1.0) > 1e-6:
             raise ValueError("the experts' priors must sum to 1")
         if len(self.router.training_prior) != len(self.experts):
@@ -93,3 +97,8 @@ class Manifest(Document):
         if {expert.silo_id for expert in self.experts} - {silo.silo_id for silo in self.silos}:
             raise ValueError("an expert names a silo that is not listed")
         return self
+
+
+def _check_distinct(what: str, values: Sequence[str]) -> None:
+    if len(set(values)) != len(values):
+        raise ValueError(f"the same {what} appears twice")

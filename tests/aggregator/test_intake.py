@@ -1,6 +1,7 @@
 """What intake refuses, one test an attack, on a real submission that it otherwise accepts."""
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tuf.api.metadata import TargetFile, Targets
 
+from aggregator.bounds import cell_noise_bound
+from aggregator.delivery import MAX_SUBMISSIONS, plan_done
 from aggregator.registry import card_of, signing_key
 from ddm.errors import (
     AbsentFileError,
@@ -20,6 +24,7 @@ from ddm.errors import (
     PolicyError,
     ReplayError,
     RoleError,
+    SetupError,
     SignatureError,
     TensorFileError,
     UnlistedFileError,
@@ -29,6 +34,7 @@ from ddm.protocol.base import now_utc, sha256_file, sha256_hex
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import PublicKey, SigningKey
+from ddm.trust.metadata import METADATA_LIFE, sign_metadata
 from ddm.trust.silo_role import sign_silo_metadata
 from tests.federation import TinyFederation
 
@@ -74,6 +80,25 @@ class Arrival:
         role = sign_silo_metadata(self.plan_id, SILO, signed, key or self.key, version=version, now=now_utc())
         self.role_path.write_bytes(role)
 
+    def change_counts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Change the histogram and sign it all again."""
+        path = self.folder / "counts.safetensors"
+        save_file({"counts": change(load_file(path)["counts"])}, path)
+        self.rewrite(lambda document: None)
+
+    @property
+    def accepted(self) -> Path:
+        return self.tiny.federation.accepted / self.plan_id / SILO
+
+    @property
+    def receipts(self) -> Path:
+        return self.tiny.federation.receipts / self.plan_id / SILO
+
+    def arrive_again(self, sequence: int) -> Path:
+        """Put what the silo has in its outbox into incoming under another number."""
+        sent = self.tiny.sites[SILO].outbox / self.plan_id / "1"
+        return Path(shutil.copytree(sent, self.folder.with_name(str(sequence))))
+
     def verdict(self) -> Receipt:
         receipts = [receipt for receipt in self.tiny.take_in() if receipt.silo_id == SILO]
         assert len(receipts) == 1
@@ -85,7 +110,8 @@ class Arrival:
         assert verdict.kind == "refused"
         assert verdict.code == error.exit_code, verdict.reason
         assert all(word in verdict.reason for word in words), verdict.reason
-        assert not (self.tiny.federation.accepted / self.plan_id / SILO).exists()
+        assert not self.accepted.exists()
+        assert not self.accepted.with_suffix(".part").exists()
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +135,10 @@ def arrival(sent_once: tuple[TinyFederation, str], tmp_path: Path) -> Arrival:
 
 
 def test_intake_accepts_what_the_silo_sent_and_signs_a_receipt_that_binds_it(arrival: Arrival) -> None:
+    digest = sha256_file(arrival.document_path)
     receipt = arrival.verdict()
     assert receipt.verdict.kind == "accepted"
-    assert receipt.submission_digest == sha256_file(arrival.document_path)
+    assert receipt.submission_digest == digest
     plan, plan_digest = arrival.tiny.federation.current_plan()
     sealed = (arrival.tiny.federation.receipts / arrival.plan_id / SILO / "1.json").read_bytes()
     payload, _ = open_sealed(sealed, RECEIPT_KIND, PublicKey.parse(plan.receipt_key), 65536)
@@ -153,7 +180,7 @@ def test_intake_refuses_a_submission_that_names_another_silo(arrival: Arrival) -
 def test_intake_refuses_a_replayed_submission(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document["releases"][0].update(epsilon=2.0))
     arrival.refused(PolicyError)
-    shutil.copytree(arrival.tiny.sites[SILO].outbox / arrival.plan_id / "1", arrival.folder.with_name("2"))
+    arrival.arrive_again(2)
     receipts = arrival.tiny.take_in()
     assert [receipt.verdict.kind for receipt in receipts] == ["refused"]
     assert receipts[0].verdict.code == ReplayError.exit_code  # type: ignore[union-attr]
@@ -161,19 +188,22 @@ def test_intake_refuses_a_replayed_submission(arrival: Arrival) -> None:
 
 def test_intake_refuses_anything_after_an_accepted_submission(arrival: Arrival) -> None:
     assert arrival.verdict().verdict.kind == "accepted"
-    shutil.copytree(arrival.folder, arrival.folder.with_name("2"))
+    arrival.arrive_again(2)
     receipts = arrival.tiny.take_in()
     assert [getattr(receipt.verdict, "code", None) for receipt in receipts] == [ReplayError.exit_code]
 
 
 def test_intake_refuses_a_role_that_lists_another_silos_files(arrival: Arrival) -> None:
-    role = json.loads(arrival.role_path.read_bytes())
-    name = next(iter(role["signed"]["targets"]))
-    role["signed"]["targets"][name.replace(SILO, "south")] = role["signed"]["targets"].pop(name)
-    arrival.role_path.write_text(json.dumps(role))
-    verdict = arrival.verdict().verdict
-    assert verdict.kind == "refused"
-    assert verdict.code in {RoleError.exit_code, SignatureError.exit_code, 21}
+    """The attack: north, with its own key and in good form, speaks for south."""
+    listed = json.loads(arrival.role_path.read_bytes())["signed"]["targets"]
+    for own in listed:
+        names = {name.replace(SILO, "south") if name == own else name for name in listed}
+        targets = {name: TargetFile(1, {"sha256": "a" * 64}, name) for name in names}
+        role = Targets(1, None, now_utc() + METADATA_LIFE, targets)
+        arrival.role_path.write_bytes(sign_metadata(role, [arrival.key]))
+        arrival.refused(RoleError, "south")
+        shutil.rmtree(arrival.receipts)
+        arrival.arrive_again(1)
 
 
 @pytest.mark.parametrize("name", ["document_path", "expert_path", "role_path"])
@@ -268,6 +298,91 @@ def test_intake_answers_a_submission_too_large_to_fetch(arrival: Arrival) -> Non
     shutil.rmtree(arrival.folder)
     arrival.folder.with_name("1.toolarge").touch()
     arrival.refused(PolicyError, "size")
+
+
+@pytest.mark.parametrize("attack", ["the smallest integer", "below the noise", "above the noise", "units from nowhere"])
+def test_intake_refuses_counts_that_no_noise_explains(arrival: Arrival, attack: str) -> None:
+    plan, _ = arrival.tiny.federation.current_plan()
+    reach = cell_noise_bound(plan.releases.counts.epsilon, plan.releases.counts.num_groups)
+    num_units = arrival.document()["num_units"]
+    counts = {
+        "the smallest integer": [-(2**63), 0, num_units, 0],
+        "below the noise": [-reach - 1, reach + 1, num_units, 0],
+        "above the noise": [num_units + reach + 1, -reach // 2, -reach // 2, 0],
+        "units from nowhere": [num_units + reach] * 4,
+    }
+    arrival.change_counts(lambda _: torch.tensor(counts[attack]))
+    arrival.refused(TensorFileError, "sum" if attack == "units from nowhere" else "counts within")
+
+
+def test_intake_accepts_counts_as_far_out_as_noise_may_carry_them(arrival: Arrival) -> None:
+    plan, _ = arrival.tiny.federation.current_plan()
+    reach = cell_noise_bound(plan.releases.counts.epsilon, plan.releases.counts.num_groups)
+    arrival.change_counts(lambda _: torch.tensor([-reach, arrival.document()["num_units"] + reach, 0, 0]))
+    assert arrival.verdict().verdict.kind == "accepted"
+
+
+def test_intake_refuses_a_sketch_longer_than_noise_can_make_it(arrival: Arrival) -> None:
+    path = arrival.folder / "sketch.safetensors"
+    sketch = load_file(path)["sketch"]
+    sketch[3] *= 100 / sketch[3].norm()
+    save_file({"sketch": sketch}, path)
+    arrival.rewrite(lambda document: None)
+    arrival.refused(TensorFileError, "norm")
+
+
+def test_accepted_bytes_stay_when_the_serverapp_keeps_a_hand_on_what_it_fetched(
+    arrival: Arrival, tmp_path: Path
+) -> None:
+    held = tmp_path / "held"
+    os.link(arrival.expert_path, held)
+    name = arrival.expert_path.relative_to(arrival.folder)
+    before = arrival.expert_path.read_bytes()
+    assert arrival.verdict().verdict.kind == "accepted"
+    held.write_bytes(b"other weights")
+    assert (arrival.accepted / name).read_bytes() == before
+
+
+def test_what_was_answered_takes_no_room_any_more(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document.update(approval=None))
+    arrival.refused(PolicyError)
+    assert not arrival.folder.exists()
+    assert (arrival.receipts / "1.json").exists()
+    shutil.copytree(arrival.tiny.sites[SILO].outbox / arrival.plan_id / "1", arrival.folder)
+    assert arrival.tiny.take_in() == [], "a crash before it was thrown away: no second answer"
+    assert not arrival.folder.exists()
+
+
+def test_plan_ends_when_intake_was_killed_between_the_receipt_and_its_mark(arrival: Arrival) -> None:
+    assert arrival.verdict().verdict.kind == "accepted"
+    (arrival.receipts / "final").unlink()
+    assert arrival.tiny.take_in() == []
+    (arrival.receipts / "1.delivered").touch()
+    assert plan_done(arrival.tiny.federation.path, arrival.plan_id, [SILO])
+
+
+def test_refusal_is_not_the_end_when_intake_starts_again(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document.update(approval=None))
+    arrival.refused(PolicyError)
+    assert arrival.tiny.take_in() == []
+    assert not (arrival.receipts / "final").exists()
+
+
+def test_intake_refuses_one_submission_too_many_and_ends(arrival: Arrival) -> None:
+    shutil.rmtree(arrival.folder)
+    arrival.folder.with_name(f"{MAX_SUBMISSIONS + 1}.toomany").touch()
+    arrival.refused(PolicyError, "at most")
+    (arrival.receipts / f"{MAX_SUBMISSIONS + 1}.delivered").touch()
+    assert plan_done(arrival.tiny.federation.path, arrival.plan_id, [SILO])
+
+
+def test_next_plan_is_refused_while_an_accepted_submission_is_in_no_release(arrival: Arrival, tmp_path: Path) -> None:
+    assert arrival.verdict().verdict.kind == "accepted"
+    with pytest.raises(SetupError, match="north") as refused:
+        arrival.tiny.sign()
+    assert "aggregator publish" in refused.value.remedy
+    arrival.tiny.publish(tmp_path / "out")
+    assert arrival.tiny.sign() != arrival.plan_id
 
 
 def test_enrolled_key_is_the_one_that_signed(arrival: Arrival) -> None:

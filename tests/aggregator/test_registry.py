@@ -13,6 +13,7 @@ from ddm.protocol.enrolment import CARD_KIND, Card
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
 
+PLAN, NEXT_PLAN = "digits-00000001", "digits-00000002"
 NODE = "ecdsa-sha2-nistp256 " + "A" * 40
 
 
@@ -59,6 +60,22 @@ def test_enroll_refuses_another_key_for_an_enrolled_silo(federation: Federation,
         enroll(federation, other)
 
 
+@pytest.mark.parametrize("kept", ["node key", "signing key"])
+def test_enroll_refuses_a_card_that_keeps_one_public_key_of_a_silo_and_replaces_the_other(
+    federation: Federation, tmp_path: Path, kept: str
+) -> None:
+    """The attack: the node key is public, so anybody can name it beside a signing key of their own."""
+    key = SigningKey.generate()
+    enroll(federation, write_card(tmp_path, "north", key))
+    if kept == "node key":
+        forged = write_card(tmp_path, "north", SigningKey.generate())
+    else:
+        forged = write_card(tmp_path, "north", key, node=NODE.replace("A", "B"))
+    with pytest.raises(BusyError):
+        enroll(federation, forged)
+    assert (cards(federation)["north"].signing_key, cards(federation)["north"].node_key) == (str(key.public), NODE)
+
+
 def test_enroll_refuses_a_key_that_another_silo_holds(federation: Federation, tmp_path: Path) -> None:
     key = SigningKey.generate()
     enroll(federation, write_card(tmp_path, "north", key))
@@ -78,10 +95,20 @@ def test_enroll_of_nothing_says_so(federation: Federation, tmp_path: Path) -> No
 
 def test_ledger_may_only_grow(federation: Federation) -> None:
     one, two, three = "1" * 64, "2" * 64, "3" * 64
-    check_ledger(federation, "north", (one,))
-    remember_ledger(federation, "north", (one, two))
-    check_ledger(federation, "north", (one, two, three))
-    for chain in ((), (one,), (one, three), (two, one, three)):
-        with pytest.raises(LedgerError):
-            check_ledger(federation, "north", chain)
-    check_ledger(federation, "south", (three,))
+    check_ledger(federation, "north", PLAN, (one,))
+    remember_ledger(federation, "north", PLAN, (one, two))
+    for plan_id in (PLAN, NEXT_PLAN):
+        check_ledger(federation, "north", plan_id, (one, two, three))
+        for chain in ((), (one,), (one, three), (two, one, three)):
+            with pytest.raises(LedgerError):
+                check_ledger(federation, "north", plan_id, chain)
+    check_ledger(federation, "south", PLAN, (three,))
+
+
+def test_ledger_must_grow_for_another_plan(federation: Federation) -> None:
+    """The attack: releases of a new plan that no debit stands for."""
+    chain = ("1" * 64, "2" * 64)
+    remember_ledger(federation, "north", PLAN, chain)
+    check_ledger(federation, "north", PLAN, chain)
+    with pytest.raises(LedgerError):
+        check_ledger(federation, "north", NEXT_PLAN, chain)

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,53 @@ def test_list_files_refuses_a_symbolic_link_however_deep(tmp_path: Path) -> None
     (tmp_path / "a" / "b" / "link").symlink_to("/etc")
     with pytest.raises(UnsafePathError):
         list_files(tmp_path)
+
+
+def test_list_files_stops_at_its_bound_however_much_a_folder_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: a folder of more entries than fit into memory."""
+    for number in range(50):
+        (tmp_path / f"{number}").mkdir()
+    seen = []
+    scandir = os.scandir
+
+    @contextmanager
+    def counted(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with scandir(folder) as entries:
+            yield (seen.append(entry) or entry for entry in entries)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(os, "scandir", counted)
+    with pytest.raises(UnsafePathError):
+        list_files(tmp_path, most=3)
+    assert len(seen) == 4
+    assert list_files(tmp_path, most=50) == {}
+
+
+def test_list_files_refuses_a_folder_that_is_a_link_or_not_there(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    for name in ("link", "dangling", "none"):
+        with pytest.raises(UnsafePathError):
+            list_files(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_copy_tree_refuses_a_file_that_became_something_else_after_it_was_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The attack: a named pipe would hang the copy, a link would lead it elsewhere."""
+    (tmp_path / "in").mkdir()
+    swapped = tmp_path / "in" / "a"
+    if kind == "pipe":
+        os.mkfifo(swapped)
+    else:
+        swapped.symlink_to("/etc/hostname")
+    monkeypatch.setattr("ddm.files.list_files", lambda folder, most: {"a": swapped})
+    with pytest.raises(UnsafePathError):
+        copy_tree_bounded(tmp_path / "in", tmp_path / "out", max_bytes=100)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_copy_tree_stops_at_its_bound(tmp_path: Path) -> None:

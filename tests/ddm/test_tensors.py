@@ -1,5 +1,6 @@
 """Attacks on a safetensors file, and the oracle that an honest one is read and written as the library does."""
 
+import hashlib
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import pickle
 import struct
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load as reference_load
 from safetensors.torch import save as reference_save
 
-from ddm.errors import TensorFileError
+from ddm.errors import DigestError, TensorFileError
 from ddm.tensors import TensorSpec, check_tensors, load_tensors, read_header, save_tensors, spec_of
 
 MANY = 10**6
@@ -96,6 +98,45 @@ def test_loaded_tensors_do_not_change_with_the_file(path):
         handle.seek(-4000, os.SEEK_END)
         handle.write(b"\xff" * 4000)
     assert torch.equal(loaded["a"], torch.ones(1000))
+
+
+def test_tensors_are_made_of_the_very_bytes_that_were_digested(path, monkeypatch):
+    """The attack: a host that serves the signed file once, and another one ever after."""
+    save_tensors(path, {"a": torch.ones(3)})
+    good = path.read_bytes()
+    digest = hashlib.sha256(good).hexdigest()
+    opened = []
+
+    @contextmanager
+    def served(path, subject):
+        opened.append(path)
+        data = good if len(opened) == 1 else good[:-1] + b"x"
+        yield io.BytesIO(data), len(data)
+
+    monkeypatch.setattr("ddm.tensors.open_regular", served)
+    assert torch.equal(load_tensors(path, None, max_bytes=MANY, digest=digest)["a"], torch.ones(3))
+    with pytest.raises(DigestError):
+        load_tensors(path, None, max_bytes=MANY, digest=digest)
+    assert len(opened) == 2
+
+
+def test_loading_needs_memory_for_about_one_file(path):
+    """In a process of its own, whose peak tells; the control needs two."""
+    save_tensors(path, {"a": torch.zeros(16_000_000)})
+    program = (
+        "import re, sys; from pathlib import Path; import torch; from ddm.tensors import load_tensors\n"
+        "peak = lambda: int(re.search('VmHWM:.*?([0-9]+)', Path('/proc/self/status').read_text())[1])\n"
+        "before = peak()\n"
+        "loaded = load_tensors(Path(sys.argv[1]), None, max_bytes=10**8)\n"
+        "copies = [loaded['a'].clone() for _ in range(int(sys.argv[2]))]\n"
+        "print((peak() - before) / 62_500)"
+    )
+
+    def files_in_memory(num_copies: int) -> float:
+        command = [sys.executable, "-c", program, str(path), str(num_copies)]
+        return float(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+
+    assert files_in_memory(0) < 1.5 < files_in_memory(1)
 
 
 def test_header_is_read_without_torch_and_agrees_with_the_tensors(path):

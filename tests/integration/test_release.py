@@ -1,6 +1,7 @@
 """A real published release: what one flipped byte does, what python-tuf's own client says, how an ensemble behaves."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,20 @@ import torch
 from tuf.ngclient import Updater, UpdaterConfig
 from tuf.ngclient.fetcher import FetcherInterface
 
+import aggregator.publish
+import ddm.artifact
 from ddm import Ensemble
-from ddm.artifact import open_release
-from ddm.errors import ArchipelagoError, DigestError, RollbackError, UnlistedFileError
+from ddm.artifact import load_ensemble, open_release
+from ddm.errors import (
+    ArchipelagoError,
+    DigestError,
+    DocumentError,
+    RollbackError,
+    TrustError,
+    UnlistedFileError,
+)
+from ddm.protocol.manifest import Manifest
+from ddm.trust.verify import VerifiedRelease, verify_release
 from tests.conftest import Published
 
 
@@ -118,3 +130,139 @@ def test_expert_swapped_between_silos_is_refused(published: Published) -> None:
     shutil.copyfile(one, two)
     with pytest.raises(DigestError):
         open_release(published.release, root=published.root, state=None)
+
+
+@pytest.mark.parametrize("name", ["expert.safetensors", "router.safetensors", "sketch.safetensors"])
+def test_ensemble_is_refused_when_its_host_swaps_a_tensor_file_after_it_was_verified(
+    published: Published, name: str
+) -> None:
+    release = open_release(published.release, root=published.root, state=None)
+    load_ensemble(release)
+    path = next(published.release.rglob(name))
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DigestError):
+        load_ensemble(release)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "manifest.json", "submission.json"])
+def test_release_is_refused_when_its_host_swaps_a_document_after_it_was_verified(
+    published: Published, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def verify_then_swap(*arguments: object, **named: object) -> VerifiedRelease:
+        verified = verify_release(*arguments, **named)  # type: ignore[arg-type]
+        path = next((published.release / "targets").rglob(name))
+        path.write_bytes(path.read_bytes().replace(b'"format"', b' "format"'))
+        return verified
+
+    monkeypatch.setattr(ddm.artifact, "verify_release", verify_then_swap)
+    with pytest.raises(DigestError, match=name):
+        open_release(published.release, root=published.root, state=None)
+
+
+def edited(manifest: Manifest, part: str, **changes: object) -> Manifest:
+    """The manifest with some fields of its first silo, of its first expert, of its router or of its own changed."""
+    if part == "manifest":
+        return manifest.model_copy(update=changes)
+    if part == "router":
+        return manifest.model_copy(update={"router": manifest.router.model_copy(update=changes)})
+    first, *others = getattr(manifest, part)
+    return manifest.model_copy(update={part: (first.model_copy(update=changes), *others)})
+
+
+def unequal(manifest: Manifest) -> Manifest:
+    """The two priors exchanged: the true ones are 1/3 and 2/3."""
+    one, two = manifest.experts
+    swapped = (one.model_copy(update={"prior": two.prior}), two.model_copy(update={"prior": one.prior}))
+    return manifest.model_copy(update={"experts": swapped})
+
+
+LIES: dict[str, Callable[[Manifest], Manifest]] = {
+    "epsilon": lambda manifest: edited(manifest, "silos", epsilon=0.01),
+    "delta": lambda manifest: edited(manifest, "silos", delta=1e-9),
+    "audit": lambda manifest: edited(manifest, "silos", audit="pass"),
+    "isolation": lambda manifest: edited(manifest, "silos", isolation="containers"),
+    "with the keys": lambda manifest: edited(manifest, "silos", key_fingerprint="0" * 64),
+    "experts": lambda manifest: edited(manifest, "experts", cluster=3),
+    "prior": unequal,
+    "silos": lambda manifest: edited(manifest, "manifest", missing_silos=("west",)),
+    "each silo of the plan": lambda manifest: edited(manifest, "manifest", withdrawn_silos=("north",)),
+}
+
+
+def publish_as_a_liar(
+    published: Published, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Manifest], Manifest], out: Path
+) -> None:
+    """Publish, properly signed, a manifest that says something else, and skip the aggregator's own verification."""
+    honest = aggregator.publish._manifest
+    monkeypatch.setattr(aggregator.publish, "_manifest", lambda *arguments: lie(honest(*arguments)))
+    monkeypatch.setattr(aggregator.publish, "open_release", lambda *arguments, **named: None)
+    published.tiny.publish_only(out)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_release_is_refused_when_its_manifest_contradicts_what_a_silo_signed(
+    published: Published, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lie: str
+) -> None:
+    publish_as_a_liar(published, monkeypatch, LIES[lie], tmp_path / "lie")
+    with pytest.raises(TrustError) as refused:
+        open_release(tmp_path / "lie", root=published.root, state=None)
+    assert lie in str(refused.value)
+
+
+def test_release_is_accepted_when_the_liar_says_the_truth(
+    published: Published, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The control: the refusals above are due to what the manifest says."""
+    publish_as_a_liar(published, monkeypatch, lambda manifest: manifest, tmp_path / "truth")
+    open_release(tmp_path / "truth", root=published.root, state=None)
+
+
+def test_aggregator_publishes_nothing_that_a_researcher_would_refuse(
+    published: Published, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    honest = aggregator.publish._manifest
+    monkeypatch.setattr(aggregator.publish, "_manifest", lambda *arguments: LIES["epsilon"](honest(*arguments)))
+    with pytest.raises(TrustError, match="epsilon"):
+        published.tiny.publish_only(tmp_path / "lie")
+    assert not (tmp_path / "lie").exists()
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 5.0}, {"training_prior": (0.9, 0.1)}])
+def test_ensemble_is_refused_when_its_router_needs_what_is_not_applied(
+    published: Published, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    publish_as_a_liar(
+        published, monkeypatch, lambda manifest: edited(manifest, "router", **changes), tmp_path / "other"
+    )
+    release = open_release(tmp_path / "other", root=published.root, state=None)
+    with pytest.raises(DocumentError, match=next(iter(changes))):
+        load_ensemble(release)
+
+
+@pytest.mark.parametrize("twice", ["silos", "experts"])
+def test_manifest_is_refused_when_a_silo_or_an_expert_appears_twice(published_once: Published, twice: str) -> None:
+    release = open_release(published_once.release, root=published_once.root, state=None)
+    manifest = release.manifest
+    first, second = getattr(manifest, twice)
+    doubled = (first, second.model_copy(update={"silo_id": first.silo_id}))
+    if twice == "experts":
+        doubled = (first, second.model_copy(update={"expert_id": first.expert_id}))
+    spoilt = manifest.model_copy(update={twice: doubled})
+    with pytest.raises(DocumentError, match="twice"):
+        Manifest.parse(spoilt.encode(), subject="manifest.json")
+
+
+def test_release_without_a_silo_that_never_answered_verifies(tmp_path: Path) -> None:
+    from tests.federation import TinyFederation
+
+    tiny = TinyFederation.create(tmp_path, {"east": 20, "north": 20})
+    plan_id = tiny.sign()
+    tiny.deliver_plan("north", plan_id)
+    tiny.work("north")
+    tiny.collect("north", plan_id)
+    tiny.take_in()
+    tiny.publish(tmp_path / "release")
+    release = open_release(tmp_path / "release", root=tiny.root, state=None)
+    assert (release.manifest.missing_silos, set(release.submissions)) == (("east",), {"north"})

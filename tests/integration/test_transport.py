@@ -206,9 +206,11 @@ def test_no_process_is_left_when_everything_stopped(journey):
 
 
 def test_nothing_of_the_aggregators_machine_is_in_what_the_silos_received(journey):
-    for path in (journey.root / "north" / "courier" / "flwr").rglob("*"):
-        if path.is_file() and path.suffix in (".toml", ".json", ".py"):
-            assert os.fsencode(journey.fed) not in path.read_bytes()
+    found = (journey.root / "north" / "courier" / "flwr").rglob("*")
+    received = [path for path in found if path.is_file() and path.suffix in (".toml", ".json", ".py")]
+    assert {path.name for path in received} >= {"pyproject.toml", "client.py"}, "the run's code, as Flower delivered it"
+    for path in received:
+        assert os.fsencode(journey.fed) not in path.read_bytes()
 
 
 def test_runtime_is_refused_when_its_port_is_taken(tmp_path):

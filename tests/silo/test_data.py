@@ -65,8 +65,12 @@ def test_cohort_refuses_too_few_images_another_array_and_other_files(tmp_path: P
     with pytest.raises(DataError):
         load(save(tmp_path / "b.npz", pictures=array))
     (tmp_path / "c.npz").write_bytes(b"not a zip")
-    with pytest.raises(DataError):
-        load(tmp_path / "c.npz")
+    np.save(tmp_path / "d.npy", array)
+    whole = save(tmp_path / "e.npz", images=array).read_bytes()
+    (tmp_path / "e.npz").write_bytes(whole[: len(whole) // 2])
+    for name in ("c.npz", "d.npy", "e.npz"):
+        with pytest.raises(DataError):
+            load(tmp_path / name)
     with pytest.raises(MissingFileError):
         load(tmp_path / "none.npz")
 

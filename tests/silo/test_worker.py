@@ -20,11 +20,11 @@ from ddm.processes import program
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
-from silo.approval import approve
+from silo.approval import approve, withdraw
 from silo.config import Site
 from silo.outbox import submission_path
 from silo.state import load_state, state_path
-from silo.worker import Worker, withdraw
+from silo.worker import Worker
 from tests.federation import PASSPHRASE, POLICY, TinyFederation, recipe, write_policy
 
 SILO = "north"

@@ -1,0 +1,65 @@
+"""How far may honest noise carry a release? Beyond these bounds a silo did not draw what the plan says.
+
+Each bound fails for an honest silo with a probability of at most `FAILURE` over a whole file: a silo that is refused
+because of one has made a mistake or lies. They limit what one silo can do to the router; they do not show that the
+noise was drawn.
+"""
+
+import math
+
+import numpy as np
+from scipy.special import gammainccinv
+
+from ddm.privacy import COUNTS_SENSITIVITY, GRID
+
+FAILURE = 1e-12
+_ROUNDING = 1 + 1e-6  # of float32 values
+_NUM_RATES = 512
+
+
+def cell_noise_bound(epsilon: float, num_cells: int) -> int:
+    """Return B such that no cell's noise exceeds B in magnitude.
+
+    ``P(|z| > B) = 2 a^(B + 1) / (1 + a)`` with ``a = exp(-epsilon / 2)``, times the number of cells. A silo of n_k
+    units thus releases counts within [-B, n_k + B].
+
+    Args:
+        epsilon: of the histogram, under replace-one.
+        num_cells: G.
+    """
+    rate = epsilon / COUNTS_SENSITIVITY
+    log_tail = math.log(2 * num_cells / FAILURE) - math.log1p(math.exp(-rate))
+    return max(0, math.ceil(log_tail / rate) - 1)
+
+
+def total_noise_bound(epsilon: float, num_cells: int) -> int:
+    """Return B such that the noise of all cells together exceeds B in magnitude as seldom.
+
+    Chernoff: ``P(|sum z| >= b) <= 2 M(l)^G exp(-l b)`` for every rate l in (0, epsilon / 2), with the moment generating
+    function ``M(l) = (1 - a)^2 / ((1 - a e^l) (1 - a e^-l))``; the best of many rates is taken.
+
+    Args:
+        epsilon: of the histogram, under replace-one.
+        num_cells: G.
+    """
+    rate = epsilon / COUNTS_SENSITIVITY
+    l_L = rate * (np.arange(_NUM_RATES) + 0.5) / _NUM_RATES
+    log_m_L = 2 * np.log(-np.expm1(-rate)) - np.log(-np.expm1(l_L - rate)) - np.log(-np.expm1(-l_L - rate))
+    return math.ceil(float(((num_cells * log_m_L + math.log(2 / FAILURE)) / l_L).min()))
+
+
+def sketch_norm_bound(alpha: float, sigma: float, scale_C: float, rank: int, num_rows: int) -> float:
+    """Return the largest norm of a row ``alpha s_0 + (sigma / C) n`` with s_0 in the unit ball and n standard normal.
+
+    ``alpha (1 + sqrt(R) grid) + (sigma / C) q``, where the norm of n exceeds q in none of the rows: its square is chi
+    squared with R degrees of freedom.
+
+    Args:
+        alpha: of the path at t_release.
+        sigma: of the path at t_release.
+        scale_C: the sketch's scale, in data units.
+        rank: R.
+        num_rows: n_k.
+    """
+    q = math.sqrt(2 * float(gammainccinv(rank / 2, FAILURE / num_rows)))
+    return (alpha * (1 + math.sqrt(rank) * GRID) + sigma / scale_C * q) * _ROUNDING

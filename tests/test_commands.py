@@ -1,0 +1,525 @@
+"""The commands as clumsy and unlucky people use them: one screen, what to do, the right exit code, nothing lost."""
+
+import io
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+
+import aggregator.cli
+import ddm.cli
+import silo.cli
+from ddm.console import run_app
+from ddm.guard import descendants
+from ddm.processes import free_port, program
+from ddm.protocol.base import now_utc, sha256_hex
+from ddm.trust.verify import verify_release
+from tests.conftest import Published
+from tests.federation import PASSPHRASE, TinyFederation, images, recipe
+
+ROOT = Path(__file__).parent.parent
+APPS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.app}
+MAX_LINES = 24
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left: its exit code and what it printed."""
+
+    code: object
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command in this process, without a terminal; whatever it says fits on one screen and is no stack trace."""
+
+    def command(*words: object, stdin: str = "") -> Done:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run_app(APPS[str(words[0])], [str(word) for word in words[1:]])
+        said = capsys.readouterr()
+        assert "Traceback" not in said.out + said.err
+        assert len(said.err.splitlines()) <= MAX_LINES
+        assert ended.value.code != 1, said.err
+        if ended.value.code not in (0, 2):
+            assert "to do:" in said.err
+        return Done(ended.value.code, said.out, said.err)
+
+    return command
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file with the right passphrase."""
+    path = tmp_path / "secret"
+    path.write_bytes(PASSPHRASE + b"\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def planned_once(tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
+    """A federation whose plan has reached silo north; training would take minutes."""
+    tiny = TinyFederation.create(tmp_path_factory.mktemp("planned"), {"east": 60, "north": 60})
+    chosen = recipe()
+    training = chosen.expert.training.model_copy(update={"num_steps": 100_000, "checkpoint_steps": 20})
+    plan_id = tiny.sign(chosen.model_copy(update={"expert": chosen.expert.model_copy(update={"training": training})}))
+    tiny.deliver_plan("north", plan_id)
+    return tiny
+
+
+@pytest.fixture
+def planned(planned_once: TinyFederation, tmp_path: Path) -> TinyFederation:
+    """A copy that a test may change."""
+    folder = tmp_path / "planned"
+    shutil.copytree(planned_once.path, folder)
+    sites = {silo_id: type(site)(folder / silo_id) for silo_id, site in planned_once.sites.items()}
+    return TinyFederation(folder, type(planned_once.federation)(folder / "fed"), sites)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    """Change a configuration file as a person would."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+# Keys and first steps
+
+
+def test_key_stays_closed_when_the_passphrase_is_wrong_empty_absent_or_nobody_can_be_asked(
+    run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
+) -> None:
+    enroll = ("silo", "enroll", planned.sites["north"].path, "--out", tmp_path / "card.json")
+    (tmp_path / "wrong").write_text("wrong\n")
+    (tmp_path / "empty").touch()
+    assert run(*enroll, "--passphrase-file", tmp_path / "wrong").code == 5
+    assert run(*enroll, "--passphrase-file", tmp_path / "empty").code == 5
+    assert run(*enroll, "--passphrase-file", tmp_path / "absent").code == 4
+    assert run(*enroll, "--passphrase-file", tmp_path).code == 4
+    assert run(*enroll, "--passphrase-file", "-").code == 5
+    assert run(*enroll, "--passphrase-file", "-", stdin="wrong\n").code == 5
+    assert run(*enroll).code == 5
+    assert not (tmp_path / "card.json").exists()
+    assert run(*enroll, "--passphrase-file", "-", stdin=PASSPHRASE.decode()).code == 0
+    assert run(*enroll, "--passphrase-file", secret).code == 0
+
+
+def test_configured_passphrase_file_that_is_gone_is_named(run: Run, planned: TinyFederation, tmp_path: Path) -> None:
+    site = planned.sites["north"].path
+    edit(site / "silo.toml", "threads = 1", f'threads = 1\npassphrase_file = "{tmp_path / "gone"}"')
+    done = run("silo", "enroll", site, "--out", tmp_path / "card.json")
+    assert done.code == 4
+    assert str(tmp_path / "gone") in done.err
+    assert "configuration" in done.err
+
+
+def init_words(tiny: TinyFederation, site: Path, secret: Path, **changes: object) -> list[object]:
+    """The words of `silo init` for a new silo called south."""
+    fingerprint = fingerprint_of(tiny)
+    options = {"id": "south", "data": tiny.path / "north.npz", "invitation": tiny.federation.path / "invitation.json"}
+    options |= {"root-fingerprint": fingerprint, "passphrase-file": secret} | changes
+    return ["silo", "init", site, *(word for name, value in options.items() for word in (f"--{name}", value))]
+
+
+def fingerprint_of(tiny: TinyFederation) -> str:
+    """The fingerprint that the operator would read out."""
+    return sha256_hex(tiny.root.read_bytes())
+
+
+def test_silo_init_refuses_a_root_that_is_not_the_one_named_out_of_band(
+    run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
+) -> None:
+    site = tmp_path / "south"
+    done = run(*init_words(planned, site, secret, **{"root-fingerprint": "0" * 64}))
+    assert done.code == 19
+    assert fingerprint_of(planned) in done.err
+    assert run(*init_words(planned, site, secret, **{"root-fingerprint": "short"})).code == 3
+    assert run(*init_words(planned, site, secret, invitation=secret)).code == 21
+    assert run(*init_words(planned, site, secret, data=tmp_path / "absent.npz")).code == 4
+    assert run(*init_words(planned, site, secret, id="South")).code == 3
+    assert run(*init_words(planned, secret, secret)).code == 2
+    assert not site.exists()
+
+
+def test_silo_init_twice_overwrites_nothing_and_one_cut_short_is_finished_with_the_same_keys(
+    run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
+) -> None:
+    site, words = tmp_path / "south", init_words(planned, tmp_path / "south", secret)
+    assert run(*words).code == 0
+    names = ("private/silo.key", "courier/node.key", "courier/node.pub")
+    keys = [(site / name).read_bytes() for name in names]
+    assert run(*words).code == 6
+    for late in ("silo.toml", "courier/node.pub"):
+        (site / late).unlink()
+    (tmp_path / "wrong").write_text("wrong\n")
+    refused = run(*init_words(planned, site, tmp_path / "wrong"))
+    assert refused.code == 5
+    assert "cut short" in refused.err
+    assert run(*words).code == 0
+    assert [(site / name).read_bytes() for name in names] == keys
+
+
+def test_aggregator_init_twice_overwrites_nothing_and_one_cut_short_leaves_no_half(
+    run: Run, secret: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fed = tmp_path / "fed"
+    words = ("aggregator", "init", fed, "--name", "tiny", "--address", "127.0.0.1:9092", "--passphrase-file", secret)
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("aggregator.setup.make_tls", interrupted)
+        with pytest.raises(SystemExit) as ended:
+            run_app(APPS["aggregator"], [str(word) for word in words[1:]])
+    assert ended.value.code == 130
+    assert not (fed / "keys").exists()
+    assert run(*words).code == 0
+    key = (fed / "keys" / "root.key").read_bytes()
+    assert run(*words).code == 6
+    assert (fed / "keys" / "root.key").read_bytes() == key
+    assert not (fed / ".part").exists()
+
+
+@pytest.mark.parametrize("address", ["9092", "localhost", "localhost:0", "localhost:99999", "http://a:1", "[::1]:9092"])
+def test_aggregator_init_names_the_address_when_it_is_none(
+    run: Run, secret: Path, tmp_path: Path, address: str
+) -> None:
+    words = ("aggregator", "init", tmp_path / "fed", "--name", "a", "--address", address, "--passphrase-file", secret)
+    done = run(*words)
+    assert done.code == 3
+    assert "--address" in done.err
+    assert not (tmp_path / "fed").exists()
+
+
+def test_card_is_refused_when_tampered_or_clashing_and_welcome_twice(
+    run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
+) -> None:
+    enroll = ("aggregator", "enroll", planned.federation.path)
+    card = planned.path / "north.card.json"
+    (tmp_path / "tampered.json").write_text(card.read_text().replace("north", "south"))
+    assert run(*enroll, tmp_path / "tampered.json").code == 11
+    assert run(*enroll, planned.path / "north.npz").code == 21
+    assert run(*enroll, card).code == 0
+    assert run(*init_words(planned, tmp_path / "new", secret, id="north")).code == 0
+    assert run("silo", "enroll", tmp_path / "new", "--out", tmp_path / "new.json").code == 0
+    assert run(*enroll, tmp_path / "new.json").code == 6
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "field"),
+    [
+        ("silo.toml", "threads = 1", 'threads = "many"', "threads"),
+        ("silo.toml", "threads", "thraeds", "thraeds"),
+        ("silo.toml", "silo_id", "# silo_id", "silo_id"),
+        ("silo.toml", "threads = 1", "threads = ", "line"),
+        ("policy.toml", "required", "requird", "audit.requird"),
+        ("policy.toml", "max_epsilon = 8.0", "max_epsilon = nan", "privacy.max_epsilon"),
+    ],
+)
+def test_message_names_the_file_and_the_field_when_configuration_is_broken(
+    run: Run, planned: TinyFederation, secret: Path, name: str, old: str, new: str, field: str
+) -> None:
+    site = planned.sites["north"].path
+    edit(site / name, old, new)
+    done = run("silo", "run", site, "--only", "worker", "--passphrase-file", secret)
+    assert done.code == 3
+    assert str(site / name) in done.err
+    assert field in done.err
+
+
+def plan_words(tiny: TinyFederation, secret: Path, tmp_path: Path, **replace: str) -> list[object]:
+    """The words of `aggregator plan`, its recipe changed at one place."""
+    text = tomli_w.dumps(recipe().model_dump(mode="json", exclude_none=True))
+    for old, new in replace.items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "plan.toml").write_text(text)
+    np.savez(tmp_path / "public.npz", images=images(120, 0.0, seed=1))
+    options = ["--recipe", tmp_path / "plan.toml", "--public", tmp_path / "public.npz", "--passphrase-file", secret]
+    return ["aggregator", "plan", tiny.federation.path, *options]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("num_fine", "num_fein", "clustering.num_f"),
+        ('"dit"', '"vit"', "expert.architecture.kind"),
+        ("patch = 2", "patch = 3", "patch"),
+        ("heads = 2", "heads = 3", "heads"),
+    ],
+)
+def test_plan_names_what_is_wrong_with_the_recipe(
+    run: Run, planned: TinyFederation, secret: Path, tmp_path: Path, old: str, new: str, says: str
+) -> None:
+    done = run(*plan_words(planned, secret, tmp_path, **{old: new}), "--yes")
+    assert done.code == 3
+    assert says in done.err
+    assert "plan.toml" in done.err
+
+
+def test_plan_needs_silos_and_a_person_or_yes(run: Run, planned: TinyFederation, secret: Path, tmp_path: Path) -> None:
+    before = planned.federation.current_plan()
+    asked = run(*plan_words(planned, secret, tmp_path))
+    assert asked.code == 3
+    assert "epsilon 8" in asked.out
+    assert "--yes" in asked.err
+    for card in planned.federation.registry.glob("*.json"):
+        card.unlink()
+    assert run(*plan_words(planned, secret, tmp_path), "--yes").code == 3
+    assert planned.federation.current_plan() == before
+
+
+# Too early, too late, twice
+
+
+def test_commands_say_what_comes_first_when_given_too_early(
+    run: Run, planned: TinyFederation, secret: Path, tmp_path: Path
+) -> None:
+    fed, site = planned.federation.path, planned.sites["east"].path
+    assert "silo init" in run("silo", "status", tmp_path / "absent").err
+    assert "aggregator init" in run("aggregator", "router", tmp_path / "absent").err
+    assert "aggregator run" in run("aggregator", "router", fed).err
+    publish = ("aggregator", "publish", fed, "--out", tmp_path / "release", "--passphrase-file", secret)
+    assert "aggregator run" in run(*publish).err
+    assert run("silo", "status", site).out.startswith("east: waiting")
+    assert run("silo", "review", site).code == 3
+    assert run("silo", "approve", site, "--digest", "0" * 64).code == 34
+    shutil.rmtree(fed / "plans")
+    done = run("aggregator", "run", fed, "--passphrase-file", secret)
+    assert done.code == 4
+    assert "aggregator plan" in done.err
+
+
+def test_publish_never_touches_what_is_there(run: Run, published: Published, secret: Path) -> None:
+    before = {path: path.read_bytes() for path in published.release.rglob("*") if path.is_file()}
+    fed = published.tiny.federation.path
+    assert run("aggregator", "publish", fed, "--out", published.release, "--passphrase-file", secret).code == 6
+    assert {path: path.read_bytes() for path in published.release.rglob("*") if path.is_file()} == before
+
+
+def test_aggregator_run_names_a_busy_port_and_starts_nothing(run: Run, planned: TinyFederation, secret: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        edit(planned.federation.path / "federation.toml", "9092", str(port))
+        before = set(descendants(os.getpid()))
+        done = run("aggregator", "run", planned.federation.path, "--passphrase-file", secret)
+    assert done.code == 6
+    assert f"port {port}" in done.err
+    assert "federation.toml" in done.err
+    assert set(descendants(os.getpid())) <= before
+
+
+# The researcher
+
+
+@pytest.fixture
+def look(published: Published, tmp_path: Path) -> list[object]:
+    """The options that every command of `ddm` takes."""
+    return [published.release, "--root", published.root, "--state", tmp_path / "state"]
+
+
+def test_verify_pins_a_silo_key_and_refuses_another(run: Run, published: Published, look: list[object]) -> None:
+    keys = verify_release(published.release, published.root.read_bytes(), state=None).silo_keys
+    done = run("ddm", "verify", *look, "--silo-key", f"north={keys['north'].upper()}")
+    assert done.code == 0
+    assert "by the key you pinned" in done.out
+    assert run("ddm", "verify", *look, "--silo-key", f"north={keys['east']}").code == 11
+    assert run("ddm", "verify", *look, "--silo-key", "north").code == 3
+    assert run("ddm", "verify", *look, "--silo-key", f"south={keys['east']}").code == 17
+
+
+def test_verify_refuses_an_older_release_served_to_the_same_state(
+    run: Run, published: Published, look: list[object], tmp_path: Path
+) -> None:
+    published.tiny.publish(tmp_path / "newer")
+    assert run("ddm", "verify", tmp_path / "newer", *look[1:]).code == 0
+    assert run("ddm", "verify", *look).code == 13
+
+
+def test_expired_timestamp_is_refused_and_loud_when_archived(
+    run: Run, published: Published, look: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "old"
+    monkeypatch.setattr("aggregator.publish.now_utc", lambda: now_utc() - timedelta(days=200))
+    published.tiny.publish(old)
+    assert run("ddm", "verify", old, *look[1:]).code == 14
+    done = run("ddm", "verify", old, *look[1:], "--archived")
+    assert done.code == 50
+    assert "WARNING" in done.err
+
+
+def test_verify_names_the_folder_when_its_memory_cannot_be_written(
+    run: Run, published: Published, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    done = run("ddm", "verify", published.release, "--root", published.root, "--state", tmp_path / "file")
+    assert done.code in (2, 3)
+    assert str(tmp_path / "file") in done.err
+
+
+@pytest.mark.parametrize("prior", ["", "south=1", "north", "north=-1", "north=nan", "north=0", "north=1,north=2"])
+def test_sample_explains_a_prior_that_is_none(run: Run, look: list[object], tmp_path: Path, prior: str) -> None:
+    done = run("ddm", "sample", *look, "--num", 1, "--steps", 1, "--prior", prior, "--out", tmp_path / "a.png")
+    assert done.code == 3
+    assert "--prior" in done.err
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_sample_refuses_an_odd_name_before_it_works(run: Run, look: list[object], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
+    for name in ("a.jpg", "file", "folder.png"):
+        done = run("ddm", "sample", *look, "--num", 1, "--steps", 1, "--out", tmp_path / name)
+        assert done.code == 3
+        assert "sampling" not in done.out
+    done = run("ddm", "sample", *look, "--num", 1, "--steps", 1, "--out", tmp_path / "file" / "a.png")
+    assert done.code == 8
+    assert "sampling" not in done.out
+
+
+@pytest.mark.parametrize("strategy", ["full", "sample", "lock", "top-1"])
+def test_sample_i_is_the_same_bytes_for_any_num_and_run(
+    run: Run, look: list[object], tmp_path: Path, strategy: str
+) -> None:
+    words = ("ddm", "sample", *look, "--steps", 2, "--strategy", strategy, "--seed", 7)
+    for name, num in (("three.npz", 3), ("again.npz", 3), ("seventy.npz", 70), ("few", 3), ("many", 70)):
+        assert run(*words, "--num", num, "--out", tmp_path / name).code == 0
+    assert (tmp_path / "three.npz").read_bytes() == (tmp_path / "again.npz").read_bytes()
+    three, seventy = np.load(tmp_path / "three.npz")["images"], np.load(tmp_path / "seventy.npz")["images"]
+    assert three.dtype == np.float32
+    assert np.array_equal(three, seventy[:3])
+    assert not np.array_equal(three[0], three[1])
+    for name in ("00000.png", "00002.png"):
+        assert (tmp_path / "few" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[int], None]]:
+    """Let no file of this process grow beyond a number of bytes, as on a full disk."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_full_disk_leaves_the_old_samples_whole(
+    run: Run, look: list[object], tmp_path: Path, small_disk: Callable[[int], None]
+) -> None:
+    out = tmp_path / "a.npz"
+    words = ("ddm", "sample", *look, "--steps", 1, "--out", out)
+    assert run(*words, "--num", 2).code == 0
+    before = out.read_bytes()
+    small_disk(4096)
+    done = run(*words, "--num", 128)
+    assert done.code == 8
+    assert "room" in done.err
+    assert out.read_bytes() == before
+    assert not list(tmp_path.glob(".*.part"))
+
+
+# Signals and pipes, to real processes
+
+
+def start(*words: object) -> "subprocess.Popen[str]":
+    """Start an installed command, its output in one pipe."""
+    return subprocess.Popen(
+        [str(program(str(words[0]))), *(str(word) for word in words[1:])],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def until(process: "subprocess.Popen[str]", text: str) -> list[str]:
+    """Read lines until one holds `text`."""
+    lines: list[str] = []
+    assert process.stdout
+    while line := process.stdout.readline():
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError("".join(lines))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process trees are read from /proc")
+def test_silo_run_ends_on_a_signal_with_its_courier_and_goes_on_where_it_stopped(
+    planned: TinyFederation, secret: Path
+) -> None:
+    site = planned.sites["north"].path
+    edit(site / "silo.toml", "9092", str(free_port()))
+    steps: list[int] = []
+    for words, number, code in (
+        (("silo", "run", site), signal.SIGINT, 130),
+        (("silo", "run", site, "--only", "worker"), signal.SIGTERM, 143),
+    ):
+        process = start(*words, "--passphrase-file", secret)
+        steps.append(int(until(process, " steps")[-1].split()[2].partition("/")[0]))
+        while not list(site.glob("private/checkpoints/*/training/*")):
+            assert process.poll() is None
+        children = descendants(process.pid)
+        assert bool(children) == ("--only" not in words)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=30)
+        assert process.returncode == code
+        assert "run the same command to go on" in said
+        assert "Traceback" not in said
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+        assert '"training"' in (site / "private" / "state.json").read_text()
+    assert steps[1] >= steps[0] > 0
+
+
+def test_ddm_ends_quietly_when_its_reader_leaves_and_when_interrupted(published: Published, tmp_path: Path) -> None:
+    look = [published.release, "--root", published.root, "--state", tmp_path / "state"]
+    info = start("ddm", "info", *look, "--json")
+    assert info.stdout
+    info.stdout.close()
+    sample = start("ddm", "sample", *look, "--num", 64, "--steps", 10_000, "--out", tmp_path / "a.png")
+    until(sample, "sampling")
+    sample.send_signal(signal.SIGINT)
+    said, _ = sample.communicate(timeout=30)
+    assert sample.returncode == 130
+    assert "Traceback" not in said
+    assert not (tmp_path / "a.png").exists()
+    assert info.wait(timeout=30) == 0
+
+
+def test_make_explains_an_old_and_a_missing_python(tmp_path: Path) -> None:
+    old = tmp_path / "python3.8"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.8.1" || exit 1\n')
+    old.chmod(0o755)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    for python, says in ((old, "Python 3.8.1"), ("python-that-is-not-there", "not there")):
+        done = subprocess.run(
+            ["make", "setup", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert "needs Python 3.11 or newer" in done.stdout
+        assert says in done.stdout
+        assert "make setup PYTHON=" in done.stdout
+    assert not (tmp_path / ".venv").exists()
