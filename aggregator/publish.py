@@ -9,11 +9,11 @@ from aggregator.inventory import AcceptedSilo, Inventory
 from aggregator.registry import card_of, signing_key
 from aggregator.router import ROUTER_NAME, RouterReport, load_report, router_path
 from aggregator.setup import load_key
-from ddm.artifact import open_release
 from ddm.errors import BusyError
 from ddm.files import copy_tree_bounded, link_or_copy, sync_folder, sync_tree, write_atomic
 from ddm.protocol.base import File, now_utc, sha256_hex
 from ddm.protocol.manifest import Evaluation, Manifest, PublishedExpert, PublishedRouter, PublishedSilo
+from ddm.release import open_release
 from ddm.trust.folder import MAX_FILES
 from ddm.trust.repository import Repository
 

@@ -11,7 +11,7 @@ from ddm.console import new_app, run_app, say, table
 from ddm.errors import ArchivedWarningError, SetupError
 
 if TYPE_CHECKING:
-    from ddm.artifact import Release
+    from ddm.release import Release
 
 app = new_app("Verify a published ensemble of diffusion experts, and sample from it.")
 
@@ -164,7 +164,7 @@ def sample(
 
 
 def _open(release: Path, root: Path, state: Path | None, silo_key: list[str] | None, archived: bool) -> "Release":
-    from ddm.artifact import open_release
+    from ddm.release import open_release
     from ddm.trust.verify import default_state
 
     return open_release(

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from aggregator.config import Federation
 from aggregator.inventory import Inventory, take_inventory
-from ddm.artifact import load_ensemble, open_release
+from ddm.artifact import load_ensemble
 from ddm.console import human_bytes, table
 from ddm.ensemble import Ensemble
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
+from ddm.release import open_release
 from ddm.routers.base import Router, log_prior, posterior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.evaluation import cross_entropy

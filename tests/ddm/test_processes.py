@@ -4,13 +4,13 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from ddm.errors import MissingFileError, TransportError
 from ddm.guard import RotatingLog, descendants
 from ddm.processes import free_port, port_in_use, program, script_command, spawn, wait_for_port
+from tests.processes import alive
 
 # A program whose child ignores SIGTERM in a session of its own: the hardest tree to end.
 TREE = """
@@ -27,13 +27,6 @@ child = spawn([sys.executable, "-c", sys.argv[1]], name="tree", log_path=Path(sy
 print(child.pid, child.guard_pid, flush=True)
 time.sleep(600)
 """
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def wait_until(condition, timeout_s=10.0):

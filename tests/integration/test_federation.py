@@ -15,6 +15,7 @@ import tomli_w
 from ddm.processes import Child, free_port, program, spawn, terminate_all
 from ddm.tensors import load_tensors
 from tests.federation import POLICY, images, recipe, write_policy
+from tests.processes import alive
 
 SILOS = {"north": 60, "south": 40}
 PERSON = "north"
@@ -102,13 +103,6 @@ def sign_plan(operators: Operators) -> None:
 
 def status(operators: Operators, silo: str) -> dict[str, str]:
     return json.loads(operators.call("silo", "status", operators.folder / silo, "--json"))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False
 
 
 def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operators) -> None:

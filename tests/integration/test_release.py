@@ -11,9 +11,9 @@ from tuf.ngclient import Updater, UpdaterConfig
 from tuf.ngclient.fetcher import FetcherInterface
 
 import aggregator.publish
-import ddm.artifact
+import ddm.release
 from ddm import Ensemble
-from ddm.artifact import load_ensemble, open_release
+from ddm.artifact import load_ensemble
 from ddm.errors import (
     ArchipelagoError,
     DigestError,
@@ -23,6 +23,7 @@ from ddm.errors import (
     UnlistedFileError,
 )
 from ddm.protocol.manifest import Manifest
+from ddm.release import open_release
 from ddm.trust.verify import VerifiedRelease, verify_release
 from tests.conftest import Published
 
@@ -156,7 +157,7 @@ def test_release_is_refused_when_its_host_swaps_a_document_after_it_was_verified
         path.write_bytes(path.read_bytes().replace(b'"format"', b' "format"'))
         return verified
 
-    monkeypatch.setattr(ddm.artifact, "verify_release", verify_then_swap)
+    monkeypatch.setattr(ddm.release, "verify_release", verify_then_swap)
     with pytest.raises(DigestError, match=name):
         open_release(published.release, root=published.root, state=None)
 
