@@ -1,7 +1,9 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check test test-slow bench clean
 
-PYTHON ?= python3
+# The first interpreter that is new enough; name another one with PYTHON=...
+NEW_ENOUGH = $(shell $(1) -c 'import sys; sys.version_info >= (3, 11) and print("$(1)")' 2>/dev/null)
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(call NEW_ENOUGH,$(name))) python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -65,14 +65,15 @@ def plan(
     """Fit what is public, show size, time and epsilon, then sign the plan."""
     from pydantic import ValidationError
 
-    from aggregator.planning import draft_plan, read_public, sign_plan
+    from aggregator.planning import draft_plan, sign_plan
     from aggregator.recipe import Recipe
     from aggregator.setup import load_key
+    from ddm.npz import read_images
     from ddm.settings import load_settings, misfit
 
     federation = Federation(fed).require()
     chosen = load_settings(Recipe, recipe)
-    images = read_public(public, chosen)
+    images = read_images(public, chosen.data)
     secret = _passphrase(federation, passphrase_file)
     load_key(federation, "targets", secret)
     with tempfile.TemporaryDirectory() as scratch:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from ddm.errors import DigestError, MissingFileError, SetupError
+from ddm.errors import DigestError, MissingFileError, PolicyError, SetupError
 from ddm.files import read_bounded, write_atomic
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, check_json, sha256_hex
 from ddm.protocol.plan import Plan
@@ -25,8 +25,27 @@ class FederationSettings(Settings):
     port: Annotated[int, Field(gt=0, lt=65536)]
     shard_bytes: Annotated[int, Field(ge=65536, le=128 * 1024**2)] = 64 * 1024**2
     passphrase_file: str | None = None
+    open_port: bool = False
     licence: ShortText = "CC-BY-4.0"
     cite: ShortText = "McAllister et al., Decentralized Diffusion Models, CVPR 2025"
+
+
+def check_exposure(settings: FederationSettings) -> None:
+    """Refuse to open Flower's one port to a network unless the operator says that this is meant.
+
+    Whoever reaches the port may submit code that runs as the aggregator's user; see docs/adr/0006.
+
+    Raises:
+        PolicyError: the host is not a loopback address and `open_port` is not set.
+    """
+    loopback = settings.host == "localhost" or settings.host.startswith("127.")
+    if not (loopback or settings.open_port):
+        raise PolicyError(
+            f"address {settings.host}",
+            expected="a loopback address, or open_port = true in federation.toml",
+            got="an address that others may reach",
+            remedy="Whoever reaches the port can run code here. Put it behind a filter or on a trusted network first.",
+        )
 
 
 class CurrentPlan(Document):

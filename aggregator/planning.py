@@ -18,8 +18,8 @@ from aggregator.registry import cards, signing_key
 from aggregator.setup import load_key
 from ddm.clustering import fit_clustering
 from ddm.encoders import PcaEncoder
-from ddm.errors import DataError, SetupError
-from ddm.files import link_or_copy, locked, require_file, sync_folder, sync_tree, write_atomic
+from ddm.errors import SetupError
+from ddm.files import link_or_copy, locked, sync_folder, sync_tree, write_atomic
 from ddm.models import build_expert, num_parameters
 from ddm.plan_files import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH, release_noise_level
 from ddm.protocol.base import File, now_utc, sha256_hex
@@ -53,27 +53,6 @@ class Draft:
     t_release: float
     expert_bytes: int
     train_s: float
-
-
-def read_public(path: Path, recipe: Recipe) -> Tensor:
-    """Read the public images, shape (N, C, H, W), float32.
-
-    Raises:
-        MissingFileError: nothing at `path`.
-        DataError: not an npz of images of the recipe's shape and range.
-    """
-    require_file(path, "an npz of public images")
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            array = np.asarray(archive["images"], dtype=np.float32)
-    except (ValueError, OSError, EOFError, KeyError) as error:
-        raise DataError(path.name, expected="an npz with an array called images", got="something else") from error
-    low, high = recipe.data.range
-    if tuple(array.shape[1:]) != recipe.data.shape:
-        raise DataError(path.name, expected=f"images of shape {recipe.data.shape}", got=str(array.shape[1:]))
-    if not np.isfinite(array).all() or array.min() < low - 1e-5 or array.max() > high + 1e-5:
-        raise DataError(path.name, expected=f"finite values within [{low:g}, {high:g}]", got="others")
-    return torch.from_numpy(array)
 
 
 def draft_plan(federation: Federation, recipe: Recipe, public: Tensor, folder: Path) -> Draft:

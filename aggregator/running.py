@@ -5,7 +5,8 @@ import signal
 import threading
 from types import FrameType
 
-from aggregator.config import Federation
+from aggregator.config import Federation, check_exposure
+from aggregator.intake import submission_bytes
 from aggregator.registry import card_of
 from aggregator.runtime import FlowerRuntime
 from aggregator.taking_in import IntakeDesk
@@ -18,7 +19,6 @@ from ddm.protocol.receipt import Accepted, Receipt
 from ddm.trust.keys import SigningKey
 
 CHECK_S = 1.0
-DOCUMENT_BYTES = 16 << 20
 
 
 def run_federation(federation: Federation, receipt_key: SigningKey) -> None:
@@ -31,6 +31,7 @@ def run_federation(federation: Federation, receipt_key: SigningKey) -> None:
     """
     plan, _ = federation.current_plan()
     settings = federation.settings()
+    check_exposure(settings)
     desk = IntakeDesk(federation, receipt_key, _say_verdict)
     news = SiloNews(federation, plan)
     say(f"Plan {plan.plan_id}: waiting for {', '.join(plan.silos)} at {settings.host}:{settings.port}")
@@ -43,7 +44,7 @@ def run_federation(federation: Federation, receipt_key: SigningKey) -> None:
             plan_id=plan.plan_id,
             nodes={silo_id: card_of(federation, silo_id).node_key for silo_id in plan.silos},
             shard_bytes=settings.shard_bytes,
-            max_submission_bytes=plan.limits.expert_bytes + 2 * plan.limits.release_bytes + DOCUMENT_BYTES,
+            max_submission_bytes=submission_bytes(plan),
         ) as runtime,
     ):
         # Only from here on: while Flower starts, a signal need not wait for it.

@@ -2,17 +2,13 @@
 
 import hashlib
 import hmac
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ddm.errors import DataError
-from ddm.files import require_file
+from ddm.npz import read_images
 from ddm.protocol.plan import DataSpec
 
 
@@ -47,8 +43,7 @@ def load_cohort(path: Path, spec: DataSpec, *, min_images: int, salt: bytes) -> 
         MissingFileError: nothing at `path`.
         DataError: not an npz of images, of another shape or range, not finite, or too few.
     """
-    require_file(path, "an npz of images")
-    images = torch.from_numpy(_fit(_read_npz(path), spec)).contiguous()
+    images = read_images(path, spec)
     if len(images) < min_images:
         raise DataError("images", expected=f"at least {min_images}, as plan and policy ask", got=f"{len(images)}")
     return Cohort(images=images, digest=dataset_digest(images, salt))
@@ -62,31 +57,3 @@ def dataset_digest(images: Tensor, salt: bytes) -> str:
     """
     array = images.contiguous().numpy()
     return hmac.new(salt, repr(array.shape).encode() + array.tobytes(), hashlib.sha256).hexdigest()
-
-
-def _read_npz(path: Path) -> np.ndarray:
-    try:
-        with path.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
-            if "images" not in archive.files:
-                raise DataError("data file", expected="an array called images", got=f"{len(archive.files)} others")
-            return np.asarray(archive["images"])
-    except (ValueError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError("data file", expected="an npz without pickled objects", got="something else") from error
-
-
-def _fit(array: np.ndarray, spec: DataSpec) -> np.ndarray:
-    low, high = spec.range
-    if array.ndim == 3:
-        array = array[:, None]
-    if array.ndim != 4 or tuple(array.shape[1:]) != spec.shape:
-        raise DataError("image shape", expected=str(spec.shape), got=str(tuple(array.shape[1:])))
-    if array.dtype == np.uint8:
-        return (low + (high - low) * (array.astype(np.float32) / 255.0)).astype(np.float32)
-    if array.dtype.kind != "f":
-        raise DataError("image values", expected="floating point or uint8", got=str(array.dtype))
-    array = array.astype(np.float32)
-    if not np.isfinite(array).all():
-        raise DataError("image values", expected="finite numbers", got="some that are not")
-    if array.size and (array.min() < low - 1e-5 or array.max() > high + 1e-5):
-        raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got="values outside")
-    return array

@@ -26,6 +26,12 @@ class DataSpec(Model):
     shape: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=3)]
     range: tuple[float, float]
 
+    @model_validator(mode="after")
+    def _range_ascends(self) -> "DataSpec":
+        if not self.range[0] < self.range[1]:
+            raise ValueError("range must ascend")
+        return self
+
     @property
     def dim(self) -> int:
         """The number of values in one image."""

@@ -5,9 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.config import Federation
+from aggregator.config import Federation, FederationSettings, check_exposure
 from aggregator.registry import cards, check_ledger, enroll, remember_ledger
-from ddm.errors import ArchipelagoError, BusyError, DocumentError, LedgerError, MissingFileError, SignatureError
+from ddm.errors import (
+    ArchipelagoError,
+    BusyError,
+    DocumentError,
+    LedgerError,
+    MissingFileError,
+    PolicyError,
+    SignatureError,
+)
 from ddm.protocol.base import now_utc
 from ddm.protocol.enrolment import CARD_KIND, Card
 from ddm.trust.envelope import seal
@@ -112,3 +120,12 @@ def test_ledger_must_grow_for_another_plan(federation: Federation) -> None:
     check_ledger(federation, "north", PLAN, chain)
     with pytest.raises(LedgerError):
         check_ledger(federation, "north", NEXT_PLAN, chain)
+
+
+def test_port_stays_closed_to_a_network_unless_the_operator_says_so() -> None:
+    settings = FederationSettings(name="two", host="127.0.0.1", port=9092)
+    check_exposure(settings)
+    exposed = settings.model_copy(update={"host": "aggregator.example.org"})
+    with pytest.raises(PolicyError, match="open_port"):
+        check_exposure(exposed)
+    check_exposure(exposed.model_copy(update={"open_port": True}))

@@ -1,0 +1,61 @@
+"""Images from an npz into one tensor of the plan's shape and range, or a refusal that names no value and no path."""
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddm.errors import DataError
+from ddm.files import require_file
+from ddm.protocol.plan import DataSpec
+
+
+def read_images(path: Path, spec: DataSpec) -> Tensor:
+    """Read the array `images` of an npz.
+
+    Args:
+        path: the file; the array is (N, C, H, W) or (N, H, W), floating point in the plan's range, or uint8.
+        spec: the plan's shape and range.
+
+    Returns:
+        Shape (N, C, H, W), float32, in the plan's range.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: not an npz of images, none in it, or of another shape or range.
+    """
+    require_file(path, "an npz of images")
+    return torch.from_numpy(_fit(_read_npz(path), spec)).contiguous()
+
+
+def _read_npz(path: Path) -> np.ndarray:
+    try:
+        with path.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
+            if "images" not in archive.files:
+                raise DataError("data file", expected="an array called images", got=f"{len(archive.files)} others")
+            return np.asarray(archive["images"])
+    except (ValueError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError("data file", expected="an npz without pickled objects", got="something else") from error
+
+
+def _fit(array: np.ndarray, spec: DataSpec) -> np.ndarray:
+    low, high = spec.range
+    if array.ndim == 3:
+        array = array[:, None]
+    if array.ndim != 4 or tuple(array.shape[1:]) != spec.shape:
+        raise DataError("image shape", expected=str(spec.shape), got=str(tuple(array.shape[1:])))
+    if not len(array):
+        raise DataError("images", expected="at least one", got="none")
+    if array.dtype == np.uint8:
+        return (low + (high - low) * (array.astype(np.float32) / 255.0)).astype(np.float32)
+    if array.dtype.kind != "f":
+        raise DataError("image values", expected="floating point or uint8", got=str(array.dtype))
+    array = array.astype(np.float32)
+    if not np.isfinite(array).all():
+        raise DataError("image values", expected="finite numbers", got="some that are not")
+    if array.min() < low - 1e-5 or array.max() > high + 1e-5:
+        raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got="values outside")
+    return array
