@@ -1,5 +1,6 @@
 """What tests share: a published tiny release, made once a session and copied where a test changes it."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +10,16 @@ import pytest
 import torch
 
 from tests.federation import TinyFederation
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """In CI a skipped test has not shown what it is there for, and fails; only a missing GPU excuses it."""
+    report = yield
+    if report.skipped and os.environ.get("CI") and item.get_closest_marker("gpu") is None:  # type: ignore[attr-defined]
+        report.outcome = "failed"  # type: ignore[attr-defined]
+        report.longrepr = f"skipped in CI: {report.longrepr}"  # type: ignore[attr-defined]
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)
