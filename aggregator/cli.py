@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aggregator.config import Federation
-from ddm.console import human_bytes, human_seconds, new_app, passphrase, remembered, run_app, say, table
+from ddm.console import human_bytes, human_seconds, new_app, passphrase, progress, remembered, run_app, say, table
 from ddm.errors import SetupError
 
 if TYPE_CHECKING:
     from aggregator.planning import Draft
+    from ddm.protocol.plan import Plan
 
 app = new_app("Plan a federation of silos, take in their experts, train the router, publish a signed ensemble.")
 
@@ -78,11 +79,12 @@ def plan(
     load_key(federation, "targets", secret)
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            draft = draft_plan(federation, chosen, images, Path(scratch))
+            with progress("Encoding public images") as on_progress:
+                draft = draft_plan(federation, chosen, images, Path(scratch), on_progress)
         except ValidationError as error:
             # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
             raise misfit(recipe, error) from error
-        say(_costs(draft))
+        say(costs(draft))
         if not yes and not _confirmed():
             say("Not signed.")
             raise typer.Abort
@@ -163,23 +165,63 @@ def _passphrase(federation: Federation, path: Path | None) -> bytes:
     return passphrase(path, federation.settings().passphrase_file, "Passphrase of the federation's keys")
 
 
-def _costs(draft: "Draft") -> str:
+def costs(draft: "Draft") -> str:
+    """Return what the operator is shown before a plan is signed."""
     made = draft.plan
     training, releases = made.expert.training, made.releases
+    per_unit = f"per {releases.unit}, {releases.relation.replace('_', '-')}"
     rows = [
         ("silos", ", ".join(made.silos)),
+        ("encoder", _encoder(made)),
+        ("experts a silo", _experts(draft)),
         (
             "an expert",
             f"{made.expert.architecture.kind}, {human_bytes(draft.expert_bytes)}, {training.num_steps} steps",
         ),
         ("training", f"about {human_seconds(draft.train_s)} a silo (one thread of this machine, from a few steps)"),
-        ("each image spends", f"epsilon {releases.total.epsilon:g}, delta {releases.total.delta:g}, replace-one"),
-        ("  counts", f"epsilon {releases.counts.epsilon:g}, {releases.counts.num_groups} public groups"),
-        ("  sketches", f"epsilon {releases.sketch.epsilon:g}, rank {releases.sketch.rank}, t {draft.t_release:.3f}"),
-        ("without privacy", "expert weights (no DP-SGD), number of images, loss"),
+        ("total, stated", f"epsilon {releases.total.epsilon:g}, delta {releases.total.delta:g} {per_unit}"),
+        ("total, composed", f"epsilon {draft.epsilon:.4g} at that delta"),
+        *_releases(draft),
+        ("without privacy", "expert weights (no DP-SGD), number of units, losses"),
         ("valid until", made.expires_at.isoformat()),
     ]
     return f"Plan {made.plan_id}\n" + table(rows, ("what", "value"))
+
+
+def _encoder(plan: "Plan") -> str:
+    encoder = plan.encoder
+    if encoder.kind == "pca":
+        return f"{encoder.dim} principal components of the public images"
+    warning = ", RANDOM WEIGHTS: clusters mean little" if encoder.weights == "random" else ""
+    return f"{encoder.model}, {encoder.dim} features{warning}"
+
+
+def _experts(draft: "Draft") -> str:
+    kind = draft.plan.partition.kind
+    if kind == "silo":
+        return "1"
+    one_each = "one a coarse cluster" if kind == "silo_cluster" else "on random shares, as a control"
+    return f"at most {draft.num_experts}, {one_each}"
+
+
+def _releases(draft: "Draft") -> list[tuple[str, str]]:
+    asked = draft.plan.releases
+    rows = [("  counts", f"epsilon {asked.counts.epsilon:g}, {asked.counts.num_groups} public groups")]
+    if asked.class_counts:
+        rows.append(
+            ("  class counts", f"epsilon {asked.class_counts.epsilon:g}, {asked.class_counts.num_classes} classes")
+        )
+    if asked.moments:
+        rows.append(
+            (
+                "  moments",
+                f"epsilon {asked.moments.epsilon:g}, delta {asked.moments.delta:g}, rank {asked.moments.rank}",
+            )
+        )
+    if asked.sketch:
+        sketch = f"epsilon {asked.sketch.epsilon:g}, delta {asked.sketch.delta:g}, rank {asked.sketch.rank}"
+        rows.append(("  sketches", f"{sketch}, t {draft.t_release:.3f}"))
+    return rows
 
 
 def _confirmed() -> bool:

@@ -1,7 +1,7 @@
 """Intake: whether a submission is what its silo signed, what the plan asked for, and safe to open.
 
-Order matters: the signature before any parser, digests before tensors, shapes before values. How far honest noise may
-carry a value: `aggregator.bounds`.
+Order matters: the signature before any parser, digests before tensors, shapes before values. The noised histogram is
+read before the experts, since it tells which of them there may be.
 """
 
 from collections.abc import Mapping
@@ -9,27 +9,24 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from aggregator.bounds import cell_noise_bound, sketch_norm_bound, total_noise_bound
-from ddm.errors import AbsentFileError, DigestError, PolicyError, ReplayError, TensorFileError, UnlistedFileError
+from aggregator.plausibility import check_releases
+from ddm.errors import AbsentFileError, DigestError, PolicyError, ReplayError, UnlistedFileError
 from ddm.files import list_files, read_bounded
-from ddm.models import expected_tensors
+from ddm.models import MAX_WEIGHT, expected_tensors
+from ddm.partition import most_experts, silo_parts
+from ddm.plan_files import PlanFiles, release_noise_level
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_file, sha256_hex
-from ddm.protocol.plan import Plan
-from ddm.protocol.submission import Submission, SubmittedCounts, SubmittedSketch
-from ddm.routers.counts import counts_specs
-from ddm.schedule import path_named
-from ddm.sketch import sketch_release_specs
+from ddm.protocol.plan import Plan, RandomPartition, SiloPartition
+from ddm.protocol.submission import Submission, SubmittedSketch, expert_path, release_terms, submission_path
 from ddm.tensors import load_tensors
 from ddm.trust.keys import PublicKey
 from ddm.trust.silo_role import verify_silo_metadata
 
-MAX_FILES = 64
+MAX_OTHER_ENTRIES = 32
 MAX_ROLE_BYTES = 1 << 20
 MAX_DOCUMENTS_BYTES = 16 << 20
-MAX_WEIGHT = 1e4
 T_RELEASE_TOLERANCE = 1e-9
 
 
@@ -43,8 +40,7 @@ class Expectation:
         silo_id: the silo, known from its Flower node, never from a field.
         key: the silo's enrolled signing key.
         sequence: the number under which the files were pulled.
-        t_release: the noise level that the plan's epsilon implies.
-        scale: C of the plan's sketch, in data units.
+        files: the plan's public tensors.
         now: the time of intake.
     """
 
@@ -53,8 +49,7 @@ class Expectation:
     silo_id: str
     key: PublicKey
     sequence: int
-    t_release: float
-    scale: float
+    files: PlanFiles
     now: datetime
 
 
@@ -68,8 +63,14 @@ class Intake:
 
 
 def submission_bytes(plan: Plan) -> int:
-    """Return the most bytes that a submission of `plan` may have: an expert, two releases, its documents."""
-    return plan.limits.expert_bytes + 2 * plan.limits.release_bytes + MAX_DOCUMENTS_BYTES
+    """Return the most bytes that a submission of `plan` may have: its experts, its releases, its documents."""
+    releases = len(release_terms(plan.releases)) * plan.limits.release_bytes
+    return most_experts(plan) * plan.limits.expert_bytes + releases + MAX_DOCUMENTS_BYTES
+
+
+def submission_entries(plan: Plan) -> int:
+    """Return the most files and folders that a submission of `plan` may have: each expert has a folder of its own."""
+    return MAX_OTHER_ENTRIES + 2 * most_experts(plan)
 
 
 def verify_submission(folder: Path, expected: Expectation) -> Intake:
@@ -84,7 +85,7 @@ def verify_submission(folder: Path, expected: Expectation) -> Intake:
         FormatError: a document or tensor file is malformed, or belongs to another plan, silo or sequence.
         PolicyError: the submission spent or sent more than the plan allows.
     """
-    files = list_files(folder, most=MAX_FILES)
+    files = list_files(folder, most=submission_entries(expected.plan))
     plan_id, silo_id = expected.plan.plan_id, expected.silo_id
     role_name = f"metadata/{plan_id}.{silo_id}.json"
     role = read_bounded(_present(files, role_name), MAX_ROLE_BYTES, subject=role_name)
@@ -92,7 +93,7 @@ def verify_submission(folder: Path, expected: Expectation) -> Intake:
     signed = {name.removeprefix(f"{plan_id}/"): value for name, value in signed.items()}
     for name, (size, digest) in signed.items():
         _check_bytes(_present(files, name), name, size, digest)
-    document = f"silos/{silo_id}/submission.json"
+    document = submission_path(silo_id)
     if document not in signed:
         raise AbsentFileError(document, expected="a signed submission", got="none in the silo's role")
     data = read_bounded(files[document], MAX_DOCUMENT_BYTES, subject=document)
@@ -100,7 +101,9 @@ def verify_submission(folder: Path, expected: Expectation) -> Intake:
     _check_binding(submission, expected)
     _check_listing(submission, signed, files, role_name, document)
     _check_terms(submission, expected)
-    _check_tensors(submission, files, expected)
+    noisy_G = check_releases(submission, files, expected.plan, expected.files.sketch)
+    _check_experts(submission, expected, noisy_G)
+    _check_weights(submission, files, expected.plan)
     return Intake(submission=submission, digest=sha256_hex(data), files=files)
 
 
@@ -150,71 +153,66 @@ def _check_listing(
 
 
 def _check_terms(submission: Submission, expected: Expectation) -> None:
-    """The submission keeps to the plan: what was spent, how many images, which releases, how large."""
-    plan = expected.plan
-    counts, sketch = _releases(submission)
-    asked = plan.releases
-    expert = submission.experts[0]
-    numbers = (
-        ("epsilon of counts", counts.epsilon, asked.counts.epsilon),
-        ("epsilon of sketch", sketch.epsilon, asked.sketch.epsilon),
-        ("epsilon spent", submission.spent.epsilon, asked.total.epsilon),
-        ("delta spent", submission.spent.delta, asked.total.delta),
-        ("bytes of an expert", max(e.file.bytes for e in submission.experts), plan.limits.expert_bytes),
-        ("bytes of a release", max(r.file.bytes for r in submission.releases), plan.limits.release_bytes),
-        ("experts", len(submission.experts), 1),
-        ("training steps", expert.steps, plan.expert.training.num_steps),
-    )
-    for subject, got, most in numbers:
-        if got > most:
-            raise PolicyError(f"submission, {subject}", expected=f"at most {most:g}", got=f"{got:g}")
-    if expert.num_images < plan.partition.min_images or expert.num_images != submission.num_units:
-        wanted = f"the silo's units, at least {plan.partition.min_images}"
-        raise PolicyError("submission, images", expected=wanted, got=f"{expert.num_images}")
-    if expert.expert_id != expected.silo_id:
-        raise ReplayError("submission, expert", expected=expected.silo_id, got=expert.expert_id)
-    if abs(sketch.t_release - expected.t_release) > T_RELEASE_TOLERANCE:
-        raise PolicyError("submission, t_release", expected=f"{expected.t_release:.6f}", got=f"{sketch.t_release:.6f}")
+    """The submission keeps to the plan: which releases at which cost, how many units, how large its files."""
+    plan, asked, spent = expected.plan, expected.plan.releases, submission.spent
+    wanted = {**release_terms(asked), "all together": (asked.total.epsilon, asked.total.delta)}
+    told: dict[str, tuple[float, float]] = {one.kind: (one.epsilon, one.delta) for one in submission.releases}
+    told["all together"] = (spent.epsilon, spent.delta)
+    if told.keys() != wanted.keys():
+        raise PolicyError("submission, releases", expected=", ".join(wanted), got=", ".join(told))
+    for kind, terms in wanted.items():
+        if told[kind] != terms:
+            subject = f"submission, epsilon and delta of {kind}"
+            raise PolicyError(
+                subject, expected=f"{terms[0]:g}, {terms[1]:g}", got=f"{told[kind][0]:g}, {told[kind][1]:g}"
+            )
+    if spent.unit != asked.unit:
+        raise PolicyError("submission, privacy unit", expected=asked.unit, got=spent.unit)
+    t_release = release_noise_level(plan, expected.files.sketch) or 0.0
+    for release in submission.releases:
+        if isinstance(release, SubmittedSketch) and abs(release.t_release - t_release) > T_RELEASE_TOLERANCE:
+            got = f"{release.t_release:.6f}"
+            raise PolicyError("submission, t_release", expected=f"{t_release:.6f}", got=got)
+    _check_sizes(submission, plan)
 
 
-def _releases(submission: Submission) -> tuple[SubmittedCounts, SubmittedSketch]:
-    by_kind = {release.kind: release for release in submission.releases}
-    counts, sketch = by_kind.get("counts"), by_kind.get("sketch")
-    if not isinstance(counts, SubmittedCounts) or not isinstance(sketch, SubmittedSketch):
-        raise AbsentFileError("submission, releases", expected="counts and sketch", got=", ".join(sorted(by_kind)))
-    return counts, sketch
+def _check_sizes(submission: Submission, plan: Plan) -> None:
+    numbers = [
+        ("bytes of an expert", max(expert.file.bytes for expert in submission.experts), plan.limits.expert_bytes),
+        ("bytes of a release", max(release.file.bytes for release in submission.releases), plan.limits.release_bytes),
+    ]
+    for subject, size, most in numbers:
+        if size > most:
+            raise PolicyError(f"submission, {subject}", expected=f"at most {most}", got=f"{size}")
+    fewest = plan.partition.min_images * (most_experts(plan) if isinstance(plan.partition, RandomPartition) else 1)
+    if plan.releases.unit == "image" and submission.num_units < fewest:
+        raise PolicyError("submission, images", expected=f"at least {fewest}", got=f"{submission.num_units}")
 
 
-def _check_tensors(submission: Submission, files: Mapping[str, Path], expected: Expectation) -> None:
-    """Open each tensor file strictly; its values are bounded, so that one silo cannot send anything at all."""
-    plan, num_units = expected.plan, submission.num_units
+def _check_experts(submission: Submission, expected: Expectation, noisy_G: Tensor) -> None:
+    """The experts are those that the noised histogram tells, in its order, and say no more of themselves than agreed.
+
+    More of them, others, or clusters exchanged would put weights where the routers expect another silo's images.
+    """
+    plan, silo_id = expected.plan, expected.silo_id
+    parts = silo_parts(plan.partition, silo_id, expected.files.clusters, noisy_G)
+    wanted = [(part.expert_id, part.cluster, expert_path(silo_id, part.expert_id)) for part in parts]
+    if [(expert.expert_id, expert.cluster, expert.file.path) for expert in submission.experts] != wanted:
+        names = ", ".join(part.expert_id for part in parts)
+        got = f"{len(submission.experts)}, of other names, clusters, places or order"
+        raise PolicyError("submission, experts", expected=f"{names}, as its noised counts tell", got=got)
+    alone = isinstance(plan.partition, SiloPartition) and plan.releases.unit == "image"
+    for expert in submission.experts:
+        if expert.num_images != (submission.num_units if alone else None):
+            told = f"the silo's {submission.num_units} units" if alone else "none, since it would be exact"
+            raise PolicyError("submission, images of an expert", expected=told, got="another number")
+        if expert.steps != plan.expert.training.num_steps:
+            steps = f"{plan.expert.training.num_steps}"
+            raise PolicyError("submission, training steps", expected=steps, got=f"{expert.steps}")
+
+
+def _check_weights(submission: Submission, files: Mapping[str, Path], plan: Plan) -> None:
+    """Open each expert strictly; its values are bounded, so that one silo cannot send anything at all."""
     weights = expected_tensors(plan.expert.architecture, plan.data.shape)
     for expert in submission.experts:
         load_tensors(files[expert.file.path], weights, max_bytes=plan.limits.expert_bytes, max_abs=MAX_WEIGHT)
-    counts, sketch = _releases(submission)
-    most = plan.limits.release_bytes
-    histogram = load_tensors(files[counts.file.path], counts_specs(plan), max_bytes=most)
-    _check_counts(histogram["counts"], plan, num_units, counts.file.path)
-    shapes = sketch_release_specs(plan, num_units)
-    sketches = load_tensors(files[sketch.file.path], shapes, max_bytes=most)
-    _check_sketches(sketches["sketch"], expected, sketch.file.path)
-
-
-def _check_counts(counts_G: Tensor, plan: Plan, num_units: int, name: str) -> None:
-    """Each count lies within its noise of [0, n_k], and their sum within its noise of n_k; no sum overflows here."""
-    asked, cells = plan.releases.counts, [int(count) for count in counts_G.tolist()]
-    reach = cell_noise_bound(asked.epsilon, asked.num_groups)
-    if min(cells) < -reach or max(cells) > num_units + reach:
-        raise TensorFileError(name, expected=f"counts within [{-reach}, {num_units + reach}]", got="others")
-    reach = total_noise_bound(asked.epsilon, asked.num_groups)
-    if abs(sum(cells) - num_units) > reach:
-        raise TensorFileError(name, expected=f"a sum within {reach} of the {num_units} units", got="another")
-
-
-def _check_sketches(sketch_NR: Tensor, expected: Expectation, name: str) -> None:
-    path, t_r = path_named(expected.plan.objective.path), torch.tensor(expected.t_release, dtype=torch.float64)
-    alpha, sigma = float(path.alpha(t_r)), float(path.sigma(t_r))
-    num_rows, rank = sketch_NR.shape
-    most = sketch_norm_bound(alpha, sigma, expected.scale, rank, num_rows)
-    if float(sketch_NR.double().norm(dim=1).max()) > most:
-        raise TensorFileError(name, expected=f"rows of norm up to {most:.4g}", got="a longer one")

@@ -7,15 +7,16 @@ from pathlib import Path
 from torch import Tensor
 
 from aggregator.config import Federation
+from aggregator.plausibility import release_specs
 from aggregator.registry import card_of, signing_key
 from ddm.errors import DigestError, ReplayError, SetupError
 from ddm.files import read_bounded
-from ddm.plan_files import PlanFiles
+from ddm.mechanisms import Kind
+from ddm.partition import Layout, silo_parts
+from ddm.plan_files import PlanFiles, release_noise_level
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, now_utc, sha256_hex
 from ddm.protocol.plan import Plan
-from ddm.protocol.submission import Submission
-from ddm.routers.counts import counts_specs
-from ddm.sketch import sketch_release_specs
+from ddm.protocol.submission import Submission, release_terms, submission_path
 from ddm.tensors import load_tensors
 from ddm.trust.silo_role import verify_silo_metadata
 
@@ -50,7 +51,7 @@ class Inventory:
         plan: the current plan.
         plan_digest: its digest.
         files: the plan's public tensors.
-        silos: accepted submissions by silo id, sorted; their order is the router's class order.
+        silos: accepted submissions by silo id, sorted; their experts in this order are the router's classes.
         missing: silos of the plan without an accepted submission.
     """
 
@@ -65,33 +66,41 @@ class Inventory:
         """The public number of units of each silo."""
         return {silo_id: silo.submission.num_units for silo_id, silo in self.silos.items()}
 
-    @property
-    def prior(self) -> tuple[float, ...]:
-        """pi: each expert's share of all images."""
-        total = sum(self.num_units.values())
-        return tuple(number / total for number in self.num_units.values())
-
     def counts(self) -> Mapping[str, Tensor]:
         """Each silo's noised histogram, shape (G,), int64."""
-        return {silo_id: self._release(silo, "counts", "counts") for silo_id, silo in self.silos.items()}
+        return {silo_id: tensors["counts"] for silo_id, tensors in self._released("counts").items()}
+
+    def class_counts(self) -> Mapping[str, Tensor]:
+        """Each silo's noised histogram over classes and groups, shape (C, G), int64; empty where none was asked for."""
+        return {silo_id: tensors["counts"] for silo_id, tensors in self._released("class_counts").items()}
+
+    def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Each silo's noised `sum`, shape (R,), and `second`, shape (R, R), float32; empty where none was asked for."""
+        return self._released("moments")
 
     def sketches(self) -> Mapping[str, Tensor]:
-        """Each silo's noised sketches, shape (n_k, R), float32."""
-        return {silo_id: self._release(silo, "sketch", "sketch") for silo_id, silo in self.silos.items()}
+        """Each silo's noised sketches, shape (n_k, R), float32; empty where none were asked for."""
+        return {silo_id: tensors["sketch"] for silo_id, tensors in self._released("sketch").items()}
 
-    def t_release(self) -> float:
-        """The noise level of the sketches."""
-        submission = next(iter(self.silos.values())).submission
-        return next(release.t_release for release in submission.releases if release.kind == "sketch")
+    def t_release(self) -> float | None:
+        """The noise level of the sketches, None where none were asked for."""
+        return release_noise_level(self.plan, self.files.sketch)
 
-    def _release(self, silo: AcceptedSilo, kind: str, tensor: str) -> Tensor:
-        release = next(release for release in silo.submission.releases if release.kind == kind)
-        if kind == "counts":
-            specs = counts_specs(self.plan)
-        else:
-            specs = sketch_release_specs(self.plan, silo.submission.num_units)
-        file = release.file
-        return load_tensors(silo.folder / file.path, specs, max_bytes=file.bytes, digest=file.digest)[tensor]
+    def layout(self) -> Layout:
+        """Every silo's experts, as its noised histogram tells them; the order of the manifest and of the router."""
+        partition, clusters = self.plan.partition, self.files.clusters
+        counts = self.counts().items()
+        return Layout.of(partition, [silo_parts(partition, silo_id, clusters, noisy_G) for silo_id, noisy_G in counts])
+
+    def _released(self, kind: Kind) -> Mapping[str, Mapping[str, Tensor]]:
+        if kind not in release_terms(self.plan.releases):
+            return {}
+        return {silo_id: self._release(silo, kind) for silo_id, silo in self.silos.items()}
+
+    def _release(self, silo: AcceptedSilo, kind: Kind) -> Mapping[str, Tensor]:
+        file = next(release.file for release in silo.submission.releases if release.kind == kind)
+        specs = release_specs(kind, self.plan, silo.submission.num_units)
+        return load_tensors(silo.folder / file.path, specs, max_bytes=file.bytes, digest=file.digest)
 
 
 def take_inventory(federation: Federation) -> Inventory:
@@ -122,7 +131,7 @@ def take_inventory(federation: Federation) -> Inventory:
 
 def _read_silo(federation: Federation, plan_id: str, plan_digest: str, silo_id: str) -> AcceptedSilo:
     """Read a submission back: the role by the silo's key, the document that it signs, the plan that this answers."""
-    folder, name = federation.accepted / plan_id / silo_id, f"silos/{silo_id}/submission.json"
+    folder, name = federation.accepted / plan_id / silo_id, submission_path(silo_id)
     role = read_bounded(folder / "metadata" / f"{plan_id}.{silo_id}.json", MAX_DOCUMENT_BYTES)
     key = signing_key(card_of(federation, silo_id))
     signed = verify_silo_metadata(role, plan_id=plan_id, silo_id=silo_id, key=key, now=now_utc())

@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from aggregator.config import Federation
-from aggregator.recipe import Recipe
+from aggregator.recipe import PcaRecipe, Recipe
 from aggregator.registry import cards, signing_key
 from aggregator.setup import load_key
 from ddm.clustering import fit_clustering
-from ddm.encoders import PcaEncoder
+from ddm.encoders import Encoder, PcaEncoder, Progress
 from ddm.errors import SetupError
-from ddm.files import link_or_copy, locked, sync_folder, sync_tree, write_atomic
+from ddm.files import link_or_copy, locked, require_file, sync_folder, sync_tree, write_atomic
+from ddm.mechanisms import check_total, plan_epsilon
 from ddm.models import build_expert, num_parameters
+from ddm.partition import most_experts
 from ddm.plan_files import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH, release_noise_level
 from ddm.protocol.base import File, now_utc, sha256_hex
-from ddm.protocol.plan import Clustering, IdentityLatent, NoCondition, Objective, Plan
+from ddm.protocol.plan import Clustering, IdentityLatent, NoCondition, Objective, Plan, SketchSpec, TimmEncoder
 from ddm.protocol.plan import PcaEncoder as PcaSpec
 from ddm.schedule import LinearPath
 from ddm.sketch import Sketch
@@ -32,6 +34,7 @@ from ddm.training import train
 from ddm.trust.repository import Repository
 
 TIMED_STEPS = 12
+PUBLIC_NAME = "public.npz"
 
 
 @dataclass(frozen=True)
@@ -41,26 +44,42 @@ class Draft:
     Attributes:
         plan: the document.
         folder: holds `plan/*.safetensors` as the plan lists them.
+        fitted: public images that encoder, clusters and sketch were fitted on, shape (N, C, H, W).
         holdout: public images kept back to judge the routers, shape (N, C, H, W).
-        t_release: noise level at which sketches leave.
+        t_release: noise level at which sketches leave; None where none do.
+        epsilon: what all releases cost together at the total's delta.
         expert_bytes: size of one expert.
-        train_s: seconds that the expert's training would take here, one thread, measured on a few steps.
+        num_experts: most experts that a silo may have.
+        train_s: seconds that training all of these would take here, one thread, measured on a few steps.
     """
 
     plan: Plan
     folder: Path
+    fitted: Tensor
     holdout: Tensor
-    t_release: float
+    t_release: float | None
+    epsilon: float
     expert_bytes: int
+    num_experts: int
     train_s: float
 
 
-def draft_plan(federation: Federation, recipe: Recipe, public: Tensor, folder: Path) -> Draft:
+def draft_plan(
+    federation: Federation, recipe: Recipe, public: Tensor, folder: Path, on_progress: Progress | None = None
+) -> Draft:
     """Fit the public parts into `folder` and write the plan around them; nothing is signed yet.
 
+    Args:
+        federation: whose plan it becomes.
+        recipe: what the operator asks for.
+        public: public images, shape (N, C, H, W).
+        folder: where the plan's files go.
+        on_progress: told of images encoded, which is long with a large network.
+
     Raises:
-        SetupError: no silo is enrolled.
+        SetupError: no silo is enrolled, or the encoder's weights are not there.
         DataError: too few public images for the recipe.
+        PolicyError: the releases cost more than the total that the recipe states.
     """
     silos = tuple(sorted(cards(federation)))
     if not silos:
@@ -69,7 +88,9 @@ def draft_plan(federation: Federation, recipe: Recipe, public: Tensor, folder: P
     order = torch.randperm(len(public), generator=generator)
     num_holdout = int(len(public) * recipe.public.holdout_share)
     fit, holdout = public[order[num_holdout:]], public[order[:num_holdout]]
-    sketch = _fit_public_parts(recipe, fit, folder)
+    encoder, spec = _open_encoder(recipe, fit)
+    num_fine = recipe.clustering.fine_for(len(fit), recipe.releases.counts.num_groups)
+    sketch = _fit_public_parts(recipe, encoder, num_fine, fit, folder, on_progress)
     created = now_utc()
     plan = Plan(
         plan_id=f"{federation.settings().name}-{secrets.token_hex(4)}",
@@ -80,10 +101,14 @@ def draft_plan(federation: Federation, recipe: Recipe, public: Tensor, folder: P
         files=tuple(File.of(path, folder / path) for path in (CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH)),
         data=recipe.data,
         latent=IdentityLatent(),
-        encoder=PcaSpec(path=ENCODER_PATH, dim=recipe.encoder.dim),
+        encoder=spec,
         clustering=Clustering(
-            path=CENTROIDS_PATH, num_fine=recipe.clustering.num_fine, num_coarse=recipe.clustering.num_coarse
+            path=CENTROIDS_PATH,
+            num_fine=num_fine,
+            num_coarse=recipe.clustering.num_coarse,
+            balanced=recipe.clustering.balanced,
         ),
+        sketch=SketchSpec(path=SKETCH_PATH, rank=recipe.sketch.rank),
         partition=recipe.partition,
         objective=Objective(),
         t_distribution=recipe.t_distribution,
@@ -94,25 +119,49 @@ def draft_plan(federation: Federation, recipe: Recipe, public: Tensor, folder: P
         audit=recipe.audit,
         limits=recipe.limits,
     )
+    check_total(plan)
     expert = build_expert(plan.expert.architecture, plan.data.shape)
+    num_experts = most_experts(plan)
     return Draft(
         plan=plan,
         folder=folder,
+        fitted=fit,
         holdout=holdout,
         t_release=release_noise_level(plan, sketch),
+        epsilon=plan_epsilon(plan),
         expert_bytes=4 * num_parameters(expert),
-        train_s=_measure_training(plan, fit),
+        num_experts=num_experts,
+        train_s=num_experts * _measure_training(plan, fit),
     )
 
 
-def _fit_public_parts(recipe: Recipe, fit: Tensor, folder: Path) -> Sketch:
-    num_groups = recipe.releases.counts.num_groups
-    encoder = PcaEncoder.fit(fit, recipe.encoder.dim)
-    features = encoder.encode(fit)
-    fine, coarse = recipe.clustering.num_fine, recipe.clustering.num_coarse
-    clusters = fit_clustering(features, fine, coarse, num_groups, seed=recipe.public.seed)
+def _open_encoder(recipe: Recipe, fit: Tensor) -> tuple[Encoder, PcaSpec | TimmEncoder]:
+    """Fit or load the encoder, and write down what the plan says of it."""
+    asked = recipe.encoder
+    if isinstance(asked, PcaRecipe):
+        return PcaEncoder.fit(fit, asked.dim), PcaSpec(path=ENCODER_PATH, dim=asked.dim)
+    from ddm.encoders.timm import TimmEncoder as Network  # takes seconds, and most recipes do without
+
+    if asked.weights is None:
+        network = Network.random(asked.model, recipe.data, asked.seed, asked.image_size)
+    else:
+        weights = require_file(Path(asked.weights), f"the weights of {asked.model}")
+        network = Network.from_file(asked.model, weights, recipe.data, asked.image_size)
+    return network, network.spec
+
+
+def _fit_public_parts(
+    recipe: Recipe, encoder: Encoder, num_fine: int, fit: Tensor, folder: Path, on_progress: Progress | None
+) -> Sketch:
+    releases, clustering = recipe.releases, recipe.clustering
+    num_groups = releases.counts.num_groups
+    features = encoder.encode(fit, on_progress)
+    clusters = fit_clustering(
+        features, num_fine, clustering.num_coarse, num_groups, seed=recipe.public.seed, balanced=clustering.balanced
+    )
     group_N = clusters.group_F[clusters.assign(features)]
-    sketch = Sketch.fit(fit, group_N, recipe.releases.sketch.rank, num_groups)
+    released = max((part.rank for part in (releases.sketch, releases.moments) if part), default=recipe.sketch.rank)
+    sketch = Sketch.fit(fit, group_N, recipe.sketch.rank, num_groups, released_rank=released)
     for path, part in ((ENCODER_PATH, encoder), (CENTROIDS_PATH, clusters), (SKETCH_PATH, sketch)):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         save_tensors(folder / path, part.tensors())
@@ -211,8 +260,8 @@ def _lay_out(federation: Federation, draft: Draft, encoded: bytes) -> Path:
     for file in draft.plan.files:
         link_or_copy(draft.folder / file.path, targets / file.path)
     write_atomic(targets / "plan.json", encoded)
-    holdout = io.BytesIO()
-    np.savez_compressed(holdout, images=draft.holdout.numpy())
-    write_atomic(part / "holdout.npz", holdout.getvalue())
+    public = io.BytesIO()
+    np.savez_compressed(public, fitted=draft.fitted.numpy(), holdout=draft.holdout.numpy())
+    write_atomic(part / PUBLIC_NAME, public.getvalue())
     sync_tree(part)
     return part

@@ -12,7 +12,8 @@ from aggregator.setup import load_key
 from ddm.errors import BusyError
 from ddm.files import copy_tree_bounded, link_or_copy, sync_folder, sync_tree, write_atomic
 from ddm.protocol.base import File, now_utc, sha256_hex
-from ddm.protocol.manifest import Evaluation, Manifest, PublishedExpert, PublishedRouter, PublishedSilo
+from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
+from ddm.protocol.submission import submission_path
 from ddm.release import open_release
 from ddm.trust.folder import MAX_FILES
 from ddm.trust.repository import Repository
@@ -65,8 +66,8 @@ def _lay_out(federation: Federation, inventory: Inventory, targets: Path) -> Non
 
 
 def _published_names(silo_id: str, silo: AcceptedSilo) -> list[str]:
-    """The document and the experts; the noised features are not published."""
-    return [f"silos/{silo_id}/submission.json", *(expert.file.path for expert in silo.submission.experts)]
+    """The document and the experts; the releases are not published."""
+    return [submission_path(silo_id), *(expert.file.path for expert in silo.submission.experts)]
 
 
 def _manifest(
@@ -75,10 +76,10 @@ def _manifest(
     settings = federation.settings()
     previous = federation.releases / str(version - 1)
     old = next(previous.glob("targets/*/manifest.json"), None) if version > 1 else None
-    experts = [expert for silo in inventory.silos.values() for expert in silo.submission.experts]
-    owners = [silo_id for silo_id, silo in inventory.silos.items() for _ in silo.submission.experts]
-    named = {f"silos/{silo_id}/submission.json" for silo_id in inventory.silos} | {
-        expert.file.path for expert in experts
+    experts = [(silo_id, expert) for silo_id, silo in inventory.silos.items() for expert in silo.submission.experts]
+    named = {
+        ROUTER_NAME,
+        *(name for silo_id, silo in inventory.silos.items() for name in _published_names(silo_id, silo)),
     }
     listed = sorted(path.relative_to(targets).as_posix() for path in targets.rglob("*") if path.is_file())
     return Manifest(
@@ -93,24 +94,26 @@ def _manifest(
         withdrawn_silos=(),
         silos=tuple(_published_silo(federation, silo_id, silo, targets) for silo_id, silo in inventory.silos.items()),
         experts=tuple(
-            PublishedExpert(expert_id=expert.expert_id, silo_id=owner, prior=share, file=expert.file)
-            for expert, owner, share in zip(experts, owners, inventory.prior, strict=True)
+            PublishedExpert(
+                expert_id=expert.expert_id, silo_id=silo_id, cluster=expert.cluster, prior=prior, file=expert.file
+            )
+            for (silo_id, expert), prior in zip(experts, report.expert_priors, strict=True)
         ),
         router=PublishedRouter(
             kind=report.published,
-            t_release=report.t_release if report.published == "learned" else None,
+            t_release=report.t_release,
             training_prior=report.training_prior,
             temperature=report.temperature,
             file=File.of(ROUTER_NAME, targets / ROUTER_NAME),
         ),
-        evaluation=_evaluation(report),
-        files=tuple(File.of(name, targets / name) for name in listed if name not in named | {ROUTER_NAME}),
+        evaluation=report.evaluations(),
+        files=tuple(File.of(name, targets / name) for name in listed if name not in named),
     )
 
 
 def _published_silo(federation: Federation, silo_id: str, silo: AcceptedSilo, targets: Path) -> PublishedSilo:
     submission = silo.submission
-    name = f"silos/{silo_id}/submission.json"
+    name = submission_path(silo_id)
     return PublishedSilo(
         silo_id=silo_id,
         submission=File.of(name, targets / name),
@@ -119,22 +122,6 @@ def _published_silo(federation: Federation, silo_id: str, silo: AcceptedSilo, ta
         delta=submission.spent.delta,
         audit=submission.audit.verdict,
         isolation=submission.isolation,
-    )
-
-
-def _evaluation(report: RouterReport) -> tuple[Evaluation, ...]:
-    """Learned minus counts, nats: per band of t on public images, and on held-out sketches."""
-    named = [("public_images", band) for band in report.bands]
-    named += [("held_out_sketches", report.sketches)] if report.sketches else []
-    return tuple(
-        Evaluation(
-            metric=f"router_cross_entropy_learned_minus_counts_{source}_t_{band.low:.2f}_{band.high:.2f}",
-            strategy=None,
-            value=band.difference,
-            low=band.difference_low,
-            high=band.difference_high,
-        )
-        for source, band in named
     )
 
 

@@ -1,36 +1,67 @@
 """The recipe: what an operator writes to ask for a plan. The rest of the plan is fitted, counted or signed."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ddm.protocol.base import PositiveInt
 from ddm.protocol.plan import (
     Audit,
-    CountsRouter,
     DataSpec,
     Expert,
-    LearnedRouter,
     Limits,
     LogitNormalT,
+    Partition,
     Releases,
-    SiloPartition,
+    Router,
     UniformT,
 )
 from ddm.settings import Settings
 
+MOST_FINE = 1024
+IMAGES_PER_FINE = 4
 
-class EncoderRecipe(Settings):
+
+class PcaRecipe(Settings):
     """Principal components of the public images."""
 
+    kind: Literal["pca"] = "pca"
     dim: Annotated[int, Field(gt=0, le=4096)]
 
 
-class ClusteringRecipe(Settings):
-    """How many fine centroids and coarse clusters."""
+class TimmRecipe(Settings):
+    """A network of timm, with weights from a file on this machine (from where the command is run), or random ones."""
 
-    num_fine: Annotated[int, Field(gt=0, le=65536)]
+    kind: Literal["timm"]
+    model: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+    weights: str | None = None
+    random_weights: bool = False
+    seed: Annotated[int, Field(ge=0)] = 0
+    image_size: tuple[PositiveInt, PositiveInt] | None = None
+
+    @model_validator(mode="after")
+    def _weights_are_chosen(self) -> "TimmRecipe":
+        if (self.weights is None) != self.random_weights:
+            raise ValueError("name the weights' file, or ask for random_weights = true")
+        return self
+
+
+class ClusteringRecipe(Settings):
+    """How many fine centroids and coarse clusters; by default 1,024 fine ones where the public images allow it."""
+
+    num_fine: Annotated[int, Field(gt=0, le=65536)] | None = None
     num_coarse: Annotated[int, Field(gt=0, le=4096)]
+    balanced: bool = False
+
+    def fine_for(self, num_images: int, num_groups: int) -> int:
+        """Return the number of fine centroids: a quarter of the images at most, at least one a group."""
+        return self.num_fine or max(num_groups, min(MOST_FINE, num_images // IMAGES_PER_FINE))
+
+
+class SketchRecipe(Settings):
+    """How many dimensions of an image routers see."""
+
+    rank: Annotated[int, Field(gt=0, le=1024)]
 
 
 class PublicRecipe(Settings):
@@ -46,12 +77,13 @@ class Recipe(Settings):
     valid_days: PositiveInt = 90
     public: PublicRecipe = PublicRecipe()
     data: DataSpec
-    encoder: EncoderRecipe
+    encoder: Annotated[PcaRecipe | TimmRecipe, Field(discriminator="kind")]
     clustering: ClusteringRecipe
-    partition: SiloPartition
+    sketch: SketchRecipe
+    partition: Partition
     t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")] = UniformT()
     expert: Expert
     releases: Releases
-    router: Annotated[LearnedRouter | CountsRouter, Field(discriminator="kind")]
+    router: Router
     audit: Audit
     limits: Limits

@@ -1,55 +1,104 @@
-"""Training the router: counts as the baseline, learned on the noised sketches, judged on public data, one kept."""
+"""Training the router: counts as the baseline, the plan's family against it, both calibrated, one kept."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor, nn
 
 from aggregator.config import Federation
 from aggregator.inventory import Inventory
+from aggregator.planning import PUBLIC_NAME
 from ddm.console import table
 from ddm.errors import MissingFileError
 from ddm.files import write_atomic
+from ddm.models import load_expert
+from ddm.partition import Layout
 from ddm.protocol.base import Digest, Document, Model, PlanId, sha256_hex
+from ddm.protocol.manifest import Evaluation
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
+from ddm.protocol.plan import SamplesRouter as SamplesSettings
+from ddm.routers.base import Progress
+from ddm.routers.calibration import Calibrated, Calibration, calibrate
+from ddm.routers.comparison import BandComparison, Comparison, HeldOut, compare, refuse_worse_than_prior
+from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter
-from ddm.routers.evaluation import BandComparison, Comparison, public_comparison
 from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
+from ddm.routers.moments import MomentsRouter, moments_noise_std
+from ddm.routers.public import Evidence, PublicData
+from ddm.routers.residual import PublicSketches
+from ddm.routers.samples import SamplesRouter, draw_from_experts, fit_samples
 from ddm.schedule import LinearPath
 from ddm.tensors import save_tensors
+
+# Shape legend: K silos, E experts, G public groups.
 
 ROUTER_NAME = "router.safetensors"
 REPORT_NAME = "report.json"
 
+Family = Literal["counts", "moments", "learned", "samples"]
+Interval = tuple[float, float, float]
+"""A figure with the ends of its 95% interval."""
+AnyRouter = CountsRouter | LearnedRouter | MomentsRouter | SamplesRouter
+
 
 class Band(Model):
-    """Both routers and the prior for t in [low, high), nats; the difference is learned minus counts, 95% interval."""
+    """The plan's family, counts and the prior for t in [low, high), nats; the difference is candidate minus counts."""
 
     low: float
     high: float
     prior: float
     counts: float
-    learned: float
+    candidate: float
     difference: float
     difference_low: float
     difference_high: float
 
 
+class CalibrationBand(Model):
+    """Expected calibration error of the published router for t in [low, high), before and after its temperature."""
+
+    low: float
+    high: float
+    before: Interval
+    after: Interval
+
+
 class RouterReport(Document):
-    """What was trained, how both routers did, and which one is published."""
+    """What was trained, how it did, and which router is published."""
 
     format: Literal["archipelago/router-report/1"] = "archipelago/router-report/1"
     plan_id: PlanId
     submissions: dict[str, Digest]
-    published: Literal["counts", "learned"]
+    candidate: Family
+    published: Family
     reason: str
-    t_release: Annotated[float, Field(gt=0.0, lt=1.0)]
+    t_release: Annotated[float, Field(gt=0.0, lt=1.0)] | None
+    expert_priors: tuple[float, ...]
     training_prior: tuple[float, ...]
     temperature: float
+    minus_prior: Interval
     bands: tuple[Band, ...]
     sketches: Band | None
+    calibration: tuple[CalibrationBand, ...]
+
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """Return what a manifest says of the router: on public images, and on held-out sketches."""
+        versus = f"router_cross_entropy_{self.candidate}_minus_counts"
+        found = [_evaluation(f"router_cross_entropy_{self.published}_minus_prior_public_images", self.minus_prior)]
+        for source, band in [("public_images", band) for band in self.bands] + [("held_out_sketches", self.sketches)]:
+            if band:
+                figure = (band.difference, band.difference_low, band.difference_high)
+                found.append(_evaluation(f"{versus}_{source}_t_{band.low:.2f}_{band.high:.2f}", figure))
+        for error in self.calibration:
+            name = f"t_{error.low:.2f}_{error.high:.2f}"
+            found.append(_evaluation(f"router_calibration_error_{name}", error.after))
+            found.append(_evaluation(f"router_calibration_error_at_temperature_1_{name}", error.before))
+        return tuple(found)
 
 
 def router_path(federation: Federation, plan_id: str) -> Path:
@@ -74,84 +123,151 @@ def load_report(federation: Federation, inventory: Inventory) -> RouterReport:
     return report
 
 
-def train_router(federation: Federation, inventory: Inventory, *, seed: int) -> RouterReport:
-    """Fit both routers, compare them on public data, keep the one to publish and the report."""
-    plan, path = inventory.plan, LinearPath()
+def train_router(
+    federation: Federation, inventory: Inventory, *, seed: int, on_progress: Progress | None = None
+) -> RouterReport:
+    """Fit counts and the plan's family, compare them on public data, keep the one to publish and the report.
+
+    Raises:
+        RefusedError: the router to publish is worse than the prior on public data: the releases contradict the plan.
+    """
+    plan, layout = inventory.plan, inventory.layout()
     noisy_KG = torch.stack(list(inventory.counts().values()))
-    num_units = list(inventory.num_units.values())
-    counts = CountsRouter.from_counts(inventory.files.sketch, noisy_KG, num_units, plan.releases.counts.epsilon, path)
-    chosen: CountsRouter | LearnedRouter = counts
-    comparison: Comparison | None = None
-    reason = "the plan asks for the counts router"
-    if isinstance(plan.router, LearnedSettings):
-        train, held_out = split_sketches(inventory.sketches(), seed)
-        learned = fit_learned(counts, train, num_units, plan.router, path, seed, t_release=inventory.t_release())
-        images = _public_holdout(federation, plan.plan_id)
-        files = inventory.files
-        comparison = public_comparison(
-            counts,
-            learned,
-            images,
-            files.clusters.group_F[files.clusters.assign(files.encoder.encode(images))],
-            noisy_KG,
-            num_units,
-            held_out,
-            epsilon=plan.releases.counts.epsilon,
-            seed=seed,
-        )
-        chosen = learned if comparison.publish_learned else counts
-        reason = _reason(comparison)
-    report = _report(inventory, comparison, chosen, reason)
+    num_units, epsilon = list(inventory.num_units.values()), plan.releases.counts.epsilon
+    by_silo = CountsRouter.from_counts(inventory.files.sketch, noisy_KG, num_units, epsilon, LinearPath())
+    public = PublicData(
+        *_public_images(federation, inventory, "holdout"),
+        evidence=Evidence(noisy_KG, num_units, epsilon, layout),
+        prior_E=_expert_priors(by_silo, num_units, layout),
+        path=LinearPath(),
+        seed=seed,
+    )
+    chosen = counts = _Fitted.of("counts", by_silo.split(layout), public)
+    comparison, reason = None, "the plan asks for the counts router"
+    if plan.router.kind != "counts":
+        router, held_out = _fit(federation, inventory, by_silo, seed, on_progress)
+        candidate = _Fitted.of(plan.router.kind, router, public)
+        comparison = compare(counts.calibrated, candidate.calibrated, public, held_out)
+        fault = _fault(counts, candidate, comparison)
+        reason = fault or f"{candidate.family} is nowhere worse than counts"
+        chosen = counts if fault else candidate
+    report = _report(inventory, public, chosen, comparison, reason)
     target = router_path(federation, plan.plan_id)
     target.parent.mkdir(parents=True, exist_ok=True)
-    save_tensors(target, chosen.tensors())
+    save_tensors(target, {**chosen.router.tensors(), **_class_tensors(inventory)})
     write_atomic(target.with_name(REPORT_NAME), report.encode())
     return report
 
 
 def describe(report: RouterReport) -> str:
-    """Lay both routers side by side, cross-entropy in nats, lower is better."""
+    """Lay the routers side by side, cross-entropy in nats, lower is better; then the published one's calibration."""
     named = [(f"t {band.low:g}-{band.high:g}", band) for band in report.bands]
-    named += [(f"held-out sketches, t >= {report.t_release:.2f}", report.sketches)] if report.sketches else []
+    if report.sketches:
+        named.append((f"held-out sketches, t >= {report.sketches.low:.2f}", report.sketches))
     rows = [
         (
             name,
             f"{band.prior:.4f}",
             f"{band.counts:.4f}",
-            f"{band.learned:.4f}",
+            f"{band.candidate:.4f}",
             f"{band.difference:+.4f} [{band.difference_low:+.4f}, {band.difference_high:+.4f}]",
         )
         for name, band in named
-        if band
     ]
-    header = ("public held-out images", "prior", "counts", "learned", "learned - counts, 95%")
+    header = ("public held-out images", "prior", "counts", report.candidate, f"{report.candidate} - counts, 95%")
+    errors = [
+        (f"t {error.low:g}-{error.high:g}", f"{error.before[0]:.4f}", f"{error.after[0]:.4f}")
+        for error in report.calibration
+    ]
+    heads = ("calibration error", "at temperature 1", f"at {report.temperature:.3g}")
     lines = [table(rows, header)] if rows else []
-    return "\n".join([*lines, f"Published router: {report.published}, because {report.reason}."])
+    return "\n".join([*lines, table(errors, heads), f"Published router: {report.published}, because {report.reason}."])
 
 
-def _reason(comparison: Comparison) -> str:
-    if comparison.publish_learned:
-        return "on public data and on held-out sketches learned is nowhere worse than counts"
-    if not comparison.trained:
+@dataclass(frozen=True)
+class _Fitted:
+    """A router of the plan's experts and its temperature."""
+
+    family: Family
+    router: AnyRouter
+    calibration: Calibration
+
+    @classmethod
+    def of(cls, family: Family, router: AnyRouter, public: PublicData) -> "_Fitted":
+        return cls(family, router, calibrate(router, public))
+
+    @property
+    def training_prior(self) -> tuple[float, ...]:
+        """All equal: every family answers likelihoods."""
+        return (1.0 / self.router.num_experts,) * self.router.num_experts
+
+    @property
+    def calibrated(self) -> Calibrated:
+        """The router as it would be published."""
+        return Calibrated(self.router, self.calibration.temperature, self.training_prior)
+
+
+def _fit(
+    federation: Federation, inventory: Inventory, counts: CountsRouter, seed: int, on_progress: Progress | None
+) -> tuple[AnyRouter, HeldOut | None]:
+    """Fit the plan's family; return it with the released sketches that it was not trained on."""
+    plan, path, layout = inventory.plan, LinearPath(), inventory.layout()
+    num_units, sketches, settings = list(inventory.num_units.values()), inventory.sketches(), plan.router
+    t_release = inventory.t_release()
+    if isinstance(settings, LearnedSettings) and t_release is not None:
+        train, sketches = split_sketches(sketches, seed)
+        public = PublicSketches.of(*_public_images(federation, inventory, "fitted"), counts.sketch, path)
+        learned = fit_learned(counts, train, num_units, public, settings, seed, on_progress, t_release=t_release)
+        router: AnyRouter = learned.split(layout)
+    elif isinstance(settings, SamplesSettings):
+        num = settings.images_per_expert
+        drawn_EN = draw_from_experts(_experts(inventory), plan.data.shape, num, seed, path, on_progress)
+        router = fit_samples(drawn_EN, settings, path, seed, on_progress)
+    else:
+        released = inventory.moments().values()
+        sum_KR, second_KRR = (torch.stack([one[name] for one in released]) for name in ("sum", "second"))
+        std = moments_noise_std(plan)
+        moments = MomentsRouter.from_moments(counts.sketch, sum_KR, second_KRR, num_units, std, path)
+        router = moments.split(layout)
+    held_out = list(sketches.values())
+    if not held_out or t_release is None:
+        return router, None
+    return router, HeldOut(held_out, counts.sketch.head(held_out[0].shape[1]), t_release)
+
+
+def _fault(counts: _Fitted, candidate: _Fitted, comparison: Comparison) -> str | None:
+    """Say why the candidate is not published, None where it may be."""
+    learned, baseline = candidate.router, counts.router
+    if isinstance(learned, LearnedRouter) and isinstance(baseline, CountsRouter) and not learned.differs(baseline):
         return "training moved no weight"
-    worse = [band for band in (*comparison.bands, comparison.sketches) if band.worse]
-    return f"learned is worse than counts in {len(worse)} of {len(comparison.bands) + 1} comparisons"
+    if not comparison.worse:
+        return None
+    looks = len(comparison.bands) + (comparison.sketches is not None)
+    return f"{candidate.family} is worse than counts in {len(comparison.worse)} of {looks} comparisons"
 
 
 def _report(
-    inventory: Inventory, comparison: Comparison | None, chosen: CountsRouter | LearnedRouter, reason: str
+    inventory: Inventory, public: PublicData, chosen: _Fitted, comparison: Comparison | None, reason: str
 ) -> RouterReport:
-    num_experts = len(inventory.silos)
+    plan, calibrated = inventory.plan, chosen.calibrated
+    sketches = comparison.sketches if comparison else None
     return RouterReport(
-        plan_id=inventory.plan.plan_id,
+        plan_id=plan.plan_id,
         submissions=_digests(inventory),
-        published="learned" if isinstance(chosen, LearnedRouter) else "counts",
+        candidate=plan.router.kind,
+        published=chosen.family,
         reason=reason,
-        t_release=inventory.t_release(),
-        training_prior=(1.0 / num_experts,) * num_experts,
-        temperature=1.0,
+        t_release=inventory.t_release() if chosen.family == "learned" else None,
+        expert_priors=tuple(public.prior_E),
+        training_prior=chosen.training_prior,
+        temperature=chosen.calibration.temperature,
+        minus_prior=refuse_worse_than_prior(chosen.family, calibrated, public),
         bands=tuple(_band(band) for band in comparison.bands) if comparison else (),
-        sketches=_band(comparison.sketches) if comparison else None,
+        sketches=_band(sketches) if sketches else None,
+        calibration=tuple(
+            CalibrationBand(low=error.low, high=error.high, before=error.before, after=error.after)
+            for error in chosen.calibration.errors
+        ),
     )
 
 
@@ -159,10 +275,49 @@ def _band(band: BandComparison) -> Band:
     return Band(**{name: getattr(band, name) for name in Band.model_fields})
 
 
+def _evaluation(metric: str, figure: Interval) -> Evaluation:
+    value, low, high = figure
+    return Evaluation(metric=metric, strategy=None, value=value, low=low, high=high)
+
+
+def _expert_priors(counts: CountsRouter, num_units: Sequence[int], layout: Layout) -> tuple[float, ...]:
+    """Return each expert's share of all units: its silo's, times its share of the silo by the counts."""
+    _, share_E = layout.split(counts.log_mass_KG.exp())
+    total = sum(num_units)
+    found = [num_units[k] / total * float(share) for k, share in zip(layout.silo_E, share_E, strict=True)]
+    return tuple(share / sum(found) for share in found)
+
+
+def _experts(inventory: Inventory) -> list[nn.Module]:
+    """Load every accepted expert, in the manifest's order."""
+    architecture, shape = inventory.plan.expert.architecture, inventory.plan.data.shape
+    return [
+        load_expert(architecture, shape, silo.folder, expert.file)
+        for silo in inventory.silos.values()
+        for expert in silo.submission.experts
+    ]
+
+
+def _class_tensors(inventory: Inventory) -> Mapping[str, Tensor]:
+    """Return what is stored beside the router where the silos released their classes."""
+    asked = inventory.plan.releases.class_counts
+    if asked is None:
+        return {}
+    noisy_KCG = torch.stack(list(inventory.class_counts().values()))
+    num_units, layout = list(inventory.num_units.values()), inventory.layout()
+    sketch = inventory.files.sketch
+    return ConditionalPrior.from_counts(sketch, noisy_KCG, num_units, asked.epsilon, layout).tensors()
+
+
 def _digests(inventory: Inventory) -> dict[str, str]:
     return {silo_id: sha256_hex(silo.document) for silo_id, silo in inventory.silos.items()}
 
 
-def _public_holdout(federation: Federation, plan_id: str) -> torch.Tensor:
-    with np.load(federation.plan_folder(plan_id) / "holdout.npz", allow_pickle=False) as archive:
-        return torch.from_numpy(archive["images"])
+def _public_images(
+    federation: Federation, inventory: Inventory, part: Literal["fitted", "holdout"]
+) -> tuple[Tensor, Tensor]:
+    """Return the public images that the plan was fitted on, or those held out, and their groups."""
+    with np.load(federation.plan_folder(inventory.plan.plan_id) / PUBLIC_NAME, allow_pickle=False) as archive:
+        images = torch.from_numpy(archive[part])
+    files = inventory.files
+    return images, files.clusters.group_F[files.clusters.assign(files.encoder.encode(images))]

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from aggregator.config import Federation
 from aggregator.delivery import MAX_SUBMISSIONS, TOO_LARGE, TOO_MANY
-from aggregator.intake import MAX_FILES, Expectation, Intake, submission_bytes, verify_submission
+from aggregator.intake import Expectation, Intake, submission_bytes, submission_entries, verify_submission
 from aggregator.registry import card_of, check_ledger, remember_ledger, signing_key
 from ddm.errors import ArchipelagoError, PolicyError, ReplayError
 from ddm.files import copy_tree_bounded, locked, read_bounded, sync_folder, write_atomic
-from ddm.plan_files import PlanFiles, release_noise_level
+from ddm.plan_files import PlanFiles
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt, Refused
 from ddm.trust.envelope import open_sealed, seal
@@ -39,9 +39,7 @@ class IntakeDesk:
         self.key = receipt_key
         self.on_verdict = on_verdict
         self.plan, self.plan_digest = federation.current_plan()
-        files = PlanFiles.load(self.plan, federation.plan_targets(self.plan.plan_id))
-        self.t_release = release_noise_level(self.plan, files.sketch)
-        self.scale = files.sketch.scale
+        self.files = PlanFiles.load(self.plan, federation.plan_targets(self.plan.plan_id))
 
     def locked(self) -> AbstractContextManager[None]:
         """Hold intake for one process at a time.
@@ -103,7 +101,8 @@ class IntakeDesk:
         try:
             self._check_fetched(silo_id, path, sequence)
             shutil.rmtree(part, ignore_errors=True)
-            copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=MAX_FILES)
+            most = submission_entries(self.plan)
+            copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
             taken = self._verify(silo_id, part, sequence)
             digest = taken.digest
             self._keep(silo_id, taken, part)
@@ -138,8 +137,7 @@ class IntakeDesk:
             silo_id=silo_id,
             key=signing_key(card_of(self.federation, silo_id)),
             sequence=sequence,
-            t_release=self.t_release,
-            scale=self.scale,
+            files=self.files,
             now=now_utc(),
         )
         taken = verify_submission(folder, expected)

@@ -3,18 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import nn
-
 from ddm.ensemble import Ensemble
-from ddm.models import build_expert, expected_tensors
+from ddm.models import load_expert
 from ddm.plan_files import PlanFiles
-from ddm.protocol.base import File
 from ddm.release import Release, open_release
 from ddm.routers.loading import load_router
 from ddm.schedule import LinearPath
-from ddm.tensors import load_tensors
-
-MAX_WEIGHT = 1e4
 
 
 def open_ensemble(
@@ -43,21 +37,13 @@ def load_ensemble(release: Release) -> Ensemble:
         TensorFileError: a tensor file is not what the plan implies.
     """
     plan, manifest = release.plan, release.manifest
-    sketch = PlanFiles.load(plan, release.folder).sketch
+    architecture, shape, folder = plan.expert.architecture, plan.data.shape, release.folder
+    sketch = PlanFiles.load(plan, folder).sketch
     return Ensemble(
-        experts=[_load_expert(release, expert.file) for expert in manifest.experts],
-        router=load_router(manifest.router, release.folder, plan=plan, sketch=sketch),
+        experts=[load_expert(architecture, shape, folder, expert.file) for expert in manifest.experts],
+        router=load_router(manifest.router, folder, plan=plan, sketch=sketch, experts=manifest.experts),
         prior=[expert.prior for expert in manifest.experts],
-        shape=plan.data.shape,
+        shape=shape,
         path=LinearPath(),
         expert_ids=[expert.expert_id for expert in manifest.experts],
     )
-
-
-def _load_expert(release: Release, file: File) -> nn.Module:
-    architecture, shape = release.plan.expert.architecture, release.plan.data.shape
-    specs, path = expected_tensors(architecture, shape), release.folder / file.path
-    weights = load_tensors(path, specs, max_bytes=file.bytes, max_abs=MAX_WEIGHT, digest=file.digest)
-    expert = build_expert(architecture, shape)
-    expert.load_state_dict(weights, strict=True)
-    return expert.eval().requires_grad_(False)

@@ -92,12 +92,15 @@ def info(
     say(f"Ensemble {manifest.plan_id}, version {manifest.version}, published {manifest.published_at.isoformat()}")
     say(f"  images {shape}, {len(manifest.experts)} experts of kind {plan.expert.architecture.kind}")
     say(f"  router {manifest.router.kind}, licence {manifest.licence}\n")
-    priors = {expert.silo_id: expert.prior for expert in manifest.experts}
+    priors: dict[str, list[float]] = {}
+    for expert in manifest.experts:
+        priors.setdefault(expert.silo_id, []).append(expert.prior)
     rows = [
         (
             silo.silo_id,
             f"{opened.submissions[silo.silo_id].num_units}",
-            f"{priors[silo.silo_id]:.3f}",
+            f"{len(priors[silo.silo_id])}",
+            f"{sum(priors[silo.silo_id]):.3f}",
             f"{silo.epsilon:g}",
             f"{silo.delta:g}",
             silo.audit,
@@ -105,7 +108,7 @@ def info(
         )
         for silo in manifest.silos
     ]
-    say(table(rows, ("silo", "images", "prior", "epsilon", "delta", "audit", "isolation")))
+    say(table(rows, ("silo", f"{plan.releases.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
     say("\nThe experts' weights were trained without differential privacy; epsilon covers the router's inputs only.")
     _warn_if_expired(opened)
 
@@ -185,10 +188,21 @@ def _pins(silo_key: list[str] | None) -> dict[str, str]:
 
 
 def _prior(text: str, silo_ids: list[str], data_prior: list[float]) -> list[float]:
+    """Return a weight for each expert; a silo's weight goes to its experts in proportion to their data."""
     if text == "data":
         return data_prior
-    if text == "equal":
-        return [1.0 / len(silo_ids)] * len(silo_ids)
+    shares = dict.fromkeys(silo_ids, 0.0)
+    for silo_id, prior in zip(silo_ids, data_prior, strict=True):
+        shares[silo_id] += prior
+    weights = dict.fromkeys(silo_ids, 1.0) if text == "equal" else _silo_weights(text, list(shares))
+    total = sum(weights.values())
+    return [
+        weights[silo_id] / total * prior / shares[silo_id] if weights[silo_id] else 0.0
+        for silo_id, prior in zip(silo_ids, data_prior, strict=True)
+    ]
+
+
+def _silo_weights(text: str, silo_ids: list[str]) -> dict[str, float]:
     weights = dict.fromkeys(silo_ids, 0.0)
     given: set[str] = set()
     for part in text.split(","):
@@ -202,10 +216,9 @@ def _prior(text: str, silo_ids: list[str], data_prior: list[float]) -> list[floa
             raise SetupError("--prior", expected=wanted, got=repr(part[:60]))
         given.add(silo_id)
         weights[silo_id] = weight
-    total = sum(weights.values())
-    if total <= 0:
+    if sum(weights.values()) <= 0:
         raise SetupError("--prior", expected="a weight above 0", got="none")
-    return [weights[silo_id] / total for silo_id in silo_ids]
+    return weights
 
 
 def _warn_if_expired(release: "Release") -> None:

@@ -6,8 +6,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -126,6 +126,20 @@ def human_seconds(seconds: float) -> str:
     if seconds < 3600:
         return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
     return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60:02d} min"
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar from the first call of what is yielded, called with (done, in all); none where nothing is long."""
+    with ExitStack() as stack:
+        bars: list[Any] = []
+
+        def advance(done: int, total: int) -> None:
+            if not bars:
+                bars.append(stack.enter_context(typer.progressbar(length=total, label=label, width=30)))
+            bars[0].update(done - bars[0].pos)
+
+        yield advance
 
 
 def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter, model_validator
 from ddm.protocol.base import Digest, Model, PlanId, RelativePath
 
 MAX_BUNDLE_FILES = 256
-MAX_SUBMISSION_FILES = 64
+MAX_SUBMISSION_FILES = 1024
 MAX_SPANS = 1024
 MAX_RECEIPT_BYTES = 1024 * 1024
 MAX_WAIT_S = 60

@@ -17,7 +17,8 @@ def read_images(path: Path, spec: DataSpec) -> Tensor:
     """Read the array `images` of an npz.
 
     Args:
-        path: the file; the array is (N, C, H, W) or (N, H, W), floating point in the plan's range, or uint8.
+        path: the file; the array is (N, C, H, W) or (N, H, W), floating point in the plan's range, or
+            uint8 or uint16, whose whole range is then spread over the plan's.
         spec: the plan's shape and range.
 
     Returns:
@@ -49,10 +50,11 @@ def _fit(array: np.ndarray, spec: DataSpec) -> np.ndarray:
         raise DataError("image shape", expected=str(spec.shape), got=str(tuple(array.shape[1:])))
     if not len(array):
         raise DataError("images", expected="at least one", got="none")
-    if array.dtype == np.uint8:
-        return (low + (high - low) * (array.astype(np.float32) / 255.0)).astype(np.float32)
+    if array.dtype in (np.uint8, np.uint16):
+        share = array.astype(np.float32) / np.iinfo(array.dtype).max
+        return (low + (high - low) * share).astype(np.float32)
     if array.dtype.kind != "f":
-        raise DataError("image values", expected="floating point or uint8", got=str(array.dtype))
+        raise DataError("image values", expected="floating point, uint8 or uint16", got=str(array.dtype))
     array = array.astype(np.float32)
     if not np.isfinite(array).all():
         raise DataError("image values", expected="finite numbers", got="some that are not")

@@ -6,8 +6,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ddm.clustering import Clusters, cluster_specs
-from ddm.encoders import PcaEncoder, pca_specs
+from ddm.encoders import Encoder, PcaEncoder, pca_specs
 from ddm.privacy import gaussian_mu, t_release
+from ddm.protocol.plan import PcaEncoder as PcaSpec
 from ddm.protocol.plan import Plan
 from ddm.schedule import LinearPath
 from ddm.sketch import Sketch, sketch_specs
@@ -28,7 +29,7 @@ class PlanFiles:
         sketch: the public projection and its group statistics.
     """
 
-    encoder: PcaEncoder
+    encoder: Encoder
     clusters: Clusters
     sketch: Sketch
 
@@ -40,6 +41,7 @@ class PlanFiles:
             DigestError: a file is not the one that the plan lists.
             TensorFileError: a file is not what the plan implies.
             PolicyError: the sketch would not protect as its epsilon claims (see `Sketch.check`).
+            SetupError: the plan's encoder is a network that timm here does not have.
         """
 
         def load(path: str, specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
@@ -47,17 +49,26 @@ class PlanFiles:
             return load_tensors(folder / path, specs, max_bytes=listed.bytes, digest=listed.digest)
 
         dim, num_groups = plan.encoder.dim, plan.releases.counts.num_groups
-        encoder = PcaEncoder.from_tensors(load(plan.encoder.path, pca_specs(plan.data, dim)))
+        encoder: Encoder
+        if isinstance(plan.encoder, PcaSpec):
+            encoder = PcaEncoder.from_tensors(load(plan.encoder.path, pca_specs(plan.data, dim)))
+        else:
+            from ddm.encoders.timm import TimmEncoder, timm_specs  # takes seconds, and most plans do without
+
+            encoder = TimmEncoder.from_tensors(
+                load(plan.encoder.path, timm_specs(plan.encoder)), plan.encoder, plan.data
+            )
         cluster_shapes = cluster_specs(plan.clustering.num_fine, dim)
         clusters = Clusters.from_tensors(load(plan.clustering.path, cluster_shapes))
-        rank = plan.releases.sketch.rank
-        sketch = Sketch.from_tensors(load(plan.releases.sketch.path, sketch_specs(plan.data, rank, num_groups)))
+        sketch = Sketch.from_tensors(load(plan.sketch.path, sketch_specs(plan.data, plan.sketch.rank, num_groups)))
         sketch.check()
         clusters.check(plan.clustering.num_coarse, num_groups)
         return cls(encoder=encoder, clusters=clusters, sketch=sketch)
 
 
-def release_noise_level(plan: Plan, sketch: Sketch) -> float:
-    """Return the t_release that the plan's epsilon and delta imply for its sketch, on the linear path."""
+def release_noise_level(plan: Plan, sketch: Sketch) -> float | None:
+    """Return the t_release that the plan's epsilon and delta imply for its sketches; None where none are released."""
     asked = plan.releases.sketch
+    if asked is None:
+        return None
     return t_release(gaussian_mu(asked.epsilon, asked.delta), sketch.scale, LinearPath(), asked.rank)

@@ -1,30 +1,30 @@
-"""What does a release cost, how much noise does it need, and where does the noise come from?
+"""What does a release cost, alone and with others, and how much noise does it need?
 
 Everything is under the replace-one relation: one unit's record is exchanged for another, the number of units is public.
-Noise is drawn from the operating system's randomness; no seed reaches this file.
 """
 
 import math
-import secrets
-from collections.abc import Iterable
-from fractions import Fraction
-from typing import Annotated, Literal, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 from scipy.optimize import brentq
-from scipy.special import log_ndtr, ndtri
+from scipy.special import log_ndtr
 
 from ddm.errors import NumericalError
 from ddm.protocol.base import Epsilon, Model
 from ddm.schedule import Path
 
+if TYPE_CHECKING:
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
 GRID = 2.0**-16
 COUNTS_SENSITIVITY = 2  # replacing a unit takes one from a cell and adds one to another
-_MAX_MU = 200.0
-_CELLS = 20_000  # a privacy loss distribution's cells per basic-composition epsilon; finer than 1e-4 is never needed
+_MIN_MU, _MAX_MU = 1e-9, 200.0
+_CELLS = 20_000  # a privacy loss distribution's cells up to about its epsilon; finer than 1e-4 is never needed
+_MAX_COMPOSED = 300.0  # beyond it exp(epsilon) leaves the range of floating point within dp-accounting
 _T_STEP = 2.0**-20  # a public grid for t_release, so that a document's decimal names it exactly
 
 
@@ -66,33 +66,96 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     """
     if not (epsilon > 0 and 0 < delta < 1):
         raise NumericalError("Gaussian mechanism", expected="epsilon > 0 and 0 < delta < 1", got="others")
-    if gaussian_delta(_MAX_MU, epsilon) <= delta:
-        raise NumericalError("Gaussian mechanism", expected=f"a mu of at most {_MAX_MU:g}", got="more")
-    mu = float(brentq(lambda m: gaussian_delta(m, epsilon) - delta, 1e-9, _MAX_MU, xtol=1e-13, rtol=1e-12))
+    if not gaussian_delta(_MIN_MU, epsilon) <= delta < gaussian_delta(_MAX_MU, epsilon):
+        raise NumericalError("Gaussian mechanism", expected=f"a mu of {_MIN_MU:g} to {_MAX_MU:g}", got="another")
+    mu = float(brentq(lambda m: gaussian_delta(m, epsilon) - delta, _MIN_MU, _MAX_MU, xtol=1e-13, rtol=1e-12))
     while gaussian_delta(mu, epsilon) > delta:  # the root may lie a rounding above
         mu *= 1 - 1e-12
     return mu
 
 
+Curve = Callable[[float], float]  # delta to the epsilon that holds at it; never rises
+
+
 def total_epsilon(mechanisms: Iterable[Mechanism], delta: float) -> float:
     """Return an upper bound on the epsilon of all mechanisms together, at `delta`.
 
-    It holds for parameters that were not chosen from earlier outputs. The privacy loss distributions are composed
-    pessimistically. Basic composition, with the Gaussians first composed exactly (``mu^2`` adds), is a second upper
-    bound; the smaller of the two is returned, so that a pure release costs exactly its epsilon and no discretisation
-    step more.
+    It holds for mechanisms that were all fixed before any of them was drawn; see `adaptive_epsilon` for others.
+    """
+    return privacy_curve(mechanisms)(delta)
+
+
+def privacy_curve(mechanisms: Iterable[Mechanism]) -> Curve:
+    """Return an upper bound on the epsilon of all mechanisms together, as a function of delta that never rises.
+
+    The privacy loss distributions are composed pessimistically. Basic composition, with the Gaussians first composed
+    exactly (``mu^2`` adds), is a second upper bound; the smaller of the two is returned, so that a pure release costs
+    exactly its epsilon and no discretisation step more.
     """
     listed = list(mechanisms)
-    if not listed:
-        return 0.0
-    laplace = [m.epsilon for m in listed if isinstance(m, DiscreteLaplaceMechanism)]
+    laplace = sorted(m.epsilon for m in listed if isinstance(m, DiscreteLaplaceMechanism))
     mu = math.sqrt(math.fsum(m.mu**2 for m in listed if isinstance(m, GaussianMechanism)))
-    basic = math.fsum(laplace) + _gaussian_epsilon(mu, delta)
-    if math.isinf(basic) or delta == 0.0 or len(laplace) + (mu > 0) == 1:
+
+    def basic(delta: float) -> float:
+        return math.fsum(laplace) + _gaussian_epsilon(mu, delta)
+
+    if len(laplace) + (mu > 0) <= 1 or math.fsum(laplace) > _MAX_COMPOSED:
         return basic
+    composed = _composed_loss(laplace, mu)
+    return lambda delta: min(basic(delta), float(composed.get_epsilon_for_delta(delta))) if delta > 0 else basic(delta)
+
+
+def adaptive_epsilon(steps: Iterable[Sequence[Mechanism]], delta: float) -> float:
+    """Return an upper bound on the epsilon of all steps together where each was chosen in the light of those before.
+
+    Whoever chooses may also stop at will, as long as this figure, taken before each step is drawn, never passes a
+    budget fixed in advance: then everything drawn is private at that budget. Each step's own mechanisms are fixed
+    before any of them is drawn, and composed as `total_epsilon` does.
+
+    Args:
+        steps: in the order in which they began.
+        delta: of the budget.
+
+    Source:
+        Proved in docs/adr/0007-a-ledger-for-adaptive-plans.md.
+    """
+    listed = [tuple(step) for step in steps]
+    curves = {step: privacy_curve(step) for step in set(listed)}
+    return filter_epsilon([curves[step] for step in listed], delta)
+
+
+def filter_epsilon(curves: Sequence[Curve], delta: float) -> float:
+    """Add up the steps, each at its share of delta: ``1 / (j (j + 1))`` while others follow, ``1 / j`` for the last."""
+    last = len(curves)
+    return math.fsum(curve(delta / (j * (j + 1) if j < last else j)) for j, curve in enumerate(curves, start=1))
+
+
+def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float) -> float:
+    """Return the largest mu that, drawn beside counts of `counts_epsilon`, stays within a total, to one in a million.
+
+    Raises:
+        NumericalError: the counts alone cost the total.
+    """
+    counts = DiscreteLaplaceMechanism(epsilon=counts_epsilon)
+
+    def over(mu: float) -> float:
+        return privacy_curve([counts, GaussianMechanism(mu=mu)])(delta) - total_epsilon
+
+    if over(_MIN_MU) > 0:
+        raise NumericalError("Gaussian mechanism", expected="a total above what the counts cost", got="less")
+    high = gaussian_mu(total_epsilon, delta)
+    low = _MIN_MU
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if over(middle) > 0 else (middle, high)
+    return low
+
+
+def _composed_loss(laplace: Sequence[float], mu: float) -> "PrivacyLossDistribution":
+    """Compose histograms and a Gaussian; the grid depends on them alone, so that epsilon cannot rise with delta."""
     from dp_accounting.pld import privacy_loss_distribution as pld  # takes seconds, and samplers never need it
 
-    step = max(1e-4, basic / _CELLS)
+    step = max(1e-4, (math.fsum(laplace) + mu * (mu / 2 + 6)) / _CELLS)
     parts = []
     for epsilon in sorted(set(laplace)):
         one = pld.from_discrete_laplace_mechanism(
@@ -104,10 +167,7 @@ def total_epsilon(mechanisms: Iterable[Mechanism], delta: float) -> float:
         parts.append(one.self_compose(laplace.count(epsilon)))
     if mu > 0:
         parts.append(pld.from_gaussian_mechanism(1 / mu, value_discretization_interval=step))
-    composed = parts[0]
-    for part in parts[1:]:
-        composed = composed.compose(part)
-    return min(basic, float(composed.get_epsilon_for_delta(delta)))
+    return reduce(lambda left, right: left.compose(right), parts)
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
@@ -126,6 +186,16 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
 def sketch_sensitivity(rank: int) -> float:
     """Return the L2 sensitivity of one unit-ball sketch rounded to `GRID`, under replace-one."""
     return 2.0 + math.sqrt(rank) * GRID
+
+
+def moments_sensitivity(rank: int) -> float:
+    """Return the L2 sensitivity, under replace-one, of ``(sum s, sum s s^T / sqrt(2))``, each term rounded to `GRID`.
+
+    Unrounded, of s and s' of norm at most ``q >= 1``: ``|s - s'|^2 + |s s^T - s' s'^T|^2 / 2 <= (1 + q^2)^2``, in the
+    Frobenius norm. Rounding lets a sketch out of the unit ball by ``sqrt(R) GRID / 2`` at most, and moves each of the
+    two products by ``R GRID / 2`` at most.
+    """
+    return 1.0 + (1.0 + math.sqrt(rank) * GRID / 2) ** 2 + rank * GRID / math.sqrt(2.0)
 
 
 def t_release(mu: float, scale_C: float, path: Path, rank: int) -> float:
@@ -156,78 +226,3 @@ def t_release(mu: float, scale_C: float, path: Path, rank: int) -> float:
     if t >= 1.0:
         raise NumericalError("t_release", expected="below 1", got="1: the sketches would be noise alone")
     return t
-
-
-class Noise(Protocol):
-    """A source of random bits; tests hand in one that refuses, everything else uses `OS_NOISE`."""
-
-    def below(self, bound: int) -> int:
-        """Return a uniform integer in [0, bound)."""
-        ...
-
-    def octets(self, num: int) -> bytes:
-        """Return `num` uniform bytes."""
-        ...
-
-
-class _OsNoise:
-    """The operating system's random numbers."""
-
-    def below(self, bound: int) -> int:
-        return secrets.randbelow(bound)
-
-    def octets(self, num: int) -> bytes:
-        return secrets.token_bytes(num)
-
-
-OS_NOISE: Noise = _OsNoise()
-
-
-def discrete_laplace(num: int, epsilon: float, noise: Noise = OS_NOISE) -> NDArray[np.int64]:
-    """Draw `num` integers with ``P(z) ~ exp(-epsilon |z| / 2)``, exactly: no floating point touches them.
-
-    The difference of two geometric variables; `epsilon` counts as the rational number that the float is.
-
-    Source:
-        Canonne, Kamath and Steinke 2020, Algorithms 1 and 2.
-    """
-    rate = Fraction(epsilon) / COUNTS_SENSITIVITY
-    return np.array([_geometric(rate, noise) - _geometric(rate, noise) for _ in range(num)], dtype=np.int64)
-
-
-def _geometric(rate: Fraction, noise: Noise) -> int:
-    """Draw from P(n) ~ exp(-rate n), n >= 0."""
-    s, t = rate.numerator, rate.denominator
-    u = noise.below(t)
-    while not _bernoulli_exp(u, t, noise):
-        u = noise.below(t)
-    wholes = 0
-    while _bernoulli_exp(1, 1, noise):
-        wholes += 1
-    return (u + t * wholes) // s
-
-
-def _bernoulli_exp(numerator: int, denominator: int, noise: Noise) -> bool:
-    """Return True with probability exp(-numerator / denominator), for a fraction in [0, 1]."""
-    k = 1
-    while noise.below(denominator * k) < numerator:
-        k += 1
-    return k % 2 == 1
-
-
-def rounded_gaussian(shape: tuple[int, ...], std: float, noise: Noise = OS_NOISE) -> NDArray[np.int64]:
-    """Draw Gaussian noise of standard deviation `std`, rounded to whole numbers.
-
-    Added to integers it is the Gaussian mechanism followed by rounding, so the low bits of a floating-point sum cannot
-    betray the secret. Inverse CDF of 128 random bits and a sign: relative precision 2^-53 out to 13 deviations.
-
-    Source:
-        Mironov 2012 shows the attack on floating-point noise that integers close.
-    """
-    num = math.prod(shape)
-    bits = np.frombuffer(noise.octets(17 * num), dtype=np.uint8)
-    sign = np.where(bits[:num] & 1, 1.0, -1.0)
-    high, low = bits[num:].view(np.uint64).reshape(2, num).astype(np.float64)
-    tail = (high + (low + 0.5) * 2.0**-64) * 2.0**-65  # in (0, 1/2]
-    whole = np.rint(sign * np.abs(ndtri(tail)) * std)
-    return np.asarray(whole, dtype=np.int64).reshape(shape)

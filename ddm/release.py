@@ -12,7 +12,7 @@ from ddm.errors import DigestError, MissingFileError, ReplayError, RootError, Tr
 from ddm.files import read_bounded
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.manifest import Manifest, PublishedSilo
-from ddm.protocol.plan import Plan
+from ddm.protocol.plan import Plan, SiloClusterPartition
 from ddm.protocol.submission import Submission
 from ddm.trust.verify import VerifiedRelease, verify_release
 
@@ -127,7 +127,7 @@ def _check_together(
             raise ReplayError(f"submission of {silo_id}", expected="this silo and plan", got="another")
     for silo in manifest.silos:
         _check_claims(silo, submissions[silo.silo_id])
-    _check_experts(manifest, submissions)
+    _check_experts(plan, manifest, submissions)
     _check_files(verified, plan, manifest)
 
 
@@ -156,20 +156,30 @@ def _check_claims(silo: PublishedSilo, submission: Submission) -> None:
             raise TrustError(subject, expected=f"{signed}, as the silo signed", got=f"{claimed}")
 
 
-def _check_experts(manifest: Manifest, submissions: Mapping[str, Submission]) -> None:
-    """The manifest's experts are the silos', each with its share of the images as prior."""
-    total = sum(expert.num_images for submission in submissions.values() for expert in submission.experts)
+def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission]) -> None:
+    """The manifest's experts are the silos'; each silo's priors add up to its share of all units.
+
+    How much of a silo belongs to which of its experts is read from its noised histogram, which is not published; with a
+    random partition, and with one expert a silo, nothing is left to read.
+    """
+    total = sum(submission.num_units for submission in submissions.values())
     for silo_id, submission in submissions.items():
-        published = {expert.expert_id: expert for expert in manifest.experts if expert.silo_id == silo_id}
-        if {(e.expert_id, e.cluster, e.file) for e in published.values()} != {
+        published = [expert for expert in manifest.experts if expert.silo_id == silo_id]
+        if {(e.expert_id, e.cluster, e.file) for e in published} != {
             (e.expert_id, e.cluster, e.file) for e in submission.experts
         }:
             raise TrustError(f"manifest.json, silo {silo_id}, experts", expected="those that it signed", got="others")
-        for expert in submission.experts:
-            share, prior = expert.num_images / total, published[expert.expert_id].prior
-            if abs(prior - share) > PRIOR_TOLERANCE:
-                subject = f"manifest.json, expert {expert.expert_id}, prior"
-                raise TrustError(subject, expected=f"{share:.9f}, its share of the images", got=f"{prior:.9f}")
+        share = submission.num_units / total
+        _check_prior(f"silo {silo_id}, priors", share, sum(expert.prior for expert in published))
+        if not isinstance(plan.partition, SiloClusterPartition):
+            for expert in published:
+                _check_prior(f"expert {expert.expert_id}, prior", share / len(published), expert.prior)
+
+
+def _check_prior(subject: str, share: float, prior: float) -> None:
+    if abs(prior - share) > PRIOR_TOLERANCE:
+        expected = f"{share:.9f}, its share of all units"
+        raise TrustError(f"manifest.json, {subject}", expected=expected, got=f"{prior:.9f}")
 
 
 def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:

@@ -6,7 +6,7 @@ sketches noised at a silo and sketches of a sample under way follow the same law
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,7 +47,9 @@ class Sketch:
     group_weight_G: Tensor
 
     @classmethod
-    def fit(cls, images: Tensor, group_N: Tensor, rank: int, num_groups: int) -> "Sketch":
+    def fit(
+        cls, images: Tensor, group_N: Tensor, rank: int, num_groups: int, released_rank: int | None = None
+    ) -> "Sketch":
         """Choose the projection and describe each group, from public images alone.
 
         Args:
@@ -55,14 +57,16 @@ class Sketch:
             group_N: the group of each, in [0, num_groups).
             rank: number of sketch dimensions.
             num_groups: number of groups.
+            released_rank: how many leading dimensions are released, all when omitted; C is about these.
 
         Raises:
             DataError: a group without a public image, or images that do not span `rank` directions.
         """
         mean_D, basis_RD = (part.float() for part in principal_directions(images, rank))
         raw_NR = (images.flatten(1).double() - mean_D.double()) @ basis_RD.double().T
-        scale = float(torch.quantile(raw_NR.norm(dim=1), _QUANTILE, interpolation="higher").float())
-        s_NR = _into_unit_ball(raw_NR / scale)
+        norm_N = raw_NR[:, :released_rank].norm(dim=1)
+        scale = float(torch.quantile(norm_N, _QUANTILE, interpolation="higher").float())
+        s_NR = raw_NR / scale
         size_G = torch.bincount(group_N, minlength=num_groups).double()
         if len(size_G) != num_groups or bool((size_G == 0).any()):
             got = f"{int((size_G > 0).sum())} of {num_groups} groups with one"
@@ -86,6 +90,17 @@ class Sketch:
     def num_groups(self) -> int:
         """The number of public groups."""
         return len(self.group_weight_G)
+
+    def head(self, rank: int) -> "Sketch":
+        """Return the sketch of the leading `rank` dimensions; releases are made of such a one."""
+        if not 1 <= rank <= self.rank:
+            raise ShapeError("sketch", expected=f"1 to {self.rank} dimensions", got=str(rank))
+        return replace(
+            self,
+            basis_RD=self.basis_RD[:rank],
+            group_mean_GR=self.group_mean_GR[:, :rank],
+            group_cov_GRR=self.group_cov_GRR[:, :rank, :rank],
+        )
 
     def project(self, x_0: Tensor) -> Tensor:
         """Return ``s(x_0)`` clipped to the unit ball, shape (N, R), float64.
@@ -205,7 +220,8 @@ def sketch_specs(data: DataSpec, rank: int, num_groups: int) -> dict[str, Tensor
 
 def sketch_release_specs(plan: Plan, num_units: int) -> dict[str, TensorSpec]:
     """Return what a silo's released sketches must hold: one row per unit."""
-    return {"sketch": TensorSpec("F32", (num_units, plan.releases.sketch.rank))}
+    rank = plan.releases.sketch.rank if plan.releases.sketch else 0
+    return {"sketch": TensorSpec("F32", (num_units, rank))}
 
 
 def _into_unit_ball(s_NR: Tensor) -> Tensor:

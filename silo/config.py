@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ddm.errors import MissingFileError
 from ddm.files import require_file
-from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId
+from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
 from ddm.settings import Settings, load_settings
 
 
@@ -28,8 +28,9 @@ class SiloSettings(Settings):
 
 
 class PrivacyPolicy(Settings):
-    """The most one plan may ask, and the site's budget over everything it will ever release."""
+    """Whom releases protect, the most one plan may ask, and the site's budget over everything it will ever release."""
 
+    unit: Unit = "image"
     max_epsilon: Epsilon = 8.0
     max_delta: Delta = 1e-5
     budget_epsilon: Epsilon = 10.0
@@ -37,9 +38,10 @@ class PrivacyPolicy(Settings):
 
 
 class TrainingPolicy(Settings):
-    """The most work and the largest files one plan may ask for, and the fewest images an expert may be made of."""
+    """The most work and the largest files one plan may ask for, and the fewest images it may be made of."""
 
     min_images: Annotated[int, Field(gt=0)] = 20
+    max_experts: Annotated[int, Field(gt=0)] = 64
     max_steps: Annotated[int, Field(gt=0)] = 1_000_000
     max_batch_size: Annotated[int, Field(gt=0)] = 4096
     max_expert_bytes: Annotated[int, Field(gt=0)] = 4 * 1024**3

@@ -1,15 +1,26 @@
-"""Private images from disk into one tensor of the plan's shape and range. Paths and names stop here."""
+"""Private images, their patients and classes from disk into tensors. Paths, names and patients' values stop here."""
 
 import hashlib
 import hmac
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError
 from ddm.npz import read_images
+from ddm.protocol.base import Unit
 from ddm.protocol.plan import DataSpec
+
+_MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
+_MAX_COLUMN_HEADER_BYTES = 4096
+_MISSING = frozenset({"", "nan", "nat", "none", "null", "na", "n/a", "<na>"})  # as tables write them
+_PATIENTS_REMEDY = "Give every image its patient: one without could belong to a patient who is counted already."
 
 
 @dataclass(frozen=True)
@@ -19,41 +30,105 @@ class Cohort:
     Attributes:
         images: shape (N, C, H, W), float32, in the plan's range.
         digest: see `dataset_digest`.
+        unit_N: the privacy unit of each image, int64: its patient, numbered by first appearance, or the image itself.
+        num_units: how many units there are.
+        label_N: each image's class, int64; None where the plan asks for none.
     """
 
     images: Tensor
     digest: str
-
-    @property
-    def num_units(self) -> int:
-        """The number of privacy units; the unit is the image."""
-        return len(self.images)
+    unit_N: Tensor
+    num_units: int
+    label_N: Tensor | None
 
 
-def load_cohort(path: Path, spec: DataSpec, *, min_images: int, salt: bytes) -> Cohort:
+def load_cohort(
+    path: Path, spec: DataSpec, *, min_images: int, salt: bytes, unit: Unit, num_classes: int | None
+) -> Cohort:
     """Read `path` and check it against the plan.
 
     Args:
-        path: an npz with `images`, shape (N, C, H, W) or (N, H, W): float in the plan's range, or uint8.
+        path: an npz with `images`, as `ddm.npz.read_images` takes them; `patients`, shape (N,), numbers or text, read
+            where the patient is the unit; `labels`, shape (N,), whole numbers in [0, num_classes), read where the plan
+            asks for classes.
         spec: the plan's shape and range.
         min_images: fewest images that the plan and this site accept.
         salt: this site's, for the digest.
+        unit: the plan's.
+        num_classes: the plan's, None where it asks for no classes.
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: not an npz of images, of another shape or range, not finite, or too few.
+        DataError: not an npz of images, of another shape or range, not finite, or too few; or patients or labels that
+            are not there, not one for each image, missing or out of range.
     """
     images = read_images(path, spec)
-    if len(images) < min_images:
-        raise DataError("images", expected=f"at least {min_images}, as plan and policy ask", got=f"{len(images)}")
-    return Cohort(images=images, digest=dataset_digest(images, salt))
+    num = len(images)
+    if num < min_images:
+        raise DataError("images", expected=f"at least {min_images}, as plan and policy ask", got=f"{num}")
+    unit_N = _numbered(_read_column(path, "patients", num)) if unit == "patient" else np.arange(num)
+    label_N = None if num_classes is None else _labels(_read_column(path, "labels", num), num_classes)
+    columns = {"patients": unit_N if unit == "patient" else None, "labels": label_N}
+    return Cohort(
+        images=images,
+        digest=dataset_digest(images, salt, **{name: value for name, value in columns.items() if value is not None}),
+        unit_N=torch.from_numpy(unit_N),
+        num_units=int(unit_N.max()) + 1,
+        label_N=None if label_N is None else torch.from_numpy(label_N),
+    )
 
 
-def dataset_digest(images: Tensor, salt: bytes) -> str:
-    """Return the HMAC-SHA256 of the images' shape and float32 values; one changed image changes it.
+def dataset_digest(images: Tensor, salt: bytes, **columns: NDArray[np.int64]) -> str:
+    """Return the HMAC-SHA256 of the images' shape and float32 values and of the columns used; one change changes it.
 
     It is keyed with a secret of this site because ledger entries contain it and their digests leave: without the key,
     whoever knows all images but one could try candidates for the last against the ledger's chain.
     """
     array = images.contiguous().numpy()
-    return hmac.new(salt, repr(array.shape).encode() + array.tobytes(), hashlib.sha256).hexdigest()
+    keyed = hmac.new(salt, repr(array.shape).encode() + array.tobytes(), hashlib.sha256)
+    for name in sorted(columns):
+        keyed.update(name.encode() + columns[name].astype("<i8").tobytes())
+    return keyed.hexdigest()
+
+
+def _read_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
+    """Read a one-dimensional array with one entry for each image; its size is known before it is unpacked."""
+    try:
+        with path.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
+            if name not in archive.files:
+                raise DataError("data file", expected=f"an array called {name}, as the plan asks", got="none")
+            size = next(entry.file_size for entry in archive.zip.infolist() if entry.filename in (name, f"{name}.npy"))
+            if size > _MAX_COLUMN_HEADER_BYTES + num * _MAX_CELL_BYTES:
+                raise DataError(name, expected=f"at most {_MAX_CELL_BYTES} bytes for each image", got="more")
+            column = np.asarray(archive[name])
+    except (ValueError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(name, expected="an array without pickled objects", got="something else") from error
+    if column.shape != (num,):
+        raise DataError(name, expected=f"shape ({num},), one for each image", got=str(column.shape))
+    return column
+
+
+def _numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:
+    """Number patients by first appearance. Text counts without blanks around it, so that no patient becomes two."""
+    if patient_N.dtype.kind not in "iufUS":
+        expected = "whole numbers, floating point or text"
+        raise DataError("patients", expected=expected, got=str(patient_N.dtype), remedy=_PATIENTS_REMEDY)
+    if patient_N.dtype.kind in "US":
+        texts = [(p.decode("latin-1") if isinstance(p, bytes) else p).strip() for p in patient_N.tolist()]
+        patient_N, missing_N = np.array(texts), np.array([text.lower() in _MISSING for text in texts])
+    else:
+        missing_N = ~np.isfinite(patient_N.astype(np.float64))
+    if missing_N.any():
+        got = f"none for {int(missing_N.sum())}"
+        raise DataError("patients", expected="a patient for each image", got=got, remedy=_PATIENTS_REMEDY)
+    _, first_U, unit_N = np.unique(patient_N, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first_U))[unit_N].astype(np.int64)
+
+
+def _labels(label_N: NDArray[np.generic], num_classes: int) -> NDArray[np.int64]:
+    """Check each image's class."""
+    if label_N.dtype.kind not in "iu":
+        raise DataError("labels", expected="whole numbers", got=str(label_N.dtype))
+    if label_N.min() < 0 or label_N.max() >= num_classes:
+        raise DataError("labels", expected=f"0 to {num_classes - 1}, as the plan asks", got="others")
+    return label_N.astype(np.int64)

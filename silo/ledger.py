@@ -1,11 +1,15 @@
 """How much privacy has this site spent, over every plan, federation and dataset version?
 
-One line a record, each naming the digest of the line before it. A debit stands here, durably, before its noise is
-drawn; a draw is recorded here before it is used, so that one debit never pays for two. The head (number of records and
-digest of the last) is kept in a second file, written after the ledger: a ledger shorter than its head was cut, one
-record longer was interrupted between the two writes. A half line behind the head is a write that never finished: no
-noise was drawn for it, and it is removed. Anything else is refused. Both files put back together to an older state look
-genuine here; the aggregator sees it, since the chain of digests in the next submission does not extend the last one.
+One line a record, each naming the digest of the line before it. A debit covers everything that one plan draws from one
+version of the data, and stands here, durably, before any of that noise is drawn; each draw is recorded here before it
+is used, so that one debit never pays for it twice. The budget holds for plans chosen in the light of earlier releases
+(docs/adr/0007-a-ledger-for-adaptive-plans.md).
+
+The head (number of records and digest of the last) is kept in a second file, written after the ledger: a ledger shorter
+than its head was cut, one record longer was interrupted between the two writes. A half line behind the head is a write
+that never finished: no noise was drawn for it, and it is removed. Anything else is refused. Both files put back
+together to an older state look genuine here; the aggregator sees it, since the chain of digests in the next submission
+does not extend the last one.
 """
 
 import fcntl
@@ -20,8 +24,20 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ddm.errors import BudgetError, DocumentError, LedgerError
 from ddm.files import sync_folder, write_atomic
-from ddm.privacy import DiscreteLaplaceMechanism, GaussianMechanism, Mechanism, total_epsilon
-from ddm.protocol.base import Digest, Document, NaturalInt, PlanId, PositiveInt, Time, check_json, now_utc, sha256_hex
+from ddm.mechanisms import Kind
+from ddm.privacy import Mechanism, adaptive_epsilon
+from ddm.protocol.base import (
+    Digest,
+    Document,
+    NaturalInt,
+    PlanId,
+    PositiveInt,
+    Time,
+    Unit,
+    check_json,
+    now_utc,
+    sha256_hex,
+)
 from ddm.protocol.plan import Budget
 
 MAX_RECORDS = 4096  # as many as a submission's chain may hold
@@ -29,12 +45,9 @@ _MAX_LINE = 4096
 _GENESIS = sha256_hex(b"archipelago/ledger/1")
 _SLACK = 1 + 1e-9  # a budget of exactly what a plan asks is enough
 
-Kind = Literal["counts", "sketch"]
-Unit = Literal["image"]
-
 
 class Debit(Document):
-    """Privacy spent: which mechanism, on which data, for which plan."""
+    """Privacy spent: all that a plan draws from one version of the data."""
 
     record: Literal["debit"] = "debit"
     number: PositiveInt
@@ -44,19 +57,19 @@ class Debit(Document):
     relation: Literal["replace_one"] = "replace_one"
     plan_id: PlanId
     plan_digest: Digest
-    kind: Kind
-    mechanism: Annotated[GaussianMechanism | DiscreteLaplaceMechanism, Field(discriminator="kind")]
+    mechanisms: Annotated[dict[Kind, Annotated[Mechanism, Field(discriminator="kind")]], Field(min_length=1)]
     dataset_digest: Digest
 
 
 class Draw(Document):
-    """Noise drawn for a debit, by the digest of the file that holds it."""
+    """Noise drawn for one kind of a debit's releases, by the digest of the file that holds it."""
 
     record: Literal["draw"] = "draw"
     number: PositiveInt
     previous: Digest
     at: Time
     debit: Digest
+    kind: Kind
     draw_digest: Digest
 
 
@@ -83,7 +96,8 @@ class Ledger:
     Args:
         path: the ledger; its head, locks and draws lie beside it. A new one is begun where none of them is.
         budget: what the site may spend over all time.
-        unit: whose record one replacement exchanges.
+        unit: whom the budget protects. One for images counts plans by patient too: what hides all of a patient's images
+            hides each of them. One for patients cannot count plans by image.
     """
 
     def __init__(self, path: Path, *, budget: Budget, unit: Unit) -> None:
@@ -93,85 +107,93 @@ class Ledger:
         self.draws = path.with_name("draws")
         self._head_path = path.with_suffix(".head")
 
-    def spend(self, plan_id: str, plan_digest: str, kind: Kind, mechanism: Mechanism, dataset_digest: str) -> Entry:
-        """Debit one release; call it before its noise is drawn.
+    def spend(
+        self,
+        plan_id: str,
+        plan_digest: str,
+        dataset_digest: str,
+        unit: Unit,
+        mechanisms: Mapping[Kind, Mechanism],
+    ) -> Entry:
+        """Debit all that a plan draws; call it before the first noise is drawn.
 
-        The same plan, kind and dataset are debited once: asked again, the ledger answers with the first entry, so a
-        worker that crashed after its debit does not pay twice.
+        The same plan and dataset are debited once: asked again, the ledger answers with the first entry, so a worker
+        that crashed after its debit does not pay twice.
 
         Args:
             plan_id: the plan.
             plan_digest: sha256 of its signed bytes.
-            kind: which of the plan's releases.
-            mechanism: what is drawn.
             dataset_digest: of the cohort; another dataset is another debit.
+            unit: whom the plan's releases protect.
+            mechanisms: all that the plan draws. It counts whole from here on: whether a part is drawn may hang on what
+                the others showed, and so saves nothing.
 
         Raises:
             BudgetError: the total would go over the budget; nothing was debited.
-            LedgerError: the ledger is damaged.
+            LedgerError: the ledger is damaged, or `unit` protects less than this ledger counts.
         """
+        _check_unit("plan", unit, self.unit)
         with self._locked() as entries:
-            key = (plan_digest, kind, dataset_digest)
-            for entry, debit in _debits(entries):
-                if (debit.plan_digest, debit.kind, debit.dataset_digest) == key:
-                    if debit.mechanism != mechanism:
-                        raise LedgerError(
-                            "ledger", expected="the mechanism first debited for this release", got="another"
-                        )
-                    return entry
-            self._check_budget([*(debit.mechanism for _, debit in _debits(entries)), mechanism])
+            paid = _debit_of(entries, plan_digest, dataset_digest)
+            if paid:
+                if (paid[1].mechanisms, paid[1].unit) != (dict(mechanisms), unit):
+                    raise LedgerError("ledger", expected="what was first debited for this plan", got="another debit")
+                return paid[0]
+            self._check_budget(entries, mechanisms)
             number, previous = len(entries) + 1, _last(entries)
             debit = Debit(
                 number=number,
                 previous=previous,
                 at=now_utc(),
-                unit=self.unit,
+                unit=unit,
                 plan_id=plan_id,
                 plan_digest=plan_digest,
-                kind=kind,
-                mechanism=mechanism,
+                mechanisms=dict(mechanisms),
                 dataset_digest=dataset_digest,
             )
             return self._append(debit)
 
     def check_affordable(self, plan_digest: str, dataset_digest: str, mechanisms: Mapping[Kind, Mechanism]) -> None:
-        """Refuse a plan whose releases together would go over the budget, before any of them is debited.
+        """Refuse a plan that would go over the budget, long before it is debited.
 
         Args:
             plan_digest: the plan's.
             dataset_digest: of the cohort.
-            mechanisms: all that the plan draws; what was debited for it already is not counted twice.
+            mechanisms: all that the plan draws; a plan that was debited already is paid for.
 
         Raises:
             BudgetError: the total would go over the budget; nothing was debited.
             LedgerError: the ledger is damaged.
         """
         with self._locked() as entries:
-            debits = [debit for _, debit in _debits(entries)]
-            paid = {d.kind for d in debits if (d.plan_digest, d.dataset_digest) == (plan_digest, dataset_digest)}
-            asked = [mechanism for kind, mechanism in mechanisms.items() if kind not in paid]
-            if asked:
-                self._check_budget([*(debit.mechanism for debit in debits), *asked])
+            if not _debit_of(entries, plan_digest, dataset_digest):
+                self._check_budget(entries, mechanisms)
 
-    def record_draw(self, debit: Entry, draw_digest: str) -> Entry:
-        """Record that `debit` was drawn; call it once the draw is durable and before it is used.
+    def record_draw(self, debit: Entry, kind: Kind, draw_digest: str) -> Entry:
+        """Record that `kind` was drawn for `debit`; call it once the draw is durable and before it is used.
 
         Raises:
-            LedgerError: there is no such debit, it was drawn before, or the ledger is damaged.
+            LedgerError: no such debit covers it, it was drawn before, or the ledger is damaged.
         """
         with self._locked() as entries:
-            if debit.digest not in {entry.digest for entry, _ in _debits(entries)}:
+            if not any(entry.digest == debit.digest and kind in each.mechanisms for entry, each in _debits(entries)):
                 raise LedgerError("draw", expected="a debit in this ledger", got="none")
-            if _draw_of(entries, debit) is not None:
+            if _draw_of(entries, debit, kind) is not None:
                 raise LedgerError("draw", expected="one draw for one debit", got="a second one")
-            number, previous = len(entries) + 1, _last(entries)
-            draw = Draw(number=number, previous=previous, at=now_utc(), debit=debit.digest, draw_digest=draw_digest)
+            draw = Draw(
+                number=len(entries) + 1,
+                previous=_last(entries),
+                at=now_utc(),
+                debit=debit.digest,
+                kind=kind,
+                draw_digest=draw_digest,
+            )
             return self._append(draw)
 
-    def draw_of(self, debit: Entry) -> str | None:
-        """Return the digest of what was drawn for `debit`, or None if nothing was."""
+    def draw_of(self, debit: Entry, kind: Kind) -> str | None:
+        """Return the digest of what was drawn of `kind` for `debit`, or None if nothing was."""
         with self._locked() as entries:
-            return _draw_of(entries, debit)
+            return _draw_of(entries, debit, kind)
 
     def verify(self) -> None:
         """Check every line, the chain, and the head.
@@ -192,7 +214,8 @@ class Ledger:
         """Return the (epsilon, delta) of everything spent, or of one plan, at the budget's delta."""
         with self._locked() as entries:
             debits = [debit for _, debit in _debits(entries) if plan_digest in (None, debit.plan_digest)]
-        return total_epsilon((debit.mechanism for debit in debits), self.budget.delta), self.budget.delta
+        steps = [_step(debit.mechanisms) for debit in debits]
+        return adaptive_epsilon(steps, self.budget.delta), self.budget.delta
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -201,8 +224,9 @@ class Ledger:
         with _flocked(self.path.with_suffix(".drawing.lock")):
             yield
 
-    def _check_budget(self, mechanisms: list[Mechanism]) -> None:
-        epsilon = total_epsilon(mechanisms, self.budget.delta)
+    def _check_budget(self, entries: tuple[Entry, ...], mechanisms: Mapping[Kind, Mechanism]) -> None:
+        steps = [*(_step(debit.mechanisms) for _, debit in _debits(entries)), _step(mechanisms)]
+        epsilon = adaptive_epsilon(steps, self.budget.delta)
         if not epsilon <= self.budget.epsilon * _SLACK:
             raise BudgetError(
                 "privacy ledger",
@@ -310,10 +334,20 @@ def _parse(lines: list[bytes], unit: Unit) -> tuple[Entry, ...]:
             raise LedgerError(subject, expected="a record as it was written", got="another line") from error
         if record.encode() != line or record.number != number or record.previous != _last(tuple(entries)):
             raise LedgerError(subject, expected="a record that follows the one before", got="another")
-        if isinstance(record, Debit) and record.unit != unit:
-            raise LedgerError(subject, expected=f"debits by {unit}", got=f"by {record.unit}")
+        if isinstance(record, Debit):
+            _check_unit(subject, record.unit, unit)
         entries.append(Entry(sha256_hex(line), record))
     return tuple(entries)
+
+
+def _check_unit(subject: str, unit: Unit, counted: Unit) -> None:
+    if (unit, counted) == ("image", "patient"):
+        raise LedgerError(
+            subject,
+            expected="releases by patient, since the policy's privacy.unit is patient",
+            got="releases by image, which say nothing about a patient",
+            remedy="What this site released by image cannot be counted by patient: set privacy.unit back to image.",
+        )
 
 
 def _last(entries: tuple[Entry, ...]) -> str:
@@ -324,6 +358,15 @@ def _debits(entries: tuple[Entry, ...]) -> Iterator[tuple[Entry, Debit]]:
     return ((entry, entry.record) for entry in entries if isinstance(entry.record, Debit))
 
 
-def _draw_of(entries: tuple[Entry, ...], debit: Entry) -> str | None:
+def _debit_of(entries: tuple[Entry, ...], plan_digest: str, dataset_digest: str) -> tuple[Entry, Debit] | None:
+    key = (plan_digest, dataset_digest)
+    return next((pair for pair in _debits(entries) if (pair[1].plan_digest, pair[1].dataset_digest) == key), None)
+
+
+def _step(mechanisms: Mapping[Kind, Mechanism]) -> tuple[Mechanism, ...]:
+    return tuple(mechanisms[kind] for kind in sorted(mechanisms))
+
+
+def _draw_of(entries: tuple[Entry, ...], debit: Entry, kind: Kind) -> str | None:
     draws = (entry.record for entry in entries if isinstance(entry.record, Draw))
-    return next((draw.draw_digest for draw in draws if draw.debit == debit.digest), None)
+    return next((draw.draw_digest for draw in draws if (draw.debit, draw.kind) == (debit.digest, kind)), None)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from ddm.errors import ApprovalError
 from ddm.files import link_or_copy, sync_folder, write_atomic
-from ddm.plan_files import release_noise_level
+from ddm.mechanisms import Kind, mechanisms
+from ddm.plan_files import PlanFiles, release_noise_level
 from ddm.protocol.base import File, sha256_file, sha256_hex
+from ddm.protocol.plan import Plan, SiloPartition
 from ddm.protocol.submission import (
     Approval,
     AuditVerdict,
@@ -17,34 +19,30 @@ from ddm.protocol.submission import (
     NoWeightPrivacy,
     Spent,
     Submission,
+    SubmittedClassCounts,
     SubmittedCounts,
     SubmittedExpert,
+    SubmittedMoments,
+    SubmittedRelease,
     SubmittedSketch,
+    expert_path,
+    release_terms,
+    submission_path,
 )
-from ddm.sketch import Sketch
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
 from silo.config import Isolation, Site
+from silo.experts import find_parts
 from silo.ledger import Ledger
 from silo.reception import AcceptedPlan
-from silo.releases import COUNTS_NAME, SKETCH_NAME
-from silo.stages import TrainingRecord, Workplace
-
-
-def expert_path(silo_id: str, expert_id: str) -> str:
-    """The published path of an expert, relative to ``targets/<plan_id>/``."""
-    return f"silos/{silo_id}/experts/{expert_id}/expert.safetensors"
-
-
-def submission_path(silo_id: str) -> str:
-    """The published path of a submission, relative to ``targets/<plan_id>/``."""
-    return f"silos/{silo_id}/submission.json"
+from silo.releases import RELEASE_NAMES
+from silo.workplace import TrainingRecord, Workplace
 
 
 def draft(
     accepted: AcceptedPlan,
     work: Workplace,
-    sketch: Sketch,
+    files: PlanFiles,
     ledger: Ledger,
     verdict: AuditVerdict,
     *,
@@ -54,8 +52,10 @@ def draft(
     now: datetime,
 ) -> Submission:
     """Write down everything that would leave; what is missing is the approval, and the signature over all of it."""
-    plan, record = accepted.plan, TrainingRecord.parse(work.record_path.read_bytes(), subject="training.json")
-    releases = plan.releases
+    plan = accepted.plan
+    parts = find_parts(plan, files, work, silo_id)
+    records = [work.record(part.expert_id) for part in parts]
+    one_a_unit = isinstance(plan.partition, SiloPartition) and plan.releases.unit == "image"
     head_digest, num_entries, chain = ledger.head
     return Submission(
         plan_id=plan.plan_id,
@@ -63,37 +63,49 @@ def draft(
         silo_id=silo_id,
         sequence=sequence,
         created_at=now,
-        num_units=record.num_images,
+        num_units=records[0].num_units,
         isolation=isolation,
-        experts=(
-            SubmittedExpert(
-                expert_id=record.expert_id,
-                num_images=record.num_images,
-                steps=record.steps,
-                file=File.of(expert_path(silo_id, record.expert_id), work.expert_path),
-                training=record.training,
-                privacy=NoWeightPrivacy(),
-            ),
+        experts=tuple(
+            _submitted_expert(record, part.cluster, work, silo_id, with_images=one_a_unit)
+            for record, part in zip(records, parts, strict=True)
         ),
-        releases=(
-            SubmittedCounts(
-                epsilon=releases.counts.epsilon,
-                delta=0.0,
-                file=File.of(COUNTS_NAME, work.releases / COUNTS_NAME),
-            ),
-            SubmittedSketch(
-                epsilon=releases.sketch.epsilon,
-                delta=releases.sketch.delta,
-                t_release=release_noise_level(plan, sketch),
-                file=File.of(SKETCH_NAME, work.releases / SKETCH_NAME),
-            ),
-        ),
-        spent=Spent(epsilon=releases.total.epsilon, delta=releases.total.delta, unit=releases.unit),
+        releases=tuple(_submitted_release(kind, plan, files, work) for kind in mechanisms(plan)),
+        spent=Spent(epsilon=plan.releases.total.epsilon, delta=plan.releases.total.delta, unit=plan.releases.unit),
         ledger=LedgerHead(head_digest=head_digest, num_entries=num_entries, chain=chain),
         audit=verdict,
         approval=None,
         software={"archipelago": version("archipelago"), "torch": version("torch")},
     )
+
+
+def _submitted_expert(
+    record: TrainingRecord, cluster: int | None, work: Workplace, silo_id: str, *, with_images: bool
+) -> SubmittedExpert:
+    """Describe one expert: how many images it is made of only where that is the silo's public number of units."""
+    return SubmittedExpert(
+        expert_id=record.expert_id,
+        cluster=cluster,
+        num_images=record.num_images if with_images else None,
+        steps=record.steps,
+        file=File.of(expert_path(silo_id, record.expert_id), work.expert_path(record.expert_id)),
+        training=record.training,
+        privacy=NoWeightPrivacy(),
+    )
+
+
+def _submitted_release(kind: Kind, plan: Plan, files: PlanFiles, work: Workplace) -> SubmittedRelease:
+    epsilon, delta = release_terms(plan.releases)[kind]
+    file = File.of(RELEASE_NAMES[kind], work.releases / RELEASE_NAMES[kind])
+    match kind:
+        case "counts":
+            return SubmittedCounts(epsilon=epsilon, delta=delta, file=file)
+        case "class_counts":
+            return SubmittedClassCounts(epsilon=epsilon, delta=delta, file=file)
+        case "moments":
+            return SubmittedMoments(epsilon=epsilon, delta=delta, file=file)
+        case "sketch":
+            t_release = release_noise_level(plan, files.sketch) or 0.0
+            return SubmittedSketch(epsilon=epsilon, delta=delta, t_release=t_release, file=file)
 
 
 def stage_review(draft_submission: Submission, work: Workplace, review: Path) -> str:
@@ -108,9 +120,9 @@ def stage_review(draft_submission: Submission, work: Workplace, review: Path) ->
 
 def payload(submission: Submission, work: Workplace) -> Mapping[str, Path]:
     """The tensor files that leave with a submission: relative path to where each lies on this site."""
-    expert = submission.experts[0]
+    experts = {expert.file.path: work.expert_path(expert.expert_id) for expert in submission.experts}
     releases = {release.file.path: work.releases / release.file.path for release in submission.releases}
-    return {expert.file.path: work.expert_path, **releases}
+    return {**experts, **releases}
 
 
 def send(

@@ -1,7 +1,7 @@
 """What a person sees before approving: every file that would leave, and what about it no guarantee covers."""
 
 from ddm.console import human_bytes, human_seconds, table
-from ddm.protocol.submission import Submission
+from ddm.protocol.submission import Submission, SubmittedExpert
 from silo.approval import load_draft, review_folder
 from silo.config import Site
 
@@ -44,16 +44,19 @@ def _files(draft: Submission) -> str:
 
 
 def _without_dp(draft: Submission) -> str:
-    expert = draft.experts[0]
-    training = expert.training
     rows = [
         ("expert weights", f"{len(draft.experts)} expert(s), trained without DP-SGD: they may remember single images"),
-        ("number of images", f"{draft.num_units}"),
-        ("training", f"{expert.steps} steps, loss {training.loss:.4f}, {human_seconds(training.seconds)}"),
+        (f"number of {draft.spent.unit}s", f"{draft.num_units}"),
+        *((f"training of {expert.expert_id}", _training(expert)) for expert in draft.experts),
         ("audit", draft.audit.verdict),
         ("software", ", ".join(f"{name} {number}" for name, number in sorted(draft.software.items()))),
     ]
     return "Leaves without differential privacy:\n" + table(rows, ("what", "value"))
+
+
+def _training(expert: SubmittedExpert) -> str:
+    training = expert.training
+    return f"{expert.steps} steps, loss {training.loss:.4f}, {human_seconds(training.seconds)}"
 
 
 def _how_to_go_on(site: Site, draft: Submission) -> str:

@@ -1,103 +1,56 @@
-"""The worker's stages between an accepted plan and something to approve: scan, assign, train, audit, release."""
+"""The worker's stages between an accepted plan and something to approve: scan, assign, train, audit, release.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+Training itself: `silo.experts`.
+"""
+
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
-from ddm.errors import DataError, PolicyError
+from ddm.errors import DataError
 from ddm.files import write_atomic
-from ddm.models import build_expert
+from ddm.mechanisms import Kind, mechanisms
 from ddm.plan_files import PlanFiles
-from ddm.protocol.base import Document, Model, NaturalInt, PlanId, PositiveInt
 from ddm.protocol.plan import Budget
-from ddm.protocol.submission import AuditVerdict, ExpertTraining
-from ddm.schedule import LinearPath
-from ddm.tensors import save_tensors
-from ddm.training import Progress, train
+from ddm.protocol.submission import AuditVerdict
 from silo.audit import gate, measure
 from silo.config import Policy, Site
 from silo.data import Cohort, load_cohort
+from silo.experts import fewest_in_all
 from silo.ledger import Ledger
-from silo.reception import AcceptedPlan, workplace_folder
-from silo.releases import draw_counts, draw_sketches, mechanisms
+from silo.reception import AcceptedPlan
+from silo.releases import Source, draw
+from silo.workplace import Workplace
 
 NUM_HOLDOUT_UNITS = 0  # every image of the cohort is trained on
-
-
-class TrainingRecord(Document):
-    """What the training of one expert came to; read back when the submission is drafted."""
-
-    plan_id: PlanId
-    expert_id: str
-    num_images: PositiveInt
-    steps: NaturalInt
-    training: ExpertTraining
-
-
-class AuditRecord(Model):
-    """The verdict under which this plan's expert may leave."""
-
-    verdict: AuditVerdict
-
-
-@dataclass(frozen=True)
-class Workplace:
-    """One plan's folder on a site: checkpoints, the expert, the draws, the audit."""
-
-    folder: Path
-
-    @property
-    def expert_path(self) -> Path:
-        """The trained expert, EMA weights."""
-        return self.folder / "expert.safetensors"
-
-    @property
-    def record_path(self) -> Path:
-        """The `TrainingRecord`."""
-        return self.folder / "training.json"
-
-    @property
-    def audit_path(self) -> Path:
-        """The `AuditReport`."""
-        return self.folder / "audit.json"
-
-    @property
-    def verdict_path(self) -> Path:
-        """The `AuditRecord`."""
-        return self.folder / "verdict.json"
-
-    @property
-    def releases(self) -> Path:
-        """The draws, one file a release."""
-        return self.folder / "releases"
-
-
-def workplace(site: Site, plan_id: str) -> Workplace:
-    """Return the folder in which this site works on `plan_id`."""
-    folder = workplace_folder(site, plan_id)
-    folder.mkdir(parents=True, exist_ok=True)
-    return Workplace(folder)
 
 
 def open_ledger(site: Site, policy: Policy) -> Ledger:
     """Open the site's one ledger under the policy's budget."""
     budget = Budget(epsilon=policy.privacy.budget_epsilon, delta=policy.privacy.budget_delta)
-    return Ledger(site.ledger_path, budget=budget, unit="image")
+    return Ledger(site.ledger_path, budget=budget, unit=policy.privacy.unit)
 
 
 def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
-    """Read the private images and check them against the plan.
+    """Read the private images, with patients and classes where the plan needs them, and check them against the plan.
 
     Raises:
         DataError: see `silo.data.load_cohort`.
     """
     plan, data_path = accepted.plan, Path(site.settings().data)
-    fewest = max(plan.partition.min_images, policy.training.min_images)
-    return load_cohort(data_path, plan.data, min_images=fewest, salt=site.salt())
+    classes = plan.releases.class_counts
+    return load_cohort(
+        data_path,
+        plan.data,
+        min_images=fewest_in_all(plan, policy),
+        salt=site.salt(),
+        unit=plan.releases.unit,
+        num_classes=classes.num_classes if classes else None,
+    )
 
 
 def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None:
@@ -109,17 +62,20 @@ def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None
     ledger.check_affordable(accepted.digest, cohort.digest, mechanisms(accepted.plan))
 
 
-def assign(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> torch.Tensor:
+def assign(cohort: Cohort, files: PlanFiles, cohort_path: Path, on_progress: Callable[[int, int], None]) -> None:
     """Assign every image to its nearest public centroid and write the cohort's table.
 
-    Returns:
-        The public group of each image, shape (N,), int64.
+    Args:
+        cohort: the private images.
+        files: the plan's.
+        cohort_path: where the table goes.
+        on_progress: called with images encoded and images in all; what it raises ends the work, and nothing is written.
     """
-    fine_N = files.clusters.assign(files.encoder.encode(cohort.images))
+    fine_N = files.clusters.assign(files.encoder.encode(cohort.images, on_progress))
     coarse_N, group_N = files.clusters.coarse_F[fine_N], files.clusters.group_F[fine_N]
     frame = pd.DataFrame(
         {
-            "index": np.arange(cohort.num_units),
+            "index": np.arange(len(cohort.images)),
             "fine": fine_N.numpy(),
             "coarse": coarse_N.numpy(),
             "group": group_N.numpy(),
@@ -129,55 +85,18 @@ def assign(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> torch.Tensor:
     part = cohort_path.with_suffix(".part")
     frame.to_parquet(part, index=False)
     part.replace(cohort_path)
-    return group_N
 
 
-def train_expert(
-    accepted: AcceptedPlan,
-    cohort: Cohort,
-    work: Workplace,
-    expert_id: str,
-    *,
-    on_progress: Callable[[Progress], None],
-    should_stop: Callable[[], bool],
-) -> None:
-    """Train this silo's expert, resuming exactly where an earlier process stopped; write it and its record.
+def read_assignment(cohort: Cohort, cohort_path: Path) -> Tensor:
+    """Read each image's fine centroid back from the cohort's table, shape (N,), int64.
 
     Raises:
-        PolicyError: training took longer than the plan's limit.
-        KeyboardInterrupt: `should_stop` answered yes; the last checkpoint stands.
+        DataError: the table is of another number of images.
     """
-    plan = accepted.plan
-    if work.record_path.exists():
-        return
-    expert = build_expert(plan.expert.architecture, plan.data.shape, seed=plan.expert.training.seed)
-
-    def watch(progress: Progress) -> None:
-        if progress.seconds > plan.limits.train_s:
-            limit = f"at most {plan.limits.train_s} s"
-            raise PolicyError("training time", expected=limit, got=f"{progress.seconds:.0f} s")
-        on_progress(progress)
-
-    trained = train(
-        expert,
-        cohort.images,
-        plan.expert.training,
-        LinearPath(),
-        plan.t_distribution,
-        checkpoint_dir=work.folder / "training",
-        on_progress=watch,
-        should_stop=should_stop,
-    )
-    save_tensors(work.expert_path, trained.ema)
-    training = ExpertTraining(loss=trained.loss, seconds=trained.seconds, flops=trained.flops)
-    record = TrainingRecord(
-        plan_id=plan.plan_id,
-        expert_id=expert_id,
-        num_images=cohort.num_units,
-        steps=trained.steps,
-        training=training,
-    )
-    write_atomic(work.record_path, record.encode())
+    fine_N = torch.from_numpy(pd.read_parquet(cohort_path)["fine"].to_numpy().copy())
+    if len(fine_N) != len(cohort.images):
+        raise DataError("assignment", expected=f"{len(cohort.images)} images", got=f"{len(fine_N)}")
+    return fine_N
 
 
 def check_auditable(accepted: AcceptedPlan, policy: Policy) -> None:
@@ -191,8 +110,8 @@ def check_auditable(accepted: AcceptedPlan, policy: Policy) -> None:
         gate(measure(accepted.plan.plan_id, audit, num_holdout_units=NUM_HOLDOUT_UNITS), policy.audit)
 
 
-def audit_expert(accepted: AcceptedPlan, work: Workplace, policy: Policy) -> AuditVerdict:
-    """Audit the expert and pass it through the gate.
+def audit_experts(accepted: AcceptedPlan, work: Workplace, policy: Policy) -> AuditVerdict:
+    """Audit the experts, all together, and pass them through the gate.
 
     Raises:
         AuditError: the audit did not pass and the policy holds no waiver.
@@ -203,18 +122,31 @@ def audit_expert(accepted: AcceptedPlan, work: Workplace, policy: Policy) -> Aud
 
 
 def release(
-    accepted: AcceptedPlan, cohort: Cohort, files: PlanFiles, group_N: torch.Tensor, work: Workplace, ledger: Ledger
+    accepted: AcceptedPlan,
+    cohort: Cohort,
+    files: PlanFiles,
+    fine_N: Tensor,
+    work: Workplace,
+    ledger: Ledger,
+    kinds: Iterable[Kind],
 ) -> None:
-    """Draw this plan's releases, each debited in the ledger before its noise is drawn.
+    """Draw some of this plan's releases; all of them are debited in the ledger before the first noise is drawn.
 
     Raises:
         BudgetError: the ledger would go over; nothing was drawn.
         LedgerError: the ledger is damaged.
     """
-    if len(group_N) != cohort.num_units:
-        raise DataError("assignment", expected=f"{cohort.num_units} images", got=f"{len(group_N)}")
     work.releases.mkdir(exist_ok=True)
     check_budget(accepted, cohort, ledger)
-    args = (ledger, accepted.plan, accepted.digest)
-    draw_counts(*args, group_N, cohort.digest, work.releases)
-    draw_sketches(*args, files.sketch, cohort.images, cohort.digest, work.releases)
+    source = Source(
+        plan=accepted.plan,
+        plan_digest=accepted.digest,
+        sketch=files.sketch,
+        images=cohort.images,
+        group_N=files.clusters.group_F[fine_N],
+        unit_N=cohort.unit_N,
+        label_N=cohort.label_N,
+        dataset_digest=cohort.digest,
+    )
+    for kind in kinds:
+        draw(kind, source, ledger, work.releases)

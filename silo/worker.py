@@ -4,27 +4,27 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
-import pandas as pd
 import torch
 
 from ddm.errors import ArchipelagoError, DataError, SubmissionRefusedError
 from ddm.files import locked, write_atomic
+from ddm.mechanisms import Kind, mechanisms
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import Refused
-from ddm.protocol.submission import Approval
-from ddm.training import Progress
+from ddm.protocol.submission import Approval, submission_path
 from ddm.trust.keys import SigningKey
-from silo import outbox, stages
+from silo import experts, outbox, stages
 from silo.approval import approval_path, load_draft, person_approved, review_folder
 from silo.config import Isolation, Site
 from silo.data import Cohort
 from silo.receipts import find_receipt
 from silo.reception import AcceptedPlan, load_accepted, receive_plan, waiting_plans
 from silo.state import IDLE, Problem, State, StateName, load_state, save_state, state_path
+from silo.workplace import AuditRecord, Workplace, workplace
 
 NOTE_S = 2.0  # training progress is noted on disk this often
 
@@ -147,41 +147,53 @@ class Worker:
 
     def _assign(self) -> None:
         accepted = self._plan()
-        stages.assign(self._cohort(accepted), accepted.files(), self._cohort_path)
-        self._enter(self.state.to("assigned"))
+        stages.assign(self._cohort(accepted), accepted.files(), self._cohort_path, self._encoded)
+        self._enter(self.state.to("assigned", step=0, num_steps=accepted.plan.expert.training.num_steps))
 
     def _begin_training(self) -> None:
-        self._enter(self.state.to("training"))
+        accepted, silo_id = self._plan(), self.settings.silo_id
+        plan = accepted.plan
+        if experts.counts_tell_experts(plan):
+            self._draw(accepted, ("counts",))
+        parts = experts.find_parts(plan, accepted.files(), self._work(), silo_id)
+        self._enter(self.state.to("training", num_steps=len(parts) * plan.expert.training.num_steps))
 
     def _train_and_audit(self) -> None:
         accepted, work = self._plan(), self._work()
-        stages.train_expert(
-            accepted,
-            self._cohort(accepted),
+        cohort = self._cohort(accepted)
+        experts.train_experts(
+            accepted.plan,
+            accepted.files(),
+            cohort,
+            stages.read_assignment(cohort, self._cohort_path),
             work,
+            self.policy,
             self.settings.silo_id,
             on_progress=self._progress,
             should_stop=self.stopping.is_set,
         )
-        verdict = stages.audit_expert(accepted, work, self.policy)
-        write_atomic(work.verdict_path, stages.AuditRecord(verdict=verdict).model_dump_json().encode())
+        verdict = stages.audit_experts(accepted, work, self.policy)
+        write_atomic(work.verdict_path, AuditRecord(verdict=verdict).model_dump_json().encode())
         self._enter(self.state.to("audited", step=self.state.num_steps))
 
     def _release(self) -> None:
         accepted = self._plan()
-        cohort, files = self._cohort(accepted), accepted.files()
-        group_N = torch.from_numpy(pd.read_parquet(self._cohort_path)["group"].to_numpy().copy())
-        ledger = stages.open_ledger(self.site, self.policy)
-        stages.release(accepted, cohort, files, group_N, self._work(), ledger)
+        self._draw(accepted, mechanisms(accepted.plan))
         self._enter(self.state.to("released"))
+
+    def _draw(self, accepted: AcceptedPlan, kinds: Iterable[Kind]) -> None:
+        cohort = self._cohort(accepted)
+        fine_N = stages.read_assignment(cohort, self._cohort_path)
+        ledger = stages.open_ledger(self.site, self.policy)
+        stages.release(accepted, cohort, accepted.files(), fine_N, self._work(), ledger, kinds)
 
     def _draft(self) -> None:
         accepted, work = self._plan(), self._work()
-        record = stages.AuditRecord.model_validate_json(work.verdict_path.read_bytes())
+        record = AuditRecord.model_validate_json(work.verdict_path.read_bytes())
         submission = outbox.draft(
             accepted,
             work,
-            accepted.files().sketch,
+            accepted.files(),
             stages.open_ledger(self.site, self.policy),
             record.verdict,
             silo_id=self.settings.silo_id,
@@ -212,7 +224,7 @@ class Worker:
             self.site.inbox / plan_id / "receipts" / f"{sequence}.json",
             plan,
             (plan_id, self.state.plan_digest or "", silo_id, sequence),
-            self.site.outbox / plan_id / str(sequence) / outbox.submission_path(silo_id),
+            self.site.outbox / plan_id / str(sequence) / submission_path(silo_id),
         )
         if receipt is None:
             return
@@ -236,19 +248,25 @@ class Worker:
     def _plan(self) -> AcceptedPlan:
         return load_accepted(self.site, self._plan_id, self.state.plan_digest or "")
 
-    def _work(self) -> stages.Workplace:
-        return stages.workplace(self.site, self._plan_id)
+    def _work(self) -> Workplace:
+        return workplace(self.site, self._plan_id)
 
     def _cohort(self, accepted: AcceptedPlan) -> Cohort:
-        """Read the images again, and hold them to what was scanned: expert and releases are about the same data."""
+        """Read the images again, and hold them to what was scanned: experts and releases are about the same data."""
         cohort = stages.scan(self.site, accepted, self.policy)
         if cohort.digest != self.state.dataset_digest:
             remedy = "Bring back the images that were there when the plan was taken on, or give it up: silo withdraw."
             raise DataError("images", expected="those that were scanned for this plan", got="others", remedy=remedy)
         return cohort
 
-    def _progress(self, progress: Progress) -> None:
-        self.state = self.state.model_copy(update={"step": progress.step, "num_steps": progress.num_steps})
+    def _encoded(self, num_done: int, num_images: int) -> None:
+        """Note how far the encoding is; begun anew when interrupted, it has nothing to save."""
+        if self.stopping.is_set():
+            raise KeyboardInterrupt
+        self._progress(num_done, num_images)
+
+    def _progress(self, step: int, num_steps: int) -> None:
+        self.state = self.state.model_copy(update={"step": step, "num_steps": num_steps})
         if time.monotonic() - self._noted_at >= NOTE_S:
             self._noted_at = time.monotonic()
             self._enter(self.state)

@@ -35,9 +35,10 @@ def recipe(**changes: object) -> Recipe:
     """A recipe so small that an expert trains in a second; `changes` replace whole tables."""
     tables: dict[str, object] = {
         "data": {"shape": [1, 4, 4], "range": [-1.0, 1.0]},
-        "encoder": {"dim": 4},
+        "encoder": {"kind": "pca", "dim": 4},
         "clustering": {"num_fine": 8, "num_coarse": 2},
-        "partition": {"min_images": 10},
+        "sketch": {"rank": 4},
+        "partition": {"kind": "silo", "min_images": 10},
         "expert": {
             "architecture": {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2},
             "training": {
@@ -71,6 +72,14 @@ def images(num: int, centre: float, seed: int) -> np.ndarray:
     return np.clip(centre * 0.3 + side + 0.15 * rng.standard_normal((num, 1, 4, 4)), -1, 1).astype(np.float32)
 
 
+def cohort(num: int, centre: float, seed: int, *, patients: bool = False) -> dict[str, np.ndarray]:
+    """A silo's npz: images and the class of each (which half is bright), with patients if asked for."""
+    made = images(num, centre, seed)
+    arrays = {"images": made, "labels": (made[..., 0].mean((1, 2)) > made[..., -1].mean((1, 2))).astype(np.int64)}
+    owners = np.random.default_rng(seed).permutation(np.arange(num) * 2 // 5)
+    return arrays | {"patients": np.array([f"patient {owner}" for owner in owners])} if patients else arrays
+
+
 @dataclass(frozen=True)
 class TinyFederation:
     """The operator's folder and the silos' sites, all below one folder."""
@@ -80,15 +89,15 @@ class TinyFederation:
     sites: dict[str, Site]
 
     @classmethod
-    def create(cls, path: Path, sizes: dict[str, int]) -> "TinyFederation":
-        """Make the federation and enroll its silos."""
+    def create(cls, path: Path, sizes: dict[str, int], *, patients: bool = False) -> "TinyFederation":
+        """Make the federation and enroll its silos; with `patients`, two or three images belong to each."""
         federation = Federation(path / "fed")
         settings = FederationSettings(name="tiny", host="127.0.0.1", port=9092)
         invitation = init_federation(federation, settings, PASSPHRASE)
         sites = {}
         for index, (silo_id, size) in enumerate(sizes.items()):
             site = Site(path / silo_id)
-            np.savez(path / f"{silo_id}.npz", images=images(size, index - 0.5, seed=index))
+            np.savez(path / f"{silo_id}.npz", **cohort(size, index - 0.5, seed=index, patients=patients))
             invited = read_invitation(federation.path / "invitation.json", invitation.root_digest)
             key = init_site(site, silo_id, path / f"{silo_id}.npz", invited, PASSPHRASE, None)
             write_policy(site, POLICY)
@@ -151,9 +160,9 @@ class TinyFederation:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
 
-    def complete(self, out: Path) -> str:
+    def complete(self, out: Path, chosen: Recipe | None = None) -> str:
         """From the plan to the published release; return the plan's id."""
-        plan_id = self.sign()
+        plan_id = self.sign(chosen)
         for silo_id in self.sites:
             self.deliver_plan(silo_id, plan_id)
             self.work(silo_id)

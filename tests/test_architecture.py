@@ -24,6 +24,8 @@ DOORS = {
     "safetensors": {"ddm/tensors.py"},
     "dp_accounting": {"ddm/privacy.py"},
     "monai": {"silo/data.py"},
+    "timm": {"ddm/encoders/timm.py"},
+    "torchvision": {"ddm/encoders/timm.py"},
     "opacus": {"silo/dp_sgd.py"},
 }
 

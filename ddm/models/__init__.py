@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from ddm.errors import ShapeError
 from ddm.models.dit import DiT
+from ddm.protocol.base import File
 from ddm.protocol.plan import Dit
-from ddm.tensors import TensorSpec
+from ddm.tensors import TensorSpec, load_tensors
 
-__all__ = ["build_expert", "expected_tensors", "num_parameters", "training_flops"]
+__all__ = ["build_expert", "expected_tensors", "load_expert", "num_parameters", "training_flops"]
+
+MAX_WEIGHT = 1e4
 
 
 def build_expert(architecture: Dit, shape: Sequence[int], *, seed: int = 0) -> nn.Module:
@@ -39,6 +43,26 @@ def expected_tensors(architecture: Dit, shape: Sequence[int]) -> dict[str, Tenso
     with torch.device("meta"):
         weights = _build(architecture, shape).state_dict()
     return {name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
+
+
+def load_expert(architecture: Dit, shape: Sequence[int], folder: Path, file: File) -> nn.Module:
+    """Build an expert and load its weights, checked against the digest and the shapes that the architecture implies.
+
+    Args:
+        architecture: what the plan names.
+        shape: one image, (C, H, W).
+        folder: holds the file.
+        file: as a signed document lists it.
+
+    Raises:
+        DigestError: the file is not the one listed.
+        TensorFileError: the file holds other tensors, or numbers that no training makes.
+    """
+    specs = expected_tensors(architecture, shape)
+    weights = load_tensors(folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_WEIGHT, digest=file.digest)
+    expert = build_expert(architecture, shape)
+    expert.load_state_dict(weights, strict=True)
+    return expert.eval().requires_grad_(False)
 
 
 def num_parameters(expert: nn.Module) -> int:

@@ -82,6 +82,10 @@ class DiT(nn.Module):
         Raises:
             ShapeError: images of another shape than the model's, or not one time per image.
         """
+        return self._image(self.head(self.tokens(x_BCHW, t_B)))
+
+    def tokens(self, x_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """Return the tokens that the head reads, shape (B, N, D); see `forward`."""
         if tuple(x_BCHW.shape[1:]) != self.shape or t_B.shape != x_BCHW.shape[:1]:
             got = f"{tuple(x_BCHW.shape)} and {tuple(t_B.shape)}"
             raise ShapeError("model input", expected=f"(B, {', '.join(map(str, self.shape))}) and (B,)", got=got)
@@ -90,7 +94,7 @@ class DiT(nn.Module):
         *by_block, last = torch.split(modulation_B1M, self.widths, -1)
         for block, block_modulation in zip(self.blocks, by_block, strict=True):
             h_BND = block(h_BND, block_modulation)
-        return self._image(self.head(_modulate(h_BND, *last.chunk(2, -1))))
+        return _modulate(h_BND, *last.chunk(2, -1))
 
     def _patches(self, x_BCHW: Tensor) -> Tensor:
         (channels, _, _), (rows, columns), patch = self.shape, self.grid, self.patch

@@ -5,7 +5,7 @@ import json
 import re
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import rfc8785
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -28,6 +28,7 @@ Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 KeyText = Annotated[str, StringConstraints(pattern="^ed25519:[0-9a-f]{64}$")]
 ShortText = Annotated[str, StringConstraints(max_length=400)]
 Time = AwareDatetime
+Unit = Literal["image", "patient"]
 Epsilon = Annotated[float, Field(gt=0.0, le=1000.0)]
 Delta = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(gt=0, le=2**53)]

@@ -47,9 +47,9 @@ class PublishedExpert(Model):
 
 
 class PublishedRouter(Model):
-    """The router: which family, and the noise level from which it was trained."""
+    """The router: which family, how it was calibrated, and the noise level of the sketches that it was trained on."""
 
-    kind: Literal["counts", "learned"]
+    kind: Literal["counts", "moments", "learned", "samples"]
     t_release: Annotated[float, Field(gt=0.0, lt=1.0)] | None
     training_prior: tuple[Probability, ...]
     temperature: Annotated[float, Field(gt=0.0)]

@@ -3,7 +3,7 @@
 from math import prod
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from ddm.protocol.base import (
     Delta,
@@ -17,6 +17,7 @@ from ddm.protocol.base import (
     RelativePath,
     SiloId,
     Time,
+    Unit,
 )
 
 
@@ -52,12 +53,38 @@ class PcaEncoder(Model):
     dim: Annotated[int, Field(gt=0, le=4096)]
 
 
+Channels = Annotated[tuple[float, ...], Field(min_length=1, max_length=16)]
+
+
+class TimmEncoder(Model):
+    """A frozen network of the timm library, its weights in the plan's bundle, its preprocessing spelled out here."""
+
+    kind: Literal["timm"] = "timm"
+    path: RelativePath = "plan/encoder.safetensors"
+    dim: Annotated[int, Field(gt=0, le=16384)]
+    model: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+    weights: Literal["file", "random"] = "file"
+    image_size: Annotated[tuple[PositiveInt, PositiveInt], Field(description="height and width, pixels")]
+    interpolation: Literal["nearest", "bilinear", "bicubic"] = "bicubic"
+    crop: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    mean: Channels
+    std: Channels
+
+
 class Clustering(Model):
-    """Two-level k-means of public features."""
+    """Fine k-means of public features, and coarse clusters of the fine centroids, of about equal size if `balanced`."""
 
     path: RelativePath = "plan/centroids.safetensors"
     num_fine: Annotated[int, Field(gt=0, le=65536)]
     num_coarse: Annotated[int, Field(gt=0, le=4096)]
+    balanced: bool = False
+
+
+class SketchSpec(Model):
+    """The public projection through which a router sees an image; releases use its leading dimensions."""
+
+    path: RelativePath = "plan/sketch.safetensors"
+    rank: Annotated[int, Field(gt=0, le=1024)]
 
 
 class SiloPartition(Model):
@@ -65,6 +92,24 @@ class SiloPartition(Model):
 
     kind: Literal["silo"] = "silo"
     min_images: PositiveInt
+
+
+class SiloClusterPartition(Model):
+    """One expert per silo and coarse cluster that holds at least `min_images` there, by the noised histogram."""
+
+    kind: Literal["silo_cluster"] = "silo_cluster"
+    min_images: PositiveInt
+
+
+class RandomPartition(Model):
+    """Each silo's images dealt at random to `num_parts` experts: the control for what clustering is worth."""
+
+    kind: Literal["random"] = "random"
+    min_images: PositiveInt
+    num_parts: Annotated[int, Field(gt=1, le=64)]
+
+
+Partition = Annotated[SiloPartition | SiloClusterPartition | RandomPartition, Field(discriminator="kind")]
 
 
 class Objective(Model):
@@ -154,30 +199,49 @@ class CountsRelease(Model):
 
 
 class SketchRelease(Model):
-    """One noised sketch per unit, by the Gaussian mechanism at t_release."""
+    """One noised sketch per unit, by the Gaussian mechanism at t_release, of the projection's leading dimensions."""
 
     epsilon: Epsilon
     delta: Annotated[float, Field(gt=0.0, lt=1.0)]
     rank: Annotated[int, Field(gt=0, le=1024)]
-    path: RelativePath = "plan/sketch.safetensors"
+
+
+class MomentsRelease(Model):
+    """Mean and second moments of the sketches of all units, by the Gaussian mechanism."""
+
+    epsilon: Epsilon
+    delta: Annotated[float, Field(gt=0.0, lt=1.0)]
+    rank: Annotated[int, Field(gt=0, le=256)]
+
+
+class ClassCountsRelease(Model):
+    """A histogram over classes and public groups, by discrete Laplace noise; for priors given a class."""
+
+    epsilon: Epsilon
+    num_classes: Annotated[int, Field(gt=1, le=4096)]
 
 
 class Releases(Model):
-    """Everything differentially private that the plan asks for, and the total it may cost."""
+    """Everything differentially private that the plan asks for, and the total it may cost.
 
-    unit: Literal["image"]
+    What all of it costs together is composed by `ddm.mechanisms`; here each part only has to fit by itself.
+    """
+
+    unit: Unit
     relation: Literal["replace_one"] = "replace_one"
     total: Budget
     counts: CountsRelease
-    sketch: SketchRelease
-    moments: None = None
+    sketch: SketchRelease | None = None
+    moments: MomentsRelease | None = None
+    class_counts: ClassCountsRelease | None = None
 
     @model_validator(mode="after")
     def _total_covers_parts(self) -> "Releases":
-        if self.counts.epsilon + self.sketch.epsilon > self.total.epsilon * (1 + 1e-9):
-            raise ValueError("the releases ask for more epsilon than total")
-        if self.sketch.delta > self.total.delta:
-            raise ValueError("the releases ask for more delta than total")
+        asked = [part for part in (self.counts, self.sketch, self.moments, self.class_counts) if part]
+        if any(part.epsilon > self.total.epsilon for part in asked):
+            raise ValueError("a release asks for more epsilon than total")
+        if any(part.delta > self.total.delta for part in (self.sketch, self.moments) if part):
+            raise ValueError("a release asks for more delta than total")
         return self
 
 
@@ -187,6 +251,12 @@ class CountsRouter(Model):
     kind: Literal["counts"] = "counts"
 
 
+class MomentsRouter(Model):
+    """One Gaussian per silo, from its noised mean and second moments."""
+
+    kind: Literal["moments"] = "moments"
+
+
 class LearnedRouter(Model):
     """A router trained on the noised sketches; published only where it is not worse than counts."""
 
@@ -194,6 +264,27 @@ class LearnedRouter(Model):
     hidden: Annotated[int, Field(gt=0, le=4096)]
     depth: Annotated[int, Field(gt=0, le=32)]
     num_steps: PositiveInt
+
+
+class SamplesRouter(Model):
+    """A transformer on x_t, trained on images drawn from the submitted experts; as private as their weights."""
+
+    kind: Literal["samples"] = "samples"
+    patch: Annotated[int, Field(gt=0, le=64)]
+    hidden: Annotated[int, Field(gt=0, le=8192)]
+    depth: Annotated[int, Field(gt=0, le=128)]
+    heads: Annotated[int, Field(gt=0, le=128)]
+    num_steps: PositiveInt
+    images_per_expert: Annotated[int, Field(gt=1, le=1_000_000)]
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> "SamplesRouter":
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ValueError("hidden must be an even multiple of heads")
+        return self
+
+
+Router = Annotated[LearnedRouter | CountsRouter | MomentsRouter | SamplesRouter, Field(discriminator="kind")]
 
 
 class Audit(Model):
@@ -226,15 +317,16 @@ class Plan(Document):
     files: Annotated[tuple[File, ...], Field(min_length=1, max_length=64)]
     data: DataSpec
     latent: IdentityLatent
-    encoder: PcaEncoder
+    encoder: Annotated[PcaEncoder | TimmEncoder, Field(discriminator="kind")]
     clustering: Clustering
-    partition: SiloPartition
+    sketch: SketchSpec
+    partition: Partition
     objective: Objective
     t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")]
     condition: NoCondition
     expert: Expert
     releases: Releases
-    router: Annotated[LearnedRouter | CountsRouter, Field(discriminator="kind")]
+    router: Router
     audit: Audit
     limits: Limits
 
@@ -245,14 +337,31 @@ class Plan(Document):
         listed = [file.path for file in self.files]
         if len(set(listed)) != len(listed):
             raise ValueError("a file is listed twice")
-        if not {self.encoder.path, self.clustering.path, self.releases.sketch.path} <= set(listed):
+        if not {self.encoder.path, self.clustering.path, self.sketch.path} <= set(listed):
             raise ValueError("the plan names a file that it does not list")
         if any(side % self.expert.architecture.patch for side in self.data.shape[1:]):
             raise ValueError("patch must divide the image's height and width")
         if self.expires_at <= self.created_at:
             raise ValueError("the plan expires before it is created")
+        _check_routing(self.releases, self.router, self.sketch, self.clustering, self.partition)
         return self
 
     def file(self, path: str) -> File:
         """Return the listed file called `path`."""
         return next(file for file in self.files if file.path == path)
+
+
+def _check_routing(
+    releases: Releases, router: Router, sketch: SketchSpec, clustering: Clustering, partition: Partition
+) -> None:
+    """The router has the releases that it is made from, and these fit the public projection and clusters."""
+    if isinstance(router, LearnedRouter) and releases.sketch is None:
+        raise ValueError("a learned router needs the release of sketches")
+    if isinstance(router, MomentsRouter) and releases.moments is None:
+        raise ValueError("a moments router needs the release of moments")
+    if isinstance(router, MomentsRouter) and isinstance(partition, SiloClusterPartition):
+        raise ValueError("a moments router knows silos, not clusters: use the partition silo")
+    if any(part.rank > sketch.rank for part in (releases.sketch, releases.moments) if part):
+        raise ValueError("a release asks for more dimensions than the sketch has")
+    if not clustering.num_coarse <= releases.counts.num_groups <= clustering.num_fine:
+        raise ValueError("there must be at least as many fine centroids as groups, and as many groups as clusters")

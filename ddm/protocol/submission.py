@@ -1,9 +1,10 @@
 """The submission: all that one silo sends. Whatever leaves a hospital is named on this page.
 
 The file is signed by being listed in the silo's TUF role. It is published whole; the releases it names (noised
-counts and sketches) reach the aggregator only, and stand here as digests.
+histograms, moments, sketches) reach the aggregator only, and stand here as digests.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -22,7 +23,29 @@ from ddm.protocol.base import (
     ShortText,
     SiloId,
     Time,
+    Unit,
 )
+from ddm.protocol.plan import Releases
+
+
+def expert_path(silo_id: str, expert_id: str) -> str:
+    """The published path of an expert, relative to ``targets/<plan_id>/``."""
+    return f"silos/{silo_id}/experts/{expert_id}/expert.safetensors"
+
+
+def submission_path(silo_id: str) -> str:
+    """The published path of a submission, relative to ``targets/<plan_id>/``."""
+    return f"silos/{silo_id}/submission.json"
+
+
+def release_terms(asked: Releases) -> Mapping[str, tuple[float, float]]:
+    """The epsilon and delta of every release that a plan asks for, by kind; a histogram has no delta."""
+    histograms = {"counts": asked.counts, "class_counts": asked.class_counts}
+    gaussians = {"moments": asked.moments, "sketch": asked.sketch}
+    return {
+        **{kind: (part.epsilon, 0.0) for kind, part in histograms.items() if part},
+        **{kind: (part.epsilon, part.delta) for kind, part in gaussians.items() if part},
+    }
 
 
 class ExpertTraining(Model):
@@ -40,11 +63,15 @@ class NoWeightPrivacy(Model):
 
 
 class SubmittedExpert(Model):
-    """One expert: its weights and what is said about them."""
+    """One expert: its weights and what is said about them.
+
+    `num_images` stands only where it is the silo's public number of units: with one expert a silo and the image as the
+    unit. Else it would tell what the releases are noised to hide.
+    """
 
     expert_id: ExpertId
     cluster: NaturalInt | None = None
-    num_images: PositiveInt
+    num_images: PositiveInt | None
     steps: PositiveInt
     file: File
     training: ExpertTraining
@@ -61,7 +88,7 @@ class SubmittedCounts(Model):
 
 
 class SubmittedSketch(Model):
-    """One noised sketch per unit, released at noise level `t_release`."""
+    """One noised sketch per unit, at noise level `t_release`."""
 
     kind: Literal["sketch"] = "sketch"
     epsilon: Epsilon
@@ -70,12 +97,33 @@ class SubmittedSketch(Model):
     file: File
 
 
+class SubmittedMoments(Model):
+    """Noised sums of the sketches and of their outer products."""
+
+    kind: Literal["moments"] = "moments"
+    epsilon: Epsilon
+    delta: Delta
+    file: File
+
+
+class SubmittedClassCounts(Model):
+    """The noised histogram over classes and public groups."""
+
+    kind: Literal["class_counts"] = "class_counts"
+    epsilon: Epsilon
+    delta: Delta
+    file: File
+
+
+SubmittedRelease = SubmittedCounts | SubmittedSketch | SubmittedMoments | SubmittedClassCounts
+
+
 class Spent(Model):
-    """What all releases of this submission cost together, in the ledger's unit and relation."""
+    """The plan's total, which all releases of this submission together do not exceed; it depends on no data."""
 
     epsilon: Epsilon
     delta: Delta
-    unit: Literal["image"]
+    unit: Unit
     relation: Literal["replace_one"] = "replace_one"
 
 
@@ -134,7 +182,7 @@ class Submission(Document):
     isolation: Literal["none", "users", "containers"]
     experts: Annotated[tuple[SubmittedExpert, ...], Field(min_length=1, max_length=4096)]
     releases: Annotated[
-        tuple[Annotated[SubmittedCounts | SubmittedSketch, Field(discriminator="kind")], ...],
+        tuple[Annotated[SubmittedRelease, Field(discriminator="kind")], ...],
         Field(min_length=1, max_length=8),
     ]
     spent: Spent

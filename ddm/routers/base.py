@@ -1,13 +1,16 @@
 """What every router answers: log p(x_t | k, t), and how that becomes a posterior under any prior."""
 
-# Shape legend: B batch, K experts, ... all data dimensions.
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+# Shape legend: B batch, K experts, R sketch dimensions, ... all data dimensions.
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ddm.errors import MathError, NumericalError, ShapeError
+
+Progress = Callable[[int, int, float], None]
+"""Called in training with step, number of steps, and held-out loss, nats."""
 
 
 @runtime_checkable
@@ -30,6 +33,19 @@ class Router(Protocol):
         Returns:
             Shape (B, K), in the manifest's order of experts.
         """
+        ...
+
+
+@runtime_checkable
+class SketchRouter(Router, Protocol):
+    """A router that sees an image only through its sketch, and so can be judged on released ones."""
+
+    def head(self, rank: int) -> Self:
+        """Return the same router, seeing the sketch's leading `rank` dimensions."""
+        ...
+
+    def sketch_log_likelihood(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
+        """Return `log_likelihood` of sketches ``s(x_t)``, shape (B, K)."""
         ...
 
 

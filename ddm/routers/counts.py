@@ -13,7 +13,9 @@ from scipy.special import betaln, gammaln, logsumexp
 from torch import Tensor
 
 from ddm.errors import NumericalError, ShapeError
+from ddm.partition import Layout
 from ddm.protocol.plan import Plan
+from ddm.routers.gaussians import NoisedGaussians, blocks
 from ddm.schedule import Path
 from ddm.sketch import Sketch
 from ddm.tensors import TensorSpec
@@ -30,7 +32,7 @@ class CountsRouter:
 
     Args:
         sketch: the plan's public sketch with the groups' means and covariances.
-        log_mass_KG: log of each expert's share in each group; rows of shares sum to 1.
+        log_mass_KG: log of each expert's share in each group, minus infinity for none; rows of shares sum to 1.
         path: the probability path.
         error_KG: standard deviation of what is known of the shares; zeros when omitted.
 
@@ -51,10 +53,7 @@ class CountsRouter:
         self.path = path
         self.log_mass_KG = log_mass_KG - total_K[:, None]  # float32 storage leaves 1e-7, seen at t = 1
         self.error_KG = torch.zeros_like(self.log_mass_KG) if error_KG is None else error_KG.double()
-        spread_GR, axes_GRR = torch.linalg.eigh(sketch.group_cov_GRR.double())
-        self._spread_GR = spread_GR
-        self._axes_GRR = axes_GRR
-        self._mean_GR = torch.einsum("gr,grq->gq", sketch.group_mean_GR.double(), axes_GRR)
+        self._groups = NoisedGaussians(sketch.group_mean_GR, sketch.group_cov_GRR)
 
     @classmethod
     def from_counts(
@@ -76,6 +75,17 @@ class CountsRouter:
         n_K1 = torch.tensor(num_units, dtype=torch.float64)[:, None]
         return cls(sketch, (mean_KG / n_K1).log(), path, deviation_KG / n_K1)
 
+    def head(self, rank: int) -> "CountsRouter":
+        """Return the same mixture seen in the sketch's leading `rank` dimensions, which are all that is released."""
+        return CountsRouter(self.sketch.head(rank), self.log_mass_KG, self.path, self.error_KG)
+
+    def split(self, layout: Layout) -> "CountsRouter":
+        """Return the router of the experts that share each silo's groups, from one of silos."""
+        mass_EG, _ = layout.split(self.log_mass_KG.exp())
+        silo_E = list(layout.silo_E)
+        ratio_EG = mass_EG / self.log_mass_KG[silo_E].exp()
+        return CountsRouter(self.sketch, mass_EG.log(), self.path, self.error_KG[silo_E] * ratio_EG)
+
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return ``log p(x_t | k, t)`` up to a term common to all k, shape (B, K); equal for all k at t = 1.
 
@@ -88,34 +98,29 @@ class CountsRouter:
     def sketch_log_likelihood(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
         """Return `log_likelihood` of sketches ``s(x_t)``, shape (B, K)."""
         log_BG = self.group_log_density(s_BR, t_B)
-        density_BG = (log_BG - log_BG.amax(1, keepdim=True)).exp()  # the largest term is common to all k
-        return (density_BG @ self.log_mass_KG.to(density_BG).exp().T).log()
+        log_mass_KG = self.log_mass_KG.to(log_BG)
+        parts = (log_BG[rows, None] + log_mass_KG for rows in blocks(len(log_BG), log_mass_KG.numel()))
+        return torch.cat([part_BKG.logsumexp(2) for part_BKG in parts])
 
     def group_log_density(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
         """Return ``log N(s; alpha m_c, alpha^2 S_c + (sigma / C)^2 I)`` up to a common constant, shape (B, G)."""
-        wide = torch.promote_types(s_BR.dtype, torch.float32)
-        s_BR, t_B = s_BR.to(wide), t_B.to(s_BR.device, wide)
-        alpha_B11 = self.path.alpha(t_B)[:, None, None]
-        noise_B11 = self.path.sigma(t_B)[:, None, None] / self.sketch.scale
-        axes_GRR, mean_GR, spread_GR = (part.to(s_BR) for part in (self._axes_GRR, self._mean_GR, self._spread_GR))
-        along_BGR = torch.einsum("br,grq->bgq", s_BR, axes_GRR) - alpha_B11 * mean_GR
-        variance_BGR = alpha_B11.square() * spread_GR + noise_B11.square()
-        return -0.5 * (along_BGR.square() / variance_BGR + variance_BGR.log()).sum(2)
+        t_B = t_B.to(s_BR)
+        return self._groups.log_density(s_BR, self.path.alpha(t_B), self.path.sigma(t_B) / self.sketch.scale)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a release stores of this router; the sketch is the plan's."""
-        return {"log_mass": self.log_mass_KG.float(), "mass_error": self.error_KG.float()}
+        return {"mass": self.log_mass_KG.exp().float(), "mass_error": self.error_KG.float()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], sketch: Sketch, path: Path) -> "CountsRouter":
         """Rebuild the router from tensors loaded against `counts_router_specs`."""
-        return cls(sketch, tensors["log_mass"], path, tensors["mass_error"])
+        return cls(sketch, tensors["mass"].double().log(), path, tensors["mass_error"])
 
 
 def counts_router_specs(num_experts: int, num_groups: int) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored counts router."""
     shares = TensorSpec("F32", (num_experts, num_groups))
-    return {"log_mass": shares, "mass_error": shares}
+    return {"mass": shares, "mass_error": shares}
 
 
 def counts_specs(plan: Plan) -> dict[str, TensorSpec]:

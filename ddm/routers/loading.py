@@ -1,61 +1,95 @@
 """From a published router file to a router: which family, which tensors, built on the plan's sketch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from ddm.errors import DocumentError, TensorFileError
-from ddm.protocol.manifest import PublishedRouter
+from ddm.errors import DocumentError, MathError, TensorFileError
+from ddm.protocol.manifest import PublishedExpert, PublishedRouter
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import Plan
+from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Router
+from ddm.routers.calibration import Calibrated
+from ddm.routers.conditional import ConditionalPrior, conditional_specs
 from ddm.routers.counts import CountsRouter, counts_router_specs
 from ddm.routers.learned import LearnedRouter, learned_router_specs
+from ddm.routers.moments import MomentsRouter, moments_router_specs
+from ddm.routers.samples import SamplesRouter, samples_router_specs
 from ddm.schedule import LinearPath
 from ddm.sketch import Sketch
 from ddm.tensors import TensorSpec, load_tensors
 
 MAX_VALUE = 1e6
-PRIOR_TOLERANCE = 1e-9
+
+Load = Callable[[Mapping[str, TensorSpec]], dict[str, Tensor]]
 
 
-def load_router(published: PublishedRouter, folder: Path, *, plan: Plan, sketch: Sketch) -> Router:
-    """Load a router.
+def load_router(
+    published: PublishedRouter, folder: Path, *, plan: Plan, sketch: Sketch, experts: Sequence[PublishedExpert]
+) -> Calibrated:
+    """Load a router, with the manifest's temperature and training prior applied.
 
     Args:
-        published: what the verified manifest says of it: its family, its file, what it was trained on.
+        published: what the verified manifest says of it: its family, its file, how it was calibrated.
         folder: holds the file.
-        plan: gives the number of groups, the rank and the network's size.
+        plan: gives the number of groups and classes, the released dimensions and the network's size.
         sketch: the plan's.
+        experts: the manifest's, in the router's class order.
 
     Raises:
-        DocumentError: a temperature or a training prior that this version would not apply.
+        DocumentError: a temperature or a training prior out of range, or one of other experts.
         DigestError: the file is not the one listed.
-        TensorFileError: the file is not such a router, or the manifest and the plan disagree on the family.
+        TensorFileError: the file is not such a router, its numbers are no shares or no Gaussians, or the manifest and
+            the plan disagree on the family.
     """
-    _check_applied(published)
-    file = published.file
+    file, num_experts = published.file, len(experts)
+    if len(published.training_prior) != num_experts:
+        got = str(len(published.training_prior))
+        raise DocumentError("manifest.json, router.training_prior", expected=f"{num_experts} shares", got=got)
+    beside = conditional_specs(num_experts, plan)
 
     def load(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+        specs = {**specs, **beside}
         return load_tensors(folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_VALUE, digest=file.digest)
 
-    num_experts, num_groups = len(published.training_prior), plan.releases.counts.num_groups
+    try:
+        tensors, router = _load(published, load, plan, sketch, experts)
+        conditional = ConditionalPrior.from_tensors(tensors) if beside else None
+    except MathError as error:
+        raise TensorFileError(f"{file.path}, {error.subject}", expected=error.expected, got=error.got) from error
+    try:
+        return Calibrated(router, published.temperature, published.training_prior, conditional)
+    except MathError as error:
+        raise DocumentError(f"manifest.json, {error.subject}", expected=error.expected, got=error.got) from error
+
+
+def _load(
+    published: PublishedRouter, load: Load, plan: Plan, sketch: Sketch, experts: Sequence[PublishedExpert]
+) -> tuple[dict[str, Tensor], Router]:
+    """Return the file's tensors and the router that they make."""
+    num_experts, num_groups, path = len(experts), plan.releases.counts.num_groups, LinearPath()
+    settings, released = plan.router, plan.releases
     if published.kind == "counts":
-        return CountsRouter.from_tensors(load(counts_router_specs(num_experts, num_groups)), sketch, LinearPath())
-    if not isinstance(plan.router, LearnedSettings) or published.t_release is None:
-        expected = "the router family of the plan, with its t_release"
-        raise TensorFileError(file.path, expected=expected, got=published.kind)
-    tensors = load(learned_router_specs(num_experts, num_groups, sketch.rank, plan.router))
-    return LearnedRouter.from_tensors(tensors, sketch, plan.router, LinearPath(), published.t_release)
+        tensors = load(counts_router_specs(num_experts, num_groups))
+        return tensors, CountsRouter.from_tensors(tensors, sketch, path)
+    if published.kind != settings.kind:
+        raise TensorFileError(published.file.path, expected=f"a router counts or {settings.kind}", got=published.kind)
+    if isinstance(settings, LearnedSettings) and published.t_release is not None:
+        silo_E = silo_numbers(experts)
+        tensors = load(learned_router_specs(silo_E, sketch, settings, path))
+        return tensors, LearnedRouter.from_tensors(tensors, sketch, settings, path, silo_E)
+    if isinstance(settings, SamplesSettings):
+        tensors = load(samples_router_specs(num_experts, plan.data.shape, settings))
+        return tensors, SamplesRouter.from_tensors(tensors, num_experts, plan.data.shape, settings, path)
+    if released.moments and settings.kind == "moments":
+        tensors = load(moments_router_specs(num_experts, released.moments.rank))
+        return tensors, MomentsRouter.from_tensors(tensors, sketch, path)
+    raise TensorFileError(published.file.path, expected="a router with the release it was made from", got="without")
 
 
-def _check_applied(published: PublishedRouter) -> None:
-    """Refuse what would be ignored: a router that speaks in another scale, or leans to silos it saw more of."""
-    if published.temperature != 1.0:
-        got = f"{published.temperature:g}"
-        raise DocumentError("manifest.json, router.temperature", expected="1, the only one applied", got=got)
-    share = 1.0 / len(published.training_prior)
-    if any(abs(prior - share) > PRIOR_TOLERANCE for prior in published.training_prior):
-        expected = "equal shares, the only ones applied"
-        raise DocumentError("manifest.json, router.training_prior", expected=expected, got="others")
+def silo_numbers(experts: Sequence[PublishedExpert]) -> tuple[int, ...]:
+    """Return the number of each expert's silo, silos numbered as they first appear."""
+    order = list(dict.fromkeys(expert.silo_id for expert in experts))
+    return tuple(order.index(expert.silo_id) for expert in experts)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aggregator.config import Federation
 from aggregator.inventory import Inventory, take_inventory
+from aggregator.planning import PUBLIC_NAME
 from ddm.artifact import load_ensemble
 from ddm.console import human_bytes, table
 from ddm.ensemble import Ensemble
@@ -23,6 +24,7 @@ from ddm.routers.base import Router, log_prior, posterior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.evaluation import cross_entropy
 from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
+from ddm.routers.residual import PublicSketches
 from ddm.schedule import LinearPath
 from ddm.strategies import Full, Lock, Sample, Strategy, TopOne
 
@@ -42,12 +44,14 @@ def summarise(out: Path, silos: Sequence[str]) -> dict[str, object]:
     """Measure everything the table shows."""
     torch.set_num_threads(2)
     release = open_release(out / "release", root=out / "root.json", state=None)
-    inventory = take_inventory(Federation(out / "fed"))
+    federation = Federation(out / "fed")
+    inventory = take_inventory(federation)
     ensemble = load_ensemble(release)
     order = list(ensemble.expert_ids)
     private = [_images(out / "data" / f"{silo}.npz") for silo in order]
-    exact = _non_private_router(inventory, private)
-    routers = _routers(inventory, release.manifest, ensemble, exact)
+    lessons = _lessons(federation, inventory)
+    exact = _non_private_router(inventory, private, lessons)
+    routers = _routers(inventory, release.manifest, ensemble, lessons, exact)
     held_out, owner = _evaluation_set(out, silos, order)
     return {
         "silos": {silo: _left(out, inventory, silo) for silo in order},
@@ -85,7 +89,7 @@ def _left(out: Path, inventory: Inventory, silo: str) -> dict[str, object]:
     }
 
 
-def _non_private_router(inventory: Inventory, private: Sequence[Tensor]) -> LearnedRouter:
+def _non_private_router(inventory: Inventory, private: Sequence[Tensor], lessons: PublicSketches) -> LearnedRouter:
     """The reference: exact histograms and exact sketches, through the same code as the private routers."""
     plan, files = inventory.plan, inventory.files
     settings = plan.router
@@ -97,18 +101,21 @@ def _non_private_router(inventory: Inventory, private: Sequence[Tensor]) -> Lear
     mass_KG = (exact_KG + 0.5) / (exact_KG + 0.5).sum(1, keepdim=True)
     counts = CountsRouter(files.sketch, mass_KG.log(), LinearPath())
     path, t_small = LinearPath(), torch.tensor(NEAR_DATA, dtype=torch.float64)
+    released = files.sketch.head(plan.releases.sketch.rank) if plan.releases.sketch else files.sketch
     generator = torch.Generator().manual_seed(0)
     sketches = {}
     for silo, images in zip(inventory.silos, private, strict=True):
-        s_NR = files.sketch.project(images)
+        s_NR = released.project(images)
         noise = torch.randn(s_NR.shape, generator=generator, dtype=torch.float64)
         sketches[silo] = (path.alpha(t_small) * s_NR + path.sigma(t_small) / files.sketch.scale * noise).float()
     train, _ = split_sketches(sketches, seed=0)
     num_units = [len(images) for images in private]
-    return fit_learned(counts, train, num_units, settings, path, 0, t_release=NEAR_DATA)
+    return fit_learned(counts, train, num_units, lessons, settings, 0, t_release=NEAR_DATA)
 
 
-def _routers(inventory: Inventory, manifest: Manifest, ensemble: Ensemble, exact: LearnedRouter) -> dict[str, Router]:
+def _routers(
+    inventory: Inventory, manifest: Manifest, ensemble: Ensemble, lessons: PublicSketches, exact: LearnedRouter
+) -> dict[str, Router]:
     noisy_KG = torch.stack(list(inventory.counts().values()))
     num_units = list(inventory.num_units.values())
     epsilon = inventory.plan.releases.counts.epsilon
@@ -119,9 +126,18 @@ def _routers(inventory: Inventory, manifest: Manifest, ensemble: Ensemble, exact
         found["learned"] = ensemble.router
     elif isinstance(settings, LearnedSettings):
         train, _ = split_sketches(inventory.sketches(), 0)
-        t_release = inventory.t_release()
-        found["learned"] = fit_learned(counts, train, num_units, settings, LinearPath(), 0, t_release=t_release)
+        t_release = inventory.t_release() or 1.0
+        found["learned"] = fit_learned(counts, train, num_units, lessons, settings, 0, t_release=t_release)
     return found | {"non-private": exact}
+
+
+def _lessons(federation: Federation, inventory: Inventory) -> PublicSketches:
+    """The public images that the aggregator teaches its router with."""
+    with np.load(federation.plan_folder(inventory.plan.plan_id) / PUBLIC_NAME, allow_pickle=False) as archive:
+        images = torch.from_numpy(archive["fitted"])
+    files = inventory.files
+    group_N = files.clusters.groups(files.encoder.encode(images))
+    return PublicSketches.of(images, group_N, files.sketch, LinearPath())
 
 
 def _evaluation_set(out: Path, silos: Sequence[str], order: Sequence[str]) -> tuple[Tensor, Tensor]:

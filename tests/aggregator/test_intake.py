@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from aggregator.delivery import MAX_SUBMISSIONS, plan_done
 from aggregator.registry import card_of, signing_key
 from ddm.errors import (
     AbsentFileError,
-    ArchipelagoError,
     DigestError,
     LedgerError,
     PolicyError,
@@ -30,88 +27,13 @@ from ddm.errors import (
     UnlistedFileError,
     UnsafePathError,
 )
-from ddm.protocol.base import now_utc, sha256_file, sha256_hex
+from ddm.protocol.base import now_utc, sha256_file
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
 from ddm.trust.envelope import open_sealed
-from ddm.trust.keys import PublicKey, SigningKey
+from ddm.trust.keys import PublicKey
 from ddm.trust.metadata import METADATA_LIFE, sign_metadata
-from ddm.trust.silo_role import sign_silo_metadata
+from tests.aggregator.arrivals import SILO, Arrival, arrive
 from tests.federation import TinyFederation
-
-SILO = "north"
-
-
-@dataclass
-class Arrival:
-    """A submission that has arrived and may be tampered with before intake sees it."""
-
-    tiny: TinyFederation
-    plan_id: str
-    folder: Path
-    key: SigningKey
-
-    @property
-    def document_path(self) -> Path:
-        return self.folder / "silos" / SILO / "submission.json"
-
-    @property
-    def expert_path(self) -> Path:
-        return self.folder / "silos" / SILO / "experts" / SILO / "expert.safetensors"
-
-    @property
-    def role_path(self) -> Path:
-        return self.folder / "metadata" / f"{self.plan_id}.{SILO}.json"
-
-    def document(self) -> dict:
-        return json.loads(self.document_path.read_bytes())
-
-    def rewrite(self, change: Callable[[dict], None], *, key: SigningKey | None = None, version: int = 1) -> None:
-        """Change the document, describe the files as they now are, and sign it all again as a cheating silo would."""
-        document = self.document()
-        expert, releases = document["experts"][0], document["releases"]
-        for entry, path in [(expert, self.expert_path), *((r, self.folder / r["file"]["path"]) for r in releases)]:
-            entry["file"] |= {"bytes": path.stat().st_size, "digest": sha256_file(path)}
-        change(document)
-        encoded = json.dumps(document).encode()
-        self.document_path.write_bytes(encoded)
-        prefix = f"{self.plan_id}/"
-        signed = {f"{prefix}silos/{SILO}/submission.json": (len(encoded), sha256_hex(encoded))}
-        signed[prefix + expert["file"]["path"]] = (expert["file"]["bytes"], expert["file"]["digest"])
-        role = sign_silo_metadata(self.plan_id, SILO, signed, key or self.key, version=version, now=now_utc())
-        self.role_path.write_bytes(role)
-
-    def change_counts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Change the histogram and sign it all again."""
-        path = self.folder / "counts.safetensors"
-        save_file({"counts": change(load_file(path)["counts"])}, path)
-        self.rewrite(lambda document: None)
-
-    @property
-    def accepted(self) -> Path:
-        return self.tiny.federation.accepted / self.plan_id / SILO
-
-    @property
-    def receipts(self) -> Path:
-        return self.tiny.federation.receipts / self.plan_id / SILO
-
-    def arrive_again(self, sequence: int) -> Path:
-        """Put what the silo has in its outbox into incoming under another number."""
-        sent = self.tiny.sites[SILO].outbox / self.plan_id / "1"
-        return Path(shutil.copytree(sent, self.folder.with_name(str(sequence))))
-
-    def verdict(self) -> Receipt:
-        receipts = [receipt for receipt in self.tiny.take_in() if receipt.silo_id == SILO]
-        assert len(receipts) == 1
-        return receipts[0]
-
-    def refused(self, error: type[ArchipelagoError], *words: str) -> None:
-        """Intake refuses with exactly this error, and keeps nothing."""
-        verdict = self.verdict().verdict
-        assert verdict.kind == "refused"
-        assert verdict.code == error.exit_code, verdict.reason
-        assert all(word in verdict.reason for word in words), verdict.reason
-        assert not self.accepted.exists()
-        assert not self.accepted.with_suffix(".part").exists()
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +48,7 @@ def sent_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation,
 
 @pytest.fixture
 def arrival(sent_once: tuple[TinyFederation, str], tmp_path: Path) -> Arrival:
-    original, plan_id = sent_once
-    folder = tmp_path / "copy"
-    shutil.copytree(original.path, folder)
-    sites = {silo_id: type(site)(folder / silo_id) for silo_id, site in original.sites.items()}
-    tiny = TinyFederation(folder, type(original.federation)(folder / "fed"), sites)
-    return Arrival(tiny, plan_id, tiny.collect(SILO, plan_id), tiny.key(SILO))
+    return arrive(sent_once, tmp_path / "copy")
 
 
 def test_intake_accepts_what_the_silo_sent_and_signs_a_receipt_that_binds_it(arrival: Arrival) -> None:
@@ -387,3 +304,23 @@ def test_next_plan_is_refused_while_an_accepted_submission_is_in_no_release(arri
 
 def test_enrolled_key_is_the_one_that_signed(arrival: Arrival) -> None:
     assert signing_key(card_of(arrival.tiny.federation, SILO)) == arrival.key.public
+
+
+def test_intake_refuses_a_release_that_the_plan_did_not_ask_for(arrival: Arrival) -> None:
+    save_file({"sum": torch.zeros(2), "second": torch.zeros(2, 2)}, arrival.folder / "moments.safetensors")
+    file = {"path": "moments.safetensors", "bytes": 1, "digest": "a" * 64}
+    extra = {"kind": "moments", "epsilon": 1.0, "delta": 1e-6, "file": file}
+    document = arrival.document()
+    arrival.document_path.write_text(json.dumps(document | {"releases": [*document["releases"], extra]}))
+    arrival.rewrite(lambda document: None)
+    arrival.refused(PolicyError, "releases", "moments")
+
+
+def test_intake_refuses_another_number_of_images_than_the_silos_units(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document["experts"][0].update(num_images=39))
+    arrival.refused(PolicyError, "images of an expert")
+
+
+def test_intake_refuses_a_silo_of_fewer_images_than_the_plan_asks(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document.update(num_units=9))
+    arrival.refused(PolicyError, "images", "at least 10")

@@ -55,9 +55,9 @@ def test_clustering_refuses_more_fine_centroids_than_distinct_images() -> None:
         fit_clustering(features, 4, 2, 2, seed=0)
 
 
-@pytest.mark.parametrize(("num_coarse", "num_groups"), [(7, 3), (3, 7)])
-def test_clustering_refuses_more_groups_than_fine_centroids(num_coarse: int, num_groups: int) -> None:
-    with pytest.raises(SetupError, match="at most 6"):
+@pytest.mark.parametrize(("num_coarse", "num_groups"), [(4, 3), (3, 7)])
+def test_clustering_refuses_more_clusters_than_groups_than_fine_centroids(num_coarse: int, num_groups: int) -> None:
+    with pytest.raises(SetupError, match="no more coarse clusters than groups"):
         fit_clustering(_blobs()[0], 6, num_coarse, num_groups, seed=0)
 
 
@@ -90,3 +90,72 @@ def test_clusters_survive_their_file(tmp_path) -> None:
     save_tensors(tmp_path / "centroids.safetensors", clusters.tensors())
     loaded = load_tensors(tmp_path / "centroids.safetensors", cluster_specs(6, 2), max_bytes=10_000)
     assert torch.equal(Clusters.from_tensors(loaded).groups(features), clusters.groups(features))
+
+
+def test_clusters_whose_group_lies_in_two_coarse_clusters_are_refused() -> None:
+    fitted = fit_clustering(_blobs()[0], 6, 2, 3, seed=0)
+    fitted.check(2, 3)
+    coarse_F = fitted.coarse_F.clone()
+    coarse_F[0] = 1 - coarse_F[0]
+    with pytest.raises(PolicyError, match="each in one coarse cluster"):
+        Clusters(fitted.centroids_FD, coarse_F, fitted.group_F).check(2, 3)
+
+
+def test_balanced_clusters_hold_about_as_many_images_and_plain_ones_do_not() -> None:
+    generator = torch.Generator().manual_seed(4)
+    dense = 0.2 * torch.randn(900, 2, generator=generator)
+    thin = torch.randn(100, 2, generator=generator) + 6.0
+    features = torch.cat([dense, thin])
+    sizes = {}
+    for balanced in (False, True):
+        clusters = fit_clustering(features, 60, 2, 40, seed=0, balanced=balanced)
+        clusters.check(2, 40)
+        sizes[balanced] = torch.bincount(clusters.coarse_F[clusters.assign(features)], minlength=2)
+    largest_group = int(torch.bincount(clusters.groups(features)).max())
+    assert int((sizes[True] - 500).abs().max()) <= largest_group
+    assert int(sizes[False].min()) == 100
+
+
+def _clusters(centroids: torch.Tensor) -> Clusters:
+    index = torch.zeros(len(centroids), dtype=torch.int64)
+    return Clusters(centroids, index, index)
+
+
+def test_assignment_is_exact_on_near_ties_that_float32_scores_get_wrong(monkeypatch) -> None:
+    generator = torch.Generator().manual_seed(5)
+    centroids = torch.randn(70, 24, generator=generator)
+    pairs = torch.randint(70, (2, 600), generator=generator)
+    features = centroids[pairs].mean(0) + 1e-7 * torch.randn(600, 24, generator=generator)  # on the borders of cells
+    brute = (features[:, None].double() - centroids.double()).square().sum(2).argmin(1)
+    scores = centroids.square().sum(1) / 2 - features @ centroids.T
+    assert not torch.equal(scores.argmin(1), brute)  # rounding decides there
+    for block in (1, 7, 512):
+        monkeypatch.setattr("ddm.clustering._BLOCK", block)
+        assert torch.equal(_clusters(centroids).assign(features), brute)
+
+
+def test_assignment_is_the_same_on_two_threads_as_on_one() -> None:
+    generator = torch.Generator().manual_seed(6)
+    centroids = torch.randn(130, 48, generator=generator)
+    features = torch.cat([torch.randn(700, 48, generator=generator), (centroids[:65] + centroids[65:]) / 2])
+    alone = _clusters(centroids).assign(features)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(_clusters(centroids).assign(features), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("num_fine", [1, 31, 32, 33, 100])
+def test_assignment_gives_ties_to_the_lowest_index(num_fine: int) -> None:
+    generator = torch.Generator().manual_seed(7)
+    centroids = torch.randint(-2, 3, (num_fine, 3), generator=generator).float()  # many of them twice
+    features = torch.randint(-5, 6, (400, 3), generator=generator) / 2
+    brute = (features[:, None].double() - centroids.double()).square().sum(2)
+    if num_fine > 31:
+        assert int((brute == brute.amin(1, keepdim=True)).sum(1).max()) > 1
+    assert torch.equal(_clusters(centroids).assign(features), brute.argmin(1))
+
+
+def test_assignment_of_no_features_is_empty() -> None:
+    assert _clusters(torch.eye(3)).assign(torch.empty(0, 3)).shape == (0,)

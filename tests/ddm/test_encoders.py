@@ -15,13 +15,16 @@ def _images(num: int = 60, seed: int = 0) -> torch.Tensor:
     return (torch.randn(num, 36, generator=generator) * spread + 5).view(num, 1, 6, 6)
 
 
-def test_pca_features_match_scikit_learn_up_to_sign() -> None:
+def test_pca_features_match_scikit_learn_up_to_sign_and_half_whitening() -> None:
     images = _images()
     ours = PcaEncoder.fit(images, 5).encode(images).double().numpy()
-    theirs = PCA(5, svd_solver="full").fit_transform(images.flatten(1).double().numpy())
-    np.testing.assert_allclose(np.abs(ours), np.abs(theirs), atol=1e-4)
-    uncentred = images.flatten(1).double().numpy() @ PCA(5).fit(images.flatten(1).numpy()).components_.T
-    assert np.abs(np.abs(uncentred) - np.abs(theirs)).max() > 1  # the comparison can tell a missing mean
+    flat = images.flatten(1).double().numpy()
+    model = PCA(5, svd_solver="full").fit(flat)
+    plain = np.abs(model.transform(flat))
+    half = plain * np.sqrt(model.singular_values_[0] / model.singular_values_)
+    np.testing.assert_allclose(np.abs(ours), half, atol=1e-4)
+    assert np.abs(plain - half).max() > 0.1  # the comparison can tell features that are not whitened
+    assert np.abs(np.abs(flat @ model.components_.T) - plain).max() > 1  # nor centred
 
 
 def test_pca_directions_have_the_same_signs_when_images_are_reordered_or_mirrored() -> None:
@@ -38,7 +41,7 @@ def test_pca_encoding_is_the_same_in_blocks_and_at_once(monkeypatch: pytest.Monk
     images = _images()
     encoder = PcaEncoder.fit(images, 3)
     whole = encoder.encode(images)
-    monkeypatch.setattr("ddm.encoders._BLOCK", 7)
+    monkeypatch.setattr("ddm.encoders.pca._BLOCK", 7)
     torch.testing.assert_close(encoder.encode(images), whole)
 
 

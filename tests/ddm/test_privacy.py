@@ -2,28 +2,28 @@ import math
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from scipy.integrate import quad
 from scipy.optimize import brentq
-from scipy.stats import chi2, norm
+from scipy.stats import norm
 
+import ddm.privacy
 from ddm.errors import NumericalError
 from ddm.privacy import (
     GRID,
     DiscreteLaplaceMechanism,
     GaussianMechanism,
     Mechanism,
-    discrete_laplace,
+    adaptive_epsilon,
     gaussian_delta,
     gaussian_mu,
-    rounded_gaussian,
+    gaussian_mu_within,
+    moments_sensitivity,
+    privacy_curve,
     sketch_sensitivity,
     t_release,
     total_epsilon,
 )
 from ddm.schedule import CosinePath, LinearPath
-
-FALSE_ALARM = 1e-7
 
 
 def _brute_delta(epsilon: float, mechanisms: list[Mechanism]) -> float:
@@ -66,7 +66,7 @@ def test_gaussian_mu_spends_exactly_its_budget_and_no_more() -> None:
     assert gaussian_mu(0.9, 1e-5) > 0.9 / classical  # the textbook bound is looser
 
 
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 1e-5), (1.0, 0.0), (1.0, 1.0), (-1.0, 0.1)])
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 1e-5), (1.0, 0.0), (1.0, 1.0), (-1.0, 0.1), (1e-9, 1e-15)])
 def test_gaussian_mu_refuses_what_no_gaussian_meets(epsilon: float, delta: float) -> None:
     with pytest.raises(NumericalError):
         gaussian_mu(epsilon, delta)
@@ -95,6 +95,7 @@ def test_total_epsilon_is_closed_form_when_one_family_is_alone() -> None:
     assert total_epsilon([DiscreteLaplaceMechanism(epsilon=1.0)], 1e-5) <= 1.0
     assert total_epsilon(gaussians, 0.0) == math.inf
     assert total_epsilon([], 0.0) == 0.0
+    assert total_epsilon([DiscreteLaplaceMechanism(epsilon=450.0)] * 2, 1e-5) == 900.0  # too much to compose
 
 
 def test_total_epsilon_of_a_plan_stays_within_the_sum_of_its_parts() -> None:
@@ -102,6 +103,55 @@ def test_total_epsilon_of_a_plan_stays_within_the_sum_of_its_parts() -> None:
     once = total_epsilon(plan, 1e-5)
     assert 7.0 < once < 8.0
     assert once < total_epsilon(plan * 2, 1e-5) < 2 * once
+
+
+def test_epsilon_never_rises_with_delta_so_that_one_more_plan_never_costs_less_than_nothing() -> None:
+    steps: list[list[Mechanism]] = [
+        [GaussianMechanism(mu=0.7)],
+        [DiscreteLaplaceMechanism(epsilon=0.8), GaussianMechanism(mu=1.49)],
+        [DiscreteLaplaceMechanism(epsilon=0.3), DiscreteLaplaceMechanism(epsilon=0.4), GaussianMechanism(mu=3.0)],
+        [GaussianMechanism(mu=1e-7)],
+    ]
+    for step in steps:
+        curve = privacy_curve(step)
+        costs = [curve(delta) for delta in np.geomspace(1e-13, 0.3, 60)]
+        assert (np.diff(costs) <= 0).all()
+    totals = [adaptive_epsilon((steps * 3)[:num], 1e-5) for num in range(13)]
+    assert (np.diff(totals) >= 0).all()
+    assert totals[0] == 0.0 < totals[1]
+
+
+def test_hundred_plans_cost_what_their_shares_of_delta_cost_in_closed_form() -> None:
+    mu, delta, num = 0.5, 1e-5, 100
+    shares = [delta / (j * (j + 1)) for j in range(1, num)] + [delta / num]
+    assert math.fsum(shares) == pytest.approx(delta, rel=1e-12)
+    expected = sum(brentq(lambda e, d=d: gaussian_delta(mu, e) - d, 0, 50) for d in shares)
+    found = adaptive_epsilon([[GaussianMechanism(mu=mu)]] * num, delta)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert found > 3 * total_epsilon([GaussianMechanism(mu=mu)] * num, delta)  # what it costs that plans may adapt
+
+
+def test_one_plan_costs_its_composed_epsilon_and_pure_plans_their_sum() -> None:
+    plan: list[Mechanism] = [DiscreteLaplaceMechanism(epsilon=1.0), GaussianMechanism(mu=0.7)]
+    assert adaptive_epsilon([plan], 1e-5) == total_epsilon(plan, 1e-5)
+    pure = [[DiscreteLaplaceMechanism(epsilon=epsilon)] for epsilon in (0.5, 0.25, 1.0)]
+    assert adaptive_epsilon(pure, 0.0) == adaptive_epsilon(pure, 1e-5) == 1.75
+    assert adaptive_epsilon([*pure, plan], 0.0) == math.inf
+    assert adaptive_epsilon([], 1e-5) == 0.0
+
+
+@pytest.mark.parametrize(("total", "delta", "counts"), [(4.0, 1e-5, 1.0), (8.0, 1e-6, 0.5), (0.5, 1e-5, 0.4)])
+def test_gaussian_beside_counts_uses_up_the_total_and_no_more(total: float, delta: float, counts: float) -> None:
+    mu = gaussian_mu_within(total, delta, counts)
+    laplace = DiscreteLaplaceMechanism(epsilon=counts)
+    assert total_epsilon([laplace, GaussianMechanism(mu=mu)], delta) <= total
+    assert total_epsilon([laplace, GaussianMechanism(mu=mu * (1 + 1e-5))], delta) > total
+    assert mu > gaussian_mu(total - counts, delta) * 1.01  # splitting epsilon by hand gives some away
+
+
+def test_gaussian_beside_counts_that_cost_the_total_is_refused() -> None:
+    with pytest.raises(NumericalError, match="counts"):
+        gaussian_mu_within(1.0, 1e-5, 1.0001)
 
 
 @pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
@@ -139,61 +189,57 @@ def test_sketch_sensitivity_covers_the_worst_rounding() -> None:
     assert sketch_sensitivity(64) == 2 + 8 * GRID
 
 
-def _chi_square_fails(sample: NDArray[np.int64], edges: NDArray[np.int64], probability: NDArray[np.float64]) -> bool:
-    """Whole numbers clipped into the range of `edges`, against their probabilities."""
-    observed = np.array([(np.clip(sample, edges[0], edges[-1]) == edge).sum() for edge in edges])
-    expected = probability * len(sample)
-    assert expected.min() > 5
-    statistic = float(((observed - expected) ** 2 / expected).sum())
-    return statistic > chi2.isf(FALSE_ALARM, len(edges) - 1)
+def _moments_distance(s: np.ndarray, other: np.ndarray, grid: float) -> float:
+    """How far ``(sum s, sum s s^T / sqrt(2))`` moves when a record s becomes another, each rounded to `grid`."""
+    parts = []
+    for point in (s, other):
+        rounded = np.rint(point / grid) * grid
+        second = np.rint(np.outer(rounded, rounded) / grid) * grid
+        parts.append((rounded, second))
+    (first, second), (first_2, second_2) = parts
+    return math.hypot(np.linalg.norm(first - first_2), np.linalg.norm(second - second_2) / math.sqrt(2))
 
 
-@pytest.mark.parametrize("epsilon", [0.5, 2.0])
-def test_discrete_laplace_noise_has_its_law_and_quartered_noise_is_caught(epsilon: float) -> None:
-    num, q = 4000, math.exp(-epsilon / 2)
-    reach = int(math.log(num / 60) / (epsilon / 2))
-    edges = np.arange(-reach, reach + 1)
-    probability = (1 - q) / (1 + q) * q ** np.abs(edges)
-    probability[[0, -1]] = q**reach / (1 + q)  # all of the tail
-    assert not _chi_square_fails(discrete_laplace(num, epsilon), edges, probability)
-    assert _chi_square_fails(discrete_laplace(num, 4 * epsilon), edges, probability)
-    assert _chi_square_fails(discrete_laplace(num, epsilon) // 4, edges, probability)
+@pytest.mark.parametrize("rank", [1, 2, 8])
+def test_no_pair_of_records_moves_the_moments_further_than_their_sensitivity(rank: int, monkeypatch) -> None:
+    rng = np.random.default_rng(rank)
+    points = rng.standard_normal((400, 2, rank))
+    points /= np.maximum(1.0, np.linalg.norm(points, axis=2, keepdims=True) * rng.choice([1.0, 0.8], (400, 1, 1)))
+    points /= np.maximum(1.0, np.linalg.norm(points, axis=2, keepdims=True))
+    for grid in (2.0**-16, 2.0**-4):  # a coarse grid makes rounding visible
+        monkeypatch.setattr(ddm.privacy, "GRID", grid)
+        bound = moments_sensitivity(rank)
+        assert max(_moments_distance(s, other, grid) for s, other in points) <= bound
+        assert max(_moments_distance(s, -s, grid) for s, _ in points) <= bound
+    one = np.eye(rank)[0]
+    monkeypatch.setattr(ddm.privacy, "GRID", 2.0**-16)
+    assert _moments_distance(one, -one, 2.0**-16) == 2.0  # the worst pair reaches it
+    assert moments_sensitivity(rank) < 2.001
 
 
-@pytest.mark.parametrize("std", [0.8, 3.0, 12.5])
-def test_rounded_gaussian_noise_has_its_law_and_quartered_noise_is_caught(std: float) -> None:
-    num = 40_000
-    reach = math.ceil(2.5 * std)
-    edges = np.arange(-reach, reach + 1)
-    upper = norm.cdf((edges + 0.5) / std)
-    probability = np.diff(np.concatenate([[0.0], upper[:-1], [1.0]]))
-    assert not _chi_square_fails(rounded_gaussian((num,), std), edges, probability)
-    assert _chi_square_fails(rounded_gaussian((num,), std / 4), edges, probability)
+def test_moments_of_opposite_and_orthogonal_records_follow_the_closed_form() -> None:
+    for cosine in (-1.0, -0.5, 0.0, 0.5):
+        other = np.array([cosine, math.sqrt(1 - cosine**2)])
+        distance = _moments_distance(np.array([1.0, 0.0]), other, 2.0**-40)
+        assert distance == pytest.approx(math.sqrt(4 - (1 + cosine) ** 2), abs=1e-9)
 
 
-def test_rounded_gaussian_reaches_the_far_tail_and_never_infinity() -> None:
-    class Extreme:
-        def __init__(self, octet: int) -> None:
-            self.octet = octet
+def test_histogram_by_two_cells_costs_no_more_than_the_accounted_worst_case() -> None:
+    """Taking one from a cell and adding one to another, against moving one cell by 2, which is what is accounted."""
+    epsilon = 0.8
+    rate, z = epsilon / 2, np.arange(-300, 301)
+    p = np.exp(-rate * np.abs(z))
+    p /= p.sum()
 
-        def below(self, bound: int) -> int:
-            raise NotImplementedError
+    def loss(shift: int) -> np.ndarray:
+        return rate * (np.abs(z - shift) - np.abs(z))
 
-        def octets(self, num: int) -> bytes:
-            return bytes([self.octet]) * num
-
-    far = rounded_gaussian((1,), 1e6, Extreme(0))
-    assert -14e6 < far[0] < -12.5e6
-    assert rounded_gaussian((1,), 1e6, Extreme(255))[0] == 0
-
-
-def test_noise_differs_between_draws_whatever_the_seeds_are() -> None:
-    draws = []
-    for _ in range(2):
-        np.random.seed(0)  # has no effect, and must not
-        draws.append((rounded_gaussian((50,), 1e6), discrete_laplace(200, 0.1)))
-    assert not np.array_equal(draws[0][0], draws[1][0])
-    assert not np.array_equal(draws[0][1], draws[1][1])
+    two_cells = (loss(1)[:, None] + loss(-1)).ravel(), (p[:, None] * p).ravel()
+    for threshold in np.linspace(0, epsilon, 9):
+        real = float((two_cells[1] * np.clip(-np.expm1(threshold - two_cells[0]), 0, None)).sum())
+        accounted = float((p * np.clip(-np.expm1(threshold - loss(2)), 0, None)).sum())
+        assert real <= accounted + 1e-12
+    assert float(two_cells[0].max()) == pytest.approx(epsilon)  # with an L1 sensitivity of 1 it would be half of that
 
 
 def test_mechanisms_survive_json() -> None:

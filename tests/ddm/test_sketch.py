@@ -89,7 +89,7 @@ def test_renoising_backwards_is_refused(sketch: Sketch) -> None:
 
 def test_group_statistics_are_those_of_the_groups_when_they_are_large(sketch: Sketch) -> None:
     images, group = _public()
-    s_0 = sketch.project(images)
+    s_0 = sketch.of(images, torch.zeros(len(images)), LinearPath()).double()
     for g in range(GROUPS):
         torch.testing.assert_close(sketch.group_mean_GR[g].double(), s_0[group == g].mean(0), atol=1e-6, rtol=0)
         torch.testing.assert_close(sketch.group_cov_GRR[g].double(), s_0[group == g].T.cov(), atol=2e-3, rtol=0.15)
@@ -146,3 +146,25 @@ def test_sketch_survives_its_file(sketch: Sketch, tmp_path) -> None:
     loaded = Sketch.from_tensors(load_tensors(tmp_path / "sketch.safetensors", specs, max_bytes=10_000))
     assert loaded.scale == sketch.scale
     assert torch.equal(loaded.project(_public()[0]), sketch.project(_public()[0]))
+
+
+def test_head_of_a_sketch_is_the_sketch_of_its_leading_dimensions(sketch: Sketch) -> None:
+    images, group = _public()
+    narrow = Sketch.fit(images, group, RANK, GROUPS, released_rank=2).head(2)
+    alone = Sketch.fit(images, group, 2, GROUPS)
+    assert narrow.scale == pytest.approx(alone.scale)
+    torch.testing.assert_close(narrow.project(images), alone.project(images), atol=1e-6, rtol=0)
+    torch.testing.assert_close(narrow.group_mean_GR, alone.group_mean_GR, atol=1e-6, rtol=0)
+    assert Sketch.fit(images, group, RANK, GROUPS).scale > alone.scale  # C is about what is released
+    narrow.check()
+    for rank in (0, RANK + 1):
+        with pytest.raises(ShapeError, match="dimensions"):
+            sketch.head(rank)
+
+
+def test_scale_of_a_wide_sketch_leaves_under_one_percent_of_what_is_released_outside() -> None:
+    images, group = _public()
+    wide = Sketch.fit(images, group, RANK, GROUPS, released_rank=2)
+    norm = wide.head(2).of(images, torch.zeros(600), LinearPath()).norm(dim=1)
+    assert 0 < float((norm > 1 + 1e-6).float().mean()) < 0.01
+    assert float(wide.of(images, torch.zeros(600), LinearPath()).norm(dim=1).mean()) > float(norm.mean()) + 0.01

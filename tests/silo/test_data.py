@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from ddm.errors import DataError, MissingFileError
+from ddm.protocol.base import Unit
 from ddm.protocol.plan import DataSpec
-from silo.data import dataset_digest, load_cohort
+from silo.data import Cohort, dataset_digest, load_cohort
 
 SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
 SALT = b"s" * 32
+IMAGES = np.linspace(-1, 1, 6 * 16, dtype=np.float32).reshape(6, 1, 4, 4)
 
 
 def save(path: Path, **arrays: object) -> Path:
@@ -19,8 +21,13 @@ def save(path: Path, **arrays: object) -> Path:
     return path
 
 
-def load(path: Path, min_images: int = 1):  # type: ignore[no-untyped-def]
-    return load_cohort(path, SPEC, min_images=min_images, salt=SALT)
+def load(path: Path, min_images: int = 1, unit: Unit = "image", num_classes: int | None = None) -> Cohort:
+    return load_cohort(path, SPEC, min_images=min_images, salt=SALT, unit=unit, num_classes=num_classes)
+
+
+def by_patient(path: Path, patients: object, **kwargs) -> Cohort:
+    """A cohort of six images by patient."""
+    return load(save(path / "p.npz", images=IMAGES, patients=patients), unit="patient", **kwargs)
 
 
 def test_cohort_takes_floats_with_and_without_a_channel(tmp_path: Path) -> None:
@@ -84,3 +91,97 @@ def test_dataset_digest_changes_with_one_value_and_with_the_sites_salt() -> None
     assert digest != dataset_digest(changed, SALT)
     assert digest != dataset_digest(images, b"t" * 32)
     assert digest != dataset_digest(images.reshape(3, 1, 2, 8), SALT)
+
+
+def test_every_image_is_its_own_unit_unless_the_plan_protects_patients(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.npz", images=IMAGES, patients=["a"] * 6, labels=[9] * 6)
+    cohort = load(path)
+    assert (cohort.unit_N.tolist(), cohort.num_units, cohort.label_N) == (list(range(6)), 6, None)
+    assert load(path, unit="patient").num_units == 1
+
+
+@pytest.mark.parametrize(
+    "patients",
+    [
+        ["zoe", "adam", "zoe", "mo", "adam", "zoe"],
+        [b"zoe", b"adam", b"zoe", b"m\xf6", b"adam", b"zoe"],
+        [" zoe", "adam", "zoe ", "mo", "adam", "zoe"],
+        [70, 7, 70, 9, 7, 70],
+        np.array([70, 7, 70, 9, 7, 70], dtype=np.uint64) + 2**63,
+        [0.5, -1.0, 0.5, 3.0, -1.0, 0.5],
+    ],
+    ids=["text", "bytes", "blanks", "numbers", "large numbers", "floating point"],
+)
+def test_patients_become_numbers_in_order_of_first_appearance(tmp_path: Path, patients: object) -> None:
+    cohort = by_patient(tmp_path, patients)
+    assert cohort.unit_N.tolist() == [0, 1, 0, 2, 1, 0]
+    assert cohort.unit_N.dtype == torch.int64
+    assert cohort.num_units == 3
+
+
+@pytest.mark.parametrize(
+    ("patients", "said"),
+    [
+        (["secret"] * 5, "shape"),
+        ([["secret"] * 6], "shape"),
+        ([1.0, 2.0, float("nan"), 2.0, 1.0, 1.0], "none for 1"),
+        (["secret", "", "secret", " NaN ", "None", "secret"], "none for 3"),
+        ([b"secret", b"", b"secret", b"x", b"y", b"z"], "none for 1"),
+        (np.array(["secret", None, "b", "c", "d", "e"], dtype=object), "pickled"),
+        (np.array(["2026-01-01"] * 6, dtype="datetime64[D]"), "text"),
+        ([True] * 6, "text"),
+        (["secret" * 1000] * 6, "1024 bytes"),
+    ],
+    ids=["too few", "2-D", "nan", "missing text", "missing bytes", "objects", "dates", "booleans", "huge"],
+)
+def test_patients_that_cannot_be_counted_are_refused_without_saying_who_they_are(
+    tmp_path: Path, patients: object, said: str
+) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        by_patient(tmp_path, patients)
+    assert "secret" not in f"{caught.value} {caught.value.remedy}"
+
+
+def test_plan_by_patient_refuses_a_file_without_patients(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="an array called patients"):
+        load(save(tmp_path / "a.npz", images=IMAGES), unit="patient")
+
+
+def test_fewest_images_are_counted_in_images_and_not_in_patients(tmp_path: Path) -> None:
+    assert by_patient(tmp_path, [1] * 6, min_images=6).num_units == 1
+    with pytest.raises(DataError, match="at least 7"):
+        by_patient(tmp_path, [1] * 6, min_images=7)
+
+
+def test_labels_are_read_where_the_plan_asks_for_classes(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.npz", images=IMAGES, labels=np.array([0, 1, 2, 0, 1, 2], dtype=np.uint8))
+    labels = load(path, num_classes=3).label_N
+    assert labels is not None
+    assert (labels.tolist(), labels.dtype) == ([0, 1, 2, 0, 1, 2], torch.int64)
+    assert load(path).label_N is None
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2, 3, 0, 0], [0, -1, 0, 0, 0, 0], [0.0] * 6, ["a"] * 6, [0] * 7, None])
+def test_labels_outside_the_plans_classes_are_refused(tmp_path: Path, labels: object) -> None:
+    arrays = {"images": IMAGES} if labels is None else {"images": IMAGES, "labels": labels}
+    with pytest.raises(DataError, match="labels"):
+        load(save(tmp_path / "a.npz", **arrays), num_classes=3)
+
+
+def test_digest_covers_the_grouping_by_patient_and_the_labels_that_are_used(tmp_path: Path) -> None:
+    patients, other = ["a", "b", "a", "c", "b", "a"], ["a", "b", "a", "c", "b", "c"]
+    digests = [
+        load(save(tmp_path / "a.npz", images=IMAGES, patients=p, labels=label), unit=unit, num_classes=n).digest
+        for p, label, unit, n in [
+            (patients, [0] * 6, "image", None),
+            (patients, [0] * 6, "patient", None),
+            (other, [0] * 6, "patient", None),
+            (patients, [0] * 6, "image", 2),
+            (patients, [0] * 5 + [1], "image", 2),
+            (patients, [0] * 6, "patient", 2),
+        ]
+    ]
+    assert len(set(digests)) == len(digests)
+    assert digests[0] == dataset_digest(torch.from_numpy(IMAGES), SALT)
+    renamed = ["x", "y", "x", "z", "y", "x"]
+    assert by_patient(tmp_path, renamed).digest == digests[1]  # the same patients under other names

@@ -2,34 +2,38 @@ import contextlib
 import json
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from ddm.errors import BudgetError, LedgerError
-from ddm.privacy import DiscreteLaplaceMechanism, GaussianMechanism, total_epsilon
-from ddm.protocol.base import sha256_hex
+from ddm.privacy import DiscreteLaplaceMechanism, GaussianMechanism, adaptive_epsilon, total_epsilon
+from ddm.protocol.base import Unit, now_utc, sha256_hex
 from ddm.protocol.plan import Budget
 from ddm.protocol.submission import LedgerHead
-from silo.ledger import Entry, Ledger
+from silo.ledger import Debit, Entry, Ledger
 from tests.silo.workers import CONTEXT
 
 PLAN = "digits-0000abcd"
 COUNTS = DiscreteLaplaceMechanism(epsilon=1.0)
 SKETCH = GaussianMechanism(mu=0.5)
+WHOLE = {"counts": COUNTS, "sketch": SKETCH}
 
 
 def digest(text: str) -> str:
     return sha256_hex(text.encode())
 
 
-def open_ledger(folder: Path, epsilon: float = 10.0, delta: float = 1e-5) -> Ledger:
-    return Ledger(folder / "ledger.jsonl", budget=Budget(epsilon=epsilon, delta=delta), unit="image")
+def open_ledger(folder: Path, epsilon: float = 10.0, delta: float = 1e-5, unit: Unit = "image") -> Ledger:
+    return Ledger(folder / "ledger.jsonl", budget=Budget(epsilon=epsilon, delta=delta), unit=unit)
 
 
-def spend(ledger: Ledger, plan: str = "plan 1", dataset: str = "data 1", **kwargs) -> Entry:
-    return ledger.spend(PLAN, digest(plan), "counts", kwargs.get("mechanism", COUNTS), digest(dataset))
+def spend(
+    ledger: Ledger, plan: str = "plan 1", dataset: str = "data 1", mechanisms=None, unit: Unit = "image"
+) -> Entry:
+    return ledger.spend(PLAN, digest(plan), digest(dataset), unit, mechanisms or {"counts": COUNTS})
 
 
 @pytest.fixture
@@ -37,7 +41,7 @@ def ledger(tmp_path: Path) -> Ledger:
     """Three debits, the first of them drawn."""
     ledger = open_ledger(tmp_path)
     first = spend(ledger)
-    ledger.record_draw(first, digest("file"))
+    ledger.record_draw(first, "counts", digest("file"))
     spend(ledger, "plan 2")
     spend(ledger, "plan 3")
     return ledger
@@ -58,7 +62,7 @@ def test_ledger_only_grows_and_survives_reopening(ledger: Ledger, tmp_path: Path
     again = open_ledger(tmp_path)
     spend(again, "plan 4")
     assert again.head[2][: len(before)] == before
-    assert again.spent() == (total_epsilon([COUNTS] * 4, 1e-5), 1e-5)
+    assert again.spent() == (4.0, 1e-5)
     assert again.spent(digest("plan 4"))[0] == 1.0
 
 
@@ -66,12 +70,29 @@ def test_same_release_is_debited_once_when_a_worker_asks_again(ledger: Ledger, t
     first = spend(ledger)
     assert spend(open_ledger(tmp_path)) == first
     assert ledger.head[1] == 4
-    assert ledger.draw_of(first) == digest("file")
+    assert ledger.draw_of(first, "counts") == digest("file")
 
 
-def test_same_release_with_another_mechanism_is_refused(ledger: Ledger) -> None:
-    with pytest.raises(LedgerError, match="mechanism"):
-        spend(ledger, mechanism=DiscreteLaplaceMechanism(epsilon=0.5))
+@pytest.mark.parametrize("other", [{"counts": DiscreteLaplaceMechanism(epsilon=0.5)}, WHOLE, {"sketch": SKETCH}])
+def test_same_plan_with_other_mechanisms_is_refused(ledger: Ledger, other) -> None:
+    with pytest.raises(LedgerError, match="first debited"):
+        spend(ledger, mechanisms=other)
+    with pytest.raises(LedgerError, match="first debited"):
+        spend(ledger, unit="patient")
+
+
+def test_plan_is_debited_whole_before_its_first_draw(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path)
+    debit = spend(ledger, mechanisms=WHOLE)
+    whole = total_epsilon(WHOLE.values(), 1e-5)
+    assert whole > 1.5
+    assert ledger.spent()[0] == ledger.spent(digest("plan 1"))[0] == whole  # nothing was drawn yet
+    for kind in ("counts", "sketch"):
+        ledger.record_draw(debit, kind, digest(kind))
+    assert spend(ledger, mechanisms=dict(reversed(WHOLE.items()))) == debit
+    assert ledger.spent()[0] == whole
+    assert ledger.draw_of(debit, "sketch") == digest("sketch")
+    assert ledger.head[1] == 3
 
 
 def test_dataset_changed_by_one_image_is_debited_again(ledger: Ledger) -> None:
@@ -93,24 +114,84 @@ def test_budget_covers_all_plans_and_a_release_over_it_is_not_debited(tmp_path: 
 
 def test_budget_without_delta_refuses_every_gaussian(tmp_path: Path) -> None:
     with pytest.raises(BudgetError):
-        open_ledger(tmp_path, delta=0.0).spend(PLAN, digest("p"), "sketch", SKETCH, digest("d"))
+        spend(open_ledger(tmp_path, delta=0.0), mechanisms={"sketch": SKETCH})
 
 
-def test_budget_counts_composition_below_the_sum(tmp_path: Path) -> None:
+def test_total_is_that_of_plans_chosen_in_the_light_of_earlier_ones(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, epsilon=100.0)
-    alone = []
     for plan in range(4):
-        ledger.spend(PLAN, digest(str(plan)), "sketch", SKETCH, digest("d"))
-        alone.append(ledger.spent(digest(str(plan)))[0])
-    assert alone[0] < ledger.spent()[0] < sum(alone)
+        spend(ledger, str(plan), mechanisms=WHOLE)
+    steps = [tuple(WHOLE.values())] * 4
+    assert ledger.spent()[0] == adaptive_epsilon(steps, 1e-5)
+    assert ledger.spent()[0] > 1.1 * total_epsilon([m for step in steps for m in step], 1e-5)  # as if fixed in advance
+
+
+def test_total_follows_the_order_of_debits_and_not_of_draws(tmp_path: Path) -> None:
+    small, large = {"sketch": GaussianMechanism(mu=0.2)}, {"sketch": GaussianMechanism(mu=1.5)}
+    totals = []
+    for name, order in (("a", (small, large)), ("b", (large, small))):
+        ledger = open_ledger(tmp_path / name)
+        debits = [spend(ledger, str(number), mechanisms=each) for number, each in enumerate(order)]
+        before = ledger.spent()[0]
+        for debit in reversed(debits):
+            ledger.record_draw(debit, "sketch", digest("file"))
+        assert ledger.spent()[0] == before
+        totals.append(before)
+    steps = [(small["sketch"],), (large["sketch"],)]
+    assert totals == [adaptive_epsilon(steps, 1e-5), adaptive_epsilon(steps[::-1], 1e-5)]
+
+
+def test_affordable_plan_is_one_that_the_ledger_then_debits(tmp_path: Path) -> None:
+    cost = adaptive_epsilon([(COUNTS,), tuple(WHOLE.values())], 1e-5)
+    for number, (budget, fits) in enumerate([(cost, True), (cost * 0.999, False)]):
+        ledger = open_ledger(tmp_path / str(number), epsilon=budget)
+        spend(ledger, "plan 1")
+        ask = (digest("plan 2"), digest("data 1"), WHOLE)
+        if fits:
+            ledger.check_affordable(*ask)
+            spend(ledger, "plan 2", mechanisms=WHOLE)
+            ledger.check_affordable(*ask)  # paid for
+        else:
+            with pytest.raises(BudgetError, match="with this plan"):
+                ledger.check_affordable(*ask)
+            with pytest.raises(BudgetError):
+                spend(ledger, "plan 2", mechanisms=WHOLE)
+        assert ledger.head[1] == 1 + fits
+
+
+def test_ledger_of_fifty_different_plans_is_checked_in_seconds(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, epsilon=1000.0)
+    steps = [
+        {"counts": DiscreteLaplaceMechanism(epsilon=0.2), "sketch": GaussianMechanism(mu=0.1 + 0.002 * number)}
+        for number in range(50)
+    ]
+    with ledger._locked() as entries:  # as spend writes them, without weighing each one on the way
+        for number, mechanisms in enumerate(steps):
+            previous = entries[-1].digest if entries else sha256_hex(b"archipelago/ledger/1")
+            debit = Debit(
+                number=number + 1,
+                previous=previous,
+                at=now_utc(),
+                unit="image",
+                plan_id=PLAN,
+                plan_digest=digest(str(number)),
+                mechanisms=mechanisms,
+                dataset_digest=digest("data 1"),
+            )
+            entries = (*entries, ledger._append(debit))
+    start = time.process_time()
+    ledger.check_affordable(digest("plan 51"), digest("data 1"), WHOLE)
+    assert time.process_time() - start < 6
 
 
 def test_draw_is_recorded_once_and_only_for_a_debit_of_this_ledger(ledger: Ledger, tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="second"):
-        ledger.record_draw(spend(ledger), digest("another file"))
+        ledger.record_draw(spend(ledger), "counts", digest("another file"))
+    with pytest.raises(LedgerError, match="none"):
+        ledger.record_draw(spend(ledger), "sketch", digest("file"))  # the debit is for counts alone
     foreign = spend(open_ledger(tmp_path / "other"), "plan 9")
     with pytest.raises(LedgerError, match="none"):
-        ledger.record_draw(foreign, digest("file"))
+        ledger.record_draw(foreign, "counts", digest("file"))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +200,7 @@ def test_draw_is_recorded_once_and_only_for_a_debit_of_this_ledger(ledger: Ledge
         (b'"epsilon":1', b'"epsilon":0.1'),
         (b'"number":1', b'"number":2'),
         (b'"image"', b'"images"'),
-        (b'"kind":"counts"', b'"kind": "counts"'),
+        (b'"kind":"discrete', b'"kind": "discrete'),
         (b'"relation"', b'"extra":1,"relation"'),
     ],
 )
@@ -233,10 +314,23 @@ def test_whole_foreign_line_behind_the_head_is_refused(ledger: Ledger) -> None:
         ledger.verify()
 
 
-def test_ledger_of_another_unit_is_refused(ledger: Ledger) -> None:
-    other = Ledger(ledger.path, budget=ledger.budget, unit="patient")  # type: ignore[arg-type]
-    with pytest.raises(LedgerError, match="unit|by patient"):
-        other.verify()
+def test_ledger_by_patient_refuses_releases_by_image_and_one_by_image_counts_both(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path)
+    spend(ledger, "plan 1", unit="patient")
+    open_ledger(tmp_path, unit="patient").verify()  # so far only patients' releases
+    spend(ledger, "plan 2", unit="image")
+    assert ledger.spent()[0] == 2.0
+    with pytest.raises(LedgerError, match="nothing about a patient") as caught:
+        open_ledger(tmp_path, unit="patient").verify()
+    assert "privacy.unit back to image" in caught.value.remedy
+
+
+def test_plan_by_image_is_never_debited_to_a_ledger_by_patient(tmp_path: Path) -> None:
+    ledger = open_ledger(tmp_path, unit="patient")
+    with pytest.raises(LedgerError, match="nothing about a patient"):
+        spend(ledger, unit="image")
+    assert not ledger.path.exists()
+    assert spend(ledger, unit="patient").record.unit == "patient"
 
 
 def test_failed_write_is_refused_and_leaves_a_ledger_that_verifies(ledger: Ledger, monkeypatch) -> None:
@@ -271,7 +365,7 @@ def test_two_processes_that_spend_at_once_lose_nothing_and_pay_shared_releases_o
     ledger = open_ledger(tmp_path, epsilon=1000.0)
     ledger.verify()
     assert ledger.head[1] == 24  # 8 of each worker and 8 shared
-    assert ledger.spent()[0] == total_epsilon([COUNTS] * 24, 1e-5)
+    assert ledger.spent()[0] == pytest.approx(24.0)
 
 
 def _spend_last(folder: str, worker: int, barrier, refused) -> None:

@@ -18,11 +18,11 @@ from aggregator.setup import load_key
 from ddm.errors import ApprovalError, AuditError, BudgetError, DataError, SubmissionRefusedError
 from ddm.processes import program
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
+from ddm.protocol.submission import submission_path
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from silo.approval import approve, withdraw
 from silo.config import Site
-from silo.outbox import submission_path
 from silo.state import load_state, state_path
 from silo.worker import Worker
 from tests.federation import PASSPHRASE, POLICY, TinyFederation, recipe, write_policy
@@ -233,7 +233,7 @@ def test_worker_refuses_to_send_when_a_reviewed_file_has_changed(planned: tuple[
     site = tiny.sites[SILO]
     write_policy(site, POLICY | {"approval": {"kind": "person"}})
     approve(site, str(tiny.work(SILO, until="awaiting_approval").submission_digest))
-    expert = site.private / "checkpoints" / plan_id / "expert.safetensors"
+    expert = site.private / "checkpoints" / plan_id / "experts" / SILO / "expert.safetensors"
     expert.write_bytes(expert.read_bytes()[:-1] + b"\x00")
     with pytest.raises(ApprovalError, match="expert.safetensors"):
         tiny.work(SILO)
@@ -357,7 +357,7 @@ def test_worker_killed_in_training_ends_with_a_byte_identical_expert(tmp_path: P
         process = run_worker(site)
         if kill:
             wait_for(site, process, "training")
-            checkpoints = site.private / "checkpoints" / plan_id / "training"
+            checkpoints = site.private / "checkpoints" / plan_id / "experts" / SILO / "training"
             watch(process, lambda folder=checkpoints: any(folder.rglob("*.json")), "a checkpoint")
             end(process, signal.SIGKILL)
             assert load_state(state_path(site.private)).state == "training"

@@ -7,12 +7,12 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
 from ddm.errors import NumericalError, ShapeError
-from ddm.privacy import discrete_laplace
+from ddm.noise import discrete_laplace
 from ddm.routers.base import Router, posterior
 from ddm.routers.counts import CountsRouter, counts_router_specs, expected_counts
 from ddm.sketch import Sketch
 from ddm.tensors import load_tensors, save_tensors
-from tests.ddm.routers.worlds import GROUPS, PATH, RANK, make_world
+from tests.ddm.routers.worlds import GROUPS, PATH, RANK, clustered, dealt, make_world
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
 WORLD = make_world(SHARES, [300, 200, 100])
@@ -141,3 +141,62 @@ def test_expected_counts_describe_a_small_silo_better_than_clipping() -> None:
         ours += surprise(expected_counts(noisy, 130, 1.0, weight)[0], true)
         clipped += surprise(clip * 130 / clip.sum(), true)
     assert ours < clipped  # by 7% on average, with a deviation of 1%
+
+
+def _wide(groups: int, rank: int) -> Sketch:
+    """Public images whose variances fall over three orders of magnitude."""
+    generator = torch.Generator().manual_seed(0)
+    group = torch.arange(40 * groups) % groups
+    spread = torch.logspace(0, -1.5, 2 * rank)
+    centre = torch.randn(groups, 2 * rank, generator=generator)[group]
+    x = spread * (centre + torch.randn(len(group), 2 * rank, generator=generator))
+    return Sketch.fit(x.view(-1, 1, 2, rank), group, rank, groups, released_rank=4)
+
+
+@pytest.mark.parametrize("t", [0.0, 1e-4, 0.05, 0.5, 1.0])
+def test_float32_answers_of_a_wide_sketch_are_those_of_float64(t: float) -> None:
+    sketch = _wide(groups=32, rank=48)
+    share = torch.from_numpy(np.random.default_rng(0).dirichlet(np.full(32, 0.3), size=5)).clamp(min=1e-9)
+    router = CountsRouter(sketch, (share / share.sum(1, keepdim=True)).log(), PATH)
+    s = torch.cat([sketch.group_mean_GR, sketch.group_mean_GR + 0.5]).repeat(20, 1)
+    s = (1 - t) * s + t / sketch.scale * torch.randn(s.shape, generator=torch.Generator().manual_seed(1))
+    at = torch.full((len(s),), t)
+    single, double = router.sketch_log_likelihood(s, at), router.sketch_log_likelihood(s.double(), at.double())
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.softmax(1).double(), double.softmax(1), atol=5e-4, rtol=0)
+    half = router.group_log_density(s.half().float(), at)  # the tolerance would show a lower precision
+    if t < 1:
+        assert float((half - router.group_log_density(s, at)).abs().max()) > 1e-2
+
+
+def test_blocks_do_not_change_the_answer(monkeypatch) -> None:
+    router = CountsRouter(SKETCH, LOG_MASS, PATH)
+    s, at = torch.randn(50, RANK, generator=torch.Generator().manual_seed(0)), torch.linspace(0, 1, 50)
+    whole = router.sketch_log_likelihood(s, at)
+    monkeypatch.setattr("ddm.routers.gaussians._BLOCK", 3 * GROUPS * RANK)
+    torch.testing.assert_close(router.sketch_log_likelihood(s, at), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_expert_far_from_a_sample_keeps_a_finite_likelihood() -> None:
+    router = CountsRouter(SKETCH, LOG_MASS, PATH).split(clustered(3))
+    far = 40 * SKETCH.group_mean_GR[:1].float()
+    found = router.sketch_log_likelihood(far, torch.zeros(1))
+    assert bool(torch.isfinite(found).all())
+    assert float(found.max() - found.min()) > 200  # beyond what float32 can exponentiate
+
+
+@pytest.mark.parametrize("layout", [clustered(3), dealt(3)])
+def test_experts_of_a_silo_together_are_the_silo(layout, tmp_path) -> None:
+    silos = CountsRouter.from_counts(SKETCH, WORLD.histogram(), WORLD.num_units, 1.0, PATH)
+    experts = silos.split(layout)
+    save_tensors(tmp_path / "router.safetensors", experts.tensors())
+    loaded = load_tensors(tmp_path / "router.safetensors", counts_router_specs(6, GROUPS), max_bytes=10_000)
+    again = CountsRouter.from_tensors(loaded, SKETCH, PATH)
+    _, share = layout.split(silos.log_mass_KG.exp())
+    s = torch.randn(40, RANK, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    at = torch.full((40,), 0.3, dtype=torch.float64)
+    joint = (again.sketch_log_likelihood(s, at) + share.log()).view(40, 3, 2)
+    torch.testing.assert_close(joint.logsumexp(2), silos.sketch_log_likelihood(s, at), atol=1e-5, rtol=0)
+    swapped = (again.sketch_log_likelihood(s, at) + share.flip(0).log()).view(40, 3, 2)
+    if share.std() > 0:
+        assert float((swapped.logsumexp(2) - silos.sketch_log_likelihood(s, at)).abs().max()) > 0.05

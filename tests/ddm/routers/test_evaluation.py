@@ -5,15 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddm.errors import RefusedError, ShapeError
-from ddm.privacy import discrete_laplace
-from ddm.routers.counts import CountsRouter
-from ddm.routers.evaluation import BANDS, Comparison, cross_entropy, public_comparison
-from ddm.routers.learned import LearnedRouter, Residual, refit_shares
-from tests.ddm.routers.worlds import GROUPS, PATH, RANK, World, make_world
+from ddm.errors import ShapeError
+from ddm.routers.evaluation import BANDS, accuracy_at, cross_entropy, cross_entropy_at
+from tests.ddm.routers.worlds import World, make_world
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
-T_R = 0.7
+PRIOR = [0.7, 0.3]
 
 
 class Flat:
@@ -74,94 +71,45 @@ def test_cross_entropy_refuses_an_expert_without_images() -> None:
         cross_entropy(Flat(), torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64), [0.5, 0.5])
 
 
-def _counts(world: World, noise: Tensor | None = None, epsilon: float = 2.0) -> tuple[CountsRouter, Tensor]:
-    noisy = world.histogram() + (0 if noise is None else noise)
-    return CountsRouter.from_counts(world.sketch(), noisy, world.num_units, epsilon, PATH), noisy
+def _draw(num: int) -> tuple[Tensor, Tensor]:
+    """Images of `TwoNormals` drawn with weights .7 and .3, and p(expert | image) at t = 0."""
+    generator = torch.Generator().manual_seed(11)  # not the seed of the noise put on them
+    label = (torch.rand(num, generator=generator) < 0.3).long()
+    x = (2 * label - 1)[:, None] + 0.5 * torch.randn(num, 1, generator=generator)
+    clean = TwoNormals().log_likelihood(x, torch.zeros(num)).double()
+    return x, (clean + torch.tensor(PRIOR, dtype=torch.float64).log()).softmax(1)
 
 
-def _silent(mixture: CountsRouter) -> LearnedRouter:
-    return LearnedRouter(mixture, Residual(RANK, 2, 8, 1), T_R)
+def _joint(t: float) -> np.ndarray:
+    """Prior times density of both experts on a grid, summing to 1."""
+    grid, std = np.linspace(-7, 7, 4001), math.sqrt(0.25 * (1 - t) ** 2 + t**2)
+    density = np.stack([np.exp(-0.5 * ((grid - (1 - t) * m) / std) ** 2) for m in (-1, 1)])
+    return np.array(PRIOR)[:, None] * density / density.sum(1, keepdims=True)
 
 
-def _compare(world: World, counts: CountsRouter, learned: LearnedRouter, noisy: Tensor, bands=BANDS) -> Comparison:
-    held_out = world.released(counts.sketch, T_R, seed=7)
-    return public_comparison(
-        counts,
-        learned,
-        world.public[:240],
-        world.public_group[:240],
-        noisy,
-        world.num_units,
-        held_out,
-        epsilon=2.0,
-        seed=0,
-        bands=bands,
-    )
+@pytest.mark.parametrize("t", [0.0, 0.3, 0.8, 1.0])
+def test_cross_entropy_and_accuracy_at_a_time_match_numerical_integration(t: float) -> None:
+    x, soft = _draw(20_000)
+    joint = _joint(t)
+    entropy = -(joint * np.log(np.maximum(joint, 1e-300) / joint.sum(0))).sum()
+    (found,) = cross_entropy_at(TwoNormals(), x, soft, PRIOR, [t])
+    assert found.t == t
+    assert abs(found.value - entropy) < 5 * found.error + 1e-3
+    (hits,) = accuracy_at(TwoNormals(), x, soft, PRIOR, [t])
+    assert abs(hits.value - joint.max(0).sum()) < 5 * hits.error + 1e-3
+    (swapped,) = cross_entropy_at(TwoNormals(), x, soft.flip(1), PRIOR, [t])
+    assert swapped.value > found.value + 0.1
 
 
-def test_public_comparison_finds_the_silos_own_cross_entropy(world: World) -> None:
-    counts, noisy = _counts(world)
-    found = _compare(world, counts, _silent(counts), noisy)
-    x, label = torch.cat(world.silos), torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
-    for public, silo in zip(found.bands, cross_entropy(counts, x, label, world.num_units), strict=True):
-        assert abs(public.counts - silo.value) < 5 * silo.error
-        assert public.prior == pytest.approx(-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)), abs=1e-6)
+def test_cross_entropy_at_allows_a_withdrawn_expert_and_refuses_other_labels() -> None:
+    x, soft = _draw(50)
+    alone = torch.tensor([1.0, 0.0], dtype=torch.float64).expand(50, 2)
+    assert cross_entropy_at(TwoNormals(), x, alone, [1.0, 0.0], [0.5])[0].value == pytest.approx(0.0, abs=1e-9)
+    with pytest.raises(ShapeError, match="labels"):
+        cross_entropy_at(TwoNormals(), x, soft[:, :1], PRIOR, [0.5])
 
 
-def test_untrained_router_is_not_published_even_though_it_is_no_worse(world: World) -> None:
-    counts, noisy = _counts(world)
-    found = _compare(world, counts, _silent(counts), noisy)
-    assert not found.trained and not found.publish_learned
-    assert all(band.difference == 0 and not band.worse for band in (*found.bands, found.sketches))
-
-
-def test_router_refitted_on_good_sketches_is_published_when_counts_were_noisy(world: World) -> None:
-    counts, noisy = _counts(world, torch.tensor([[8, -6, 3, -4], [-5, 9, -7, 2]]))
-    refitted = refit_shares(counts, list(world.released(counts.sketch, 0.2).values()), world.num_units, 0.2)
-    found = _compare(world, counts, _silent(refitted), noisy)
-    assert found.trained and found.publish_learned
-
-
-def test_harmful_network_is_not_published(world: World) -> None:
-    counts, noisy = _counts(world)
-    harmful = _silent(counts)
-    with torch.no_grad():
-        harmful.residual.layers[-1].bias.copy_(torch.tensor([-4.0, 4.0]))
-    found = _compare(world, counts, harmful, noisy)
-    assert found.trained and not found.publish_learned
-    assert found.sketches.worse and found.bands[-1].worse
-    assert not found.bands[0].worse  # below t_release the network is silent
-
-
-def test_shares_that_were_spoilt_are_not_published(world: World) -> None:
-    counts, noisy = _counts(world)
-    spoilt = CountsRouter(counts.sketch, counts.log_mass_KG.flip(0), PATH)
-    assert not _compare(world, counts, _silent(spoilt), noisy).publish_learned
-
-
-def test_counts_that_contradict_the_public_data_are_refused(world: World) -> None:
-    counts, noisy = _counts(world)
-    with pytest.raises(RefusedError, match="prior"):
-        _compare(world, counts, _silent(counts), noisy.flip(1))
-
-
-def test_public_comparison_is_unbiased_and_its_interval_covers_under_the_noise_of_the_release(world: World) -> None:
-    exact, histogram = _counts(world)
-    fixed = CountsRouter(exact.sketch, torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.2, 0.2, 0.2, 0.4]]).log(), PATH)
-    other = _silent(CountsRouter(exact.sketch, torch.tensor([[0.6, 0.2, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]).log(), PATH))
-    band = BANDS[1:2]
-    truth = _compare(world, fixed, other, histogram, band).bands[0].difference
-    found, covered = [], 0
-    for _ in range(12):
-        noise = torch.from_numpy(discrete_laplace(2 * GROUPS, 2.0).reshape(2, GROUPS))
-        result = _compare(world, fixed, other, histogram + noise, band).bands[0]
-        found.append(result.difference)
-        covered += result.difference_low <= truth <= result.difference_high
-    assert abs(np.mean(found) - truth) < 6 * np.std(found) / math.sqrt(12) + 1e-6
-    assert covered >= 6  # of 12 at 95%: fewer by chance under one time in a million
-
-
-def test_public_comparison_refuses_releases_of_another_number_of_experts(world: World) -> None:
-    counts, noisy = _counts(world)
-    with pytest.raises(ShapeError):
-        _compare(world, counts, _silent(counts), noisy[:1])
+def test_cross_entropy_of_an_expert_of_weight_0_is_left_out() -> None:
+    x, _ = _draw(60)
+    for band in cross_entropy(TwoNormals(), x, torch.arange(60) % 2, [1.0, 0.0]):
+        assert band.value == pytest.approx(0.0, abs=1e-9)

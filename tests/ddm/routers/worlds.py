@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddm.partition import Layout, Part
+from ddm.protocol.plan import RandomPartition, SiloClusterPartition, SiloPartition
 from ddm.schedule import LinearPath
 from ddm.sketch import Sketch
 
@@ -61,3 +63,22 @@ def make_world(shares: list[list[float]], sizes: list[int], shift: float = 0.0, 
         silos=silos,
         silo_group=[torch.from_numpy(group) for group in groups],
     )
+
+
+def one_each(num_silos: int) -> Layout:
+    """One expert a silo."""
+    parts = [[Part(f"silo{k}", None, tuple(range(GROUPS)))] for k in range(num_silos)]
+    return Layout.of(SiloPartition(min_images=1), parts)
+
+
+def clustered(num_silos: int = 2) -> Layout:
+    """Two experts a silo, one for the first half of the groups."""
+    halves = (tuple(range(GROUPS // 2)), tuple(range(GROUPS // 2, GROUPS)))
+    parts = [[Part(f"silo{k}-{c}", c, groups) for c, groups in enumerate(halves)] for k in range(num_silos)]
+    return Layout.of(SiloClusterPartition(min_images=1), parts)
+
+
+def dealt(num_silos: int = 2) -> Layout:
+    """Two experts a silo, its images dealt at random."""
+    parts = [[Part(f"silo{k}-{c}", None, tuple(range(GROUPS))) for c in range(2)] for k in range(num_silos)]
+    return Layout.of(RandomPartition(min_images=1, num_parts=2), parts)

@@ -1,6 +1,6 @@
 """Which public features describe an image? Principal components of the public images; no weights from elsewhere."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,8 @@ class PcaEncoder:
 
     Attributes:
         mean_D: mean of the public images, float32.
-        basis_RD: leading principal directions, orthonormal rows, float32.
+        basis_RD: leading principal directions, half whitened: orthogonal rows of length ``sqrt(spread_0 / spread)``.
+            The later a direction, the finer what it tells apart; by itself it would hardly move a distance.
     """
 
     mean_D: Tensor
@@ -40,14 +41,15 @@ class PcaEncoder:
             DataError: the images do not span `dim` directions.
         """
         mean_D, basis_RD = principal_directions(images, dim)
-        return cls(mean_D=mean_D.float(), basis_RD=basis_RD.float())
+        spread_R = ((images.flatten(1).double() - mean_D) @ basis_RD.T).norm(dim=0)
+        return cls(mean_D=mean_D.float(), basis_RD=(basis_RD * (spread_R[0] / spread_R).sqrt()[:, None]).float())
 
     @property
     def dim(self) -> int:
         """The number of features."""
         return len(self.basis_RD)
 
-    def encode(self, images: Tensor) -> Tensor:
+    def encode(self, images: Tensor, on_progress: Callable[[int, int], None] | None = None) -> Tensor:
         """Return features, shape (N, dim), float32, of images of shape (N, C, H, W).
 
         Raises:

@@ -1,0 +1,91 @@
+"""Could honest noise have made these releases? Each is opened strictly, then held to `aggregator.bounds`.
+
+What is read here decides about experts and routers of everybody; the bounds keep one silo from sending just anything.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aggregator.bounds import cell_noise_bound, moments_bounds, sketch_norm_bound, total_noise_bound
+from ddm.errors import TensorFileError
+from ddm.plan_files import release_noise_level
+from ddm.protocol.plan import Plan
+from ddm.protocol.submission import Submission
+from ddm.routers.conditional import class_counts_specs
+from ddm.routers.counts import counts_specs
+from ddm.routers.moments import moments_noise_std, moments_specs
+from ddm.schedule import path_named
+from ddm.sketch import Sketch, sketch_release_specs
+from ddm.tensors import TensorSpec, load_tensors
+
+# Shape legend: N units, R sketch dimensions.
+
+
+def release_specs(kind: str, plan: Plan, num_units: int) -> dict[str, TensorSpec]:
+    """Return what a released file of this kind must hold."""
+    specs: Mapping[str, Callable[[], dict[str, TensorSpec]]] = {
+        "counts": lambda: counts_specs(plan),
+        "class_counts": lambda: class_counts_specs(plan),
+        "moments": lambda: moments_specs(plan),
+        "sketch": lambda: sketch_release_specs(plan, num_units),
+    }
+    return specs[kind]()
+
+
+def check_releases(submission: Submission, files: Mapping[str, Path], plan: Plan, sketch: Sketch) -> Tensor:
+    """Open every release and refuse values that no honest noise explains.
+
+    Args:
+        submission: its releases are exactly those of the plan.
+        files: where each lies.
+        plan: the plan.
+        sketch: the plan's.
+
+    Returns:
+        The noised histogram over groups, shape (G,), int64.
+
+    Raises:
+        TensorFileError: other tensors than the plan implies, or values out of bounds.
+    """
+    num_units, found = submission.num_units, {}
+    for release in submission.releases:
+        name, specs = release.file.path, release_specs(release.kind, plan, num_units)
+        tensors = found[release.kind] = load_tensors(files[name], specs, max_bytes=plan.limits.release_bytes)
+        if release.kind == "sketch":
+            _check_sketches(tensors["sketch"], plan, sketch, name)
+        elif release.kind == "moments":
+            _check_moments(tensors["sum"], tensors["second"], plan, num_units, name)
+        else:
+            _check_histogram(tensors["counts"], release.epsilon, num_units, name)
+    return found["counts"]["counts"]
+
+
+def _check_histogram(counts: Tensor, epsilon: float, num_units: int, name: str) -> None:
+    """Each count lies within its noise of [0, n_k], and their sum within its noise of n_k; no sum overflows here."""
+    cells = [int(count) for count in counts.flatten().tolist()]
+    reach = cell_noise_bound(epsilon, len(cells))
+    if min(cells) < -reach or max(cells) > num_units + reach:
+        raise TensorFileError(name, expected=f"counts within [{-reach}, {num_units + reach}]", got="others")
+    reach = total_noise_bound(epsilon, len(cells))
+    if abs(sum(cells) - num_units) > reach:
+        raise TensorFileError(name, expected=f"a sum within {reach} of the {num_units} units", got="another")
+
+
+def _check_moments(sum_R: Tensor, second_RR: Tensor, plan: Plan, num_units: int, name: str) -> None:
+    if not torch.equal(second_RR, second_RR.T):
+        raise TensorFileError(name, expected="symmetric second moments", got="others")
+    most = moments_bounds(num_units, moments_noise_std(plan), len(sum_R))
+    for what, tensor, bound in zip(("sum", "second moments"), (sum_R, second_RR), most, strict=True):
+        if float(tensor.double().norm()) > bound:
+            raise TensorFileError(name, expected=f"a {what} of norm up to {bound:.4g}", got="a longer one")
+
+
+def _check_sketches(sketch_NR: Tensor, plan: Plan, sketch: Sketch, name: str) -> None:
+    path, t_r = path_named(plan.objective.path), torch.tensor(release_noise_level(plan, sketch), dtype=torch.float64)
+    num_rows, rank = sketch_NR.shape
+    most = sketch_norm_bound(float(path.alpha(t_r)), float(path.sigma(t_r)), sketch.scale, rank, num_rows)
+    if float(sketch_NR.double().norm(dim=1).max()) > most:
+        raise TensorFileError(name, expected=f"rows of norm up to {most:.4g}", got="a longer one")

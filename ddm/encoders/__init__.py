@@ -1,0 +1,30 @@
+"""Which public features describe an image? One encoder a file, one interface."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from ddm.encoders.pca import PcaEncoder, pca_specs, principal_directions
+
+__all__ = ["Encoder", "PcaEncoder", "Progress", "pca_specs", "principal_directions"]
+
+Progress = Callable[[int, int], None]
+"""Called with images done and images in all."""
+
+
+class Encoder(Protocol):
+    """Frozen public features."""
+
+    @property
+    def dim(self) -> int:
+        """The number of features."""
+        ...
+
+    def encode(self, images: Tensor, on_progress: Progress | None = None) -> Tensor:
+        """Return features, shape (N, dim), float32, of images of shape (N, C, H, W) in the plan's range."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a plan stores of this encoder."""
+        ...

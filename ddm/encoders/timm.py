@@ -1,0 +1,258 @@
+"""Features of a frozen timm network: its weights from a local file, its preprocessing from timm's own data config.
+
+The only door to timm and torchvision. Beside a torch without CUDA the registry's torchvision cannot load its compiled
+operators and its import raises; timm needs only its Python parts, for which it is enough that two schemas exist.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddm.errors import DataError, SetupError, ShapeError
+from ddm.protocol.plan import DataSpec
+from ddm.protocol.plan import TimmEncoder as TimmSpec
+from ddm.tensors import TensorSpec, load_tensors, read_header, spec_of
+
+# Shape legend: N images, B images of one block, C channels, H height, W width.
+
+MAX_FILE_BYTES = 8 * 1024**3
+_BLOCK = 64  # every block is of this size, so that features do not depend on how many images there are
+_COUNTERS = "num_batches_tracked"  # of batch norms; training alone reads them
+_NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+_schemas: list[torch.library.Library] = []
+
+
+def create_model(name: str, **options: Any) -> nn.Module:
+    """Build a network of timm with fresh weights; nothing is downloaded.
+
+    Raises:
+        SetupError: timm has no network of this name, or none with these options.
+    """
+    _define_missing_operators()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of imports that neither we nor the operator can change
+        import timm
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=False, **options)
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        remedy = "List the names: python -c 'from ddm.encoders.timm import names; print(*names())'."
+        raise SetupError(
+            "encoder", expected="a network of timm", got=f"{name!r}: {error}"[:200], remedy=remedy
+        ) from error
+    return model
+
+
+def names() -> list[str]:
+    """Return the names of timm's networks."""
+    create_model("test_vit")
+    import timm
+
+    return list(timm.list_models())
+
+
+class TimmEncoder:
+    """A frozen network and its preprocessing.
+
+    Args:
+        net: without a classifier.
+        spec: the plan's: preprocessing and number of features.
+        data: the plan's shape and range of images.
+    """
+
+    def __init__(self, net: nn.Module, spec: TimmSpec, data: DataSpec) -> None:
+        self.net = net.eval().requires_grad_(False)
+        self.spec = spec
+        self.data = data
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def dim(self) -> int:
+        """The number of features."""
+        return self.spec.dim
+
+    @torch.inference_mode()
+    def encode(self, images: Tensor, on_progress: Callable[[int, int], None] | None = None) -> Tensor:
+        """Return features, shape (N, dim), float32; in half precision on a GPU.
+
+        Args:
+            images: shape (N, C, H, W), in the plan's range.
+            on_progress: called with images done and images in all.
+
+        Raises:
+            ShapeError: images of another shape than the plan's.
+            DataError: the network's features are not finite, in half precision perhaps.
+        """
+        if tuple(images.shape[1:]) != self.data.shape:
+            raise ShapeError("image", expected=str(self.data.shape), got=str(tuple(images.shape[1:])))
+        self.net.to(self.device)
+        found = torch.empty(len(images), self.dim)
+        for start in range(0, len(images), _BLOCK):
+            block = images[start : start + _BLOCK]
+            padded = torch.cat([block, block[-1:].expand(_BLOCK - len(block), -1, -1, -1)])
+            with torch.autocast(self.device.type, enabled=self.device.type == "cuda"):
+                features = self.net.forward_features(self.prepare(padded.to(self.device)))  # type: ignore[operator]
+                features = self.net.forward_head(features, pre_logits=True)  # type: ignore[operator]
+            found[start : start + len(block)] = features[: len(block)].float().cpu()
+            if on_progress:
+                on_progress(min(start + _BLOCK, len(images)), len(images))
+        if not torch.isfinite(found).all():
+            raise DataError(f"features of {self.spec.model}", expected="finite numbers", got="some that are not")
+        return found
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """Return the network's input: [0, 1], its channels, its size, its mean and deviation.
+
+        Grey images are repeated for a network that takes colours. The shorter side is resized to the input's, over the
+        share that the crop keeps, then the centre is cut out, as timm does for evaluation on pictures of bytes.
+        """
+        low, high = self.data.range
+        x_BCHW = ((images.float() - low) / (high - low)).expand(-1, len(self.spec.mean), -1, -1)
+        height, width = self.spec.image_size
+        wanted = zip((height, width), x_BCHW.shape[2:], strict=True)
+        scale = max(Fraction(int(side / self.spec.crop), old) for side, old in wanted)
+        size = [int(scale * old) for old in x_BCHW.shape[2:]]
+        if size != list(x_BCHW.shape[2:]):
+            smooth = {} if self.spec.interpolation == "nearest" else {"antialias": True, "align_corners": False}
+            x_BCHW = F.interpolate(x_BCHW, size, mode=self.spec.interpolation, **smooth).clamp(0, 1)
+        top, left = round((x_BCHW.shape[2] - height) / 2), round((x_BCHW.shape[3] - width) / 2)
+        x_BCHW = x_BCHW[:, :, top : top + height, left : left + width]
+        mean, std = (
+            torch.tensor(part, device=x_BCHW.device)[:, None, None] for part in (self.spec.mean, self.spec.std)
+        )
+        return (x_BCHW - mean) / std
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a plan stores of this encoder."""
+        return _weights(self.net)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], spec: TimmSpec, data: DataSpec) -> "TimmEncoder":
+        """Rebuild the encoder from tensors loaded against `timm_specs`."""
+        net = _build(spec.model, len(spec.mean), spec.image_size)
+        net.load_state_dict(dict(net.state_dict()) | dict(tensors))
+        return cls(net, spec, data)
+
+    @classmethod
+    def from_file(
+        cls, model: str, weights: Path, data: DataSpec, image_size: tuple[int, int] | None = None
+    ) -> "TimmEncoder":
+        """Open a network's weights on this machine; what they hold beyond it, a classifier, is left out.
+
+        Args:
+            model: its name in timm.
+            weights: a safetensors file with timm's names.
+            data: the plan's shape and range of images.
+            image_size: height and width of the input, the network's own when omitted.
+
+        Raises:
+            SetupError: not a safetensors file, or not this network's weights.
+        """
+        if weights.suffix != ".safetensors":
+            remedy = "Convert it once: load it with weights_only=True, write it with safetensors.torch.save_file."
+            got = weights.suffix or "a name without an ending"
+            raise SetupError(str(weights), expected="a safetensors file", got=got, remedy=remedy)
+        found = read_header(weights, max_bytes=MAX_FILE_BYTES)
+        channels = _input_channels(model, found, data)
+        net = _build(model, channels, None)
+        wanted = {name: spec_of(tensor) for name, tensor in _weights(net).items()}
+        missing = sorted(name for name, spec in wanted.items() if found.get(name) != spec)
+        if missing:
+            got = f"a file where {len(missing)} of {len(wanted)} tensors are others or missing, {missing[0]} first"
+            raise SetupError(str(weights), expected=f"the weights of {model}", got=got)
+        loaded = load_tensors(weights, found, max_bytes=MAX_FILE_BYTES, max_abs=None)
+        net.load_state_dict(dict(net.state_dict()) | {name: loaded[name] for name in wanted})
+        if image_size and hasattr(net, "set_input_size"):  # of a transformer: resamples where its patches lie
+            net.set_input_size(img_size=tuple(image_size))  # type: ignore[operator]
+        return cls(net, _spec(net, model, "file", image_size, channels), data)
+
+    @classmethod
+    def random(cls, model: str, data: DataSpec, seed: int, image_size: tuple[int, int] | None = None) -> "TimmEncoder":
+        """Build a network with random weights, for those who ask for it.
+
+        Raises:
+            SetupError: timm has no network of this name.
+            DataError: images of neither one channel nor three.
+        """
+        channels = data.shape[0]
+        if channels not in (1, 3):
+            raise DataError("images", expected="1 or 3 channels", got=str(channels))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            net = _build(model, channels, image_size)
+        return cls(net, _spec(net, model, "random", image_size, channels), data)
+
+
+def timm_specs(spec: TimmSpec) -> dict[str, TensorSpec]:
+    """Return the names, dtypes and shapes of a stored encoder.
+
+    Raises:
+        SetupError: timm here has no such network.
+    """
+    with torch.device("meta"):
+        net = _build(spec.model, len(spec.mean), spec.image_size)
+    return {name: spec_of(tensor) for name, tensor in _weights(net).items()}
+
+
+def _build(model: str, channels: int, image_size: tuple[int, int] | None) -> nn.Module:
+    """Build a network without its classifier; the input's size goes to those that ask for it."""
+    options: dict[str, Any] = {"num_classes": 0, "in_chans": channels}
+    if image_size is None:
+        return create_model(model, **options)
+    try:
+        return create_model(model, img_size=tuple(image_size), **options)
+    except SetupError:  # convolutions take any size
+        return create_model(model, **options)
+
+
+def _spec(net: nn.Module, model: str, weights: str, image_size: tuple[int, int] | None, channels: int) -> TimmSpec:
+    """Write down timm's data config for this network."""
+    from timm.data import resolve_model_data_config
+
+    config = resolve_model_data_config(net)
+    mean, std = (tuple(float(value) for value in config[name]) for name in ("mean", "std"))
+    if len(mean) != channels:
+        mean, std = (tuple([sum(part) / len(part)] * channels) for part in (mean, std))
+    size = tuple(image_size or config["input_size"][1:])
+    return TimmSpec.model_validate(
+        {
+            "dim": int(getattr(net, "head_hidden_size", net.num_features)),  # type: ignore[arg-type]
+            "model": model,
+            "weights": weights,
+            "image_size": size,
+            "interpolation": config["interpolation"],
+            "crop": 1.0 if image_size else float(config["crop_pct"]),
+            "mean": mean,
+            "std": std,
+        }
+    )
+
+
+def _input_channels(model: str, found: Mapping[str, TensorSpec], data: DataSpec) -> int:
+    """Read from the file's first layer how many channels the network takes, and see that the images can have them."""
+    net = create_model(model, num_classes=0)
+    first = net.pretrained_cfg["first_conv"]  # type: ignore[index]
+    first = first if isinstance(first, str) else first[0]
+    spec = found.get(f"{first}.weight")
+    channels = spec.shape[1] if spec and len(spec.shape) == 4 else 3
+    if data.shape[0] not in (1, channels):
+        raise DataError("images", expected=f"1 or {channels} channels, as {model} takes", got=str(data.shape[0]))
+    return channels
+
+
+def _weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in net.state_dict().items() if not name.endswith(_COUNTERS)}
+
+
+def _define_missing_operators() -> None:
+    """Give torchvision's compiled operators a schema where the compiled part cannot be loaded."""
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+            library.define(f"{name}{_NMS}")  # type: ignore[no-untyped-call]
+            _schemas.append(library)  # a schema lives as long as its library

@@ -1,0 +1,175 @@
+"""Does a router's 80% come true in 80% of cases? One temperature makes up for what it is too sure of.
+
+``log p(x_t | e, t) = (answer_e - log rho_e) / T``: rho is the share of each expert in what the router was trained on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor
+
+from ddm.errors import MathError
+from ddm.routers.base import Router, SketchRouter, log_prior
+from ddm.routers.conditional import ConditionalPrior
+from ddm.routers.evaluation import BANDS, Band
+from ddm.routers.public import PublicData, PublicWeights, spread
+
+# Shape legend: N images, E experts, D draws of noise and time, B batch, Z bins.
+
+TEMPERATURES = (0.05, 20.0)
+_BINS = 15
+_WORTH = 1e-3  # nats that a temperature must save at least
+
+OnSketches = Callable[[Tensor, Tensor], Tensor]
+"""Called as ``log_likelihood(s_BR, t_B)``; answers (B, E)."""
+
+
+class Calibrated:
+    """A router as it is published.
+
+    Args:
+        router: answers likelihoods, or logits of a posterior under the training prior.
+        temperature: T, in `TEMPERATURES`.
+        training_prior: rho, in any unit; all equal for a router that answers likelihoods.
+        conditional: the prior given a class, where the silos released one.
+
+    Raises:
+        MathError: a temperature or training prior out of range.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        temperature: float,
+        training_prior: Sequence[float],
+        conditional: ConditionalPrior | None = None,
+    ) -> None:
+        if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
+            expected = f"{TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
+            raise MathError("router temperature", expected=expected, got=f"{temperature:g}")
+        self.log_training_prior_E = log_prior(training_prior, router.num_experts)
+        if not bool(self.log_training_prior_E.isfinite().all()):
+            raise MathError("router training prior", expected="a share above 0 of every expert", got="0")
+        self.num_experts = router.num_experts
+        self.router = router
+        self.temperature = temperature
+        self.conditional = conditional
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        """Return ``log p(x_t | e, t)`` up to a term common to all e, shape (B, E).
+
+        Args:
+            x_B: noised images, shape (B, ...).
+            t_B: shape (B,), 0 is data, 1 is noise.
+        """
+        return self._applied(self.router.log_likelihood(x_B, t_B))
+
+    def on_sketches(self, rank: int) -> OnSketches | None:
+        """Return what this router says of sketches of `rank` dimensions, None where it needs the image itself."""
+        if not isinstance(self.router, SketchRouter):
+            return None
+        narrow = self.router.head(rank)
+        return lambda s_BR, t_B: self._applied(narrow.sketch_log_likelihood(s_BR, t_B))
+
+    def _applied(self, answer_BE: Tensor) -> Tensor:
+        return (answer_BE - self.log_training_prior_E.to(answer_BE)) / self.temperature
+
+
+@dataclass(frozen=True)
+class CalibrationError:
+    """Expected calibration error for t in [low, high), before and after, on images that T was not fitted on.
+
+    Attributes:
+        low: where the band begins.
+        high: where it ends.
+        before: at T = 1, with its 95% interval.
+        after: at the chosen T, with its 95% interval.
+    """
+
+    low: float
+    high: float
+    before: tuple[float, float, float]
+    after: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was chosen, and what it does.
+
+    Attributes:
+        temperature: 1 where nothing else clearly helps.
+        errors: per band of t.
+    """
+
+    temperature: float
+    errors: tuple[CalibrationError, ...]
+
+
+def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS) -> Calibration:
+    """Fit T on one half of the public images; keep it only where it clearly helps on the other half.
+
+    Clearly: by a thousandth of a nat, with the whole 95% interval. Less is not worth an error of the public images.
+
+    Args:
+        router: answers likelihoods.
+        public: public images with their weights.
+        bands: bands of t, each counting the same.
+    """
+    log_prior_E = log_prior(public.prior_E, router.num_experts)
+    found = [public.log_likelihoods(router, band, index) for index, band in enumerate(bands)]
+    fit_N, judge_N = _halves(public.group_N, public.seed)
+    weight_NE = torch.from_numpy(public.evidence.weights(public.group_N[fit_N], public.seed).weight_NE)
+
+    def losses(temperature: float, rows: Tensor) -> Tensor:
+        by_band = [(log_DNE[:, rows] / temperature + log_prior_E).log_softmax(2).mean(0) for log_DNE in found]
+        return -torch.stack(by_band).mean(0)
+
+    best = minimize_scalar(
+        lambda log_t: float((weight_NE * losses(float(np.exp(log_t)), fit_N)).sum()),
+        bounds=tuple(np.log(TEMPERATURES)),
+        method="bounded",
+        options={"xatol": 1e-3},
+    )
+    fitted = float(np.exp(best.x))
+    weights = public.evidence.weights(public.group_N[judge_N], public.seed)
+    gain_1NE = (losses(fitted, judge_N) - losses(1.0, judge_N)).numpy()[None]
+    chosen = fitted if weights.intervals(gain_1NE)[0, 1] < -_WORTH else 1.0
+    errors = []
+    for (low, high), log_DNE in zip(bands, found, strict=True):
+        posteriors = [(log_DNE[:, judge_N] / t + log_prior_E).softmax(2) for t in (1.0, chosen)]
+        before, after = (calibration_error(weights, w_DNE) for w_DNE in posteriors)
+        errors.append(CalibrationError(low=low, high=high, before=before, after=after))
+    return Calibration(temperature=chosen, errors=tuple(errors))
+
+
+def calibration_error(weights: PublicWeights, w_DNE: Tensor) -> tuple[float, float, float]:
+    """Return the expected calibration error of the most probable expert, and its 95% interval.
+
+    ``sum_z |sum over images in bin z of (confidence - hit)|`` in equal bins of the confidence, all images weighted. The
+    sum of absolute values is never below 0, so noise in the counts alone makes it positive.
+
+    Args:
+        weights: of the images.
+        w_DNE: posteriors, one for each draw of time and noise.
+    """
+    num_draws, num_images, num_experts = w_DNE.shape
+    confidence_DN, top_DN = (part.numpy() for part in w_DNE.max(2))
+    bin_DN = np.minimum((confidence_DN * _BINS).astype(np.int64), _BINS - 1)
+    gap_ZNE = np.zeros((_BINS, num_images, num_experts))
+    rows = np.arange(num_images)
+    for bin_N, confidence_N, top_N in zip(bin_DN, confidence_DN, top_DN, strict=True):
+        gap_ZNE[bin_N, rows] += confidence_N[:, None] / num_draws
+        gap_ZNE[bin_N, rows, top_N] -= 1 / num_draws
+    value = np.abs(weights.means(gap_ZNE)).sum(keepdims=True)
+    low, high = spread(value, np.abs(weights.bootstrap(gap_ZNE)).sum(1, keepdims=True))[0]
+    return float(value[0]), max(float(low), 0.0), float(high)
+
+
+def _halves(group_N: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Deal the images of each group to two halves."""
+    order_N = torch.randperm(len(group_N), generator=torch.Generator().manual_seed(seed))
+    order_N = order_N[group_N[order_N].argsort(stable=True)]
+    return order_N[::2].sort().values, order_N[1::2].sort().values

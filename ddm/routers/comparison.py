@@ -1,0 +1,204 @@
+"""May this router be published? A candidate against the counts router, and whatever is chosen against the prior.
+
+Both comparisons go without any silo's images: on public ones, weighted by the released counts, and on released sketches
+that the candidate was not trained on, which carry true labels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.special import ndtri
+from torch import Tensor
+
+from ddm.errors import RefusedError, ShapeError
+from ddm.routers.base import Router, log_prior
+from ddm.routers.calibration import Calibrated, OnSketches
+from ddm.routers.evaluation import BANDS, Band
+from ddm.routers.public import PublicData
+from ddm.sketch import Sketch
+
+# Shape legend: N images or sketches, K silos, E experts, B batch, R sketch dimensions.
+
+_DRAWS = 8
+_TIE = 1e-9
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Released sketches that a candidate was not trained on.
+
+    Attributes:
+        sketches: (N, R), one tensor per silo, in order.
+        sketch: the public sketch of these R dimensions.
+        t_release: their noise level.
+    """
+
+    sketches: Sequence[Tensor]
+    sketch: Sketch
+    t_release: float
+
+
+@dataclass(frozen=True)
+class BandComparison:
+    """A candidate, the counts router and the prior for t in [low, high), all in nats.
+
+    Attributes:
+        low: where the band begins.
+        high: where it ends.
+        prior: cross-entropy of answering the prior.
+        counts: cross-entropy of the counts router.
+        candidate: cross-entropy of the candidate.
+        difference: paired, candidate minus counts.
+        difference_low: lower end of its interval; all intervals of one comparison hold together at 95% (Bonferroni).
+        difference_high: upper end.
+    """
+
+    low: float
+    high: float
+    prior: float
+    counts: float
+    candidate: float
+    difference: float
+    difference_low: float
+    difference_high: float
+
+    @property
+    def worse(self) -> bool:
+        """Is the candidate worse than counts by more than the interval allows?"""
+        return self.difference > _TIE and self.difference_low > 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is known of a candidate against counts.
+
+    Attributes:
+        bands: on weighted public images.
+        sketches: on held-out released sketches, from t_release to 1; None where there are none.
+    """
+
+    bands: tuple[BandComparison, ...]
+    sketches: BandComparison | None
+
+    @property
+    def worse(self) -> tuple[BandComparison, ...]:
+        """Where the candidate is worse; it may be published where this is empty."""
+        return tuple(band for band in (*self.bands, self.sketches) if band and band.worse)
+
+
+def compare(
+    counts: Calibrated,
+    candidate: Calibrated,
+    public: PublicData,
+    held_out: HeldOut | None = None,
+    *,
+    bands: Sequence[Band] = BANDS,
+) -> Comparison:
+    """Compare a candidate of any family with the counts router, both as they would be published.
+
+    The intervals cover the choice of public images and the counts release's own noise. Looking at each of them would
+    find a harmless candidate worse too often, so each is widened to hold together with the others (Bonferroni).
+
+    Args:
+        counts: the baseline, of experts.
+        candidate: another router of the same experts.
+        public: the public images.
+        held_out: released sketches; not looked at for a candidate that needs the image itself.
+        bands: bands of t.
+
+    Raises:
+        ShapeError: another number of experts, or of silos.
+    """
+    num_experts = len(public.prior_E)
+    if not counts.num_experts == candidate.num_experts == num_experts:
+        got = f"{counts.num_experts} and {candidate.num_experts}"
+        raise ShapeError("routers", expected=f"{num_experts} experts each", got=got)
+    answers = [router.on_sketches(held_out.sketch.rank) for router in (counts, candidate)] if held_out else []
+    judges = [answer for answer in answers if answer]
+    on_sketches = held_out if len(judges) == 2 else None
+    num_looks = len(bands) + (on_sketches is not None)
+    weights = public.weights
+    prior_NE = np.broadcast_to(-log_prior(public.prior_E, num_experts).numpy(), weights.weight_NE.shape)
+    counts_MNE, candidate_MNE = (np.stack(public.losses(router, bands)) for router in (counts, candidate))
+    intervals = weights.intervals(candidate_MNE - counts_MNE, num_looks)
+    prior = float(weights.means(prior_NE[None])[0])
+    values = zip(bands, weights.means(counts_MNE), weights.means(candidate_MNE), intervals, strict=True)
+    found = tuple(_band(band, prior, float(a), float(b), interval) for band, a, b, interval in values)
+    sketches = _compare_sketches(on_sketches, judges, public, num_looks) if on_sketches else None
+    return Comparison(bands=found, sketches=sketches)
+
+
+def refuse_worse_than_prior(name: str, router: Router, public: PublicData) -> tuple[float, float, float]:
+    """Refuse to publish a router that public data contradict.
+
+    Args:
+        name: the router's family.
+        router: the router as it would be published.
+        public: the public images.
+
+    Returns:
+        Its cross-entropy over all t less that of the prior, nats, and the 95% interval.
+
+    Raises:
+        RefusedError: over all t it is worse than answering the prior, by its whole 95% interval.
+    """
+    prior_E = log_prior(public.prior_E, router.num_experts).numpy()
+    excess_1NE = (np.mean(public.losses(router), axis=0) + prior_E)[None]
+    weights = public.weights
+    (value,), ((low, high),) = weights.means(excess_1NE).tolist(), weights.intervals(excess_1NE).tolist()
+    if low > 0:
+        got = f"{value:.4f} nats worse"
+        raise RefusedError(f"{name} router on public data", expected="at least as good as the prior", got=got)
+    return value, low, high
+
+
+def _band(
+    band: Band, prior: float, counts: float, candidate: float, interval: Sequence[float] | NDArray[np.float64]
+) -> BandComparison:
+    return BandComparison(
+        low=band[0],
+        high=band[1],
+        prior=prior,
+        counts=counts,
+        candidate=candidate,
+        difference=candidate - counts,
+        difference_low=float(interval[0]),
+        difference_high=float(interval[1]),
+    )
+
+
+@torch.no_grad()
+def _compare_sketches(
+    held_out: HeldOut, answers: Sequence[OnSketches], public: PublicData, num_looks: int
+) -> BandComparison:
+    """Compare on sketches re-noised to t in [t_release, 1); the interval is normal, stratified by silo."""
+    generator = torch.Generator().manual_seed(public.seed)
+    t_r, silo_E = held_out.t_release, torch.tensor(public.evidence.layout.silo_E)
+    num_silos = int(silo_E.max()) + 1
+    if len(held_out.sketches) != num_silos:
+        raise ShapeError("held-out sketches", expected=f"{num_silos} silos", got=str(len(held_out.sketches)))
+    log_prior_E = log_prior(public.prior_E, len(silo_E))
+    prior_K = torch.zeros(num_silos, dtype=torch.float64).index_add_(0, silo_E, log_prior_E.exp())
+
+    def losses(answer: OnSketches, s_BR: Tensor, t_B: Tensor, k: int) -> Tensor:
+        """Return each sketch's loss, averaged over draws; an image of silo k is any of its experts'."""
+        log_BE = (answer(s_BR, t_B).double() + log_prior_E).log_softmax(1)
+        return -log_BE[:, silo_E == k].logsumexp(1).view(_DRAWS, -1).mean(0)
+
+    means, variance = torch.zeros(2, dtype=torch.float64), 0.0
+    for k, s_NR in enumerate(held_out.sketches):
+        s_BR = s_NR.double().repeat(_DRAWS, 1)
+        t_B = t_r + (1 - t_r) * torch.rand(len(s_BR), generator=generator, dtype=torch.float64)
+        s_BR = held_out.sketch.renoise(s_BR, t_r, t_B, public.path, generator)
+        loss_2N = torch.stack([losses(answer, s_BR, t_B, k) for answer in answers])
+        means += prior_K[k] * loss_2N.mean(1)
+        spread = float((loss_2N[1] - loss_2N[0]).var(correction=0)) / max(loss_2N.shape[1] - 1, 1)
+        variance += float(prior_K[k].square()) * spread
+    entropy = -float((prior_K * prior_K.log()).sum())
+    half = -float(ndtri(0.025 / num_looks)) * variance**0.5
+    counts, candidate = means.tolist()
+    difference = candidate - counts
+    return _band((t_r, 1.0), entropy, counts, candidate, (difference - half, difference + half))

@@ -1,0 +1,106 @@
+"""Which experts hold images of a class? The prior given a class, from noised histograms over classes and groups."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddm.errors import NumericalError, ShapeError
+from ddm.partition import Layout
+from ddm.protocol.plan import Plan
+from ddm.routers.counts import expected_counts
+from ddm.sketch import Sketch
+from ddm.tensors import TensorSpec
+
+# Shape legend: K silos, E experts, C classes, G public groups.
+
+
+@dataclass(frozen=True)
+class ConditionalPrior:
+    """Every expert's share of each class, and where in its groups the class lies.
+
+    Attributes:
+        prior_CE: share of each expert in a class; rows sum to 1.
+        mass_ECG: shares of the groups in a class of an expert; they sum to 1.
+    """
+
+    prior_CE: Tensor
+    mass_ECG: Tensor
+
+    def __post_init__(self) -> None:
+        for subject, share in (("class priors", self.prior_CE), ("class masses", self.mass_ECG)):
+            if not bool((share >= 0).all()) or float((share.sum(-1) - 1).abs().max()) > 1e-3:
+                raise NumericalError(subject, expected="shares that sum to 1", got="others")
+
+    @classmethod
+    def from_counts(
+        cls, sketch: Sketch, noisy_KCG: Tensor, num_units: Sequence[int], epsilon: float, layout: Layout
+    ) -> "ConditionalPrior":
+        """Read released histograms in the light of their noise; a class that nobody has is answered by the prior.
+
+        ``pi_{k|c} = (n_kc + a_c pi_k) / (sum_j n_jc + a_c)``, with n from `expected_counts` and a_c the standard
+        deviation of what is known of the class's number of units.
+
+        Args:
+            sketch: the plan's public sketch, for the public shares of the groups.
+            noisy_KCG: released counts by silo, class and group.
+            num_units: the public number of units of each silo.
+            epsilon: of the release.
+            layout: the experts.
+        """
+        num_silos, num_classes, num_groups = noisy_KCG.shape
+        weight_CG = sketch.group_weight_G.double().repeat(num_classes, 1) / num_classes
+        cells = [
+            expected_counts(noisy.flatten().numpy(), n, epsilon, weight_CG.flatten().numpy())
+            for noisy, n in zip(noisy_KCG, num_units, strict=True)
+        ]
+        count_KCG, error_KCG = (
+            torch.stack([torch.from_numpy(cell[part]) for cell in cells]).view(noisy_KCG.shape) for part in (0, 1)
+        )
+        prior_K = torch.tensor(num_units, dtype=torch.float64) / sum(num_units)
+        unknown_C = error_KCG.square().sum((0, 2)).sqrt()
+        count_KC = count_KCG.sum(2)
+        prior_KC = (count_KC + prior_K[:, None] * unknown_C) / (count_KC.sum(0) + unknown_C)
+        silo_E, mass, prior = list(layout.silo_E), [], []
+        for c in range(num_classes):
+            mass_EG, share_E = layout.split(count_KCG[:, c] / count_KC[:, c, None])
+            mass.append(mass_EG)
+            prior.append(prior_KC[silo_E, c] * share_E)
+        return cls(torch.stack(prior), torch.stack(mass, 1))
+
+    def log_prior(self, label: int) -> Tensor:
+        """Return the log of every expert's share of a class, shape (E,), float64.
+
+        Raises:
+            ShapeError: there is no such class.
+        """
+        if not 0 <= label < len(self.prior_CE):
+            raise ShapeError("class", expected=f"0 to {len(self.prior_CE) - 1}", got=str(label))
+        return self.prior_CE[label].double().log()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a release stores of this beside its router."""
+        return {"class_prior": self.prior_CE.float(), "class_mass": self.mass_ECG.float()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "ConditionalPrior":
+        """Rebuild it from tensors loaded against `conditional_specs`."""
+        return cls(tensors["class_prior"].double(), tensors["class_mass"].double())
+
+
+def conditional_specs(num_experts: int, plan: Plan) -> dict[str, TensorSpec]:
+    """Return the names, dtypes and shapes of what is stored beside a router; nothing where no class was released."""
+    asked = plan.releases.class_counts
+    if asked is None:
+        return {}
+    return {
+        "class_prior": TensorSpec("F32", (asked.num_classes, num_experts)),
+        "class_mass": TensorSpec("F32", (num_experts, asked.num_classes, plan.releases.counts.num_groups)),
+    }
+
+
+def class_counts_specs(plan: Plan) -> dict[str, TensorSpec]:
+    """Return what a silo's released histogram over classes and groups must hold."""
+    num_classes = plan.releases.class_counts.num_classes if plan.releases.class_counts else 0
+    return {"counts": TensorSpec("I64", (num_classes, plan.releases.counts.num_groups))}

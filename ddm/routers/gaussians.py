@@ -1,0 +1,68 @@
+"""How likely is a noised sketch under each of many Gaussians? The one computation that counts and moments share.
+
+``log N(s; alpha m_g, alpha^2 S_g + (sigma / C)^2 I)`` for every g: in the axes of S_g the covariance stays diagonal at
+every t, so one matrix product turns a sketch into the axes of all Gaussians, and nothing is inverted.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ddm.errors import NumericalError, ShapeError
+
+# Shape legend: G Gaussians, B batch, R sketch dimensions, Q = G R.
+
+_BLOCK = 1 << 19  # numbers in one intermediate tensor: small enough for a processor's cache
+
+
+class NoisedGaussians:
+    """Gaussians of clean sketches, seen through any amount of noise.
+
+    Args:
+        mean_GR: their means.
+        cov_GRR: their covariances, symmetric.
+
+    Raises:
+        ShapeError: not one covariance per mean.
+        NumericalError: numbers that are not finite, or a covariance that is not positive definite.
+    """
+
+    def __init__(self, mean_GR: Tensor, cov_GRR: Tensor) -> None:
+        num, rank = mean_GR.shape
+        if cov_GRR.shape != (num, rank, rank):
+            raise ShapeError("covariances", expected=str((num, rank, rank)), got=str(tuple(cov_GRR.shape)))
+        if not bool(torch.isfinite(mean_GR).all() and torch.isfinite(cov_GRR).all()):
+            raise NumericalError("Gaussians", expected="finite means and covariances", got="others")
+        spread_GR, axes_GRR = torch.linalg.eigh(cov_GRR.double())
+        if float(spread_GR.min()) <= 0:
+            raise NumericalError("covariances", expected="positive definite matrices", got="others")
+        self._num = num
+        self._axes_RQ = axes_GRR.permute(1, 0, 2).reshape(rank, num * rank)
+        self._mean_Q = torch.einsum("gr,grq->gq", mean_GR.double(), axes_GRR).flatten()
+        self._spread_Q = spread_GR.flatten()
+
+    def log_density(self, s_BR: Tensor, alpha_B: Tensor, noise_B: Tensor) -> Tensor:
+        """Return the log densities up to a constant common to all Gaussians, shape (B, G).
+
+        Args:
+            s_BR: noised sketches; computed in their precision, at least float32.
+            alpha_B: weight of the data, shape (B,).
+            noise_B: standard deviation of the noise in a sketch, shape (B,).
+        """
+        s_BR = s_BR.to(torch.promote_types(s_BR.dtype, torch.float32))
+        axes_RQ, mean_Q, spread_Q = (part.to(s_BR) for part in (self._axes_RQ, self._mean_Q, self._spread_Q))
+        alpha_B1, noise_B1 = alpha_B.to(s_BR)[:, None], noise_B.to(s_BR)[:, None]
+        found = []
+        for rows in blocks(len(s_BR), len(spread_Q)):
+            along_BQ = s_BR[rows] @ axes_RQ - alpha_B1[rows] * mean_Q
+            variance_BQ = alpha_B1[rows].square() * spread_Q + noise_B1[rows].square()
+            terms_BQ = along_BQ.square() / variance_BQ + variance_BQ.log()
+            found.append(-0.5 * terms_BQ.view(len(terms_BQ), self._num, -1).sum(2))
+        return torch.cat(found)
+
+
+def blocks(num_rows: int, width: int) -> Iterator[slice]:
+    """Return slices of rows, at least one, so that rows of `width` numbers stay small together."""
+    rows = max(1, _BLOCK // width)
+    return (slice(start, start + rows) for start in range(0, max(num_rows, 1), rows))

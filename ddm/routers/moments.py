@@ -1,0 +1,189 @@
+"""The moments router: one Gaussian per silo, from its noised mean and second moments. Valid for every t.
+
+``log p(s | k, t) = log N(s; alpha m_k, alpha^2 S_k + (sigma / C)^2 I)``
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddm.errors import ShapeError
+from ddm.partition import Layout
+from ddm.privacy import gaussian_mu, moments_sensitivity
+from ddm.protocol.plan import Plan
+from ddm.routers.gaussians import NoisedGaussians
+from ddm.schedule import Path
+from ddm.sketch import Sketch
+from ddm.tensors import TensorSpec
+
+# Shape legend: K silos, B batch, R sketch dimensions, r of them released.
+
+_SPREADS = np.logspace(-4, 0.6, 47)  # tau^2: up to two public standard deviations off, as in the unit ball
+_FLOOR = 0.05  # smallest variance of a silo in any direction, as a share of the public one
+
+
+class MomentsRouter:
+    """Each expert is one Gaussian in the sketch's leading dimensions.
+
+    Args:
+        sketch: the plan's public sketch.
+        mean_KR: mean of each silo's sketches, in the leading dimensions.
+        cov_KRR: their covariance.
+        path: the probability path.
+
+    Raises:
+        ShapeError, NumericalError: no means and positive definite covariances of at most the sketch's dimensions.
+    """
+
+    def __init__(self, sketch: Sketch, mean_KR: Tensor, cov_KRR: Tensor, path: Path) -> None:
+        self.num_experts, self.rank = mean_KR.shape
+        self.sketch = sketch.head(self.rank)
+        self.mean_KR, self.cov_KRR = mean_KR, cov_KRR
+        self.path = path
+        self._silos = NoisedGaussians(mean_KR, cov_KRR)
+
+    @classmethod
+    def from_moments(
+        cls,
+        sketch: Sketch,
+        sum_KR: Tensor,
+        second_KRR: Tensor,
+        num_units: Sequence[int],
+        noise_std: float,
+        path: Path,
+    ) -> "MomentsRouter":
+        """Build the router from released moments, each read in the light of its known noise (`expected_moments`).
+
+        Args:
+            sketch: the plan's public sketch.
+            sum_KR: released sums of sketches.
+            second_KRR: released sums of their outer products.
+            num_units: the public number of units of each silo.
+            noise_std: of the release, from `moments_noise_std`.
+            path: the probability path.
+        """
+        narrow = sketch.head(sum_KR.shape[1])
+        releases = zip(sum_KR.double(), second_KRR.double(), num_units, strict=True)
+        found = [expected_moments(narrow, total_R, second_RR, n, noise_std) for total_R, second_RR, n in releases]
+        means, covs = zip(*found, strict=True)
+        return cls(sketch, torch.stack(means), torch.stack(covs), path)
+
+    def head(self, rank: int) -> "MomentsRouter":
+        """Return the same Gaussians seen in the leading `rank` dimensions, or in all that the router knows."""
+        r = min(rank, self.rank)
+        return MomentsRouter(self.sketch, self.mean_KR[:, :r], self.cov_KRR[:, :r, :r], self.path)
+
+    def split(self, layout: Layout) -> "MomentsRouter":
+        """Return the router of experts from one of silos; the experts of a silo share its Gaussian."""
+        silo_E = list(layout.silo_E)
+        return MomentsRouter(self.sketch, self.mean_KR[silo_E], self.cov_KRR[silo_E], self.path)
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        """Return ``log p(x_t | k, t)`` up to a term common to all k, shape (B, K); equal for all k at t = 1.
+
+        Args:
+            x_B: noised images, shape (B, ...).
+            t_B: shape (B,), 0 is data, 1 is noise.
+        """
+        return self.sketch_log_likelihood(self.sketch.of(x_B, t_B, self.path), t_B)
+
+    def sketch_log_likelihood(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
+        """Return `log_likelihood` of sketches ``s(x_t)``, shape (B, K); dimensions beyond its own are ignored."""
+        t_B = t_B.to(s_BR)
+        noise_B = self.path.sigma(t_B) / self.sketch.scale
+        return self._silos.log_density(s_BR[:, : self.rank], self.path.alpha(t_B), noise_B)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a release stores of this router; the sketch is the plan's."""
+        return {"mean": self.mean_KR.float(), "cov": self.cov_KRR.float()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], sketch: Sketch, path: Path) -> "MomentsRouter":
+        """Rebuild the router from tensors loaded against `moments_router_specs`."""
+        return cls(sketch, tensors["mean"], tensors["cov"], path)
+
+
+def moments_router_specs(num_experts: int, rank: int) -> dict[str, TensorSpec]:
+    """Return the names, dtypes and shapes of a stored moments router."""
+    return {
+        "mean": TensorSpec("F32", (num_experts, rank)),
+        "cov": TensorSpec("F32", (num_experts, rank, rank)),
+    }
+
+
+def moments_specs(plan: Plan) -> dict[str, TensorSpec]:
+    """Return what a silo's released moments must hold."""
+    rank = plan.releases.moments.rank if plan.releases.moments else 0
+    return {"sum": TensorSpec("F32", (rank,)), "second": TensorSpec("F32", (rank, rank))}
+
+
+def moments_noise_std(plan: Plan) -> float:
+    """Return sigma: of each entry of a released sum, and of each off-diagonal entry of the second moments.
+
+    Raises:
+        ShapeError: the plan asks for no moments.
+    """
+    asked = plan.releases.moments
+    if asked is None:
+        raise ShapeError("plan", expected="a release of moments", got="none")
+    return moments_sensitivity(asked.rank) / gaussian_mu(asked.epsilon, asked.delta)
+
+
+def expected_moments(
+    sketch: Sketch, sum_R: Tensor, second_RR: Tensor, num_units: int, noise_std: float
+) -> tuple[Tensor, Tensor]:
+    """Return the Gaussian that a sketch of the silo follows, as far as noisy moments tell.
+
+    In the axes of the public covariance, of variances l_i, the silo's mean lies ``N(0, tau^2 l_i)`` off the public one
+    and entry (i, j) of its covariance ``N(0, tau^2 l_i l_j)`` (twice that on the diagonal). The release adds noise of
+    variance ``(noise_std / n)^2`` (twice that on the diagonal), and n images say that much only to ``l_i / n`` and
+    ``l_i l_j / n``. Each tau is averaged out by the silo's own numbers. Posterior means follow; what stays unknown of a
+    direction, the mean's variance and a deviation of its own, is added to its variance, and a floor does the rest: a
+    covariance from noise is often not positive definite, and one too narrow is worse than one too wide.
+
+    Args:
+        sketch: the public sketch of the released dimensions.
+        sum_R: released sum of sketches, float64.
+        second_RR: released sum of their outer products, float64.
+        num_units: n, public.
+        noise_std: of the release.
+    """
+    public_mean_R, public_cov_RR = _public_moments(sketch)
+    variance_R, axes_RR = torch.linalg.eigh(public_cov_RR)
+    noise = (noise_std / num_units) ** 2
+    off_R = axes_RR.T @ (sum_R / num_units - public_mean_R)
+    shift_R, shift_variance_R = _posterior(off_R, variance_R, noise + variance_R / num_units)
+    mean_R = public_mean_R + axes_RR @ shift_R
+    off_RR = axes_RR.T @ (second_RR / num_units - torch.outer(mean_R, mean_R) - public_cov_RR) @ axes_RR
+    row, column = torch.triu_indices(*off_RR.shape)
+    twice, scale = 1.0 + (row == column).double(), variance_R[row] * variance_R[column]
+    entry, entry_variance = _posterior(off_RR[row, column], twice * scale, twice * (noise + scale / num_units))
+    off_RR[row, column], off_RR[column, row] = entry, entry
+    unknown_R = shift_variance_R + entry_variance[row == column].sqrt()
+    root_R = variance_R.sqrt()
+    relative_RR = (off_RR + (variance_R + unknown_R).diag()) / torch.outer(root_R, root_R)
+    ratio_R, turn_RR = torch.linalg.eigh(relative_RR)
+    back_RR = axes_RR @ (root_R[:, None] * turn_RR) * ratio_R.clamp(min=_FLOOR).sqrt()
+    return mean_R, back_RR @ back_RR.T
+
+
+def _public_moments(sketch: Sketch) -> tuple[Tensor, Tensor]:
+    """Return mean and covariance of the public images' sketches, from their groups'."""
+    weight_G = sketch.group_weight_G.double()
+    mean_GR = sketch.group_mean_GR.double()
+    mean_R = weight_G @ mean_GR
+    off_GR = mean_GR - mean_R
+    within_RR = torch.einsum("g,grq->rq", weight_G, sketch.group_cov_GRR.double())
+    return mean_R, within_RR + off_GR.T @ (weight_G[:, None] * off_GR)
+
+
+def _posterior(found: Tensor, scale: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of ``N(0, tau^2 scale)`` numbers seen under noise, tau averaged over `_SPREADS`."""
+    signal = torch.from_numpy(_SPREADS)[:, None] * scale
+    total = signal + noise
+    weight = (-0.5 * (found.square() / total + total.log()).sum(1)).softmax(0)[:, None]
+    kept = signal / total
+    mean = found * (weight * kept).sum(0)
+    return mean, (weight * (kept * noise + (kept * found - mean).square())).sum(0)

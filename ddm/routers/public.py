@@ -1,0 +1,172 @@
+"""How much does each public image say about each expert, and how sure is anything averaged over them?
+
+The aggregator has no silo's images. It weighs public held-out images by the released counts: under the counts router's
+own premise, that within a public group all silos look alike, ``sum_k pi_k n_kc / n_k`` times the group's mean loss is
+the silos' loss. The noisy counts enter linearly and unclipped, so their noise adds no bias for a fixed router. The
+counts router was made from that same noise, which flatters it: a comparison leans against any other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddm.errors import RefusedError, ShapeError
+from ddm.partition import Layout
+from ddm.routers.base import Router, log_prior
+from ddm.routers.evaluation import BANDS, Band, noised_log_likelihood
+from ddm.schedule import Path
+
+# Shape legend: N images, K silos, E experts, G public groups, S bootstrap draws, M figures, Q = N E.
+
+_BOOTSTRAPS = 2000
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The released histograms, as evidence on whose images are like the public ones.
+
+    Attributes:
+        noisy_KG: released counts, unclipped, in the order of silos.
+        num_units: the public number of units of each silo.
+        epsilon: of the release.
+        layout: the experts.
+    """
+
+    noisy_KG: Tensor
+    num_units: Sequence[int]
+    epsilon: float
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        if not len(self.noisy_KG) == len(self.num_units) == max(self.layout.silo_E) + 1:
+            expected = f"{max(self.layout.silo_E) + 1} of each kind, one a silo"
+            raise ShapeError("releases", expected=expected, got=f"{len(self.noisy_KG)} and {len(self.num_units)}")
+
+    def weights(self, group_N: Tensor, seed: int) -> "PublicWeights":
+        """Weigh public images by their groups; the seed draws the bootstrap."""
+        return PublicWeights(self, group_N, seed)
+
+
+class PublicWeights:
+    """How much each public image counts for each expert; all weights together are 1.
+
+    Args:
+        evidence: the releases.
+        group_N: the images' groups.
+        seed: of the bootstrap.
+
+    Raises:
+        RefusedError: no image lies in a group that a silo holds.
+    """
+
+    def __init__(self, evidence: Evidence, group_N: Tensor, seed: int) -> None:
+        noisy_KG = evidence.noisy_KG.double().numpy()
+        n_K1 = np.asarray(evidence.num_units, dtype=np.float64)[:, None]
+        num_silos, num_groups = noisy_KG.shape
+        whole = torch.full((num_silos, num_groups), 1.0 / num_groups, dtype=torch.float64)
+        mass_EG, share_E = evidence.layout.split(whole)
+        self._member_EG = (num_groups * mass_EG * share_E[:, None]).numpy()  # what an expert has of its silo's groups
+        self._silo_E = list(evidence.layout.silo_E)
+        self._total = float(n_K1.sum())
+        self._epsilon, self._shape, self._seed = evidence.epsilon, noisy_KG.shape, seed
+        self._group_N = group_N.numpy()
+        self._size_G = np.bincount(self._group_N, minlength=num_groups)
+        weight_EG = self._of_experts(_sum_to(noisy_KG, n_K1))
+        covered = float(weight_EG[:, self._size_G > 0].sum())
+        if covered <= 0:
+            raise RefusedError("public images", expected="some in the silos' groups", got="none")
+        self._scale_G = 1 / (covered * np.maximum(self._size_G, 1))
+        self._weight_EG = weight_EG
+        self.weight_NE: NDArray[np.float64] = (weight_EG * self._scale_G)[:, self._group_N].T
+
+    def means(self, figure_MNE: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return weighted sums of figures that every image has for every expert, shape (M,)."""
+        return np.asarray(figure_MNE.reshape(len(figure_MNE), -1) @ self.weight_NE.ravel())
+
+    def bootstrap(self, figure_MNE: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return `means` under other images of the same groups and other noise of the counts, shape (S, M).
+
+        Every call draws the same, so that figures of different calls are paired.
+        """
+        rng = np.random.default_rng(self._seed)
+        figure_MQ = figure_MNE.reshape(len(figure_MNE), -1)
+        num_images, at_once = len(self._group_N), max(1, _BLOCK // self.weight_NE.size)
+        order_N = np.argsort(self._group_N, kind="stable")
+        start_N = np.repeat(np.cumsum(self._size_G) - self._size_G, self._size_G)
+        size_N = np.repeat(self._size_G, self._size_G)
+        found = []
+        for first in range(0, _BOOTSTRAPS, at_once):
+            num = min(at_once, _BOOTSTRAPS - first)
+            pick_SN = order_N[start_N + np.floor(rng.random((num, num_images)) * size_N).astype(np.int64)]
+            cell_SN = pick_SN + num_images * np.arange(num)[:, None]
+            times_SN = np.bincount(cell_SN.ravel(), minlength=num * num_images).reshape(num, num_images)
+            weight_SEG = (self._weight_EG + self._of_experts(self._noise(rng, num))) * self._scale_G
+            weight_SNE = times_SN[:, :, None] * weight_SEG[:, :, self._group_N].transpose(0, 2, 1)
+            found.append(weight_SNE.reshape(num, -1) @ figure_MQ.T)
+        return np.concatenate(found)
+
+    def intervals(self, figure_MNE: NDArray[np.float64], num_looks: int = 1) -> NDArray[np.float64]:
+        """Return the 95% intervals of `means`, shape (M, 2); jointly 95% for `num_looks` of them (Bonferroni)."""
+        return spread(self.means(figure_MNE), self.bootstrap(figure_MNE), num_looks)
+
+    def _of_experts(self, count_KG: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the experts' shares of all units from the silos' counts, shape (..., E, G); linear."""
+        return np.asarray(count_KG[..., self._silo_E, :] / self._total * self._member_EG)
+
+    def _noise(self, rng: np.random.Generator, num: int) -> NDArray[np.float64]:
+        # P(z) ~ q^|z| is the difference of two geometric variables; a seed may draw it here, where nothing is released
+        stop, shape = -np.expm1(-self._epsilon / 2), (num, *self._shape)
+        noise_SKG = (rng.geometric(stop, shape) - rng.geometric(stop, shape)).astype(np.float64)
+        return _sum_to(noise_SKG, 0.0)
+
+
+@dataclass(frozen=True)
+class PublicData:
+    """Public images that nothing was fitted on, and how they are weighed.
+
+    Attributes:
+        images: shape (N, ...).
+        group_N: their groups.
+        evidence: the released counts.
+        prior_E: each expert's share of all units.
+        path: the probability path.
+        seed: of times, noise and bootstrap.
+    """
+
+    images: Tensor
+    group_N: Tensor
+    evidence: Evidence
+    prior_E: Sequence[float]
+    path: Path
+    seed: int
+
+    @property
+    def weights(self) -> PublicWeights:
+        """The weight of each image for each expert."""
+        return self.evidence.weights(self.group_N, self.seed)
+
+    def losses(self, router: Router, bands: Sequence[Band] = BANDS) -> list[NDArray[np.float64]]:
+        """Return ``-log w_e(x_t, t)`` for every expert e, averaged over draws, one (N, E) per band."""
+        log_prior_E = log_prior(self.prior_E, router.num_experts)
+        found = (self.log_likelihoods(router, band, index) for index, band in enumerate(bands))
+        return [-(log_DNE + log_prior_E).log_softmax(2).mean(0).numpy() for log_DNE in found]
+
+    def log_likelihoods(self, router: Router, band: Band, index: int) -> Tensor:
+        """Return what the router says of the images in the band of that number, shape (D, N, E)."""
+        return noised_log_likelihood(router, self.images, band, self.seed + index, self.path)
+
+
+def spread(value_M: NDArray[np.float64], drawn_SM: NDArray[np.float64], num_looks: int = 1) -> NDArray[np.float64]:
+    """Return intervals around figures from their bootstrap draws, shape (M, 2); see `PublicWeights.intervals`."""
+    tail = 0.025 / num_looks
+    return np.asarray((value_M + np.quantile(drawn_SM - value_M, [tail, 1 - tail], axis=0)).T)
+
+
+def _sum_to(noisy: NDArray[np.float64], total: NDArray[np.float64] | float) -> NDArray[np.float64]:
+    """Shift rows equally so that they sum to what is publicly known; linear, so it adds no bias."""
+    return np.asarray(noisy - (noisy.sum(-1, keepdims=True) - total) / noisy.shape[-1])

@@ -1,0 +1,106 @@
+"""`Clusters.assign` against scikit-learn's `KMeans.predict` on the same features, side by side in one run.
+
+The bound is the float32 product of features and centroids; its rate is measured in the same rounds, in the same blocks
+and with nothing else done to the scores. Rounds alternate, so that a noisy machine slows all three; the figures are
+medians of the rounds' ratios. The features are Gaussian noise, which has no clusters: nothing is easy about it. A child
+process each measures by how much a quarter and all of the features raise the peak memory. Writes
+build/bench/assignment.csv.
+"""
+
+import argparse
+import csv
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from sklearn.cluster import KMeans
+from torch import Tensor
+
+from ddm.clustering import Clusters
+
+BLOCK = 512
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def product(x_ND: Tensor, c_FD: Tensor) -> None:
+    """The scores alone, block by block."""
+    for start in range(0, len(x_ND), BLOCK):
+        x_ND[start : start + BLOCK] @ c_FD.T
+
+
+def clusters_of(c_FD: Tensor) -> Clusters:
+    """Clusters of one group."""
+    index_F = torch.zeros(len(c_FD), dtype=torch.int64)
+    return Clusters(c_FD, index_F, index_F)
+
+
+def k_means_of(c_FD: Tensor) -> KMeans:
+    """scikit-learn's model with these very centroids."""
+    model = KMeans(len(c_FD), init=c_FD.numpy(), n_init=1, max_iter=1).fit(c_FD.numpy())
+    model.cluster_centers_ = c_FD.numpy()
+    return model
+
+
+def raised_mb(num: int, dim: int, centroids: int) -> float:
+    """By how much assigning raises the peak memory of this process beyond features and result."""
+    features, clusters = torch.randn(num, dim), clusters_of(torch.randn(centroids, dim))
+    clusters.assign(features[:BLOCK])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    clusters.assign(features)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 - num * 8 / 2**20
+
+
+def main() -> None:
+    """Command line: --num N --dim D --centroids F --rounds R --out FOLDER."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, default=1_000_000)
+    parser.add_argument("--dim", type=int, default=384)
+    parser.add_argument("--centroids", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    asked = parser.parse_args()
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        sizes = [(num, asked.dim, asked.centroids) for num in (asked.num // 4, asked.num)]
+        quarter_mb, whole_mb = pool.starmap(raised_mb, sizes, chunksize=1)
+    torch.manual_seed(0)
+    x_ND, c_FD = torch.randn(asked.num, asked.dim), torch.randn(asked.centroids, asked.dim)
+    clusters, k_means = clusters_of(c_FD), k_means_of(c_FD)
+    same = float((clusters.assign(x_ND[:20_000]).numpy() == k_means.predict(x_ND[:20_000].numpy())).mean())
+    flops = 2 * asked.num * asked.dim * asked.centroids
+    rows = []
+    for index in range(asked.rounds):
+        ours = seconds(lambda: clusters.assign(x_ND))
+        theirs = seconds(lambda: k_means.predict(x_ND.numpy()))
+        bound = seconds(lambda: product(x_ND, c_FD))
+        rows.append((index, ours, theirs, bound, theirs / ours, bound / ours, theirs / bound, flops / bound / 1e9))
+        print(
+            f"round {index}: assign {ours:.2f} s, KMeans.predict {theirs:.2f} s, product {bound:.2f} s "
+            f"({flops / bound / 1e9:.0f} GFLOP/s); {theirs / ours:.2f} times, {bound / ours:.0%} of the product's rate",
+            flush=True,
+        )
+    speed, share, most = (statistics.median(row[column] for row in rows) for column in (4, 5, 6))
+    print(f"{asked.num} x {asked.dim} to {asked.centroids} centroids, {torch.get_num_threads()} threads")
+    print(f"median: {speed:.2f} times KMeans.predict's speed; the product alone would be {most:.2f} times")
+    print(f"median: {share:.0%} of the product's rate")
+    print(f"same centroid as KMeans.predict (float32): {same:.4%} of 20,000")
+    print(f"peak memory raised by {quarter_mb:.1f} MiB for a quarter of the features, {whole_mb:.1f} MiB for all")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    names = ("round", "assign_s", "k_means_s", "product_s", "speed", "share_of_product", "most", "product_gflops")
+    with (asked.out / "assignment.csv").open("w", newline="") as handle:
+        writer = csv.writer(handle)
+        writer.writerow((*names, "quarter_mb", "whole_mb", "same"))
+        writer.writerows((*row, quarter_mb, whole_mb, same) for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What attacks on the releases achieve: empirical epsilons, and re-identification from the default release."""
+
+from collections.abc import Callable
+
+import neighbours
+import torch
+from attacks import epsilon_bound, reidentification
+from drawing import make_plan, make_source, noise_of, sketches_in_order
+from neighbours import Neighbours, with_quarter_noise
+from public import PublicParts
+from results import Empirical, Presets, Reidentification
+from worlds import World
+
+CLAIM, DELTA = 1.0, 1e-2
+DEFAULT_EPSILON, DEFAULT_DELTA = 7.0, 1e-5
+COHORT = 2000
+REPEATS = 5
+OUTLYING = 20
+
+ATTACKS: dict[str, tuple[Callable[[float], Neighbours], float, float]] = {
+    "counts": (neighbours.counts, 0.0, 1.0),
+    "class counts": (neighbours.class_counts, 0.0, 1.0),
+    "sketches": (lambda epsilon: neighbours.sketches(epsilon, DELTA), DELTA, 1.0),
+    "moments": (lambda epsilon: neighbours.moments(epsilon, DELTA), DELTA, 0.05),
+}
+"""By release: the attack at an epsilon, its delta, and the share of the draws that it can afford."""
+
+
+def empirical_epsilons(presets: Presets, say: Callable[[str], None]) -> tuple[Empirical, ...]:
+    """Attack every release at epsilon 1, and again with a quarter of its noise, which must show."""
+    found = []
+    for release, (attack, delta, share) in ATTACKS.items():
+        num = int(share * presets.attack_draws)
+        bound, quartered = (
+            epsilon_bound(*attack(epsilon).scores(num), delta) for epsilon in (CLAIM, with_quarter_noise(CLAIM, delta))
+        )
+        name = f"{release} (delta {delta:g}, {num} draws)"
+        found.append(Empirical(release=name, claim=CLAIM, bound=bound, bound_quartered=quartered))
+        say(f"membership attack on {release}: epsilon above {bound:.3f}, with a quarter of the noise {quartered:.3f}")
+    return tuple(found)
+
+
+def reidentification_rates(world: World, parts: PublicParts, seed: int, say: Callable[[str], None]) -> Reidentification:
+    """Match released sketches to their images, both by themselves and all together; the better attack counts."""
+    images = torch.cat(world.silos)
+    cohort = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:COHORT]]
+    rank = world.dataset.released_rank
+    plan = make_plan({"sketch": {"epsilon": DEFAULT_EPSILON, "delta": DEFAULT_DELTA, "rank": rank}}, rank=rank)
+    sketch = parts.sketch.head(rank)
+    alpha, _ = noise_of(plan, sketch)
+    source = make_source(plan, sketch, cohort, torch.zeros(len(cohort), dtype=torch.int64))
+    average, outlying = 0.0, 0.0
+    for together in (False, True):
+        rates = [
+            reidentification(sketch.project(cohort), sketches_in_order(source), alpha, OUTLYING, together=together)
+            for _ in range(REPEATS)
+        ]
+        average = max(average, sum(rate.average for rate in rates) / REPEATS)
+        longest, loneliest = (sum(getattr(rate, name) for rate in rates) / REPEATS for name in ("longest", "loneliest"))
+        outlying = max(outlying, longest, loneliest)
+    say(f"re-identified among {len(cohort)}: {average:.2%}, of the {OUTLYING} most outlying {outlying:.2%}")
+    return Reidentification(num=len(cohort), epsilon=DEFAULT_EPSILON, average=average, outlying=outlying)

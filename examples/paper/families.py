@@ -1,0 +1,196 @@
+"""The router families at a total epsilon, from releases that the silos' own code draws."""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+import torch
+from public import PublicParts
+from torch import Tensor, nn
+from worlds import World
+
+from ddm.mechanisms import Kind, check_total, mechanisms
+from ddm.plan_files import release_noise_level
+from ddm.privacy import gaussian_delta, gaussian_mu_within
+from ddm.protocol.base import now_utc, sha256_hex
+from ddm.protocol.plan import LearnedRouter as LearnedSettings
+from ddm.protocol.plan import Plan
+from ddm.protocol.plan import SamplesRouter as SamplesSettings
+from ddm.routers.base import Router
+from ddm.routers.counts import CountsRouter, counts_specs
+from ddm.routers.learned import fit_learned
+from ddm.routers.moments import MomentsRouter, moments_noise_std, moments_specs
+from ddm.routers.samples import draw_from_experts, fit_samples
+from ddm.schedule import LinearPath
+from ddm.sketch import sketch_release_specs
+from ddm.tensors import load_tensors
+from silo.ledger import Ledger
+from silo.releases import Source, draw
+
+DELTA = 1e-5
+PATH = LinearPath()
+CONCENTRATIONS = torch.logspace(-1, 4, 41, dtype=torch.float64)
+MAX_BYTES = 1 << 28
+COUNTS_SHARE = {"learned": 0.75, "moments": 0.2}  # of the total epsilon; the Gaussian release gets what is left
+MOMENTS_RANK = 16
+IMAGES_PER_EXPERT = 600
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one plan asks for.
+
+    Attributes:
+        family: counts, learned or moments.
+        epsilon: of all releases together at `DELTA`, replace-one, per image.
+        num_steps: of training, for the families that train.
+    """
+
+    family: str
+    epsilon: float
+    num_steps: int = 1000
+
+
+def fit_exact(world: World, parts: PublicParts) -> CountsRouter:
+    """The counts router from true histograms: what the family reaches without noise.
+
+    Shares are posterior means under a Dirichlet prior around the public ones, its weight by largest evidence.
+    """
+    weight_G = parts.sketch.group_weight_G.double()
+    rows = []
+    for images in world.silos:
+        counts_G = torch.bincount(parts.group_of(images), minlength=len(weight_G)).double()
+        pseudo_AG = CONCENTRATIONS[:, None] * weight_G
+        evidence_A = (torch.lgamma(pseudo_AG + counts_G) - torch.lgamma(pseudo_AG)).sum(1)
+        evidence_A += torch.lgamma(CONCENTRATIONS) - torch.lgamma(CONCENTRATIONS + len(images))
+        best_G = counts_G + pseudo_AG[evidence_A.argmax()]
+        rows.append((best_G / best_G.sum()).log())
+    return CountsRouter(parts.sketch, torch.stack(rows), PATH)
+
+
+def fit_family(world: World, parts: PublicParts, asked: Asked, seed: int) -> Router:
+    """Draw the releases of one plan and fit its router."""
+    plan = make_plan(world, asked)
+    released = release(plan, world, parts)
+    noisy_KG = torch.stack([each["counts"] for each in released["counts"]])
+    epsilon = plan.releases.counts.epsilon
+    counts = CountsRouter.from_counts(parts.sketch, noisy_KG, world.num_units, epsilon, PATH)
+    if asked.family == "moments":
+        sums, seconds = (torch.stack([each[name] for each in released["moments"]]) for name in ("sum", "second"))
+        noise_std = moments_noise_std(plan)
+        return MomentsRouter.from_moments(parts.sketch, sums, seconds, world.num_units, noise_std, PATH)
+    if isinstance(plan.router, LearnedSettings):
+        sketches = {f"silo{k}": each["sketch"] for k, each in enumerate(released["sketch"])}
+        return fit_learned(
+            counts,
+            sketches,
+            world.num_units,
+            parts.lessons(world),
+            plan.router,
+            seed,
+            t_release=release_noise_level(plan, parts.sketch),
+        )
+    return counts
+
+
+def fit_from_samples(world: World, experts: Sequence[nn.Module], num_steps: int, seed: int) -> Router:
+    """The samples router, trained on images that the experts draw."""
+    shape = tuple(world.test.shape[1:])
+    patch = 4 if shape[-1] >= 16 else 2
+    settings = SamplesSettings(
+        patch=patch, hidden=64, depth=3, heads=4, num_steps=num_steps, images_per_expert=IMAGES_PER_EXPERT
+    )
+    drawn_EN = draw_from_experts(experts, shape, IMAGES_PER_EXPERT, seed, PATH, None)
+    return fit_samples(drawn_EN, settings, PATH, seed)
+
+
+@cache
+def mu_within(epsilon: float, counts_epsilon: float) -> float:
+    """Return the Gaussian release that fits beside counts of `counts_epsilon` into a total."""
+    return gaussian_mu_within(epsilon, DELTA, counts_epsilon)
+
+
+def make_plan(world: World, asked: Asked) -> Plan:
+    """Write the plan whose releases cost `asked.epsilon` together."""
+    data, share = world.dataset, COUNTS_SHARE.get(asked.family, 1.0)
+    releases: dict[str, object] = {
+        "unit": "image",
+        "total": {"epsilon": asked.epsilon, "delta": DELTA},
+        "counts": {"epsilon": share * asked.epsilon, "num_groups": data.num_groups},
+    }
+    if share < 1.0:
+        mu = mu_within(asked.epsilon, share * asked.epsilon)
+        gaussian = {"epsilon": asked.epsilon, "delta": gaussian_delta(mu, asked.epsilon)}
+        if asked.family == "learned":
+            releases["sketch"] = gaussian | {"rank": data.released_rank}
+        else:
+            releases["moments"] = gaussian | {"rank": MOMENTS_RANK}
+    router: dict[str, object] = {"kind": asked.family}
+    if asked.family == "learned":
+        router |= {"hidden": 128, "depth": 3, "num_steps": asked.num_steps}
+    plan = Plan.model_validate_json(json.dumps(_document(world, releases, router)))
+    check_total(plan)
+    return plan
+
+
+def _document(world: World, releases: dict[str, object], router: dict[str, object]) -> dict[str, object]:
+    """A whole plan; what the releases do not depend on is filled in."""
+    created, digest = now_utc(), sha256_hex(b"")
+    training = {"num_steps": 1, "batch_size": 1, "learning_rate": 1e-3, "weight_decay": 0.0, "ema_decay": 0.0}
+    architecture = {"kind": "dit", "patch": 2, "hidden": 2, "depth": 1, "heads": 1}
+    num_groups = world.dataset.num_groups
+    return {
+        "plan_id": "figure-00000000",
+        "created_at": created.isoformat(),
+        "expires_at": (created + timedelta(days=1)).isoformat(),
+        "silos": [f"silo{k}" for k in range(len(world.silos))],
+        "receipt_key": f"ed25519:{digest}",
+        "files": [
+            {"path": f"plan/{name}.safetensors", "bytes": 1, "digest": digest}
+            for name in ("centroids", "encoder", "sketch")
+        ],
+        "data": {"shape": list(world.test.shape[1:]), "range": [-1.0, 1.0]},
+        "latent": {"kind": "identity"},
+        "encoder": {"kind": "pca", "dim": 1},
+        "clustering": {"num_fine": num_groups, "num_coarse": 1},
+        "sketch": {"rank": world.dataset.rank},
+        "partition": {"kind": "silo", "min_images": 1},
+        "objective": {},
+        "t_distribution": {"kind": "uniform"},
+        "condition": {},
+        "expert": {"architecture": architecture, "training": training | {"checkpoint_steps": 1}},
+        "releases": releases,
+        "router": router,
+        "audit": {"required": True, "min_holdout_units": 1, "max_near_copy_rate": 0.0, "max_mia_auc": 0.5},
+        "limits": {"expert_bytes": 1, "release_bytes": MAX_BYTES, "train_s": 1, "gpu_hours": 0.0},
+    }
+
+
+def release(plan: Plan, world: World, parts: PublicParts) -> Mapping[Kind, list[Mapping[str, Tensor]]]:
+    """Draw every silo's releases with the silos' own code: ledger, operating system's randomness, files."""
+    kinds = tuple(mechanisms(plan))
+    found: dict[Kind, list[Mapping[str, Tensor]]] = {kind: [] for kind in kinds}
+    for images in world.silos:
+        specs = {"counts": counts_specs(plan), "moments": moments_specs(plan)}
+        specs["sketch"] = sketch_release_specs(plan, len(images))
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            ledger = Ledger(folder / "ledger.jsonl", budget=plan.releases.total, unit="image")
+            source = Source(
+                plan=plan,
+                plan_digest=plan.digest,
+                sketch=parts.sketch,
+                images=images,
+                group_N=parts.group_of(images),
+                unit_N=torch.arange(len(images)),
+                label_N=None,
+                dataset_digest=sha256_hex(b""),
+            )
+            for kind in kinds:
+                path = draw(kind, source, ledger, folder)
+                found[kind].append(load_tensors(path, specs[kind], max_bytes=MAX_BYTES))
+    return found

@@ -1,0 +1,187 @@
+"""Two neighbouring data sets, released: what a membership attack is given. `attacks` says what it learns from that."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import cos, radians, sin, sqrt
+
+import numpy as np
+import torch
+from drawing import MAX_GROUPS, Released, images_of, make_plan, make_source, noise_of, public_sketch, release
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddm.mechanisms import Kind
+from ddm.privacy import GaussianMechanism, gaussian_mu, moments_sensitivity, total_epsilon
+from ddm.protocol.base import Unit
+from ddm.protocol.plan import Plan
+from ddm.sketch import Sketch
+from silo.releases import Source
+
+# Shape legend: N experiments, U units, R sketch dimensions.
+
+Scores = NDArray[np.float64]
+CLASSES, CLASS_GROUPS = 8, 1024
+MOMENTS_RANK = 64
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Two neighbouring data sets, and the statistic that best tells from which of them a release was drawn.
+
+    One release holds many experiments: each unit is exchanged in cells, rows or directions of its own, and no two of
+    them share noise. So each shows what an attacker sees who knows all other units.
+
+    Attributes:
+        kinds: the releases that are looked at together.
+        worlds: both data sets, every unit exchanged between them.
+        score: each experiment's log-likelihood ratio of the first world over the second, up to a constant.
+    """
+
+    kinds: tuple[Kind, ...]
+    worlds: tuple[Source, Source]
+    score: Callable[[Released], Scores]
+
+    def scores(self, num: int) -> tuple[Scores, Scores]:
+        """Draw releases of both worlds until there are `num` scores of each."""
+        first, second = (self._scores(source, num) for source in self.worlds)
+        return first, second
+
+    def _scores(self, source: Source, num: int) -> Scores:
+        found = [self.score(release(source, self.kinds))]
+        while len(found) * len(found[0]) < num:
+            found.append(self.score(release(source, self.kinds)))
+        return np.concatenate(found)[:num]
+
+
+def with_quarter_noise(epsilon: float, delta: float = 0.0) -> float:
+    """Return the epsilon whose release has a quarter of the noise: the control that an attack must tell apart."""
+    if delta == 0.0:
+        return 4 * epsilon
+    return total_epsilon([GaussianMechanism(mu=4 * gaussian_mu(epsilon, delta))], delta)
+
+
+def counts(epsilon: float, *, unit: Unit = "image", images_each: int = 1) -> Neighbours:
+    """Move each unit's images from one group to another.
+
+    Args:
+        epsilon: of the counts.
+        unit: of the plan.
+        images_each: how many images a patient has; with the image as the unit they all count.
+    """
+    plan = make_plan({"counts": {"epsilon": epsilon, "num_groups": MAX_GROUPS}}, unit=unit)
+    group_U = torch.arange(0, MAX_GROUPS, 2)
+    images_U = torch.zeros(len(group_U), 1, 2, 2)
+    first, second = (make_source(plan, public_sketch(1), images_U, group_U + world, images_each) for world in (0, 1))
+    moved = 1 if unit == "patient" else images_each
+    return Neighbours(
+        ("counts",), (first, second), lambda found: moved_score(found["counts"]["counts"], moved, epsilon)
+    )
+
+
+def class_counts(epsilon: float) -> Neighbours:
+    """Exchange each unit for one of the next class in the same group."""
+    asked = {"epsilon": epsilon, "num_classes": CLASSES}
+    plan = make_plan({"counts": {"epsilon": 1.0, "num_groups": CLASS_GROUPS}, "class_counts": asked})
+    label_U, group_U = torch.cartesian_prod(torch.arange(0, CLASSES, 2), torch.arange(CLASS_GROUPS)).T
+    source = make_source(plan, public_sketch(1), torch.zeros(len(group_U), 1, 2, 2), group_U)
+    first, second = (replace(source, label_N=label_U + world) for world in (0, 1))
+
+    def score(found: Released) -> Scores:
+        by_class = found["class_counts"]["counts"]
+        return moved_score(torch.stack([by_class[0::2], by_class[1::2]], dim=-1), 1, epsilon)
+
+    return Neighbours(("class_counts",), (first, second), score)
+
+
+def sketches(
+    epsilon: float,
+    delta: float,
+    *,
+    rank: int = 12,
+    scale: float = 1.0,
+    unit: Unit = "image",
+    images_each: int = 1,
+    num: int = 20_000,
+) -> Neighbours:
+    """Exchange each unit's images for their opposites, which lie outside the unit ball on the other side.
+
+    Args:
+        epsilon: of the sketches.
+        delta: likewise.
+        rank: dimensions of a sketch.
+        scale: C of the public sketch.
+        unit: of the plan.
+        images_each: how many images a patient has; with the image as the unit each has a row.
+        num: units of one release.
+    """
+    plan = make_plan({"sketch": {"epsilon": epsilon, "delta": delta, "rank": rank}}, rank=rank, unit=unit)
+    sketch = public_sketch(rank, scale)
+    first, second = (_opposites(plan, sketch, num, side, torch.zeros(num).long(), images_each) for side in (1, -1))
+    rows = 1 if unit == "patient" else images_each
+    return Neighbours(("sketch",), (first, second), lambda found: _along(found, plan, sketch).reshape(num, rows).sum(1))
+
+
+def moments(epsilon: float, delta: float, *, degrees: float = 180.0) -> Neighbours:
+    """Exchange units for others at an angle to them, each pair in a plane of its own.
+
+    Args:
+        epsilon: of the moments.
+        delta: likewise.
+        degrees: between a unit's two sketches, both of norm 1.
+    """
+    rank, sketch = MOMENTS_RANK, public_sketch(MOMENTS_RANK)
+    plan = make_plan({"moments": {"epsilon": epsilon, "delta": delta, "rank": rank}}, rank=rank)
+    even = torch.arange(0, rank, 2)
+    angles = (0.0, radians(degrees))
+    planes = torch.tensor([[cos(angle), sin(angle)] for angle in angles], dtype=torch.float64)
+    worlds = []
+    for plane in planes:
+        s_UR = torch.zeros(len(even), rank, dtype=torch.float64)
+        s_UR[range(len(even)), even], s_UR[range(len(even)), even + 1] = plane
+        worlds.append(make_source(plan, sketch, images_of(s_UR, sketch), torch.zeros(len(even)).long()))
+    by_sum = planes[0] - planes[1]
+    by_second = torch.outer(planes[0], planes[0]) - torch.outer(planes[1], planes[1])
+    std = moments_sensitivity(rank) / gaussian_mu(epsilon, delta)
+
+    def score(found: Released) -> Scores:
+        total_U2 = found["moments"]["sum"].double().reshape(-1, 2)
+        second = found["moments"]["second"].double()
+        second_U22 = torch.stack([second[even + i, even + j] for i in (0, 1) for j in (0, 1)], -1).reshape(-1, 2, 2)
+        likelihood_U = (total_U2 * by_sum).sum(1) + (second_U22 * by_second).sum((1, 2)) / 2
+        return likelihood_U.numpy() / std**2
+
+    return Neighbours(("moments",), (worlds[0], worlds[1]), score)
+
+
+def counts_and_sketches(counts_epsilon: float, epsilon: float, delta: float) -> Neighbours:
+    """Exchange each unit in two releases of one plan: for its opposite, which lies in another group."""
+    asked = {"epsilon": epsilon, "delta": delta, "rank": 2}
+    counted = {"epsilon": counts_epsilon, "num_groups": MAX_GROUPS}
+    plan = make_plan({"counts": counted, "sketch": asked, "total": {"epsilon": 1000.0, "delta": delta}}, rank=2)
+    sketch, group_U = public_sketch(2, num_groups=MAX_GROUPS), torch.arange(0, MAX_GROUPS, 2)
+    first, second = (_opposites(plan, sketch, len(group_U), side, group_U + world) for world, side in ((0, 1), (1, -1)))
+
+    def score(found: Released) -> Scores:
+        # Any row may stand for any unit: given the world they are all drawn alike, and apart from the counts.
+        return moved_score(found["counts"]["counts"], 1, counts_epsilon) + _along(found, plan, sketch)
+
+    return Neighbours(("counts", "sketch"), (first, second), score)
+
+
+def moved_score(pairs: Tensor, num: int, epsilon: float) -> Scores:
+    """Log-likelihood ratio of `num` images in the even cell of each pair over as many in the odd one."""
+    even, odd = pairs.reshape(-1, 2).double().numpy().T
+    return np.asarray(epsilon / 2 * (abs(even) - abs(even - num) - abs(odd) + abs(odd - num)))
+
+
+def _along(found: Released, plan: Plan, sketch: Sketch) -> Scores:
+    """Log-likelihood ratio of each released sketch for `_opposites`."""
+    alpha, sigma_over_scale = noise_of(plan, sketch)
+    direction_R = torch.ones(sketch.rank, dtype=torch.float64) / sqrt(sketch.rank)
+    along_N = found["sketch"]["sketch"].double() @ direction_R
+    return np.asarray(2 * alpha * along_N.numpy() / sigma_over_scale**2)
+
+
+def _opposites(plan: Plan, sketch: Sketch, num: int, side: int, group_U: Tensor, images_each: int = 1) -> Source:
+    s_UR = torch.full((num, sketch.rank), side * 1.5 / sqrt(sketch.rank), dtype=torch.float64)
+    return make_source(plan, sketch, images_of(s_UR, sketch), group_U, images_each)

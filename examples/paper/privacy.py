@@ -1,0 +1,196 @@
+"""How good is a router at a budget a hospital can sign? Quality against epsilon for every family, with error bars.
+
+Draws privacy.png, prints the table of targets, writes privacy.csv, targets.csv and README.md to --out. A run that was
+stopped goes on with the seeds that are not done yet.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from attacking import empirical_epsilons, reidentification_rates
+from families import Asked, fit_exact, fit_family, fit_from_samples
+from figure import draw_figure
+from measure import TIMES, Measured, measure
+from public import PublicParts, fit_public
+from reference import train_reference
+from report import write_report
+from results import Presets, Record, SeedResult, Shares, presets_for
+from shares import STRATEGIES, sampling_error, silo_shares, total_variation, train_experts
+from targets import check_targets
+from worlds import DATASETS, World, make_world
+
+from ddm.routers.base import Router
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    arguments = parse(sys.argv[1:])
+    presets = presets_for(arguments.dataset, quick=arguments.quick)
+    (arguments.out / "runs").mkdir(parents=True, exist_ok=True)
+    try:
+        results = run_seeds(arguments, presets)
+    except KeyboardInterrupt:
+        print(f"Stopped; the same command goes on from what is in {arguments.out / 'runs'}.", file=sys.stderr)
+        return 130
+    targets = check_targets(arguments.dataset, results)
+    draw_figure(results, arguments.out / "privacy.png", arguments.dataset)
+    write_report(arguments.out, arguments.dataset, presets, results, targets)
+    print((arguments.out / "README.md").read_text("utf-8"))
+    missed = [target for target in targets if not target.met]
+    if arguments.check and missed:
+        print(f"{len(missed)} of {len(targets)} targets missed.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
+    parser.add_argument("--data", type=Path, help="folder of the data set's files; digits need none")
+    parser.add_argument("--seeds", type=int, default=3, help="worlds: splits, encoders, releases (default 3)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for figure, tables and unfinished runs")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
+    parser.add_argument(
+        "--quick", action="store_true", help="few steps, to see that everything runs; numbers mean nothing"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at a time, each with one thread (default 1)")
+    arguments = parser.parse_args(argv)
+    if arguments.seeds < 1 or arguments.jobs < 1:
+        parser.error("--seeds and --jobs: at least 1")
+    return arguments
+
+
+def run_seeds(arguments: argparse.Namespace, presets: Presets) -> list[SeedResult]:
+    """Measure every world, `--jobs` of them at a time."""
+    if arguments.jobs == 1:
+        return [run_seed(arguments, presets, seed) for seed in range(arguments.seeds)]
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        try:
+            return list(pool.map(partial(run_seed, arguments, presets), range(arguments.seeds)))
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def run_seed(arguments: argparse.Namespace, presets: Presets, seed: int) -> SeedResult:
+    """Measure one world, or read what an earlier run measured under the same presets."""
+    started = time.monotonic()
+
+    def say(message: str) -> None:
+        print(f"[seed {seed}, {time.monotonic() - started:5.0f} s] {message}", flush=True)
+
+    path = arguments.out / "runs" / f"{arguments.dataset}-{seed}.json"
+    if path.exists():
+        found = SeedResult.model_validate_json(path.read_bytes())
+        if found.presets == presets:
+            say(f"taken from {path}")
+            return found
+    world = make_world(DATASETS[arguments.dataset], arguments.data, seed)
+    say(f"{len(world.silos)} silos of {min(world.num_units)} to {max(world.num_units)} images")
+    result = measure_seed(world, presets, seed, path.with_suffix(""), say)
+    part = path.with_suffix(".part")
+    part.write_text(result.model_dump_json(indent=1) + "\n", "utf-8")
+    part.replace(path)
+    return result
+
+
+def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: Callable[[str], None]) -> SeedResult:
+    """Fit and measure everything on one world."""
+    prior = measure(None, world)
+    records = [Record.of("prior", None, 0, prior, prior)]
+    parts = {name: fit_public(world, name, presets.encoder_steps, seed, say) for name in presets.encoders}
+    main_parts = parts[presets.encoders[0]]
+    name, network = train_reference(world, seed, presets.reference_steps, say)
+    records.append(Record.of("network, not private", None, 0, measure(network, world), prior, note=name))
+    exact = fit_exact(world, main_parts)
+    measured_exact = measure(exact, world)
+    records.append(Record.of("exact counts, not private", None, 0, measured_exact, prior))
+    say(f"exact counts {_mean(measured_exact):.4f}, prior {_mean(prior):.4f} nats")
+    routers: dict[tuple[str, float], Router] = {}
+    for encoder, fitted in parts.items():
+        records += sweep(world, fitted, presets, seed, prior, encoder, encoder == presets.encoders[0], routers, say)
+    shares: tuple[Shares, ...] = ()
+    if seed == 0:
+        experts = train_experts(world, scratch, presets.expert_steps, seed, say)
+        samples = measure(fit_from_samples(world, experts, presets.samples_steps, seed), world)
+        records.append(Record.of("samples", None, 0, samples, prior))
+        say(f"samples router {_mean(samples):.4f}")
+        shares = measure_shares(world, experts, routers["counts", 1.0], exact, presets, seed, say)
+    return SeedResult(
+        seed=seed,
+        presets=presets,
+        records=tuple(records),
+        shares=shares,
+        empirical=empirical_epsilons(presets, say) if seed == 0 else (),
+        reidentification=reidentification_rates(world, main_parts, seed, say) if seed == 0 else None,
+    )
+
+
+def sweep(
+    world: World,
+    parts: PublicParts,
+    presets: Presets,
+    seed: int,
+    prior: Measured,
+    encoder: str,
+    first: bool,
+    routers: dict[tuple[str, float], Router],
+    say: Callable[[str], None],
+) -> list[Record]:
+    """Measure every family at every epsilon; with an encoder other than the first, the counts alone."""
+    records = []
+    for epsilon in presets.epsilons:
+        counts: list[Measured] = []
+        for family in ("counts", "moments", "learned") if first else ("counts",):
+            if family == "learned" and epsilon < presets.learned_from:
+                continue
+            for draw in range(presets.draws):
+                router = fit_family(world, parts, Asked(family, epsilon, presets.learned_steps), seed)
+                found = measure(router, world)
+                against = counts[draw] if family == "learned" else None
+                label = family if first else f"{family}, {encoder}"
+                records.append(Record.of(label, epsilon, draw, found, prior, against=against))
+                if family == "counts":
+                    counts.append(found)
+                if first:
+                    routers.setdefault((family, epsilon), router)
+            say(f"{label} at epsilon {epsilon:g}: {_mean(found):.4f} nats")
+    return records
+
+
+def measure_shares(
+    world: World,
+    experts: list[torch.nn.Module],
+    private: Router,
+    exact: Router,
+    presets: Presets,
+    seed: int,
+    say: Callable[[str], None],
+) -> tuple[Shares, ...]:
+    """Sample under both routers and compare the silos' shares."""
+    found = []
+    for name, strategy in STRATEGIES.items():
+        ours, theirs = (
+            silo_shares(world, experts, router, strategy, presets.num_samples, seed + number)
+            for number, router in enumerate((private, exact))
+        )
+        error = sampling_error(theirs, presets.num_samples, seed)
+        found.append(Shares(strategy=name, distance=total_variation(ours, theirs), sampling_error=error))
+        say(f"shares under {name}: distance {found[-1].distance:.4f}, sampling error {error:.4f}")
+    return tuple(found)
+
+
+def _mean(measured: Measured) -> float:
+    return sum(measured.loss_T) / len(TIMES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

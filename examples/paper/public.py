@@ -1,0 +1,99 @@
+"""Everything public of a plan: an encoder, clusters of its features, the sketch. Fitted on public images alone."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from worlds import World
+
+from ddm.clustering import Clusters, fit_clustering
+from ddm.encoders import PcaEncoder
+from ddm.encoders.timm import TimmEncoder, create_model
+from ddm.protocol.plan import DataSpec
+from ddm.routers.residual import PublicSketches
+from ddm.schedule import LinearPath
+from ddm.sketch import Sketch
+from ddm.tensors import save_tensors
+
+TIMM_MODEL = "test_resnet"
+IMAGE_SIZE = (56, 56)
+LEARNING_RATE = 4e-3
+LABEL_SMOOTHING = 0.05
+MAX_SHIFT = 2
+
+
+@dataclass(frozen=True)
+class PublicParts:
+    """What a plan's files hold, and each image's public group.
+
+    Attributes:
+        clusters: fine centroids, one a group here.
+        sketch: the wide public sketch.
+        group_of: the groups of images.
+    """
+
+    clusters: Clusters
+    sketch: Sketch
+    group_of: Callable[[Tensor], Tensor]
+
+    def lessons(self, world: World) -> PublicSketches:
+        """What the learned router's network is taught with."""
+        return PublicSketches.of(world.public, self.group_of(world.public), self.sketch, LinearPath())
+
+
+def fit_public(world: World, encoder: str, num_steps: int, seed: int, say: Callable[[str], None]) -> PublicParts:
+    """Fit the public parts.
+
+    Args:
+        world: its public images are used; for the encoder `timm` their classes as well.
+        encoder: `pca`, or `timm`, a small network trained here on the public images' classes, in place of weights from
+            elsewhere.
+        num_steps: of that training.
+        seed: of that training and of k-means.
+        say: told what happens.
+    """
+    encode = (
+        _timm(world, num_steps, seed, say)
+        if encoder == "timm"
+        else PcaEncoder.fit(world.public, world.dataset.pca_dim).encode
+    )
+    features = encode(world.public)
+    num_groups = world.dataset.num_groups
+    clusters = fit_clustering(features, num_groups, min(8, num_groups), num_groups, seed=seed)
+    rank, released = world.dataset.rank, world.dataset.released_rank
+    sketch = Sketch.fit(world.public, clusters.groups(features), rank, num_groups, released_rank=released)
+    return PublicParts(clusters, sketch, lambda images: clusters.groups(encode(images)))
+
+
+def _timm(world: World, num_steps: int, seed: int, say: Callable[[str], None]) -> Callable[[Tensor], Tensor]:
+    """Train a small timm network on the public images' classes, save it, and open it as a plan would."""
+    data = DataSpec(shape=tuple(world.public.shape[1:]), range=(-1.0, 1.0))
+    untrained = TimmEncoder.random(TIMM_MODEL, data, seed, IMAGE_SIZE)
+    torch.manual_seed(seed)
+    net: nn.Module = create_model(TIMM_MODEL, in_chans=1, num_classes=int(world.public_label.max()) + 1)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(net.parameters(), LEARNING_RATE, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, num_steps)
+    for _ in range(num_steps):
+        pick = torch.randint(len(world.public), (128,), generator=generator)
+        x = untrained.prepare(_moved(world.public[pick], generator))
+        loss = F.cross_entropy(net(x), world.public_label[pick], label_smoothing=LABEL_SMOOTHING)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    say(f"encoder: {TIMM_MODEL} trained on {len(world.public)} public images and their classes")
+    with tempfile.TemporaryDirectory() as scratch:
+        weights = Path(scratch) / "weights.safetensors"
+        save_tensors(weights, {name: tensor.detach() for name, tensor in net.state_dict().items()})
+        return TimmEncoder.from_file(TIMM_MODEL, weights, data, IMAGE_SIZE).encode
+
+
+def _moved(images: Tensor, generator: torch.Generator) -> Tensor:
+    down, right = torch.randint(-MAX_SHIFT, MAX_SHIFT + 1, (2,), generator=generator).tolist()
+    flipped = images.flip(3) if torch.rand(1, generator=generator) < 0.5 else images
+    return torch.roll(flipped, (down, right), (2, 3))

@@ -1,0 +1,135 @@
+"""The tables beside the figure: README.md, privacy.csv, targets.csv."""
+
+import csv
+import math
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from measure import TIMES
+from results import Presets, Record, SeedResult
+from targets import Target, interval
+
+from ddm.console import table
+
+
+def write_report(
+    out: Path, dataset: str, presets: Presets, results: Sequence[SeedResult], targets: Sequence[Target]
+) -> None:
+    """Write everything that was measured."""
+    _write_records(out / "privacy.csv", results)
+    _write_targets(out / "targets.csv", targets)
+    families = _families(results)
+    head = ("family", "epsilon", "gain, nats", "cross-entropy", "accuracy", "share error")
+    rows = [
+        (
+            target.figure,
+            target.target,
+            f"{target.value:.4f}" + _range(target),
+            "met" if target.met else "MISSED",
+            target.note,
+        )
+        for target in targets
+    ]
+    text = [
+        f"# Routers at a privacy budget: {dataset}",
+        "![quality against epsilon](privacy.png)",
+        f"`python examples/paper/privacy.py --dataset {dataset} --seeds {len(results)}`, {_commit()}, "
+        f"{platform.machine()}, {datetime.now(UTC):%Y-%m-%d}. Means over t = {', '.join(f'{t:g}' for t in TIMES)}; "
+        f"brackets: 95% interval over {len(results)} seeds, each a new split of the data, new clusters and new noise.",
+        "## Targets",
+        _fenced(table(rows, ("figure", "to reach", "value", "", "note"))),
+        "## Families",
+        _fenced(table(families, head)),
+        "## By t: cross-entropy, nats",
+        _fenced(table(_by_time(results), ("family", "epsilon", *(f"{t:g}" for t in TIMES)))),
+        "## Settings",
+        _fenced("\n".join(f"{name} = {value}" for name, value in presets.model_dump().items())),
+    ]
+    (out / "README.md").write_text("\n\n".join(text) + "\n", "utf-8")
+
+
+def _groups(results: Sequence[SeedResult]) -> dict[tuple[str, float | None], list[list[Record]]]:
+    """Return the records of each family and epsilon, one list a seed."""
+    found: dict[tuple[str, float | None], list[list[Record]]] = {}
+    for result in results:
+        by_key: dict[tuple[str, float | None], list[Record]] = {}
+        for record in result.records:
+            by_key.setdefault((record.family, record.epsilon), []).append(record)
+        for key, records in by_key.items():
+            found.setdefault(key, []).append(records)
+    return found
+
+
+def _families(results: Sequence[SeedResult]) -> list[tuple[str, ...]]:
+    rows = []
+    for (family, epsilon), by_seed in _groups(results).items():
+        gain = interval([float(np.mean([record.gain for record in records])) for records in by_seed])
+        means = [
+            float(np.mean([getattr(record, field) for records in by_seed for record in records]))
+            for field in ("loss_T", "accuracy_T", "share_error_T")
+        ]
+        spread = f" [{gain[1]:.4f}, {gain[2]:.4f}]" if math.isfinite(gain[1]) else ""
+        rows.append((family, _epsilon(family, epsilon), f"{gain[0]:.4f}{spread}", *(f"{mean:.4f}" for mean in means)))
+    return rows
+
+
+def _by_time(results: Sequence[SeedResult]) -> list[tuple[str, ...]]:
+    rows = []
+    for (family, epsilon), by_seed in _groups(results).items():
+        loss_T = np.mean([record.loss_T for records in by_seed for record in records], axis=0)
+        rows.append((family, _epsilon(family, epsilon), *(f"{loss:.4f}" for loss in loss_T)))
+    return rows
+
+
+def _epsilon(family: str, epsilon: float | None) -> str:
+    if epsilon is not None:
+        return f"{epsilon:g}"
+    return "infinite" if family == "samples" else "-"
+
+
+def _range(target: Target) -> str:
+    if target.low is None or target.high is None or not math.isfinite(target.low):
+        return ""
+    return f" [{target.low:.4f}, {target.high:.4f}]"
+
+
+def _write_records(path: Path, results: Sequence[SeedResult]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.writer(handle)
+        writer.writerow(("seed", "family", "epsilon", "draw", "note", "t", "cross_entropy", "accuracy", "share_error"))
+        for result in results:
+            for record in result.records:
+                for at, t in enumerate(TIMES):
+                    values = (record.loss_T[at], record.accuracy_T[at], record.share_error_T[at])
+                    key = (result.seed, record.family, record.epsilon, record.draw, record.note, t)
+                    writer.writerow((*key, *(f"{value:.6f}" for value in values)))
+
+
+def _write_targets(path: Path, targets: Sequence[Target]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.writer(handle)
+        writer.writerow(("figure", "target", "value", "low", "high", "met", "note"))
+        for target in targets:
+            writer.writerow(
+                (target.figure, target.target, target.value, target.low, target.high, target.met, target.note)
+            )
+
+
+def _fenced(text: str) -> str:
+    return f"```text\n{text}\n```"
+
+
+def _commit() -> str:
+    """Return the commit that was measured, with a mark where files differed from it."""
+    answer = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return answer.stdout.strip() or "unknown commit"

@@ -1,0 +1,161 @@
+"""Training a silo's experts: which there are, which images each is made of, one after another, resumable at any point.
+
+Which experts exist is told by the noised histogram alone (`ddm.partition`), so that their list tells nothing more. The
+noise can name a cluster of which the silo holds next to nothing. Its expert is trained all the same, since leaving it
+out would tell the true count; so that it does not learn a handful of images by heart, it is made of the silo's images
+nearest to the cluster as well, as many as plan and policy ask of an expert.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ddm.clustering import Clusters
+from ddm.errors import PolicyError
+from ddm.files import write_atomic
+from ddm.models import build_expert
+from ddm.partition import Part, part_of_images, silo_parts
+from ddm.plan_files import PlanFiles
+from ddm.protocol.plan import Plan, RandomPartition, SiloClusterPartition
+from ddm.protocol.submission import ExpertTraining
+from ddm.routers.counts import counts_specs
+from ddm.schedule import LinearPath
+from ddm.tensors import load_tensors, save_tensors
+from ddm.training import Progress, train
+from silo.config import Policy
+from silo.data import Cohort
+from silo.releases import RELEASE_NAMES
+from silo.workplace import TrainingRecord, Workplace
+
+# Shape legend: N images, F fine centroids, G public groups, D feature values.
+
+_MAX_SEED = 2**63
+
+
+def fewest_images(plan: Plan, policy: Policy) -> int:
+    """Return the fewest images that an expert of this plan may be made of on this site."""
+    return max(plan.partition.min_images, policy.training.min_images)
+
+
+def fewest_in_all(plan: Plan, policy: Policy) -> int:
+    """Return the fewest images that this site needs: a random partition deals them to all its experts."""
+    num_parts = plan.partition.num_parts if isinstance(plan.partition, RandomPartition) else 1
+    return num_parts * fewest_images(plan, policy)
+
+
+def counts_tell_experts(plan: Plan) -> bool:
+    """Whether the noised histogram has to be drawn before training, because it says which experts there are."""
+    return isinstance(plan.partition, SiloClusterPartition)
+
+
+def find_parts(plan: Plan, files: PlanFiles, work: Workplace, silo_id: str) -> tuple[Part, ...]:
+    """Return this silo's experts, from the histogram as it was released where that decides."""
+    noisy_G = torch.zeros(plan.releases.counts.num_groups, dtype=torch.int64)
+    if counts_tell_experts(plan):
+        path = work.releases / RELEASE_NAMES["counts"]
+        noisy_G = load_tensors(path, counts_specs(plan), max_bytes=plan.limits.release_bytes)["counts"]
+    return silo_parts(plan.partition, silo_id, files.clusters, noisy_G)
+
+
+def train_experts(
+    plan: Plan,
+    files: PlanFiles,
+    cohort: Cohort,
+    fine_N: Tensor,
+    work: Workplace,
+    policy: Policy,
+    silo_id: str,
+    *,
+    on_progress: Callable[[int, int], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    """Train every expert of this silo, resuming exactly where an earlier process stopped; write each and its record.
+
+    Args:
+        plan: the accepted plan.
+        files: its public tensors.
+        cohort: the private images.
+        fine_N: each image's fine centroid.
+        work: this plan's folder.
+        policy: this site's.
+        silo_id: this silo.
+        on_progress: called with the steps taken and the steps to take, all experts together.
+        should_stop: asked before every step.
+
+    Raises:
+        PolicyError: the experts together took longer than the plan's limit.
+        KeyboardInterrupt: `should_stop` answered yes; the last checkpoint stands.
+    """
+    parts = find_parts(plan, files, work, silo_id)
+    part_N = part_of_images(plan.partition, parts, files.clusters.group_F[fine_N], plan.expert.training.seed)
+    num_steps, seconds = plan.expert.training.num_steps, 0.0
+    for number, part in enumerate(parts):
+        if not work.record_path(part.expert_id).exists():
+            before = seconds
+
+            def watch(progress: Progress, number: int = number, before: float = before) -> None:
+                _check_time(plan, before + progress.seconds)
+                on_progress(number * num_steps + progress.step, len(parts) * num_steps)
+
+            fewest = fewest_images(plan, policy)
+            chosen = images_of_part(part, part_N == number, fine_N, files.clusters, fewest)
+            _train_expert(plan, cohort, chosen, number, part.expert_id, work, watch, should_stop)
+        seconds += work.record(part.expert_id).training.seconds
+
+
+def images_of_part(part: Part, own_N: Tensor, fine_N: Tensor, clusters: Clusters, fewest: int) -> Tensor:
+    """Return the images that an expert is made of, ascending: its own and, where they are too few, the nearest others.
+
+    Args:
+        part: the expert's.
+        own_N: whether each image is the expert's own.
+        fine_N: each image's fine centroid.
+        clusters: the plan's.
+        fewest: how many images there must be; at most N.
+    """
+    centroids_FD = clusters.centroids_FD.double()
+    centre_D = centroids_FD[torch.isin(clusters.group_F, torch.tensor(part.groups))].mean(0)
+    distance_N = (centroids_FD - centre_D).norm(dim=1)[fine_N].masked_fill(own_N, -1.0)
+    nearest = distance_N.argsort(stable=True)[: max(int(own_N.sum()), fewest)]
+    return torch.sort(nearest).values
+
+
+def _check_time(plan: Plan, seconds: float) -> None:
+    if seconds > plan.limits.train_s:
+        limit = f"at most {plan.limits.train_s} s for all experts of a silo"
+        raise PolicyError("training time", expected=limit, got=f"{seconds:.0f} s")
+
+
+def _train_expert(
+    plan: Plan,
+    cohort: Cohort,
+    chosen: Tensor,
+    number: int,
+    expert_id: str,
+    work: Workplace,
+    on_progress: Callable[[Progress], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    settings = plan.expert.training
+    settings = settings.model_copy(update={"seed": (settings.seed + number) % _MAX_SEED})
+    trained = train(
+        build_expert(plan.expert.architecture, plan.data.shape, seed=settings.seed),
+        cohort.images[chosen],
+        settings,
+        LinearPath(),
+        plan.t_distribution,
+        checkpoint_dir=work.checkpoints(expert_id),
+        on_progress=on_progress,
+        should_stop=should_stop,
+    )
+    save_tensors(work.expert_path(expert_id), trained.ema)
+    record = TrainingRecord(
+        plan_id=plan.plan_id,
+        expert_id=expert_id,
+        num_units=cohort.num_units,
+        num_images=len(chosen),
+        steps=trained.steps,
+        training=ExpertTraining(loss=trained.loss, seconds=trained.seconds, flops=trained.flops),
+    )
+    write_atomic(work.record_path(expert_id), record.encode())

@@ -1,0 +1,130 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ddm.errors import MathError
+from ddm.routers.base import Router, SketchRouter, posterior
+from ddm.routers.calibration import Calibrated, calibrate, calibration_error
+from ddm.routers.counts import CountsRouter
+from ddm.routers.public import Evidence, PublicData, PublicWeights
+from tests.ddm.routers.worlds import GROUPS, PATH, World, make_world, one_each
+
+SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
+PRIOR = [2 / 3, 1 / 3]
+
+
+class Sharper:
+    """A router that is surer than it may be."""
+
+    num_experts = 2
+
+    def __init__(self, router: Router, factor: float) -> None:
+        self.router, self.factor = router, factor
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        return self.factor * self.router.log_likelihood(x_B, t_B)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return make_world(SHARES, [600, 300])
+
+
+@pytest.fixture(scope="module")
+def public(world: World) -> PublicData:
+    evidence = Evidence(world.histogram(), world.num_units, 20.0, one_each(2))
+    return PublicData(world.public, world.public_group, evidence, PRIOR, PATH, seed=0)
+
+
+@pytest.fixture(scope="module")
+def counts(world: World) -> CountsRouter:
+    return CountsRouter.from_counts(world.sketch(), world.histogram(), world.num_units, 20.0, PATH)
+
+
+def test_overconfident_router_is_cooled_to_where_it_was(counts: CountsRouter, public: PublicData) -> None:
+    found = calibrate(Sharper(counts, 3.0), public)
+    assert found.temperature == pytest.approx(3.0, rel=0.1)
+    for error in found.errors[:4]:
+        assert error.after[0] < error.before[0]
+        assert error.after[0] <= error.after[2] and error.after[1] <= error.after[0]
+    assert found.errors[1].after[0] < 0.5 * found.errors[1].before[0]
+    assert found.errors[1].after[2] < found.errors[1].before[1]  # the intervals do not touch
+
+
+def test_timid_router_is_sharpened(counts: CountsRouter, public: PublicData) -> None:
+    assert calibrate(Sharper(counts, 0.5), public).temperature == pytest.approx(0.5, rel=0.1)
+
+
+def test_calibrated_router_keeps_temperature_1(counts: CountsRouter, public: PublicData) -> None:
+    found = calibrate(counts, public)
+    assert found.temperature == 1.0
+    assert all(error.before == error.after for error in found.errors)
+
+
+def test_calibration_error_matches_its_definition_written_out(world: World) -> None:
+    group = torch.tensor([0, 0, 1, 1, 2, 3])
+    weights = PublicWeights(Evidence(world.histogram(), world.num_units, 20.0, one_each(2)), group, 0)
+    first = np.random.default_rng(0).random((2, 6))
+    w_DNE = torch.from_numpy(np.stack([first, 1 - first], -1))
+    gaps = np.zeros(15)
+    for w_NE in w_DNE.numpy():
+        for w_E, weight_E in zip(w_NE, weights.weight_NE, strict=True):
+            gaps[min(int(15 * w_E.max()), 14)] += (w_E.max() * weight_E.sum() - weight_E[w_E.argmax()]) / 2
+    value, low, high = calibration_error(weights, w_DNE)
+    assert value == pytest.approx(np.abs(gaps).sum())
+    assert 0 <= low < high
+
+
+def test_weights_are_the_silos_shares_spread_over_the_images_of_a_group(world: World) -> None:
+    histogram = world.histogram().double()
+    weights = PublicWeights(Evidence(world.histogram(), world.num_units, 20.0, one_each(2)), world.public_group, 0)
+    expected = (histogram / histogram.sum() / torch.bincount(world.public_group, minlength=GROUPS)).T
+    np.testing.assert_allclose(weights.weight_NE, expected[world.public_group].numpy())
+
+
+def test_temperature_and_training_prior_are_taken_off(counts: CountsRouter, world: World) -> None:
+    x, at = world.silos[0][:50], torch.full((50,), 0.3)
+    rho = torch.tensor([0.9, 0.1])
+
+    class Biased:
+        """What a network trained on nine images of the first expert for each of the second answers."""
+
+        num_experts = 2
+
+        def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+            return counts.log_likelihood(x_B, t_B).log_softmax(1) + rho.log()
+
+    log_prior = torch.tensor(PRIOR).log()
+    truth = posterior(counts, x, at, log_prior)
+    torch.testing.assert_close(posterior(Calibrated(Biased(), 1.0, [9, 1]), x, at, log_prior), truth, atol=1e-5, rtol=0)
+    assert float((posterior(Calibrated(Biased(), 1.0, [1, 1]), x, at, log_prior) - truth).abs().max()) > 0.1
+    sharp = Calibrated(Sharper(counts, 3.0), 3.0, [1, 1])
+    torch.testing.assert_close(posterior(sharp, x, at, log_prior), truth, atol=1e-5, rtol=0)
+    pure = torch.ones(50, dtype=torch.float64)
+    for router in (Calibrated(Biased(), 4.0, [9, 1]), sharp, Calibrated(counts, 0.2, [1, 1])):
+        w = posterior(router, x.double(), pure, log_prior.double())
+        torch.testing.assert_close(w, log_prior.double().exp().expand(50, 2), atol=1e-6, rtol=0)
+
+
+def test_calibrated_router_answers_for_sketches_as_for_images(counts: CountsRouter, world: World) -> None:
+    assert isinstance(counts, SketchRouter)
+    router = Calibrated(counts, 2.0, [1, 1])
+    answer = router.on_sketches(counts.sketch.rank)
+    assert answer is not None and Calibrated(Sharper(counts, 1.0), 1.0, [1, 1]).on_sketches(2) is None
+    x, at = world.silos[0][:20], torch.full((20,), 0.4)
+    torch.testing.assert_close(answer(counts.sketch.of(x, at, PATH), at), router.log_likelihood(x, at))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 0.04, 21.0, math.nan, math.inf])
+def test_manipulated_temperature_is_refused(counts: CountsRouter, temperature: float) -> None:
+    with pytest.raises(MathError, match="temperature"):
+        Calibrated(counts, temperature, [1, 1])
+
+
+@pytest.mark.parametrize("prior", [[1.0, 0.0], [1.0, -1.0], [1.0, math.nan], [1.0]])
+def test_manipulated_training_prior_is_refused(counts: CountsRouter, prior: list[float]) -> None:
+    with pytest.raises(MathError, match="prior"):
+        Calibrated(counts, 1.0, prior)

@@ -1,0 +1,89 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ddm.errors import NumericalError, ShapeError
+from ddm.noise import discrete_laplace
+from ddm.protocol.plan import Plan
+from ddm.routers.conditional import ConditionalPrior, class_counts_specs, conditional_specs
+from ddm.sketch import Sketch
+from ddm.tensors import TensorSpec, load_tensors, save_tensors
+from tests.ddm.routers.worlds import GROUPS, clustered, make_world, one_each
+from tests.documents import plan_document
+
+CLASSES = 3
+NUM_UNITS = [2000, 1000]
+
+
+@pytest.fixture(scope="module")
+def sketch() -> Sketch:
+    return make_world([[0.25] * 4, [0.25] * 4], [50, 50]).sketch()
+
+
+def _held() -> Tensor:
+    """Silo 0 holds classes 0 and 1, silo 1 class 1 alone, nobody class 2; class c lies in group c and around."""
+    rng = np.random.default_rng(0)
+    held = np.zeros((2, CLASSES, GROUPS), dtype=np.int64)
+    for silo, label, num in [(0, 0, 1500), (0, 1, 500), (1, 1, 1000)]:
+        held[silo, label] = rng.multinomial(num, np.roll([0.7, 0.2, 0.05, 0.05], label))
+    return torch.from_numpy(held)
+
+
+def _noised(epsilon: float) -> Tensor:
+    held = _held()
+    return held + torch.from_numpy(discrete_laplace(held.numel(), epsilon).reshape(held.shape))
+
+
+def test_conditional_prior_is_who_holds_the_class(sketch: Sketch) -> None:
+    found = ConditionalPrior.from_counts(sketch, _noised(2.0), NUM_UNITS, 2.0, one_each(2))
+    held = _held().double()
+    expected = held.sum(2) / held.sum((0, 2)).clamp(min=1)
+    for label in (0, 1):
+        torch.testing.assert_close(found.log_prior(label).exp(), expected[:, label], atol=0.03, rtol=0)
+    shares = held[0, 0] / held[0, 0].sum()
+    torch.testing.assert_close(found.mass_ECG[0, 0], shares, atol=0.03, rtol=0)
+    assert float((found.log_prior(0).exp() - torch.tensor([2 / 3, 1 / 3])).abs().max()) > 0.3  # not the plain prior
+
+
+def test_class_that_nobody_holds_is_answered_by_the_prior(sketch: Sketch) -> None:
+    prior = torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
+    for _ in range(5):
+        found = ConditionalPrior.from_counts(sketch, _noised(1.0), NUM_UNITS, 1.0, one_each(2))
+        assert float((found.log_prior(2).exp() - prior).abs().max()) < 0.25
+
+
+def test_experts_of_a_silo_split_its_share_of_a_class_by_their_groups(sketch: Sketch) -> None:
+    silos = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 100.0, one_each(2))
+    experts = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 100.0, clustered())
+    together = experts.prior_CE.view(CLASSES, 2, 2).sum(2)
+    torch.testing.assert_close(together, silos.prior_CE)
+    assert float(experts.prior_CE[0, 0]) == pytest.approx(0.9, abs=0.03)  # class 0 lies in the first half of groups
+    assert float(experts.mass_ECG[0, 0, GROUPS // 2 :].abs().max()) == 0
+
+
+def test_conditional_prior_survives_its_file(sketch: Sketch, tmp_path) -> None:
+    document = plan_document()
+    document["releases"] |= {
+        "class_counts": {"epsilon": 0.5, "num_classes": CLASSES},
+        "counts": {"epsilon": 1.0, "num_groups": GROUPS},
+    }
+    plan = Plan.model_validate_json(json.dumps(document))
+    assert class_counts_specs(plan) == {"counts": TensorSpec("I64", (CLASSES, GROUPS))}
+    found = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 1.0, clustered())
+    save_tensors(tmp_path / "router.safetensors", found.tensors())
+    loaded = load_tensors(tmp_path / "router.safetensors", conditional_specs(4, plan), max_bytes=10_000)
+    again = ConditionalPrior.from_tensors(loaded)
+    torch.testing.assert_close(again.log_prior(1), found.log_prior(1), atol=1e-5, rtol=0)
+    assert conditional_specs(4, Plan.model_validate_json(json.dumps(plan_document()))) == {}
+
+
+def test_conditional_prior_refuses_what_is_no_prior(sketch: Sketch) -> None:
+    found = ConditionalPrior.from_counts(sketch, _held(), NUM_UNITS, 1.0, one_each(2))
+    with pytest.raises(NumericalError, match="class priors"):
+        ConditionalPrior(2 * found.prior_CE, found.mass_ECG)
+    for label in (-1, CLASSES):
+        with pytest.raises(ShapeError, match="class"):
+            found.log_prior(label)

@@ -1,0 +1,110 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ddm.errors import NumericalError, ShapeError
+from ddm.protocol.plan import SamplesRouter as Settings
+from ddm.routers.base import Router, posterior
+from ddm.routers.evaluation import cross_entropy
+from ddm.routers.samples import SamplesRouter, draw_from_experts, fit_samples, samples_router_specs
+from ddm.schedule import LinearPath, Velocity
+from ddm.tensors import load_tensors, save_tensors
+from tests.ddm.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
+
+PATH = LinearPath()
+SHAPE = (2, 1, 1)
+SETTINGS = Settings(patch=1, hidden=32, depth=1, heads=2, num_steps=250, images_per_expert=300)
+
+
+class AsImages:
+    """The exact router of the mixture, on points laid out as images."""
+
+    num_experts = 4
+
+    def __init__(self, mixture: GaussianMixture) -> None:
+        self.mixture = mixture
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        return self.mixture.log_likelihood(x_B.flatten(1).double(), t_B.double())
+
+
+def _expert(mixture: GaussianMixture, k: int) -> Velocity:
+    velocity = mixture.expert(k)
+    return lambda x_B, t_B: velocity(x_B.flatten(1).double(), t_B.double()).to(x_B).view_as(x_B)
+
+
+@pytest.fixture(scope="module")
+def mixture() -> GaussianMixture:
+    return four_silos()
+
+
+@pytest.fixture(scope="module")
+def drawn(mixture: GaussianMixture) -> Tensor:
+    return draw_from_experts([_expert(mixture, k) for k in range(4)], SHAPE, 300, 0, PATH, None)
+
+
+@pytest.fixture(scope="module")
+def router(drawn: Tensor) -> SamplesRouter:
+    return fit_samples(drawn, SETTINGS, PATH, 0)
+
+
+def test_each_expert_draws_its_own_silos_data(mixture: GaussianMixture, drawn: Tensor) -> None:
+    assert drawn.shape == (4, 300, *SHAPE)
+    for k in range(4):
+        x = drawn[k].flatten(1).double()
+        weight = mixture.weights_of(k) / mixture.weights_of(k).sum()
+        mean = weight @ mixture.mean_CD
+        spread = (weight @ (mixture.mean_CD.square() + mixture.variance_CD) - mean.square()).sqrt()
+        assert float(((x.mean(0) - mean) / spread).abs().max()) < 5 / math.sqrt(300) + 0.05
+        assert float((mixture.silo_of(x) == k).double().mean()) > 0.97
+
+
+def test_trained_router_comes_close_to_the_exact_one(mixture: GaussianMixture, router: SamplesRouter) -> None:
+    x = mixture.draw(4000, seed=5)
+    label = mixture.silo_of(x)
+    x, prior = x.float().view(-1, *SHAPE), mixture.prior_K
+    exact, ours, nothing = (
+        cross_entropy(candidate, x, label, prior) for candidate in (AsImages(mixture), router, UninformedRouter(4))
+    )
+    for best, found, prior_alone in zip(exact[:4], ours[:4], nothing[:4], strict=True):
+        assert found.value - best.value < 0.3 * (prior_alone.value - best.value)
+
+
+def test_samples_router_answers_the_prior_at_pure_noise_after_its_file(router: SamplesRouter, tmp_path) -> None:
+    assert isinstance(router, Router)
+    save_tensors(tmp_path / "router.safetensors", router.tensors())
+    specs = samples_router_specs(4, SHAPE, SETTINGS)
+    loaded = load_tensors(tmp_path / "router.safetensors", specs, max_bytes=1 << 20)
+    again = SamplesRouter.from_tensors(loaded, 4, SHAPE, SETTINGS, PATH)
+    x = 3 * torch.randn(40, *SHAPE, generator=torch.Generator().manual_seed(0))
+    prior = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    assert torch.equal(posterior(again, x, torch.ones(40), prior.log()), prior.log().softmax(0).expand(40, 4))
+    at = torch.full((40,), 0.5)
+    assert torch.equal(again.log_likelihood(x, at), router.log_likelihood(x, at))
+    assert float((posterior(again, x, at, prior.log()) - prior).abs().max()) > 0.3
+
+
+def test_training_is_the_same_for_the_same_seed_and_reports_progress(drawn: Tensor) -> None:
+    few, seen = SETTINGS.model_copy(update={"num_steps": 20}), []
+    one, two, other = (fit_samples(drawn, few, PATH, s, lambda step, *_: seen.append(step)) for s in (3, 3, 4))
+    assert all(torch.equal(a, b) for a, b in zip(one.tensors().values(), two.tensors().values(), strict=True))
+    assert not torch.equal(one.tensors()["net.embed.weight"], other.tensors()["net.embed.weight"])
+    assert seen[-1] == 20 and len(seen) == 30
+
+
+def test_router_stays_untrained_where_experts_draw_the_same() -> None:
+    same = torch.from_numpy(np.random.default_rng(0).standard_normal((1, 60, *SHAPE), dtype=np.float32))
+    few = SETTINGS.model_copy(update={"num_steps": 30})
+    router = fit_samples(same.repeat(3, 1, 1, 1, 1), few, PATH, 0)
+    w = router.log_likelihood(same[0], torch.full((60,), 0.3)).softmax(1)
+    assert float((w - 1 / 3).abs().max()) < 0.1
+
+
+def test_expert_that_draws_no_images_is_refused(drawn: Tensor) -> None:
+    with pytest.raises(NumericalError, match="expert 1"):
+        draw_from_experts([lambda x, t: -x, lambda x, t: x * math.nan], SHAPE, 4, 0, PATH, None)
+    with pytest.raises(ShapeError, match="drawn images"):
+        fit_samples(drawn[:, :1], SETTINGS, PATH, 0)

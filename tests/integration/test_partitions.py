@@ -1,0 +1,116 @@
+"""Several experts a silo, by cluster and at random, every kind of release: from the plan to samples, in process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import aggregator.publish
+from aggregator.inventory import take_inventory
+from aggregator.recipe import Recipe
+from ddm import Ensemble
+from ddm.errors import TrustError
+from ddm.protocol.manifest import Manifest
+from ddm.release import Release, open_release
+from tests.federation import POLICY, TinyFederation, recipe, write_policy
+
+SIZES = {"east": 60, "north": 90}
+EXPERT = recipe().model_dump(mode="json")["expert"]
+EXPERT["training"] |= {"num_steps": 3, "checkpoint_steps": 1}
+CLUSTERED = recipe(
+    partition={"kind": "silo_cluster", "min_images": 10},
+    expert=EXPERT,
+    releases={"unit": "image", "total": {"epsilon": 8.0, "delta": 0.0}, "counts": {"epsilon": 8.0, "num_groups": 4}},
+    router={"kind": "counts"},
+)
+RANDOM = recipe(
+    partition={"kind": "random", "min_images": 20, "num_parts": 2},
+    expert=EXPERT,
+    releases={
+        "unit": "patient",
+        "total": {"epsilon": 8.0, "delta": 1e-5},
+        "counts": {"epsilon": 2.0, "num_groups": 4},
+        "class_counts": {"epsilon": 2.0, "num_classes": 2},
+        "moments": {"epsilon": 2.0, "delta": 1e-6, "rank": 3},
+    },
+    router={"kind": "moments"},
+)
+
+
+def published(tiny: TinyFederation, chosen: Recipe, out: Path) -> tuple[Release, Ensemble]:
+    tiny.complete(out, chosen)
+    ensemble = Ensemble.open(out, root=tiny.root)
+    drawn = ensemble.sample(8, strategy="sample", steps=2, seed=0)
+    assert torch.isfinite(drawn.images).all()
+    return open_release(out, root=tiny.root, state=None), ensemble
+
+
+def check_priors_are_refused(
+    tiny: TinyFederation, monkeypatch: pytest.MonkeyPatch, priors: list[float], out: Path, who: str
+) -> None:
+    """Publish, properly signed, the same experts with other priors."""
+    honest = aggregator.publish._manifest
+
+    def lie(*arguments: object) -> Manifest:
+        manifest = honest(*arguments)  # type: ignore[arg-type]
+        pairs = zip(manifest.experts, priors, strict=True)
+        experts = tuple(expert.model_copy(update={"prior": prior}) for expert, prior in pairs)
+        return manifest.model_copy(update={"experts": experts})
+
+    monkeypatch.setattr(aggregator.publish, "_manifest", lie)
+    with pytest.raises(TrustError, match=who):
+        tiny.publish_only(out)
+
+
+def test_federation_with_an_expert_for_each_silo_and_cluster_ends_in_a_release_that_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", SIZES)
+    release, ensemble = published(tiny, CLUSTERED, tmp_path / "release")
+    expected = ["east-0", "east-1", "north-0", "north-1"]
+    assert [expert.expert_id for expert in release.manifest.experts] == expected == list(ensemble.expert_ids)
+    assert [expert.cluster for expert in release.manifest.experts] == [0, 1, 0, 1]
+    assert all(e.num_images is None for one in release.submissions.values() for e in one.experts)
+    inventory = take_inventory(tiny.federation)
+    assert (inventory.sketches(), inventory.moments(), inventory.class_counts()) == ({}, {}, {})
+    assert inventory.t_release() is None
+    check_priors_follow_the_released_counts(tiny, release)
+    one, two, three, four = ensemble.prior
+    check_priors_are_refused(tiny, monkeypatch, [one + 0.1, two, three, four - 0.1], tmp_path / "lie", "silo east")
+
+
+def check_priors_follow_the_released_counts(tiny: TinyFederation, release: Release) -> None:
+    """With noise of a quarter of an image, an expert's prior is its clusters' share of all units, almost."""
+    inventory = take_inventory(tiny.federation)
+    groups_of = dict(
+        zip(inventory.files.clusters.group_F.tolist(), inventory.files.clusters.coarse_F.tolist(), strict=True)
+    )
+    for expert in release.manifest.experts:
+        noisy_G = inventory.counts()[expert.silo_id].tolist()
+        mine = sum(count for group, count in enumerate(noisy_G) if groups_of[group] == expert.cluster)
+        assert expert.prior == pytest.approx(mine / sum(SIZES.values()), abs=0.03)
+    by_silo = {silo: sum(e.prior for e in release.manifest.experts if e.silo_id == silo) for silo in SIZES}
+    assert by_silo == pytest.approx({silo: size / 150 for silo, size in SIZES.items()}, abs=1e-9)
+
+
+def test_federation_of_patients_dealt_at_random_ends_in_a_release_that_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", SIZES, patients=True)
+    for site in tiny.sites.values():
+        write_policy(site, POLICY | {"privacy": {"unit": "patient"}})
+    release, _ = published(tiny, RANDOM, tmp_path / "release")
+    assert [expert.expert_id for expert in release.manifest.experts] == ["east-0", "east-1", "north-0", "north-1"]
+    assert [expert.prior for expert in release.manifest.experts] == pytest.approx([0.2, 0.2, 0.3, 0.3])
+    assert {silo: one.num_units for silo, one in release.submissions.items()} == {"east": 24, "north": 36}
+    for submission in release.submissions.values():
+        assert [expert.num_images for expert in submission.experts] == [None, None]
+        assert (submission.spent.unit, submission.spent.epsilon) == ("patient", 8.0)
+        assert [one.kind for one in submission.releases] == ["counts", "class_counts", "moments"]
+    inventory = take_inventory(tiny.federation)
+    assert {tensor.shape for tensor in inventory.class_counts().values()} == {(2, 4)}
+    assert {one["second"].shape for one in inventory.moments().values()} == {(3, 3)}
+    kept = json.loads((tmp_path / "tiny/north/private/state.json").read_bytes())
+    assert kept["num_steps"] == 6, "progress counts the steps of both experts"
+    check_priors_are_refused(tiny, monkeypatch, [0.1, 0.3, 0.3, 0.3], tmp_path / "lie", "expert east-0")
