@@ -161,10 +161,13 @@ class Sketch:
         if not all(bool(torch.isfinite(part).all()) for part in parts):
             raise PolicyError("the plan's sketch", expected="finite numbers", got="others")
         if not (math.isfinite(self.scale) and _SCALES[0] <= self.scale <= _SCALES[1]):
-            raise PolicyError("the plan's sketch scale", expected=f"{_SCALES[0]:g} to {_SCALES[1]:g}", got="another")
+            expected = f"{_SCALES[0]:g} to {_SCALES[1]:g}"
+            raise PolicyError("the plan's sketch scale", expected=expected, got=f"{self.scale:g}")
         gram_RR = self.basis_RD.double() @ self.basis_RD.double().T
-        if float((gram_RR - torch.eye(self.rank, dtype=torch.float64)).abs().max()) > _TOLERANCE:
-            raise PolicyError("the plan's sketch basis", expected="orthonormal rows", got="others")
+        off = float((gram_RR - torch.eye(self.rank, dtype=torch.float64)).abs().max())
+        if off > _TOLERANCE:
+            expected = f"orthonormal rows, to {_TOLERANCE:g}"
+            raise PolicyError("the plan's sketch basis", expected=expected, got=f"rows that are off by {off:g}")
         shares = self.group_weight_G.double()
         if bool((shares < 0).any()) or abs(float(shares.sum()) - 1) > _TOLERANCE:
             raise PolicyError("the plan's group shares", expected="shares that sum to 1", got="others")

@@ -7,10 +7,10 @@ from datetime import datetime
 from math import prod
 from pathlib import Path
 
-from ddm.errors import DigestError, PolicyError, ReplayError
+from ddm.errors import DigestError, NumericalError, PolicyError, ReplayError
 from ddm.files import copy_tree_bounded, read_bounded, sync_folder
 from ddm.models import expected_tensors
-from ddm.plan_files import PlanFiles
+from ddm.plan_files import PlanFiles, release_noise_level
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.trust.verify import verify_bundle
@@ -80,13 +80,23 @@ def receive_plan(
             raise DigestError("plan.json", expected="exactly the files that are signed", got="another list")
         check_plan(accepted.plan, policy, silo_id=silo_id, now=now)
         _check_size(accepted.plan)
-        accepted.files()
+        _check_noise(accepted)
         shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
         part.rename(plan_folder(site, plan_id))
         sync_folder(part.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return load_accepted(site, plan_id, accepted.digest)
+
+
+def _check_noise(accepted: AcceptedPlan) -> None:
+    """Open the plan's files, and see that its sketches would be more than noise, before weeks of training."""
+    try:
+        release_noise_level(accepted.plan, accepted.files().sketch)
+    except NumericalError as error:
+        raise PolicyError(
+            f"plan {accepted.plan.plan_id}: {error.subject}", expected=error.expected, got=error.got
+        ) from error
 
 
 def _check_size(plan: Plan) -> None:

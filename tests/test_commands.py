@@ -482,7 +482,7 @@ def test_silo_run_ends_on_a_signal_with_its_courier_and_goes_on_where_it_stopped
     ):
         process = start(*words, "--passphrase-file", secret)
         steps.append(int(until(process, " steps")[-1].split()[2].partition("/")[0]))
-        while not list(site.glob("private/checkpoints/*/training/*")):
+        while not list(site.glob("private/checkpoints/*/experts/*/training/*")):
             assert process.poll() is None
         children = descendants(process.pid)
         assert bool(children) == ("--only" not in words)
