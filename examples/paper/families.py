@@ -62,11 +62,11 @@ def fit_exact(world: World, parts: PublicParts) -> CountsRouter:
     """
     weight_G = parts.sketch.group_weight_G.double()
     rows = []
-    for images in world.silos:
-        counts_G = torch.bincount(parts.group_of(images), minlength=len(weight_G)).double()
+    for group_N in parts.silo_groups:
+        counts_G = torch.bincount(group_N, minlength=len(weight_G)).double()
         pseudo_AG = CONCENTRATIONS[:, None] * weight_G
         evidence_A = (torch.lgamma(pseudo_AG + counts_G) - torch.lgamma(pseudo_AG)).sum(1)
-        evidence_A += torch.lgamma(CONCENTRATIONS) - torch.lgamma(CONCENTRATIONS + len(images))
+        evidence_A += torch.lgamma(CONCENTRATIONS) - torch.lgamma(CONCENTRATIONS + len(group_N))
         best_G = counts_G + pseudo_AG[evidence_A.argmax()]
         rows.append((best_G / best_G.sum()).log())
     return CountsRouter(parts.sketch, torch.stack(rows), PATH)
@@ -174,7 +174,7 @@ def release(plan: Plan, world: World, parts: PublicParts) -> Mapping[Kind, list[
     """Draw every silo's releases with the silos' own code: ledger, operating system's randomness, files."""
     kinds = tuple(mechanisms(plan))
     found: dict[Kind, list[Mapping[str, Tensor]]] = {kind: [] for kind in kinds}
-    for images in world.silos:
+    for images, group_N in zip(world.silos, parts.silo_groups, strict=True):
         specs = {"counts": counts_specs(plan), "moments": moments_specs(plan)}
         specs["sketch"] = sketch_release_specs(plan, len(images))
         with tempfile.TemporaryDirectory() as scratch:
@@ -185,7 +185,7 @@ def release(plan: Plan, world: World, parts: PublicParts) -> Mapping[Kind, list[
                 plan_digest=plan.digest,
                 sketch=parts.sketch,
                 images=images,
-                group_N=parts.group_of(images),
+                group_N=group_N,
                 unit_N=torch.arange(len(images)),
                 label_N=None,
                 dataset_digest=sha256_hex(b""),

@@ -33,16 +33,18 @@ class PublicParts:
     Attributes:
         clusters: fine centroids, one a group here.
         sketch: the wide public sketch.
-        group_of: the groups of images.
+        public_group_N: the group of each public image.
+        silo_groups: the groups of each silo's images; what a silo finds out by itself.
     """
 
     clusters: Clusters
     sketch: Sketch
-    group_of: Callable[[Tensor], Tensor]
+    public_group_N: Tensor
+    silo_groups: tuple[Tensor, ...]
 
     def lessons(self, world: World) -> PublicSketches:
         """What the learned router's network is taught with."""
-        return PublicSketches.of(world.public, self.group_of(world.public), self.sketch, LinearPath())
+        return PublicSketches.of(world.public, self.public_group_N, self.sketch, LinearPath())
 
 
 def fit_public(world: World, encoder: str, num_steps: int, seed: int, say: Callable[[str], None]) -> PublicParts:
@@ -65,8 +67,9 @@ def fit_public(world: World, encoder: str, num_steps: int, seed: int, say: Calla
     num_groups = world.dataset.num_groups
     clusters = fit_clustering(features, num_groups, min(8, num_groups), num_groups, seed=seed)
     rank, released = world.dataset.rank, world.dataset.released_rank
-    sketch = Sketch.fit(world.public, clusters.groups(features), rank, num_groups, released_rank=released)
-    return PublicParts(clusters, sketch, lambda images: clusters.groups(encode(images)))
+    group_N = clusters.groups(features)
+    sketch = Sketch.fit(world.public, group_N, rank, num_groups, released_rank=released)
+    return PublicParts(clusters, sketch, group_N, tuple(clusters.groups(encode(images)) for images in world.silos))
 
 
 def _timm(world: World, num_steps: int, seed: int, say: Callable[[str], None]) -> Callable[[Tensor], Tensor]:
