@@ -21,7 +21,7 @@ from measure import TIMES, Measured, measure
 from public import PublicParts, fit_public
 from reference import train_reference
 from report import write_report
-from results import Presets, Record, SeedResult, Shares, presets_for
+from results import Presets, Record, SeedResult, Shares, commit, presets_for
 from shares import STRATEGIES, sampling_error, silo_shares, total_variation, train_experts
 from targets import check_targets
 from worlds import DATASETS, World, make_world
@@ -126,6 +126,7 @@ def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: 
         shares = measure_shares(world, experts, routers["counts", 1.0], exact, presets, seed, say)
     return SeedResult(
         seed=seed,
+        commit=commit(),
         presets=presets,
         records=tuple(records),
         shares=shares,

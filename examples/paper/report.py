@@ -3,17 +3,26 @@
 import csv
 import math
 import platform
-import subprocess
+import textwrap
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from families import DELTA
 from measure import TIMES
 from results import Presets, Record, SeedResult
-from targets import Target, interval
+from targets import Target, interval, reference_gain
 
 from ddm.console import table
+
+ENCODERS = {
+    "timm": "Public groups come from the features of a small timm network (test_resnet, images at 56 x 56) that was "
+    "trained for each seed on the public images *and their classes*; it stands for a network that was trained on public "
+    "images of the kind. `counts, pca` uses principal components, which need no classes.",
+    "pca": "Public groups come from principal components of the public images; no class is used anywhere but in the "
+    "evaluation.",
+}
 
 
 def write_report(
@@ -23,7 +32,7 @@ def write_report(
     _write_records(out / "privacy.csv", results)
     _write_targets(out / "targets.csv", targets)
     families = _families(results)
-    head = ("family", "epsilon", "gain, nats", "cross-entropy", "accuracy", "share error")
+    head = ("family", "epsilon", "gain, nats", "of the reference's", "cross-entropy", "accuracy", "share error")
     rows = [
         (
             target.figure,
@@ -37,9 +46,14 @@ def write_report(
     text = [
         f"# Routers at a privacy budget: {dataset}",
         "![quality against epsilon](privacy.png)",
-        f"`python examples/paper/privacy.py --dataset {dataset} --seeds {len(results)}`, {_commit()}, "
-        f"{platform.machine()}, {datetime.now(UTC):%Y-%m-%d}. Means over t = {', '.join(f'{t:g}' for t in TIMES)}; "
-        f"brackets: 95% interval over {len(results)} seeds, each a new split of the data, new clusters and new noise.",
+        _filled(
+            f"`python examples/paper/privacy.py --dataset {dataset} --seeds {len(results)}` on {platform.machine()}, "
+            f"{datetime.now(UTC):%Y-%m-%d}; seeds measured at commit {', '.join(sorted({r.commit for r in results}))}. "
+            f"Means over t = {', '.join(f'{t:g}' for t in TIMES)}. Brackets: 95% interval over {len(results)} seeds, "
+            "each a new split of the data, new clusters and new noise. Every epsilon is a plan's total, per image, "
+            f"replace-one, delta {DELTA:g}; the releases are drawn by the silos' own code."
+        ),
+        _filled(ENCODERS[presets.encoders[0]]),
         "## Targets",
         _fenced(table(rows, ("figure", "to reach", "value", "", "note"))),
         "## Families",
@@ -66,6 +80,7 @@ def _groups(results: Sequence[SeedResult]) -> dict[tuple[str, float | None], lis
 
 def _families(results: Sequence[SeedResult]) -> list[tuple[str, ...]]:
     rows = []
+    reference = float(np.mean([reference_gain(result) for result in results]))
     for (family, epsilon), by_seed in _groups(results).items():
         gain = interval([float(np.mean([record.gain for record in records])) for records in by_seed])
         means = [
@@ -73,7 +88,9 @@ def _families(results: Sequence[SeedResult]) -> list[tuple[str, ...]]:
             for field in ("loss_T", "accuracy_T", "share_error_T")
         ]
         spread = f" [{gain[1]:.4f}, {gain[2]:.4f}]" if math.isfinite(gain[1]) else ""
-        rows.append((family, _epsilon(family, epsilon), f"{gain[0]:.4f}{spread}", *(f"{mean:.4f}" for mean in means)))
+        share = f"{gain[0] / reference:.3f}"
+        columns = (f"{mean:.4f}" for mean in means)
+        rows.append((family, _epsilon(family, epsilon), f"{gain[0]:.4f}{spread}", share, *columns))
     return rows
 
 
@@ -123,13 +140,5 @@ def _fenced(text: str) -> str:
     return f"```text\n{text}\n```"
 
 
-def _commit() -> str:
-    """Return the commit that was measured, with a mark where files differed from it."""
-    answer = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return answer.stdout.strip() or "unknown commit"
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)

@@ -1,5 +1,8 @@
 """What one run measures, as it is kept between runs."""
 
+import subprocess
+from pathlib import Path
+
 from measure import Measured
 from pydantic import BaseModel, ConfigDict
 
@@ -122,10 +125,23 @@ class Reidentification(_Kept):
     outlying: float
 
 
+def commit() -> str:
+    """Return the commit that is measured, with a mark where files differ from it."""
+    answer = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return answer.stdout.strip() or "unknown"
+
+
 class SeedResult(_Kept):
     """Everything measured on one world."""
 
     seed: int
+    commit: str
     presets: Presets
     records: tuple[Record, ...]
     shares: tuple[Shares, ...]
