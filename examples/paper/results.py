@@ -32,15 +32,15 @@ def presets_for(dataset: str, *, quick: bool) -> Presets:
     large = dataset == "fashion-mnist"
     full = Presets(
         encoders=("timm", "pca") if large else ("pca",),
-        epsilons=(0.1, 0.3, 1.0, 2.0, 4.0, 8.0),
+        epsilons=(0.1, 0.3, 1.0, 4.0),
         draws=2,
         learned_from=1.0,
-        encoder_steps=600 if large else 0,
-        reference_steps=8000 if large else 2000,
-        learned_steps=1000,
-        expert_steps=600 if large else 800,
-        samples_steps=1000,
-        num_samples=1024,
+        encoder_steps=400 if large else 0,
+        reference_steps=5000 if large else 2000,
+        learned_steps=600,
+        expert_steps=300 if large else 800,
+        samples_steps=500,
+        num_samples=768,
         attack_draws=100_000,
     )
     if not quick:
