@@ -6,20 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import linprog
 from torch import Tensor
 
 from ddm.errors import DataError, NumericalError, PolicyError, SetupError, ShapeError
+from ddm.nearest import Nearest
 from ddm.tensors import TensorSpec
 
-# Shape legend: N features, B of one block, F fine centroids, G groups, C coarse clusters, D values of one feature,
-# E = D + 1, R rows and W columns of a table that holds F scores.
+# Shape legend: N features, F fine centroids, G groups, C coarse clusters, D values of one feature.
 
-_BLOCK = 512  # rows whose scores stay in a core's cache between the product and the search for the least
-_WIDTH = 32  # columns of the table that a row of scores is folded into
 _BALANCING_ROUNDS = 10
 
 
@@ -40,32 +37,19 @@ class Clusters:
     def assign(self, features: Tensor) -> Tensor:
         """Return the index of the nearest fine centroid, shape (N,), int64; ties go to the lowest index.
 
-        The answer is that of float64 distances between the float32 values, whatever the number of threads: where
-        rounding could decide, the candidates' distances are computed again, in float64.
+        The answer is that of float64 distances, on any machine; see `ddm.nearest`.
 
         Args:
             features: shape (N, D), as the plan's encoder makes them.
 
         Raises:
             ShapeError: features of another dimension.
+            NumericalError: a feature is not finite.
         """
         if features.ndim != 2 or features.shape[1] != self.centroids_FD.shape[1]:
             expected = f"(N, {self.centroids_FD.shape[1]})"
             raise ShapeError("features", expected=expected, got=str(tuple(features.shape)))
-        centre_D = self.centroids_FD.mean(0)
-        centred_FD = self.centroids_FD - centre_D  # far from the origin, the terms of a score would cancel
-        longest = float(centred_FD.norm(dim=1).max())
-        score_FE = torch.cat([-centred_FD, centred_FD.square().sum(1, keepdim=True) / 2], 1)
-        score_FE = F.pad(score_FE, (0, 0, 0, -len(score_FE) % _WIDTH))  # whole rows of the table
-        score_FE[len(centred_FD) :, -1] = torch.finfo(torch.float32).max  # never the least
-        nearest_N = torch.empty(len(features), dtype=torch.int64)
-        for start in range(0, len(features), _BLOCK):
-            x_BD = features[start : start + _BLOCK].float()
-            nearest_N[start : start + _BLOCK], unsure = _nearest(x_BD - centre_D, score_FE, longest)
-            for row, candidates in unsure:
-                apart = x_BD[row].double() - self.centroids_FD[candidates].double()
-                nearest_N[start + row] = candidates[apart.square().sum(1).argmin()]
-        return nearest_N
+        return Nearest(self.centroids_FD).find(features)
 
     def groups(self, features: Tensor) -> Tensor:
         """Return the group of each feature in the counts release, shape (N,), int64."""
@@ -95,27 +79,6 @@ class Clusters:
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Clusters":
         """Rebuild the clusters from tensors loaded against `cluster_specs`."""
         return cls(centroids_FD=tensors["centroids"], coarse_F=tensors["coarse"], group_F=tensors["group"])
-
-
-def _nearest(x_BD: Tensor, score_FE: Tensor, longest: float) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-    """Find the least score ``|c|^2 / 2 - x.c`` in every row, where `score_FE` holds -c and, last, ``|c|^2 / 2``.
-
-    To find a least value is a vector operation, to find where it is would take a third of the product's time. So a row
-    of scores is folded into a table: the least lies where the table row and the column with the least values cross.
-
-    Returns:
-        The likely nearest, and the rows where rounding could decide, each with its candidates.
-    """
-    score_BF = F.pad(x_BD, (0, 1), value=1.0) @ score_FE.T
-    table_BRW = score_BF.view(len(x_BD), -1, _WIDTH)
-    column_BW, row_BR = table_BRW.amin(1), table_BRW.amin(2)
-    index_B = row_BR.argmin(1) * _WIDTH + column_BW.argmin(1)
-    # Of a sum of D products in any order rounding takes at most D eps / 2 times |x| |c|; of two scores, twice that.
-    slack_B = (x_BD.shape[1] + 8) * torch.finfo(torch.float32).eps * longest * (x_BD.norm(dim=1) + longest)
-    most_B = column_BW.amin(1) + slack_B
-    close_B = ((column_BW <= most_B[:, None]).sum(1) > 1) | ((row_BR <= most_B[:, None]).sum(1) > 1)
-    unsure = close_B.nonzero()[:, 0].tolist()
-    return index_B, [(row, (score_BF[row] <= most_B[row]).nonzero()[:, 0]) for row in unsure]
 
 
 def cluster_specs(num_fine: int, dim: int) -> dict[str, TensorSpec]:

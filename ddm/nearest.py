@@ -6,6 +6,7 @@ what that leaves in question in float64. So the answer is that of float64 on any
 """
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -21,6 +22,16 @@ _MOST_PAIRS = 16  # in question for each feature, on average; beyond it a finer 
 _CHUNK = 8192  # pairs whose differences are in memory at a time
 _UNITS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}  # relative rounding
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+class _Scratch:
+    """One thread's memory for a block, used again and again: fresh pages would take as long as the product."""
+
+    def __init__(self, dim: int, num: int, dtypes: tuple[torch.dtype, ...]) -> None:
+        self.x_BD = torch.empty(_BLOCK, dim)
+        self.columns = {dtype: torch.ones(_BLOCK, dim + 4, dtype=dtype) for dtype in dtypes}
+        self.half = {dtype: torch.empty(_BLOCK, num, dtype=dtype) for dtype in dtypes}
+        self.mask_BF = np.empty((_BLOCK, num), dtype=bool)
 
 
 class Nearest:
@@ -45,6 +56,10 @@ class Nearest:
             for dtype in self.dtypes
         }
 
+        with warnings.catch_warnings():  # of a beta state, once in a process; threads must not change filters
+            warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
+            torch.zeros(1, 1).to_sparse_csr()
+
     def find(self, features: Tensor) -> Tensor:
         """Return the index of the nearest centroid, shape (N,), int64; ties go to the lowest index.
 
@@ -55,19 +70,31 @@ class Nearest:
             NumericalError: a feature is not finite.
         """
         nearest_N = torch.empty(len(features), dtype=torch.int64)
-        for start in range(0, len(features), _BLOCK):
-            raw_BD = features[start : start + _BLOCK].float()
-            x_BD = raw_BD - self.centre_D
-            energy_B = torch.linalg.vector_norm(x_BD, dim=1).square() / 2
-            if not torch.isfinite(energy_B).all():
-                raise NumericalError("features", expected="finite numbers", got="others")
-            nearest_N[start : start + _BLOCK] = torch.from_numpy(self._settle(raw_BD, x_BD, energy_B))
+
+        threads = torch.get_num_threads()
+
+        def work(number: int) -> None:
+            """Take every so many blocks: the search for the few, in numpy, uses one thread, so each has its own."""
+            scratch = _Scratch(features.shape[1], len(self.offset_F), self.dtypes)
+            for start in range(number * _BLOCK, len(features), threads * _BLOCK):
+                block_BD = features[start : start + _BLOCK].float()
+                nearest_N[start : start + _BLOCK] = torch.from_numpy(self._settle(block_BD, scratch))
+
+        try:
+            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                list(pool.map(work, range(threads)))
+        finally:
+            torch.set_num_threads(threads)
         return nearest_N
 
-    def _settle(self, raw_BD: Tensor, x_BD: Tensor, energy_B: Tensor) -> NDArray[np.int64]:
-        """Return the nearest centroid of each row of a block, which comes as it is and centred."""
+    def _settle(self, raw_BD: Tensor, scratch: _Scratch) -> NDArray[np.int64]:
+        """Return the nearest centroid of each row of a block."""
+        x_BD = torch.sub(raw_BD, self.centre_D, out=scratch.x_BD[: len(raw_BD)])
+        energy_B = torch.linalg.vector_norm(x_BD, dim=1).square() / 2
+        if not torch.isfinite(energy_B).all():
+            raise NumericalError("features", expected="finite numbers", got="others")
         for dtype in self.dtypes:
-            row_P, column_P = self._in_question(x_BD, energy_B, dtype)
+            row_P, column_P = self._in_question(x_BD, energy_B, dtype, scratch)
             if len(row_P) <= _MOST_PAIRS * len(x_BD):
                 break
         if len(row_P) == len(x_BD):
@@ -83,17 +110,22 @@ class Nearest:
         settled_B: NDArray[np.int64] = column_P[_starts(row_P)]
         return settled_B
 
-    def _in_question(self, x_BD: Tensor, energy_B: Tensor, dtype: torch.dtype) -> tuple[NDArray[np.int64], ...]:
+    def _in_question(
+        self, x_BD: Tensor, energy_B: Tensor, dtype: torch.dtype, scratch: _Scratch
+    ) -> tuple[NDArray[np.int64], ...]:
         """Return rows, ascending, and columns, ascending in each row, of all pairs that may be the nearest."""
-        ones_B2 = torch.ones(len(x_BD), 2, dtype=dtype)
-        half_BF = torch.cat([x_BD.to(dtype), _in_two(energy_B, dtype), ones_B2], 1) @ self.tables[dtype]
+        num, dim = x_BD.shape
+        columns_BE, half_BF = scratch.columns[dtype][:num], scratch.half[dtype][:num]
+        columns_BE[:, :dim] = x_BD
+        columns_BE[:, dim : dim + 2] = _in_two(energy_B, dtype)
+        torch.mm(columns_BE, self.tables[dtype], out=half_BF)
         bits_BF = half_BF.view(_BITS[dtype])  # distances are not negative, so their bits have their order
         least_B = bits_BF.amin(1).clamp(min=0).view(dtype).float()
-        unit, error_B = _UNITS[dtype], self._rounding(energy_B, x_BD.shape[1], dtype)
+        unit, error_B = _UNITS[dtype], self._rounding(energy_B, dim, dtype)
         limit_B = (least_B + 1.01 * (2 * error_B + 2 * unit * least_B)) * (1 + 2 * unit)
         bits_B1 = limit_B.to(dtype).view(_BITS[dtype]).numpy()[:, None]
-        flat_P = np.flatnonzero(bits_BF.numpy() <= bits_B1)  # as one row: ten times as fast
-        return np.divmod(flat_P, len(self.offset_F))
+        mask_BF = np.less_equal(bits_BF.numpy(), bits_B1, out=scratch.mask_BF[:num])
+        return np.divmod(np.flatnonzero(mask_BF), len(self.offset_F))  # as one row: ten times as fast
 
     def _rounding(self, energy_B: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         """Return by how much a score of each row may be off before it is stored in `dtype`.
@@ -110,9 +142,7 @@ class Nearest:
         ends_B = np.cumsum(np.bincount(row_P, minlength=len(x_BD)))
         shape = (len(x_BD), len(self.offset_F))
         rows, columns_P = torch.from_numpy(np.r_[0, ends_B]), torch.from_numpy(column_P)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
-            pairs = torch.sparse_csr_tensor(rows, columns_P, torch.zeros(len(row_P)), shape, check_invariants=False)
+        pairs = torch.sparse_csr_tensor(rows, columns_P, torch.zeros(len(row_P)), shape, check_invariants=False)
         product_P = torch.sparse.sampled_addmm(pairs, x_BD, self.centred_FD.T).values()
         score_P: NDArray[np.float64] = (self.offset_F[columns_P] - product_P).double().numpy()
         return score_P

@@ -128,5 +128,7 @@ def _owners(clusters: Clusters, noisy_G: Tensor, min_images: int) -> Tensor:
     num_C1 = torch.bincount(clusters.coarse_F, minlength=num_coarse)[:, None]
     centre_CD = torch.zeros(num_coarse, centroids_FD.shape[1], dtype=torch.float64)
     centre_CD = centre_CD.index_add_(0, clusters.coarse_F, centroids_FD) / num_C1
-    distance_CC = torch.cdist(centre_CD, centre_CD).masked_fill(~kept_C[None], float("inf"))
+    # By differences: rounding in a product, which is not the same on all machines, leaves a cluster far from itself.
+    distance_CC = torch.cdist(centre_CD, centre_CD, compute_mode="donot_use_mm_for_euclid_dist")
+    distance_CC.masked_fill_(~kept_C[None], float("inf"))
     return distance_CC.argmin(1)[coarse_G]

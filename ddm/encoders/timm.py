@@ -7,6 +7,7 @@ operators and its import raises; timm needs only its Python parts, for which it 
 import warnings
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ def create_model(name: str, **options: Any) -> nn.Module:
     Raises:
         SetupError: timm has no network of this name, or none with these options.
     """
-    _define_missing_operators()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of imports that neither we nor the operator can change
+        _import_torchvision()
         import timm
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, **options)
@@ -249,10 +250,18 @@ def _weights(net: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in net.state_dict().items() if not name.endswith(_COUNTERS)}
 
 
-def _define_missing_operators() -> None:
-    """Give torchvision's compiled operators a schema where the compiled part cannot be loaded."""
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+def _import_torchvision() -> None:
+    """Import torchvision; where its compiled part cannot be loaded, give two of its operators a schema.
+
+    Not before it has failed: where it can be loaded, it defines them itself, and once is all that torch allows.
+    """
+    try:
+        import_module("torchvision")
+    except RuntimeError:
+        if hasattr(torch.ops.torchvision, "nms"):
+            raise
+        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        for name in ("nms", "qnms"):
             library.define(f"{name}{_NMS}")  # type: ignore[no-untyped-call]
-            _schemas.append(library)  # a schema lives as long as its library
+        _schemas.append(library)  # a schema lives as long as its library
+        import_module("torchvision")

@@ -35,7 +35,7 @@ def test_assignment_is_the_nearest_centroid_when_features_lie_far_from_the_origi
     clusters = Clusters(centroids, torch.zeros(40, dtype=torch.int64), torch.zeros(40, dtype=torch.int64))
     brute = (features[:, None].double() - centroids.double()).norm(dim=2).argmin(1)
     assert torch.equal(clusters.assign(features), brute)
-    monkeypatch.setattr("ddm.clustering._BLOCK", 33)
+    monkeypatch.setattr("ddm.nearest._BLOCK", 33)
     assert torch.equal(clusters.assign(features), brute)
     naive = (centroids.square().sum(1) / 2 - features @ centroids.T).argmin(1)
     assert not torch.equal(naive, brute)  # the shortcut without centring does get this wrong
@@ -130,7 +130,7 @@ def test_assignment_is_exact_on_near_ties_that_float32_scores_get_wrong(monkeypa
     scores = centroids.square().sum(1) / 2 - features @ centroids.T
     assert not torch.equal(scores.argmin(1), brute)  # rounding decides there
     for block in (1, 7, 512):
-        monkeypatch.setattr("ddm.clustering._BLOCK", block)
+        monkeypatch.setattr("ddm.nearest._BLOCK", block)
         assert torch.equal(_clusters(centroids).assign(features), brute)
 
 
