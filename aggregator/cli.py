@@ -117,7 +117,8 @@ def router(
 
     federation = Federation(fed).require()
     inventory = take_inventory(federation)
-    say(f"Training on {sum(inventory.num_units.values())} noised sketches of {', '.join(inventory.silos)} …")
+    units = ", ".join(f"{silo_id} {number}" for silo_id, number in inventory.num_units.items())
+    say(f"Training on releases of {units} {inventory.plan.releases.unit}s, as each silo states …")
     say(describe(train_router(federation, inventory, seed=seed)))
     say(f"Next: aggregator publish {fed} --out RELEASE")
 

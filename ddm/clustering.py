@@ -67,6 +67,10 @@ class Clusters:
         for name, index_F, most in (("coarse cluster", self.coarse_F, num_coarse), ("group", self.group_F, num_groups)):
             if int(index_F.min()) < 0 or int(index_F.max()) >= most:
                 raise PolicyError(f"the plan's {name} indices", expected=f"0 to {most - 1}", got="others")
+            if len(torch.unique(index_F)) != most:
+                raise PolicyError(
+                    f"the plan's {name}s", expected=f"{most}, each with a fine centroid", got="an empty one"
+                )
         pairs = torch.unique(torch.stack([self.group_F, self.coarse_F], 1), dim=0)
         if len(pairs) > len(torch.unique(self.group_F)):
             raise PolicyError("the plan's groups", expected="each in one coarse cluster", got="one in two")
@@ -120,6 +124,9 @@ def fit_clustering(
     coarse_G, centre_CD = _k_means(centre_GD, weight_G, num_coarse, seed + 2)
     if balanced:
         coarse_G = _balance(centre_GD, weight_G, centre_CD)
+        if len(np.unique(coarse_G)) < num_coarse:
+            remedy = "Ask for more groups or fewer coarse clusters: a group is never split."
+            raise DataError("balanced clusters", expected=f"{num_coarse}", got="an empty one", remedy=remedy)
     return Clusters(
         centroids_FD=torch.from_numpy(centroids_FD).float(),
         coarse_F=torch.from_numpy(coarse_G[group_F]),

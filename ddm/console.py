@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import typer
 from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError
 
 EXIT_INTERRUPTED = 130
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 EXIT_TERMINATED = 143
 EXIT_OS = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -80,7 +82,8 @@ def fail(error: ArchipelagoError) -> int:
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Print one line at once, also into a pipe or a log."""
+    """Print one line at once, also into a pipe or a log; control characters, which others may have sent, as escapes."""
+    text = _CONTROL.sub(lambda found: ascii(found.group())[1:-1], text)
     print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
 

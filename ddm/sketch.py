@@ -169,8 +169,8 @@ class Sketch:
             expected = f"orthonormal rows, to {_TOLERANCE:g}"
             raise PolicyError("the plan's sketch basis", expected=expected, got=f"rows that are off by {off:g}")
         shares = self.group_weight_G.double()
-        if bool((shares < 0).any()) or abs(float(shares.sum()) - 1) > _TOLERANCE:
-            raise PolicyError("the plan's group shares", expected="shares that sum to 1", got="others")
+        if bool((shares <= 0).any()) or abs(float(shares.sum()) - 1) > _TOLERANCE:
+            raise PolicyError("the plan's group shares", expected="shares above 0 that sum to 1", got="others")
         cov_GRR = self.group_cov_GRR.double()
         symmetric = float((cov_GRR - cov_GRR.mT).abs().max()) <= _TOLERANCE
         if not symmetric or float(torch.linalg.eigvalsh(cov_GRR).min()) <= 0:

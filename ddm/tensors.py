@@ -44,6 +44,7 @@ _TORCH_NAMES = {
 }
 _ALIGNMENT = 8
 _CHUNK_BYTES = 1 << 20
+_HEADER_ENTRY = 160  # no header says more of a tensor than this and its name
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,11 @@ def _header_length(start: bytes | bytearray, size: int, subject: str) -> int:
         expected = f"a header of at most {MAX_HEADER_BYTES} bytes, within the file"
         raise TensorFileError(subject, expected=expected, got=f"{length} bytes in a file of {size}")
     return length
+
+
+def stored_bytes(specs: Mapping[str, TensorSpec]) -> int:
+    """Return no less than a file of these tensors needs: their values, and room for what the header says of each."""
+    return sum(_HEADER_ENTRY + len(name) + spec.bytes for name, spec in specs.items()) + _HEADER_ENTRY
 
 
 def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: Mapping[str, str] | None = None) -> None:

@@ -65,4 +65,7 @@ def withdraw(site: Site) -> State:
         state = load_state(state_path(site.private))
         if state.state in IDLE | SENT:
             raise ApprovalError("withdrawal", expected="a plan at work and nothing sent", got=f"state {state.state}")
+        if (site.outbox / (state.plan_id or "") / str(state.sequence)).exists():
+            remedy = "The worker was stopped between sending and noting it: run it again, it goes on from there."
+            raise ApprovalError("withdrawal", expected="nothing sent", got="a submission in the outbox", remedy=remedy)
         return save_state(state_path(site.private), state.to("withdrawn"))

@@ -41,7 +41,7 @@ class TrainingPolicy(Settings):
     """The most work and the largest files one plan may ask for, and the fewest images it may be made of."""
 
     min_images: Annotated[int, Field(gt=0)] = 20
-    max_experts: Annotated[int, Field(gt=0)] = 64
+    max_experts: Annotated[int, Field(gt=0, le=1000)] = 64  # the transport carries 1,024 files
     max_steps: Annotated[int, Field(gt=0)] = 1_000_000
     max_batch_size: Annotated[int, Field(gt=0)] = 4096
     max_expert_bytes: Annotated[int, Field(gt=0)] = 4 * 1024**3

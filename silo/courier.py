@@ -40,7 +40,7 @@ _PROBLEMS = {
     "successfully": None,
 }
 _DEFAULT_SHARD_BYTES = 128 * 1024 * 1024
-_DEFAULT_SUBMISSION_BYTES = 8 * 1024**3
+_DEFAULT_SUBMISSION_BYTES = 1024**4  # of our own outbox; the policy bounds each expert and their number
 
 
 def make_node_key(path: Path) -> str:

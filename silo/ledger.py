@@ -13,6 +13,7 @@ does not extend the last one.
 """
 
 import fcntl
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ddm.errors import BudgetError, DocumentError, LedgerError
 from ddm.files import sync_folder, write_atomic
 from ddm.mechanisms import Kind
-from ddm.privacy import Mechanism, adaptive_epsilon
+from ddm.privacy import GaussianMechanism, Mechanism, adaptive_epsilon
 from ddm.protocol.base import (
     Digest,
     Document,
@@ -43,6 +44,7 @@ from ddm.protocol.plan import Budget
 MAX_RECORDS = 4096  # as many as a submission's chain may hold
 _MAX_LINE = 4096
 _GENESIS = sha256_hex(b"archipelago/ledger/1")
+_SAME = 1e-9
 _SLACK = 1 + 1e-9  # a budget of exactly what a plan asks is enough
 
 
@@ -136,7 +138,7 @@ class Ledger:
         with self._locked() as entries:
             paid = _debit_of(entries, plan_digest, dataset_digest)
             if paid:
-                if (paid[1].mechanisms, paid[1].unit) != (dict(mechanisms), unit):
+                if paid[1].unit != unit or not _alike(paid[1].mechanisms, mechanisms):
                     raise LedgerError("ledger", expected="what was first debited for this plan", got="another debit")
                 return paid[0]
             self._check_budget(entries, mechanisms)
@@ -225,6 +227,8 @@ class Ledger:
             yield
 
     def _check_budget(self, entries: tuple[Entry, ...], mechanisms: Mapping[Kind, Mechanism]) -> None:
+        if len(entries) + 1 + len(mechanisms) > MAX_RECORDS:
+            raise LedgerError("ledger", expected=f"room for a debit and its draws in {MAX_RECORDS} records", got="none")
         steps = [*(_step(debit.mechanisms) for _, debit in _debits(entries)), _step(mechanisms)]
         epsilon = adaptive_epsilon(steps, self.budget.delta)
         if not epsilon <= self.budget.epsilon * _SLACK:
@@ -348,6 +352,17 @@ def _check_unit(subject: str, unit: Unit, counted: Unit) -> None:
             got="releases by image, which say nothing about a patient",
             remedy="What this site released by image cannot be counted by patient: set privacy.unit back to image.",
         )
+
+
+def _alike(paid: Mapping[Kind, Mechanism], asked: Mapping[Kind, Mechanism]) -> bool:
+    """Whether these are the same releases; mu is computed, and another machine may round it otherwise."""
+
+    def same(one: Mechanism, other: Mechanism) -> bool:
+        if isinstance(one, GaussianMechanism) and isinstance(other, GaussianMechanism):
+            return math.isclose(one.mu, other.mu, rel_tol=_SAME)
+        return one == other
+
+    return paid.keys() == asked.keys() and all(same(paid[kind], asked[kind]) for kind in paid)
 
 
 def _last(entries: tuple[Entry, ...]) -> str:

@@ -4,7 +4,6 @@ import re
 import shutil
 from dataclasses import dataclass
 from datetime import datetime
-from math import prod
 from pathlib import Path
 
 from ddm.errors import DigestError, NumericalError, PolicyError, ReplayError
@@ -13,6 +12,7 @@ from ddm.models import expected_tensors
 from ddm.plan_files import PlanFiles, release_noise_level
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, sha256_hex
 from ddm.protocol.plan import Plan
+from ddm.tensors import stored_bytes
 from ddm.trust.verify import verify_bundle
 from silo.config import Policy, Site
 from silo.policy import check_plan
@@ -101,8 +101,7 @@ def _check_noise(accepted: AcceptedPlan) -> None:
 
 def _check_size(plan: Plan) -> None:
     """Hold the architecture to the size that the plan declares, before anything of that size is allocated."""
-    specs = expected_tensors(plan.expert.architecture, plan.data.shape).values()
-    needed = sum(4 * prod(spec.shape) for spec in specs)
+    needed = stored_bytes(expected_tensors(plan.expert.architecture, plan.data.shape))
     if needed > plan.limits.expert_bytes:
         limit = f"at most the plan's own limit of {plan.limits.expert_bytes} bytes"
         raise PolicyError(f"plan {plan.plan_id}: size of an expert", expected=limit, got=f"{needed} bytes")

@@ -3,6 +3,7 @@
 Training itself: `silo.experts`.
 """
 
+import io
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -11,12 +12,18 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from ddm.errors import DataError
+from ddm.errors import DataError, PolicyError
 from ddm.files import write_atomic
 from ddm.mechanisms import Kind, mechanisms
 from ddm.plan_files import PlanFiles
+from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Budget
 from ddm.protocol.submission import AuditVerdict
+from ddm.routers.conditional import class_counts_specs
+from ddm.routers.counts import counts_specs
+from ddm.routers.moments import moments_specs
+from ddm.sketch import sketch_release_specs
+from ddm.tensors import TensorSpec, stored_bytes
 from silo.audit import gate, measure
 from silo.config import Policy, Site
 from silo.data import Cohort, load_cohort
@@ -26,6 +33,7 @@ from silo.reception import AcceptedPlan
 from silo.releases import Source, draw
 from silo.workplace import Workplace
 
+_GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
 NUM_HOLDOUT_UNITS = 0  # every image of the cohort is trained on
 
 
@@ -51,6 +59,26 @@ def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
         unit=plan.releases.unit,
         num_classes=classes.num_classes if classes else None,
     )
+
+
+def check_sizes(accepted: AcceptedPlan, cohort: Cohort) -> None:
+    """Refuse, before anything is debited, a plan that accepts no files as large as this site's releases are.
+
+    Raises:
+        PolicyError: names the release.
+    """
+    plan = accepted.plan
+    specs: dict[Kind, dict[str, TensorSpec]] = {
+        "counts": counts_specs(plan),
+        "class_counts": class_counts_specs(plan),
+        "moments": moments_specs(plan),
+        "sketch": sketch_release_specs(plan, cohort.num_units),
+    }
+    for kind in mechanisms(plan):
+        needed, most = stored_bytes(specs[kind]), plan.limits.release_bytes
+        if needed > most:
+            expected = f"at most the plan's own limit of {most} bytes"
+            raise PolicyError(f"plan {plan.plan_id}: size of {kind}", expected=expected, got=f"{needed} bytes")
 
 
 def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None:
@@ -82,21 +110,32 @@ def assign(cohort: Cohort, files: PlanFiles, cohort_path: Path, on_progress: Cal
         }
     )
     frame.attrs["dataset_digest"] = cohort.digest
-    part = cohort_path.with_suffix(".part")
-    frame.to_parquet(part, index=False)
-    part.replace(cohort_path)
+    frame.attrs["centroids"] = _fingerprint(files)
+    table = io.BytesIO()
+    frame.to_parquet(table, index=False)
+    write_atomic(cohort_path, table.getvalue())
 
 
-def read_assignment(cohort: Cohort, cohort_path: Path) -> Tensor:
+def read_assignment(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> Tensor:
     """Read each image's fine centroid back from the cohort's table, shape (N,), int64.
 
     Raises:
-        DataError: the table is of another number of images.
+        DataError: no table, or one of other images or of another plan's centroids.
     """
-    fine_N = torch.from_numpy(pd.read_parquet(cohort_path)["fine"].to_numpy().copy())
-    if len(fine_N) != len(cohort.images):
-        raise DataError("assignment", expected=f"{len(cohort.images)} images", got=f"{len(fine_N)}")
-    return fine_N
+    wanted = {"dataset_digest": cohort.digest, "centroids": _fingerprint(files)}
+    try:
+        frame = pd.read_parquet(cohort_path)
+        found = {name: frame.attrs.get(name) for name in wanted}
+    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+        raise DataError("cohort.parquet", expected="this plan's assignment", got="no table", remedy=_GIVE_UP) from error
+    if found != wanted or len(frame) != len(cohort.images):
+        raise DataError("cohort.parquet", expected="this plan's assignment", got="another", remedy=_GIVE_UP)
+    return torch.from_numpy(frame["fine"].to_numpy().copy())
+
+
+def _fingerprint(files: PlanFiles) -> str:
+    """Return the digest of the centroids that images are assigned to."""
+    return sha256_hex(files.clusters.centroids_FD.numpy().tobytes())
 
 
 def check_auditable(accepted: AcceptedPlan, policy: Policy) -> None:

@@ -142,6 +142,7 @@ class Worker:
         accepted = self._plan()
         stages.check_auditable(accepted, self.policy)
         cohort = stages.scan(self.site, accepted, self.policy)
+        stages.check_sizes(accepted, cohort)
         stages.check_budget(accepted, cohort, stages.open_ledger(self.site, self.policy))
         self._enter(self.state.to("scanned", dataset_digest=cohort.digest))
 
@@ -165,7 +166,7 @@ class Worker:
             accepted.plan,
             accepted.files(),
             cohort,
-            stages.read_assignment(cohort, self._cohort_path),
+            stages.read_assignment(cohort, accepted.files(), self._cohort_path),
             work,
             self.policy,
             self.settings.silo_id,
@@ -183,7 +184,7 @@ class Worker:
 
     def _draw(self, accepted: AcceptedPlan, kinds: Iterable[Kind]) -> None:
         cohort = self._cohort(accepted)
-        fine_N = stages.read_assignment(cohort, self._cohort_path)
+        fine_N = stages.read_assignment(cohort, accepted.files(), self._cohort_path)
         ledger = stages.open_ledger(self.site, self.policy)
         stages.release(accepted, cohort, accepted.files(), fine_N, self._work(), ledger, kinds)
 
@@ -263,7 +264,8 @@ class Worker:
         """Note how far the encoding is; begun anew when interrupted, it has nothing to save."""
         if self.stopping.is_set():
             raise KeyboardInterrupt
-        self._progress(num_done, num_images)
+        # Shown here alone: a share of the images, noted in the outbox, would tell how many there are.
+        self.on_change(self.state.model_copy(update={"step": num_done, "num_steps": num_images}))
 
     def _progress(self, step: int, num_steps: int) -> None:
         self.state = self.state.model_copy(update={"step": step, "num_steps": num_steps})

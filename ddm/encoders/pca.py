@@ -12,7 +12,7 @@ from ddm.tensors import TensorSpec
 
 # Shape legend: N images, D values in one image, R principal directions.
 
-_BLOCK = 8192
+_BLOCK = 1024  # every block is of this size, so that no image's features depend on how many there are
 _FLAT = 1e-7  # a direction whose spread is below this share of the widest one is rounding, not data
 
 
@@ -57,8 +57,12 @@ class PcaEncoder:
         """
         if images.ndim < 2 or images[0].numel() != len(self.mean_D):
             raise ShapeError("image size", expected=f"{len(self.mean_D)} values", got=str(tuple(images.shape[1:])))
-        blocks = [(block.flatten(1).float() - self.mean_D) @ self.basis_RD.T for block in torch.split(images, _BLOCK)]
-        return torch.cat(blocks)
+        found_NR = torch.empty(len(images), self.dim)
+        for start in range(0, len(images), _BLOCK):
+            rows_BD = images[start : start + _BLOCK].flatten(1).float()
+            block_BD = torch.cat([rows_BD, rows_BD[-1:].expand(_BLOCK - len(rows_BD), -1)])
+            found_NR[start : start + _BLOCK] = ((block_BD - self.mean_D) @ self.basis_RD.T)[: len(rows_BD)]
+        return found_NR
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a plan stores of this encoder."""

@@ -14,6 +14,7 @@ from ddm.errors import DocumentError
 
 MAX_DOCUMENT_BYTES = 4 * 1024 * 1024
 MAX_DEPTH = 32
+_MAX_FIELD = 120
 
 SILO_ID_PATTERN = r"[a-z][a-z0-9]{0,31}"
 PLAN_ID_PATTERN = r"[a-z][a-z0-9-]{0,40}-[0-9a-f]{8}"
@@ -71,7 +72,8 @@ class Document(Model):
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "document"
-            raise DocumentError(f"{subject}, field {where}", got=first["msg"]) from error
+            printable = ascii(where)[1:-1][:_MAX_FIELD]  # a name that nobody knows may hold anything
+            raise DocumentError(f"{subject}, field {printable}", got=first["msg"]) from error
 
 
 class File(Model):

@@ -53,6 +53,7 @@ class PcaEncoder(Model):
     dim: Annotated[int, Field(gt=0, le=4096)]
 
 
+Side = Annotated[int, Field(gt=0, le=4096)]  # of an encoder's input, pixels
 Channels = Annotated[tuple[float, ...], Field(min_length=1, max_length=16)]
 
 
@@ -64,9 +65,9 @@ class TimmEncoder(Model):
     dim: Annotated[int, Field(gt=0, le=16384)]
     model: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
     weights: Literal["file", "random"] = "file"
-    image_size: Annotated[tuple[PositiveInt, PositiveInt], Field(description="height and width, pixels")]
+    image_size: tuple[Side, Side]
     interpolation: Literal["nearest", "bilinear", "bicubic"] = "bicubic"
-    crop: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    crop: Annotated[float, Field(ge=0.1, le=1.0)] = 1.0
     mean: Channels
     std: Channels
 
