@@ -18,7 +18,7 @@ from aggregator.registry import cards, signing_key
 from aggregator.setup import load_key
 from ddm.clustering import fit_clustering
 from ddm.encoders import Encoder, PcaEncoder, Progress
-from ddm.errors import SetupError
+from ddm.errors import DataError, SetupError
 from ddm.files import link_or_copy, locked, require_file, sync_folder, sync_tree, write_atomic
 from ddm.mechanisms import check_total, plan_epsilon
 from ddm.models import build_expert, num_parameters
@@ -34,6 +34,7 @@ from ddm.training import train
 from ddm.trust.repository import Repository
 
 TIMED_STEPS = 12
+FEWEST_HELD_OUT = 20  # public images that judge and calibrate the routers
 PUBLIC_NAME = "public.npz"
 
 
@@ -87,6 +88,9 @@ def draft_plan(
     generator = torch.Generator().manual_seed(recipe.public.seed)
     order = torch.randperm(len(public), generator=generator)
     num_holdout = int(len(public) * recipe.public.holdout_share)
+    if num_holdout < FEWEST_HELD_OUT:
+        expected = f"at least {FEWEST_HELD_OUT} to hold out, as the share public.holdout_share"
+        raise DataError("public images", expected=expected, got=f"{num_holdout} of {len(public)}")
     fit, holdout = public[order[num_holdout:]], public[order[:num_holdout]]
     encoder, spec = _open_encoder(recipe, fit)
     num_fine = recipe.clustering.fine_for(len(fit), recipe.releases.counts.num_groups)

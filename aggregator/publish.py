@@ -9,6 +9,7 @@ from aggregator.inventory import AcceptedSilo, Inventory
 from aggregator.registry import card_of, signing_key
 from aggregator.router import ROUTER_NAME, RouterReport, load_report, router_path
 from aggregator.setup import load_key
+from ddm.artifact import load_ensemble
 from ddm.errors import BusyError
 from ddm.files import copy_tree_bounded, link_or_copy, sync_folder, sync_tree, write_atomic
 from ddm.protocol.base import File, now_utc, sha256_hex
@@ -22,8 +23,8 @@ from ddm.trust.repository import Repository
 def publish(federation: Federation, inventory: Inventory, passphrase: bytes, out: Path) -> Manifest:
     """Publish the next version of the ensemble.
 
-    The release is built aside, verified as a researcher would, kept under `releases/<n>` and then copied to `out`, each
-    by one rename.
+    The release is built aside, verified and opened as a researcher would, kept under `releases/<n>` and then copied to
+    `out`, each by one rename.
 
     Raises:
         BusyError: `out` exists; releases are immutable.
@@ -48,7 +49,7 @@ def publish(federation: Federation, inventory: Inventory, passphrase: bytes, out
     write_atomic(targets / "manifest.json", manifest.encode())
     _sign(federation, inventory, targets, passphrase).export_release(part)
     sync_tree(part)
-    open_release(part, root=(federation.tuf / "1.root.json").read_bytes(), state=None)
+    load_ensemble(open_release(part, root=(federation.tuf / "1.root.json").read_bytes(), state=None))
     part.rename(federation.releases / str(version))
     sync_folder(federation.releases)
     _copy_out(federation.releases / str(version), out)

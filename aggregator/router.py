@@ -18,7 +18,7 @@ from ddm.errors import MissingFileError
 from ddm.files import write_atomic
 from ddm.models import load_expert
 from ddm.partition import Layout
-from ddm.protocol.base import Digest, Document, Model, PlanId, sha256_hex
+from ddm.protocol.base import Digest, Document, File, Model, PlanId, sha256_hex
 from ddm.protocol.manifest import Evaluation
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import SamplesRouter as SamplesSettings
@@ -74,6 +74,7 @@ class RouterReport(Document):
     format: Literal["archipelago/router-report/1"] = "archipelago/router-report/1"
     plan_id: PlanId
     submissions: dict[str, Digest]
+    router: File
     candidate: Family
     published: Family
     reason: str
@@ -120,6 +121,9 @@ def load_report(federation: Federation, inventory: Inventory) -> RouterReport:
     if report.submissions != _digests(inventory):
         got = "one trained on other submissions"
         raise MissingFileError("router", expected="a router of the accepted submissions", got=got, remedy=remedy)
+    file = router_path(federation, inventory.plan.plan_id)
+    if not file.is_file() or File.of(ROUTER_NAME, file) != report.router:
+        raise MissingFileError("router", expected="the file that its report describes", got="another", remedy=remedy)
     return report
 
 
@@ -151,10 +155,11 @@ def train_router(
         fault = _fault(counts, candidate, comparison)
         reason = fault or f"{candidate.family} is nowhere worse than counts"
         chosen = counts if fault else candidate
-    report = _report(inventory, public, chosen, comparison, reason)
+    refuse_worse_than_prior(chosen.family, chosen.calibrated, public)
     target = router_path(federation, plan.plan_id)
     target.parent.mkdir(parents=True, exist_ok=True)
     save_tensors(target, {**chosen.router.tensors(), **_class_tensors(inventory)})
+    report = _report(inventory, public, chosen, comparison, reason, File.of(ROUTER_NAME, target))
     write_atomic(target.with_name(REPORT_NAME), report.encode())
     return report
 
@@ -247,13 +252,19 @@ def _fault(counts: _Fitted, candidate: _Fitted, comparison: Comparison) -> str |
 
 
 def _report(
-    inventory: Inventory, public: PublicData, chosen: _Fitted, comparison: Comparison | None, reason: str
+    inventory: Inventory,
+    public: PublicData,
+    chosen: _Fitted,
+    comparison: Comparison | None,
+    reason: str,
+    router: File,
 ) -> RouterReport:
     plan, calibrated = inventory.plan, chosen.calibrated
     sketches = comparison.sketches if comparison else None
     return RouterReport(
         plan_id=plan.plan_id,
         submissions=_digests(inventory),
+        router=router,
         candidate=plan.router.kind,
         published=chosen.family,
         reason=reason,

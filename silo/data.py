@@ -68,6 +68,8 @@ def load_cohort(
         raise DataError("images", expected=f"at least {min_images}, as plan and policy ask", got=f"{num}")
     unit_N = _numbered(_read_column(path, "patients", num)) if unit == "patient" else np.arange(num)
     label_N = None if num_classes is None else _labels(_read_column(path, "labels", num), num_classes)
+    if int(unit_N.max()) < 1:
+        raise DataError(f"{unit}s", expected="at least 2", got="1")
     columns = {"patients": unit_N if unit == "patient" else None, "labels": label_N}
     return Cohort(
         images=images,

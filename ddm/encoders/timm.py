@@ -216,6 +216,8 @@ def _spec(net: nn.Module, model: str, weights: str, image_size: tuple[int, int] 
     from timm.data import resolve_model_data_config
 
     config = resolve_model_data_config(net)
+    if config.get("crop_mode", "center") != "center":
+        raise SetupError("encoder", expected="a network with crop mode center", got=f"{model}: {config['crop_mode']}")
     mean, std = (tuple(float(value) for value in config[name]) for name in ("mean", "std"))
     if len(mean) != channels:
         mean, std = (tuple([sum(part) / len(part)] * channels) for part in (mean, std))
@@ -238,7 +240,7 @@ def _input_channels(model: str, found: Mapping[str, TensorSpec], data: DataSpec)
     """Read from the file's first layer how many channels the network takes, and see that the images can have them."""
     net = create_model(model, num_classes=0)
     first = net.pretrained_cfg["first_conv"]  # type: ignore[index]
-    first = first if isinstance(first, str) else first[0]
+    first = first if isinstance(first, str) else next(iter(first or ()), None)
     spec = found.get(f"{first}.weight")
     channels = spec.shape[1] if spec and len(spec.shape) == 4 else 3
     if data.shape[0] not in (1, channels):

@@ -28,7 +28,7 @@ PANELS: tuple[tuple[str, Callable[[Record], float]], ...] = (
 
 def draw_figure(results: Sequence[SeedResult], path: Path, dataset: str) -> None:
     """Draw every family with error bars, the prior, and the references, averaged over t."""
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), constrained_layout=True)
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.8), constrained_layout=True)
     for axis, (label, value) in zip(axes, PANELS, strict=True):
         _panel(axis, results, value)
         axis.set(
@@ -36,7 +36,8 @@ def draw_figure(results: Sequence[SeedResult], path: Path, dataset: str) -> None
         )
         axis.grid(alpha=0.25)
     axes[2].set_yscale("log")
-    axes[1].legend(fontsize=8, loc="lower right")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=4)
     seeds = f"{len(results)} seeds, bars: 95% of the mean" if len(results) > 1 else "one seed"
     figure.suptitle(f"Routers at a privacy budget: {dataset}, {seeds}")
     figure.savefig(path, dpi=130, metadata={"Software": None})

@@ -19,6 +19,7 @@ from families import Asked, fit_exact, fit_family, fit_from_samples
 from figure import draw_figure
 from measure import TIMES, Measured, measure
 from public import PublicParts, fit_public
+from pydantic import ValidationError
 from reference import train_reference
 from report import write_report
 from results import Presets, Record, SeedResult, Shares, commit, presets_for
@@ -26,6 +27,7 @@ from shares import STRATEGIES, sampling_error, silo_shares, total_variation, tra
 from targets import check_targets
 from worlds import DATASETS, World, make_world
 
+from ddm.protocol.base import sha256_hex
 from ddm.routers.base import Router
 
 
@@ -41,7 +43,7 @@ def main() -> int:
         return 130
     targets = check_targets(arguments.dataset, results)
     draw_figure(results, arguments.out / "privacy.png", arguments.dataset)
-    write_report(arguments.out, arguments.dataset, presets, results, targets)
+    write_report(arguments.out, arguments.dataset, presets, results, targets, quick=arguments.quick)
     print((arguments.out / "README.md").read_text("utf-8"))
     missed = [target for target in targets if not target.met]
     if arguments.check and missed:
@@ -63,6 +65,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time, each with one thread (default 1)")
     arguments = parser.parse_args(argv)
+    if arguments.check and arguments.quick:
+        parser.error("--check: not with --quick, whose numbers mean nothing")
     if arguments.seeds < 1 or arguments.jobs < 1:
         parser.error("--seeds and --jobs: at least 1")
     return arguments
@@ -89,22 +93,31 @@ def run_seed(arguments: argparse.Namespace, presets: Presets, seed: int) -> Seed
 
     path = arguments.out / "runs" / f"{arguments.dataset}-{seed}.json"
     if path.exists():
-        found = SeedResult.model_validate_json(path.read_bytes())
-        if found.presets == presets:
+        found = read_result(path)
+        if found and found.presets == presets:
             say(f"taken from {path}")
             return found
     world = make_world(DATASETS[arguments.dataset], arguments.data, seed)
     say(f"{len(world.silos)} silos of {min(world.num_units)} to {max(world.num_units)} images")
-    result = measure_seed(world, presets, seed, path.with_suffix(""), say)
+    scratch = path.with_name(f"{path.stem}-{sha256_hex(presets.model_dump_json().encode())[:8]}")
+    result = measure_seed(world, presets, seed, scratch, say)
     part = path.with_suffix(".part")
     part.write_text(result.model_dump_json(indent=1) + "\n", "utf-8")
     part.replace(path)
     return result
 
 
+def read_result(path: Path) -> SeedResult | None:
+    """Read what an earlier run kept, None where it kept something else."""
+    try:
+        return SeedResult.model_validate_json(path.read_bytes())
+    except ValidationError:
+        return None
+
+
 def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: Callable[[str], None]) -> SeedResult:
     """Fit and measure everything on one world."""
-    prior = measure(None, world)
+    measured, prior = commit(), measure(None, world)
     records = [Record.of("prior", None, 0, prior, prior)]
     parts = {name: fit_public(world, name, presets.encoder_steps, seed, say) for name in presets.encoders}
     main_parts = parts[presets.encoders[0]]
@@ -126,7 +139,7 @@ def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: 
         shares = measure_shares(world, experts, routers["counts", 1.0], exact, presets, seed, say)
     return SeedResult(
         seed=seed,
-        commit=commit(),
+        commit=measured,
         presets=presets,
         records=tuple(records),
         shares=shares,
