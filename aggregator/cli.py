@@ -119,7 +119,9 @@ def router(
     inventory = take_inventory(federation)
     units = ", ".join(f"{silo_id} {number}" for silo_id, number in inventory.num_units.items())
     say(f"Training on releases of {units} {inventory.plan.releases.unit}s, as each silo states …")
-    say(describe(train_router(federation, inventory, seed=seed)))
+    with progress("Training the router") as advance:
+        report = train_router(federation, inventory, seed=seed, on_progress=lambda step, total, _: advance(step, total))
+    say(describe(report))
     say(f"Next: aggregator publish {fed} --out RELEASE")
 
 

@@ -133,14 +133,18 @@ def human_seconds(seconds: float) -> str:
 
 @contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar from the first call of what is yielded, called with (done, in all); none where nothing is long."""
+    """Show a bar from the first call of what is yielded, called with (done, in all); none where nothing is long.
+
+    Another number in all, or less done than before, begins a bar anew.
+    """
     with ExitStack() as stack:
         bars: list[Any] = []
 
         def advance(done: int, total: int) -> None:
-            if not bars:
+            if not bars or bars[-1].length != total or done < bars[-1].pos:
+                stack.close()
                 bars.append(stack.enter_context(typer.progressbar(length=total, label=label, width=30)))
-            bars[0].update(done - bars[0].pos)
+            bars[-1].update(done - bars[-1].pos)
 
         yield advance
 

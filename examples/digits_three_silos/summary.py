@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from shell import DemoError
 from torch import Tensor
 
 from aggregator.config import Federation
@@ -48,6 +49,8 @@ def summarise(out: Path, silos: Sequence[str]) -> dict[str, object]:
     inventory = take_inventory(federation)
     ensemble = load_ensemble(release)
     order = list(ensemble.expert_ids)
+    if order != list(inventory.silos):
+        raise DemoError("The summary knows one expert a silo; `ddm info` shows what this recipe's release holds.")
     private = [_images(out / "data" / f"{silo}.npz") for silo in order]
     lessons = _lessons(federation, inventory)
     exact = _non_private_router(inventory, private, lessons)

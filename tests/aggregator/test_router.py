@@ -10,7 +10,7 @@ from aggregator.router import RouterReport, describe, load_report, router_path, 
 from ddm.errors import MissingFileError, SetupError
 from ddm.routers.counts import CountsRouter
 from ddm.schedule import LinearPath
-from ddm.tensors import load_tensors
+from ddm.tensors import load_tensors, read_header, save_tensors
 from tests.conftest import Published
 from tests.federation import TinyFederation, recipe
 
@@ -76,3 +76,21 @@ def test_router_before_any_submission_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="none") as refused:
         take_inventory(tiny.federation)
     assert "aggregator run" in refused.value.remedy
+
+
+@pytest.mark.parametrize("other", [b"junk" * 50, None], ids=["junk", "another router"])
+def test_router_file_that_its_report_does_not_describe_is_not_published(
+    published: Published, tmp_path: Path, other: bytes | None
+) -> None:
+    tiny = published.tiny
+    path = router_path(tiny.federation, published.plan_id)
+    if other is None:
+        described = path.read_bytes()
+        first = read_header(path, max_bytes=1 << 20)
+        save_tensors(path, {name: torch.full(spec.shape, 0.25) for name, spec in first.items()})
+        assert path.read_bytes() != described
+    else:
+        path.write_bytes(other)
+    with pytest.raises(MissingFileError, match="the file that its report describes"):
+        tiny.publish_only(tmp_path / "next")
+    assert not (tmp_path / "next").exists()

@@ -1,0 +1,113 @@
+"""The figure's own rules: what a target counts as evidence, what a measurement is, what a stopped run takes up."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import fit_exact
+from measure import TIMES, measure
+from privacy import read_result
+from public import fit_public
+from results import Record, SeedResult, presets_for
+from shares import sampling_error, total_variation
+from targets import check_targets, interval, reference_gain
+from worlds import DATASETS, World, make_world
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return make_world(DATASETS["digits"], None, seed=0)
+
+
+def _record(family: str, epsilon: float | None, gain: float, difference: float = 0.0) -> Record:
+    return Record(
+        family=family,
+        epsilon=epsilon,
+        draw=0,
+        loss_T=(0.0,),
+        gain=gain,
+        accuracy_T=(0.0,),
+        share_error_T=(0.0,),
+        difference_T=(difference,),
+        difference_error_T=(0.0,),
+    )
+
+
+def _seed(seed: int, *records: Record) -> SeedResult:
+    exact = _record("exact counts, not private", None, 0.4)
+    network = _record("network, not private", None, 0.5)
+    return SeedResult(
+        seed=seed,
+        commit="0",
+        presets=presets_for("digits", quick=True),
+        records=(exact, network, *records),
+        shares=(),
+        empirical=(),
+        reidentification=None,
+    )
+
+
+def test_draws_of_one_seed_are_no_further_evidence() -> None:
+    differences = (-0.0040, -0.0001, -0.0065)
+    seeds = [
+        _seed(number, *[_record("learned", 4.0, 0.4, difference)] * 2) for number, difference in enumerate(differences)
+    ]
+    (learned,) = check_targets("digits", seeds)
+    assert learned.low == pytest.approx(-0.0115, abs=1e-4)
+    assert learned.high == pytest.approx(0.0045, abs=1e-4)
+    assert learned.note == "better at 0 of 1 t"
+    as_if_independent = interval(differences * 2)
+    assert as_if_independent[2] < 0  # what counting draws would have claimed
+
+
+def test_learned_router_that_is_worse_at_every_seed_misses_its_target() -> None:
+    seeds = [_seed(number, _record("learned", 4.0, 0.4, 0.01 + 0.001 * number)) for number in range(3)]
+    assert not check_targets("digits", seeds)[0].met
+
+
+def test_gain_is_held_against_the_better_reference_of_the_same_seed() -> None:
+    records = [_record("counts", epsilon, 0.45) for epsilon in (0.3, 1.0)] + [_record("learned", 4.0, 0.4)]
+    seeds = [_seed(number, *records) for number in range(2)]
+    assert reference_gain(seeds[0]) == 0.5
+    at_one, at_a_third, *_ = check_targets("fashion-mnist", seeds)
+    assert (at_one.value, at_one.met) == (pytest.approx(0.9), False)
+    assert (at_a_third.value, at_a_third.met) == (pytest.approx(0.9), True)
+
+
+def test_prior_is_measured_as_its_closed_form_and_exact_counts_beat_it(world: World) -> None:
+    prior = measure(None, world)
+    expected = -float((world.soft_NK * world.prior_K.log()).sum(1).mean())
+    assert prior.loss_T == pytest.approx([expected] * len(TIMES))
+    parts = fit_public(world, "pca", 0, 0, lambda message: None)
+    exact = measure(fit_exact(world, parts), world)
+    assert exact.loss_T[0] < expected - 0.05
+    assert exact.loss_T[-1] == pytest.approx(expected, abs=0.02)
+    assert exact.accuracy_T[0] > prior.accuracy_T[0]
+
+
+def test_shares_of_the_same_law_differ_by_no_more_than_the_sampling_error_and_permuted_ones_do() -> None:
+    share_K, num = np.array([0.5, 0.3, 0.2]), 1000
+    rng = np.random.default_rng(1)
+    limit = sampling_error(share_K, num, seed=0)
+    pairs = [[rng.multinomial(num, share_K) / num for _ in range(2)] for _ in range(400)]
+    over = np.mean([total_variation(*pair) > limit for pair in pairs])
+    assert 0.02 < over < 0.09
+    assert total_variation(share_K, share_K[::-1]) > 3 * limit
+
+
+def test_stopped_run_takes_up_what_was_kept_and_measures_again_what_it_cannot_read(tmp_path: Path) -> None:
+    kept = _seed(0, _record("learned", 4.0, 0.4))
+    (tmp_path / "0.json").write_text(kept.model_dump_json())
+    assert read_result(tmp_path / "0.json") == kept
+    older = json.loads(kept.model_dump_json())
+    del older["commit"]
+    (tmp_path / "1.json").write_text(json.dumps(older))
+    assert read_result(tmp_path / "1.json") is None
+
+
+def test_owners_of_images_follow_from_their_classes_alone(world: World) -> None:
+    assert torch.allclose(world.soft_NK.sum(1), torch.ones(len(world.test), dtype=torch.float64))
+    assert len(torch.unique(world.soft_NK, dim=0)) == 10
+    assert sum(world.num_units) == DATASETS["digits"].num_private
