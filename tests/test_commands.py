@@ -368,6 +368,7 @@ def test_expired_timestamp_is_refused_and_loud_when_archived(
     with pytest.raises(ExpiredError):
         published.tiny.publish(old)  # an aggregator whose clock is off does not publish what nobody would accept
     monkeypatch.setattr("aggregator.publish.open_release", lambda *args, **options: None)
+    monkeypatch.setattr("aggregator.publish.load_ensemble", lambda release: None)
     published.tiny.publish(old)
     assert run("ddm", "verify", old, *look[1:]).code == 14
     done = run("ddm", "verify", old, *look[1:], "--archived")

@@ -199,6 +199,7 @@ def publish_as_a_liar(
     honest = aggregator.publish._manifest
     monkeypatch.setattr(aggregator.publish, "_manifest", lambda *arguments: lie(honest(*arguments)))
     monkeypatch.setattr(aggregator.publish, "open_release", lambda *arguments, **named: None)
+    monkeypatch.setattr(aggregator.publish, "load_ensemble", lambda release: None)
     published.tiny.publish_only(out)
 
 

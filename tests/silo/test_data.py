@@ -94,10 +94,10 @@ def test_dataset_digest_changes_with_one_value_and_with_the_sites_salt() -> None
 
 
 def test_every_image_is_its_own_unit_unless_the_plan_protects_patients(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.npz", images=IMAGES, patients=["a"] * 6, labels=[9] * 6)
+    path = save(tmp_path / "a.npz", images=IMAGES, patients=["a"] * 5 + ["b"], labels=[9] * 6)
     cohort = load(path)
     assert (cohort.unit_N.tolist(), cohort.num_units, cohort.label_N) == (list(range(6)), 6, None)
-    assert load(path, unit="patient").num_units == 1
+    assert load(path, unit="patient").num_units == 2
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,14 @@ def test_plan_by_patient_refuses_a_file_without_patients(tmp_path: Path) -> None
 
 
 def test_fewest_images_are_counted_in_images_and_not_in_patients(tmp_path: Path) -> None:
-    assert by_patient(tmp_path, [1] * 6, min_images=6).num_units == 1
+    assert by_patient(tmp_path, [1] * 5 + [2], min_images=6).num_units == 2
     with pytest.raises(DataError, match="at least 7"):
-        by_patient(tmp_path, [1] * 6, min_images=7)
+        by_patient(tmp_path, [1] * 5 + [2], min_images=7)
+
+
+def test_one_patient_alone_is_refused_since_no_router_can_be_made_of_one_sketch(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="patients: expected at least 2, got 1"):
+        by_patient(tmp_path, [1] * 6)
 
 
 def test_labels_are_read_where_the_plan_asks_for_classes(tmp_path: Path) -> None:
