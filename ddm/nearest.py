@@ -17,7 +17,7 @@ from ddm.errors import NumericalError
 
 # Shape legend: B features of one block, F centroids, D values of one feature, E four more, P pairs in question.
 
-_BLOCK = 2048
+_BLOCK = 4096
 _MOST_PAIRS = 16  # in question for each feature, on average; beyond it a finer product costs less
 _CHUNK = 8192  # pairs whose differences are in memory at a time
 _UNITS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}  # relative rounding
