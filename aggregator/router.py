@@ -155,11 +155,11 @@ def train_router(
         fault = _fault(counts, candidate, comparison)
         reason = fault or f"{candidate.family} is nowhere worse than counts"
         chosen = counts if fault else candidate
-    refuse_worse_than_prior(chosen.family, chosen.calibrated, public)
+    minus_prior = refuse_worse_than_prior(chosen.family, chosen.calibrated, public)
     target = router_path(federation, plan.plan_id)
     target.parent.mkdir(parents=True, exist_ok=True)
     save_tensors(target, {**chosen.router.tensors(), **_class_tensors(inventory)})
-    report = _report(inventory, public, chosen, comparison, reason, File.of(ROUTER_NAME, target))
+    report = _report(inventory, public, chosen, comparison, reason, minus_prior, File.of(ROUTER_NAME, target))
     write_atomic(target.with_name(REPORT_NAME), report.encode())
     return report
 
@@ -257,9 +257,10 @@ def _report(
     chosen: _Fitted,
     comparison: Comparison | None,
     reason: str,
+    minus_prior: Interval,
     router: File,
 ) -> RouterReport:
-    plan, calibrated = inventory.plan, chosen.calibrated
+    plan = inventory.plan
     sketches = comparison.sketches if comparison else None
     return RouterReport(
         plan_id=plan.plan_id,
@@ -272,7 +273,7 @@ def _report(
         expert_priors=tuple(public.prior_E),
         training_prior=chosen.training_prior,
         temperature=chosen.calibration.temperature,
-        minus_prior=refuse_worse_than_prior(chosen.family, calibrated, public),
+        minus_prior=minus_prior,
         bands=tuple(_band(band) for band in comparison.bands) if comparison else (),
         sketches=_band(sketches) if sketches else None,
         calibration=tuple(
@@ -331,4 +332,4 @@ def _public_images(
     with np.load(federation.plan_folder(inventory.plan.plan_id) / PUBLIC_NAME, allow_pickle=False) as archive:
         images = torch.from_numpy(archive[part])
     files = inventory.files
-    return images, files.clusters.group_F[files.clusters.assign(files.encoder.encode(images))]
+    return images, files.clusters.groups(files.encoder.encode(images))

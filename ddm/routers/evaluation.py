@@ -1,6 +1,6 @@
 """How good is a router on images whose expert is known, or known as a distribution? Cross-entropy and accuracy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,15 +24,6 @@ class BandScore:
 
     low: float
     high: float
-    value: float
-    error: float
-
-
-@dataclass(frozen=True)
-class TimeScore:
-    """A figure at one time t, with its standard error over images."""
-
-    t: float
     value: float
     error: float
 
@@ -81,59 +72,6 @@ def cross_entropy(
     return tuple(scores)
 
 
-def cross_entropy_at(
-    router: Router,
-    x_N: Tensor,
-    soft_NK: Tensor,
-    prior: Sequence[float] | Tensor,
-    times: Sequence[float],
-    seed: int = 0,
-    *,
-    path: Path | None = None,
-) -> tuple[TimeScore, ...]:
-    """Return the cross-entropy ``-sum_k p_k log w_k(x_t, t)`` at exact times, nats, each image counting the same.
-
-    Args:
-        router: answers the likelihoods.
-        x_N: images, shape (N, ...), data units.
-        soft_NK: p_k, the probability that an image is each expert's; rows sum to 1.
-        prior: weight of each expert.
-        times: in [0, 1].
-        seed: of noise; the same seed gives two routers the same noise.
-        path: the probability path; linear when omitted.
-
-    Raises:
-        ShapeError: not one distribution over the experts per image.
-    """
-
-    def loss(w_DNK: Tensor) -> Tensor:
-        # an expert of weight 0 costs nothing where nobody says that the image is its own
-        return -torch.where(soft_NK > 0, soft_NK * w_DNK.log(), 0.0).sum(2)
-
-    return _scores_at(loss, router, x_N, soft_NK, prior, times, seed, path)
-
-
-def accuracy_at(
-    router: Router,
-    x_N: Tensor,
-    soft_NK: Tensor,
-    prior: Sequence[float] | Tensor,
-    times: Sequence[float],
-    seed: int = 0,
-    *,
-    path: Path | None = None,
-) -> tuple[TimeScore, ...]:
-    """Return how often the most probable expert is the image's own, ``p_k at k = argmax w``, at exact times.
-
-    Args and errors are those of `cross_entropy_at`.
-    """
-
-    def hit(w_DNK: Tensor) -> Tensor:
-        return soft_NK.expand_as(w_DNK).gather(2, w_DNK.argmax(2, keepdim=True))[:, :, 0]
-
-    return _scores_at(hit, router, x_N, soft_NK, prior, times, seed, path)
-
-
 @torch.no_grad()
 def noised_log_likelihood(
     router: Router, x_N: Tensor, band: Band, seed: int, path: Path | None = None, draws: int = _DRAWS
@@ -151,26 +89,3 @@ def noised_log_likelihood(
         parts = zip(torch.split(noised, _BLOCK), torch.split(t_N, _BLOCK), strict=True)
         found.append(torch.cat([router.log_likelihood(*part).double() for part in parts]))
     return torch.stack(found)
-
-
-def _scores_at(
-    figure: Callable[[Tensor], Tensor],
-    router: Router,
-    x_N: Tensor,
-    soft_NK: Tensor,
-    prior: Sequence[float] | Tensor,
-    times: Sequence[float],
-    seed: int,
-    path: Path | None,
-) -> tuple[TimeScore, ...]:
-    """Average a figure of the posteriors (D, N, K) over draws, then over images."""
-    if soft_NK.shape != (len(x_N), router.num_experts):
-        raise ShapeError("labels", expected=str((len(x_N), router.num_experts)), got=str(tuple(soft_NK.shape)))
-    log_prior_K = log_prior(prior, router.num_experts)
-    scores = []
-    for index, t in enumerate(times):
-        log_DNK = noised_log_likelihood(router, x_N, (t, t), seed + index, path) + log_prior_K
-        figure_N = figure(log_DNK.softmax(2)).mean(0)
-        error = float(figure_N.var(correction=0) / max(len(figure_N) - 1, 1)) ** 0.5
-        scores.append(TimeScore(t=t, value=float(figure_N.mean()), error=error))
-    return tuple(scores)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ddm.errors import ShapeError
-from ddm.routers.evaluation import BANDS, accuracy_at, cross_entropy, cross_entropy_at
+from ddm.routers.evaluation import BANDS, cross_entropy
 from tests.ddm.routers.worlds import World, make_world
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
@@ -85,28 +85,6 @@ def _joint(t: float) -> np.ndarray:
     grid, std = np.linspace(-7, 7, 4001), math.sqrt(0.25 * (1 - t) ** 2 + t**2)
     density = np.stack([np.exp(-0.5 * ((grid - (1 - t) * m) / std) ** 2) for m in (-1, 1)])
     return np.array(PRIOR)[:, None] * density / density.sum(1, keepdims=True)
-
-
-@pytest.mark.parametrize("t", [0.0, 0.3, 0.8, 1.0])
-def test_cross_entropy_and_accuracy_at_a_time_match_numerical_integration(t: float) -> None:
-    x, soft = _draw(20_000)
-    joint = _joint(t)
-    entropy = -(joint * np.log(np.maximum(joint, 1e-300) / joint.sum(0))).sum()
-    (found,) = cross_entropy_at(TwoNormals(), x, soft, PRIOR, [t])
-    assert found.t == t
-    assert abs(found.value - entropy) < 5 * found.error + 1e-3
-    (hits,) = accuracy_at(TwoNormals(), x, soft, PRIOR, [t])
-    assert abs(hits.value - joint.max(0).sum()) < 5 * hits.error + 1e-3
-    (swapped,) = cross_entropy_at(TwoNormals(), x, soft.flip(1), PRIOR, [t])
-    assert swapped.value > found.value + 0.1
-
-
-def test_cross_entropy_at_allows_a_withdrawn_expert_and_refuses_other_labels() -> None:
-    x, soft = _draw(50)
-    alone = torch.tensor([1.0, 0.0], dtype=torch.float64).expand(50, 2)
-    assert cross_entropy_at(TwoNormals(), x, alone, [1.0, 0.0], [0.5])[0].value == pytest.approx(0.0, abs=1e-9)
-    with pytest.raises(ShapeError, match="labels"):
-        cross_entropy_at(TwoNormals(), x, soft[:, :1], PRIOR, [0.5])
 
 
 def test_cross_entropy_of_an_expert_of_weight_0_is_left_out() -> None:
