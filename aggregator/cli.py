@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
 from aggregator.config import Federation
 from ddm.console import human_bytes, human_seconds, new_app, passphrase, progress, remembered, run_app, say, table
 from ddm.errors import SetupError
@@ -17,11 +18,6 @@ if TYPE_CHECKING:
     from ddm.protocol.plan import Plan
 
 app = new_app("Plan a federation of silos, take in their experts, train the router, publish a signed ensemble.")
-
-FederationArgument = Annotated[Path, typer.Argument(metavar="FED", file_okay=False, help="The federation's folder.")]
-PassphraseOption = Annotated[
-    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="First line opens the federation's keys.")
-]
 
 
 @app.command()
@@ -75,7 +71,7 @@ def plan(
     federation = Federation(fed).require()
     chosen = load_settings(Recipe, recipe)
     images = read_images(public, chosen.data)
-    secret = _passphrase(federation, passphrase_file)
+    secret = federation_passphrase(federation, passphrase_file)
     load_key(federation, "targets", secret)
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -99,7 +95,7 @@ def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> No
 
     federation = Federation(fed).require()
     federation.current_plan()
-    key = load_key(federation, "receipts", _passphrase(federation, passphrase_file))
+    key = load_key(federation, "receipts", federation_passphrase(federation, passphrase_file))
 
     from aggregator.running import run_federation
 
@@ -137,7 +133,7 @@ def publish(
 
     federation = Federation(fed).require()
     inventory = take_inventory(federation)
-    manifest = publish_release(federation, inventory, _passphrase(federation, passphrase_file), out)
+    manifest = publish_release(federation, inventory, federation_passphrase(federation, passphrase_file), out)
     late = f"; without {', '.join(manifest.missing_silos)}" if manifest.missing_silos else ""
     say(f"Published {manifest.plan_id}, version {manifest.version}, router {manifest.router.kind}{late}: {out}")
     say(f"Researchers: ddm verify {out} --root {federation.tuf / '1.root.json'}")
@@ -162,10 +158,6 @@ def _settings(name: str, address: str, passphrase_file: Path | None):  # type: i
     except ValidationError as error:
         field = str(error.errors()[0]["loc"][0])
         raise SetupError(f"--{'name' if field == 'name' else 'address'}", got=error.errors()[0]["msg"]) from error
-
-
-def _passphrase(federation: Federation, path: Path | None) -> bytes:
-    return passphrase(path, federation.settings().passphrase_file, "Passphrase of the federation's keys")
 
 
 def costs(draft: "Draft") -> str:
