@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from worlds import World
 
 from ddm.mechanisms import Kind, check_total, mechanisms
+from ddm.partition import Layout, silo_parts
 from ddm.plan_files import release_noise_level
 from ddm.privacy import gaussian_delta, gaussian_mu_within
 from ddm.protocol.base import now_utc, sha256_hex
@@ -21,9 +22,11 @@ from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import Plan
 from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Router
+from ddm.routers.calibration import Calibrated, calibrate
 from ddm.routers.counts import CountsRouter, counts_specs
 from ddm.routers.learned import fit_learned
 from ddm.routers.moments import MomentsRouter, moments_noise_std, moments_specs
+from ddm.routers.public import Evidence, PublicData
 from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.schedule import LinearPath
 from ddm.sketch import sketch_release_specs
@@ -72,20 +75,45 @@ def fit_exact(world: World, parts: PublicParts) -> CountsRouter:
     return CountsRouter(parts.sketch, torch.stack(rows), PATH)
 
 
-def fit_family(world: World, parts: PublicParts, asked: Asked, seed: int) -> Router:
+@dataclass(frozen=True)
+class Fitted:
+    """A family's router, and the counts of the same plan as evidence for its temperature."""
+
+    router: Router
+    evidence: Evidence
+
+
+def as_published(fitted: Fitted, world: World, parts: PublicParts, seed: int) -> Calibrated:
+    """Give a router the temperature that an aggregator would: fitted on held-out public images, weighed by counts."""
+    public = PublicData(
+        images=world.held_out,
+        group_N=parts.held_out_group_N,
+        evidence=fitted.evidence,
+        prior_E=world.prior_K.tolist(),
+        path=PATH,
+        seed=seed,
+    )
+    num_silos = len(world.silos)
+    temperature = calibrate(fitted.router, public).temperature
+    return Calibrated(fitted.router, temperature, [1 / num_silos] * num_silos)
+
+
+def fit_family(world: World, parts: PublicParts, asked: Asked, seed: int) -> Fitted:
     """Draw the releases of one plan and fit its router."""
     plan = make_plan(world, asked)
     released = release(plan, world, parts)
     noisy_KG = torch.stack([each["counts"] for each in released["counts"]])
     epsilon = plan.releases.counts.epsilon
+    evidence = Evidence(noisy_KG, world.num_units, epsilon, _layout(plan, parts, noisy_KG))
     counts = CountsRouter.from_counts(parts.sketch, noisy_KG, world.num_units, epsilon, PATH)
+    router: Router = counts
     if asked.family == "moments":
         sums, seconds = (torch.stack([each[name] for each in released["moments"]]) for name in ("sum", "second"))
         noise_std = moments_noise_std(plan)
-        return MomentsRouter.from_moments(parts.sketch, sums, seconds, world.num_units, noise_std, PATH)
-    if isinstance(plan.router, LearnedSettings):
+        router = MomentsRouter.from_moments(parts.sketch, sums, seconds, world.num_units, noise_std, PATH)
+    elif isinstance(plan.router, LearnedSettings):
         sketches = {f"silo{k}": each["sketch"] for k, each in enumerate(released["sketch"])}
-        return fit_learned(
+        router = fit_learned(
             counts,
             sketches,
             world.num_units,
@@ -94,7 +122,12 @@ def fit_family(world: World, parts: PublicParts, asked: Asked, seed: int) -> Rou
             seed,
             t_release=release_noise_level(plan, parts.sketch),
         )
-    return counts
+    return Fitted(router, evidence)
+
+
+def _layout(plan: Plan, parts: PublicParts, noisy_KG: Tensor) -> Layout:
+    rows = zip(plan.silos, noisy_KG, strict=True)
+    return Layout.of(plan.partition, [silo_parts(plan.partition, name, parts.clusters, row) for name, row in rows])
 
 
 def fit_from_samples(world: World, experts: Sequence[nn.Module], num_steps: int, seed: int) -> Router:

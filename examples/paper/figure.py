@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from results import Record, SeedResult
-from targets import REFERENCES, interval
+from targets import BOTH, REFERENCES, interval
 
 COLOURS = {
     "counts": "#1b6ca8",
@@ -52,19 +52,23 @@ def _panel(axis: Axes, results: Sequence[SeedResult], value: Callable[[Record], 
         x, mean, half = np.array([point for point in points if np.isfinite(point[1])]).T
         axis.errorbar(x, mean, yerr=half, label=family, color=COLOURS[family], marker="o", ms=4, capsize=2.5, lw=1.5)
     infinite = epsilons[-1] * 2.2
-    for record in records:
-        if record.family == "samples":
-            axis.plot(
-                [infinite], [value(record)], "D", ms=5, color=COLOURS["samples"], label="samples (epsilon infinite)"
-            )
-    styles = {"prior": ("0.4", ":"), REFERENCES[0]: ("black", "--"), REFERENCES[1]: ("black", "-.")}
+    mean, half = _bar(results, "samples", None, value)
+    axis.errorbar(
+        [infinite], [mean], yerr=[half], fmt="D", ms=5, capsize=2.5, color=COLOURS["samples"], label="samples"
+    )
+    styles = {
+        "prior": ("0.4", ":"),
+        REFERENCES[0]: ("black", "--"),
+        REFERENCES[1]: ("black", "-."),
+        BOTH: ("0.4", (0, (1, 1, 4, 1))),
+    }
     for family, (colour, style) in styles.items():
         found = [value(record) for record in records if record.family == family]
         axis.axhline(float(np.mean(found)), color=colour, ls=style, lw=1, label=family)
 
 
 def _bar(
-    results: Sequence[SeedResult], family: str, epsilon: float, value: Callable[[Record], float]
+    results: Sequence[SeedResult], family: str, epsilon: float | None, value: Callable[[Record], float]
 ) -> tuple[float, float]:
     """Return the mean over seeds, and half the length of its bar; not a number where there is nothing."""
     by_seed = []

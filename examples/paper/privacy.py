@@ -7,7 +7,7 @@ stopped goes on with the seeds that are not done yet.
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -15,20 +15,22 @@ from pathlib import Path
 
 import torch
 from attacking import empirical_epsilons, reidentification_rates
-from families import Asked, fit_exact, fit_family, fit_from_samples
+from families import Asked, Fitted, as_published, fit_exact, fit_family, fit_from_samples
 from figure import draw_figure
 from measure import TIMES, Measured, measure
 from public import PublicParts, fit_public
 from pydantic import ValidationError
-from reference import train_reference
+from reference import Bench
 from report import write_report
-from results import Presets, Record, SeedResult, Shares, commit, presets_for
-from shares import STRATEGIES, sampling_error, silo_shares, total_variation, train_experts
-from targets import check_targets
+from results import Presets, Record, SeedResult, commit, presets_for
+from shares import Sampler, train_experts
+from targets import BOTH, ELIGIBLE, REFERENCES, check_targets
 from worlds import DATASETS, World, make_world
 
 from ddm.protocol.base import sha256_hex
 from ddm.routers.base import Router
+
+Say = Callable[[str], None]
 
 
 def main() -> int:
@@ -85,7 +87,7 @@ def run_seeds(arguments: argparse.Namespace, presets: Presets) -> list[SeedResul
 
 
 def run_seed(arguments: argparse.Namespace, presets: Presets, seed: int) -> SeedResult:
-    """Measure one world, or read what an earlier run measured under the same presets."""
+    """Measure one world, or read what an earlier run measured at this commit under the same presets."""
     started = time.monotonic()
 
     def say(message: str) -> None:
@@ -94,7 +96,7 @@ def run_seed(arguments: argparse.Namespace, presets: Presets, seed: int) -> Seed
     path = arguments.out / "runs" / f"{arguments.dataset}-{seed}.json"
     if path.exists():
         found = read_result(path)
-        if found and found.presets == presets:
+        if found and found.presets == presets and found.commit == commit():
             say(f"taken from {path}")
             return found
     world = make_world(DATASETS[arguments.dataset], arguments.data, seed)
@@ -115,37 +117,48 @@ def read_result(path: Path) -> SeedResult | None:
         return None
 
 
-def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: Callable[[str], None]) -> SeedResult:
+def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: Say) -> SeedResult:
     """Fit and measure everything on one world."""
     measured, prior = commit(), measure(None, world)
     records = [Record.of("prior", None, 0, prior, prior)]
     parts = {name: fit_public(world, name, presets.encoder_steps, seed, say) for name in presets.encoders}
     main_parts = parts[presets.encoders[0]]
-    name, network = train_reference(world, seed, presets.reference_steps, say)
-    records.append(Record.of("network, not private", None, 0, measure(network, world), prior, note=name))
     exact = fit_exact(world, main_parts)
-    measured_exact = measure(exact, world)
-    records.append(Record.of("exact counts, not private", None, 0, measured_exact, prior))
-    say(f"exact counts {_mean(measured_exact):.4f}, prior {_mean(prior):.4f} nats")
-    routers: dict[tuple[str, float], Router] = {}
+    records += references(world, exact, presets, seed, prior, say)
+    routers: dict[tuple[str, float], Fitted] = {}
     for encoder, fitted in parts.items():
         records += sweep(world, fitted, presets, seed, prior, encoder, encoder == presets.encoders[0], routers, say)
-    shares: tuple[Shares, ...] = ()
-    if seed == 0:
-        experts = train_experts(world, scratch, presets.expert_steps, seed, say)
-        samples = measure(fit_from_samples(world, experts, presets.samples_steps, seed), world)
-        records.append(Record.of("samples", None, 0, samples, prior))
-        say(f"samples router {_mean(samples):.4f}")
-        shares = measure_shares(world, experts, routers["counts", 1.0], exact, presets, seed, say)
+    experts = train_experts(world, scratch, presets.expert_steps, seed, say)
+    drawn = Fitted(fit_from_samples(world, experts, presets.samples_steps, seed), routers["counts", 1.0].evidence)
+    samples = as_published(drawn, world, main_parts, seed)
+    found = measure(samples, world)
+    records.append(Record.of("samples", None, 0, found, prior, temperature=samples.temperature))
+    say(f"samples router {_mean(found):.4f}, temperature {samples.temperature:.2f}")
+    private = as_published(routers["learned", 1.0], world, main_parts, seed)
+    sampler = Sampler(world, main_parts, experts, presets.num_samples, seed)
     return SeedResult(
         seed=seed,
         commit=measured,
         presets=presets,
         records=tuple(records),
-        shares=shares,
+        shares=sampler.compare(private, exact, say) if seed == 0 else (),
         empirical=empirical_epsilons(presets, say) if seed == 0 else (),
         reidentification=reidentification_rates(world, main_parts, seed, say) if seed == 0 else None,
     )
+
+
+def references(world: World, exact: Router, presets: Presets, seed: int, prior: Measured, say: Say) -> Sequence[Record]:
+    """Measure what the silos' own images allow: a tuned network, exact counts, and both together."""
+    bench = Bench(world, seed)
+    name, network = bench.best(presets.reference_steps, say)
+    routers = {REFERENCES[0]: network, REFERENCES[1]: exact}
+    routers[BOTH] = bench.beside(exact, presets.reference_steps, say)
+    records = []
+    for family, router in routers.items():
+        found = measure(router, world)
+        records.append(Record.of(family, None, 0, found, prior, note=name if router is network else ""))
+        say(f"{family} {_mean(found):.4f}, prior {_mean(prior):.4f} nats")
+    return records
 
 
 def sweep(
@@ -156,50 +169,29 @@ def sweep(
     prior: Measured,
     encoder: str,
     first: bool,
-    routers: dict[tuple[str, float], Router],
-    say: Callable[[str], None],
+    routers: dict[tuple[str, float], Fitted],
+    say: Say,
 ) -> list[Record]:
     """Measure every family at every epsilon; with an encoder other than the first, the counts alone."""
     records = []
     for epsilon in presets.epsilons:
         counts: list[Measured] = []
-        for family in ("counts", "moments", "learned") if first else ("counts",):
-            if family == "learned" and epsilon < presets.learned_from:
-                continue
+        for family in ELIGIBLE if first else ("counts",):
+            label = family if first else f"{family}, {encoder}"
             for draw in range(presets.draws):
-                router = fit_family(world, parts, Asked(family, epsilon, presets.learned_steps), seed)
+                fitted = fit_family(world, parts, Asked(family, epsilon, presets.learned_steps), seed)
+                router = as_published(fitted, world, parts, seed)
                 found = measure(router, world)
                 against = counts[draw] if family == "learned" else None
-                label = family if first else f"{family}, {encoder}"
-                records.append(Record.of(label, epsilon, draw, found, prior, against=against))
+                records.append(
+                    Record.of(label, epsilon, draw, found, prior, against=against, temperature=router.temperature)
+                )
                 if family == "counts":
                     counts.append(found)
                 if first:
-                    routers.setdefault((family, epsilon), router)
-            say(f"{label} at epsilon {epsilon:g}: {_mean(found):.4f} nats")
+                    routers.setdefault((family, epsilon), fitted)
+            say(f"{label} at epsilon {epsilon:g}: {_mean(found):.4f} nats, temperature {router.temperature:.2f}")
     return records
-
-
-def measure_shares(
-    world: World,
-    experts: list[torch.nn.Module],
-    private: Router,
-    exact: Router,
-    presets: Presets,
-    seed: int,
-    say: Callable[[str], None],
-) -> tuple[Shares, ...]:
-    """Sample under both routers and compare the silos' shares."""
-    found = []
-    for name, strategy in STRATEGIES.items():
-        ours, theirs = (
-            silo_shares(world, experts, router, strategy, presets.num_samples, seed + number)
-            for number, router in enumerate((private, exact))
-        )
-        error = sampling_error(theirs, presets.num_samples, seed)
-        found.append(Shares(strategy=name, distance=total_variation(ours, theirs), sampling_error=error))
-        say(f"shares under {name}: distance {found[-1].distance:.4f}, sampling error {error:.4f}")
-    return tuple(found)
 
 
 def _mean(measured: Measured) -> float:

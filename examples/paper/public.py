@@ -34,13 +34,21 @@ class PublicParts:
         clusters: fine centroids, one a group here.
         sketch: the wide public sketch.
         public_group_N: the group of each public image.
+        held_out_group_N: of each held-out public image.
         silo_groups: the groups of each silo's images; what a silo finds out by itself.
+        encode: the public features of images.
     """
 
     clusters: Clusters
     sketch: Sketch
     public_group_N: Tensor
+    held_out_group_N: Tensor
     silo_groups: tuple[Tensor, ...]
+    encode: Callable[[Tensor], Tensor]
+
+    def coarse(self, images: Tensor) -> Tensor:
+        """Return the coarse public cluster of each image."""
+        return self.clusters.coarse_F[self.clusters.assign(self.encode(images))]
 
     def lessons(self, world: World) -> PublicSketches:
         """What the learned router's network is taught with."""
@@ -69,7 +77,14 @@ def fit_public(world: World, encoder: str, num_steps: int, seed: int, say: Calla
     rank, released = world.dataset.rank, world.dataset.released_rank
     group_N = clusters.groups(features)
     sketch = Sketch.fit(world.public, group_N, rank, num_groups, released_rank=released)
-    return PublicParts(clusters, sketch, group_N, tuple(clusters.groups(encode(images)) for images in world.silos))
+    return PublicParts(
+        clusters=clusters,
+        sketch=sketch,
+        public_group_N=group_N,
+        held_out_group_N=clusters.groups(encode(world.held_out)),
+        silo_groups=tuple(clusters.groups(encode(images)) for images in world.silos),
+        encode=encode,
+    )
 
 
 def _timm(world: World, num_steps: int, seed: int, say: Callable[[str], None]) -> Callable[[Tensor], Tensor]:

@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from worlds import World
 
+from ddm.routers.base import Router
 from ddm.schedule import LinearPath, x_t
 
 VALIDATION_SHARE = 0.05
 MIN_T = 0.02
 NUM_CHECKS = 4
+TEMPERATURES = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
 
 
 class Mlp(nn.Module):
@@ -53,18 +55,35 @@ class ConvNet(nn.Module):
         return self.head(h.flatten(1))
 
 
+class Beside(nn.Module):
+    """A network that corrects a router."""
+
+    def __init__(self, net: nn.Module, router: Router, prior_K: Tensor) -> None:
+        super().__init__()
+        self.net = net
+        self.router = router
+        self.log_prior_K = prior_K.log().float()
+
+    def forward(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        """Return logits (B, K)."""
+        with torch.no_grad():
+            known_BK = self.router.log_likelihood(x_B, t_B).float()
+        return self.net(x_B, t_B) + known_BK + self.log_prior_K
+
+
 class Network:
     """A trained network as a router: its logits less the log of the silos' shares that it was trained with."""
 
-    def __init__(self, net: nn.Module, prior_K: Tensor) -> None:
+    def __init__(self, net: nn.Module, prior_K: Tensor, temperature: float) -> None:
         self.net = net.eval()
         self.log_prior_K = prior_K.log().float()
+        self.temperature = temperature
         self.num_experts = len(prior_K)
 
     @torch.inference_mode()
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """See `ddm.routers.base.Router`."""
-        return self.net(x_B, t_B) - self.log_prior_K
+        return (self.net(x_B, t_B) / self.temperature).log_softmax(1) - self.log_prior_K
 
 
 @dataclass(frozen=True)
@@ -86,23 +105,42 @@ def candidates(world: World) -> dict[str, Candidate]:
     return built
 
 
-def train_reference(world: World, seed: int, num_steps: int, say: Callable[[str], None]) -> tuple[str, Network]:
-    """Train every candidate on the private images and return the best by held-out private images."""
-    x = torch.cat(world.silos)
-    k = torch.arange(len(world.silos)).repeat_interleave(torch.tensor(world.num_units))
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    num_check = max(200, int(VALIDATION_SHARE * len(x)))
-    check, train = order[:num_check], order[num_check:]
-    found: list[tuple[float, str, nn.Module]] = []
-    for name, candidate in candidates(world).items():
-        torch.manual_seed(seed)
-        net = candidate.build()
-        _fit(net, x[train], k[train], int(candidate.share * num_steps), seed)
-        loss = _check(net, x[check], k[check], seed)
-        say(f"reference: {name}, held-out cross-entropy {loss:.4f}")
-        found.append((loss, name, net))
-    _, name, net = min(found, key=lambda each: each[0])
-    return name, Network(net, world.prior_K)
+class Bench:
+    """Private images with their silos, some held out: where networks are trained and compared."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.seed = world, seed
+        x = torch.cat(world.silos)
+        k = torch.arange(len(world.silos)).repeat_interleave(torch.tensor(world.num_units))
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+        check, train = order.split([num := max(200, int(VALIDATION_SHARE * len(x))), len(x) - num])
+        self._check, self._train = (x[check], k[check]), (x[train], k[train])
+
+    def best(self, num_steps: int, say: Callable[[str], None]) -> tuple[str, Network]:
+        """Train every candidate; return the best by held-out private images."""
+        found = {}
+        for name, candidate in candidates(self.world).items():
+            torch.manual_seed(self.seed)
+            found[name] = self.train(candidate.build(), int(candidate.share * num_steps))
+            say(f"reference: {name}, held-out cross-entropy {found[name][0]:.4f}")
+        name = min(found, key=lambda each: found[each][0])
+        return name, found[name][1]
+
+    def beside(self, router: Router, num_steps: int, say: Callable[[str], None]) -> Network:
+        """Train a network that corrects a router."""
+        torch.manual_seed(self.seed)
+        net = Mlp(self.world.test[0].numel(), len(self.world.silos), 512, 0.1)
+        nn.init.zeros_(list(net.modules())[-1].weight)
+        loss, network = self.train(Beside(net, router, self.world.prior_K), num_steps)
+        say(f"reference: network beside exact counts, held-out cross-entropy {loss:.4f}")
+        return network
+
+    def train(self, net: nn.Module, num_steps: int) -> tuple[float, Network]:
+        """Train one network; return its held-out cross-entropy at the best temperature, and the router."""
+        _fit(net, *self._train, num_steps, self.seed)
+        losses = _check(net, *self._check, self.seed)
+        temperature = min(losses, key=lambda each: losses[each])
+        return losses[temperature], Network(net, self.world.prior_K, temperature)
 
 
 def _fit(net: nn.Module, x: Tensor, k: Tensor, num_steps: int, seed: int) -> None:
@@ -121,11 +159,12 @@ def _fit(net: nn.Module, x: Tensor, k: Tensor, num_steps: int, seed: int) -> Non
 
 
 @torch.inference_mode()
-def _check(net: nn.Module, x: Tensor, k: Tensor, seed: int) -> float:
+def _check(net: nn.Module, x: Tensor, k: Tensor, seed: int) -> dict[float, float]:
+    """Return the cross-entropy at every temperature."""
     net.eval()
     generator = torch.Generator().manual_seed(seed + 1)
-    losses = [F.cross_entropy(net(*_noised(x, generator)), k) for _ in range(NUM_CHECKS)]
-    return float(torch.stack(losses).mean())
+    logits = torch.cat([net(*_noised(x, generator)) for _ in range(NUM_CHECKS)])
+    return {t: F.cross_entropy(logits / t, k.repeat(NUM_CHECKS)).item() for t in TEMPERATURES}
 
 
 def _noised(x_0: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ class Presets(_Kept):
     encoders: tuple[str, ...]
     epsilons: tuple[float, ...]
     draws: int
-    learned_from: float
     encoder_steps: int
     reference_steps: int
     learned_steps: int
@@ -34,13 +33,12 @@ def presets_for(dataset: str, *, quick: bool) -> Presets:
         encoders=("timm", "pca") if large else ("pca",),
         epsilons=(0.1, 0.3, 1.0, 4.0),
         draws=2,
-        learned_from=1.0,
         encoder_steps=400 if large else 0,
-        reference_steps=5000 if large else 2000,
+        reference_steps=6000 if large else 2000,
         learned_steps=600,
-        expert_steps=300 if large else 800,
-        samples_steps=500,
-        num_samples=768,
+        expert_steps=1000 if large else 1500,
+        samples_steps=1000,
+        num_samples=1024,
         attack_draws=100_000,
     )
     if not quick:
@@ -62,6 +60,7 @@ class Record(_Kept):
     epsilon: float | None
     draw: int
     note: str = ""
+    temperature: float = 1.0
     loss_T: tuple[float, ...]
     gain: float
     accuracy_T: tuple[float, ...]
@@ -80,6 +79,7 @@ class Record(_Kept):
         *,
         against: Measured | None = None,
         note: str = "",
+        temperature: float = 1.0,
     ) -> "Record":
         """Summarise a measurement; `gain` is the prior's cross-entropy less the router's, averaged over t."""
         paired_TN = found.loss_TN - against.loss_TN if against else None
@@ -88,6 +88,7 @@ class Record(_Kept):
             epsilon=epsilon,
             draw=draw,
             note=note,
+            temperature=temperature,
             loss_T=tuple(found.loss_T),
             gain=float((prior.loss_TN - found.loss_TN).mean()),
             accuracy_T=tuple(found.accuracy_T),
@@ -100,11 +101,17 @@ class Record(_Kept):
 
 
 class Shares(_Kept):
-    """How far the silos' shares of samples under the private router are from those under the exact one."""
+    """How far the silos' shares of samples under the private router are from those under the exact one.
+
+    `within` is the distance of shares within public clusters as well; `controls` those of routers that must stand out.
+    """
 
     strategy: str
     distance: float
     sampling_error: float
+    within: float
+    within_error: float
+    controls: dict[str, float]
 
 
 class Empirical(_Kept):

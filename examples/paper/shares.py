@@ -1,10 +1,18 @@
-"""Do samples keep the silos' shares? Trained experts under the private router and under the exact one."""
+"""Do samples keep the silos' shares? Trained experts under the private router and under the exact one.
+
+A router that always answers the prior keeps the shares as well, whatever it does to the images. So the shares of silos
+*within each public cluster* are compared too: who a sample ends with, beside what it shows. Routers that know nothing,
+or take one silo for another, must stand out there, else the comparison could not have shown anything.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from torch import nn
+from public import PublicParts
+from results import Shares
+from torch import Tensor, nn
 from worlds import World
 
 from ddm.ensemble import Ensemble
@@ -57,22 +65,89 @@ def train_experts(world: World, folder: Path, num_steps: int, seed: int, say: Ca
     return experts
 
 
-def silo_shares(
-    world: World, experts: list[nn.Module], router: Router, strategy: Strategy, num: int, seed: int
-) -> np.ndarray:
-    """Return the share of samples that end with each silo's expert, shape (K,)."""
-    ensemble = Ensemble(experts=experts, router=router, prior=world.prior_K.tolist(), shape=tuple(world.test.shape[1:]))
-    samples = ensemble.sample(num, strategy=strategy, steps=STEPS, seed=seed)
-    return np.bincount(samples.expert_N.numpy(), minlength=len(experts)) / num
+class PriorOnly:
+    """A control: knows nothing of x_t."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        """See `ddm.routers.base.Router`."""
+        return x_B.new_zeros(len(x_B), self.num_experts)
 
 
-def sampling_error(share_K: np.ndarray, num: int, seed: int) -> float:
+class Confused:
+    """A control: takes each silo for the next one."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.num_experts = router.num_experts
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        """See `ddm.routers.base.Router`."""
+        return self.router.log_likelihood(x_B, t_B).roll(1, dims=1)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws samples of the same experts under any router.
+
+    Attributes:
+        world: the silos.
+        parts: the public clusters that samples are sorted into.
+        experts: one a silo.
+        num: how many samples.
+        seed: of the noise.
+    """
+
+    world: World
+    parts: PublicParts
+    experts: list[nn.Module]
+    num: int
+    seed: int
+
+    def joint_shares(self, router: Router, strategy: Strategy, seed: int) -> np.ndarray:
+        """Return the share of samples that end with each silo's expert in each coarse cluster, shape (K, C)."""
+        shape, prior = tuple(self.world.test.shape[1:]), self.world.prior_K.tolist()
+        ensemble = Ensemble(experts=self.experts, router=router, prior=prior, shape=shape)
+        samples = ensemble.sample(self.num, strategy=strategy, steps=STEPS, seed=seed)
+        cluster_N = self.parts.coarse(samples.images.clamp(-1, 1))
+        num_clusters = int(self.parts.clusters.coarse_F.max()) + 1
+        cell_N = samples.expert_N * num_clusters + cluster_N
+        counts = np.bincount(cell_N.numpy(), minlength=len(self.experts) * num_clusters)
+        return counts.reshape(len(self.experts), num_clusters) / self.num
+
+    def compare(self, private: Router, exact: Router, say: Callable[[str], None]) -> tuple[Shares, ...]:
+        """Compare shares under the private router, and under controls, with those under the exact one."""
+        found = []
+        controls = {"prior only": PriorOnly(len(self.experts)), "silos confused": Confused(exact)}
+        for name, strategy in STRATEGIES.items():
+            # Independent samples: with the same noise, two routers that answer alike draw the same silos by design.
+            theirs = self.joint_shares(exact, strategy, self.seed + 1)
+            ours = self.joint_shares(private, strategy, self.seed)
+            shares = Shares(
+                strategy=name,
+                distance=total_variation(ours.sum(1), theirs.sum(1)),
+                sampling_error=sampling_error(theirs.sum(1), self.num, self.seed),
+                within=total_variation(ours, theirs),
+                within_error=sampling_error(theirs, self.num, self.seed),
+                controls={
+                    label: total_variation(self.joint_shares(router, strategy, self.seed), theirs)
+                    for label, router in controls.items()
+                },
+            )
+            say(f"shares under {shares}")
+            found.append(shares)
+        return tuple(found)
+
+
+def sampling_error(share: np.ndarray, num: int, seed: int) -> float:
     """Return what two independent sets of `num` samples with the same law differ by at most, 95 times in 100.
 
-    Total variation distance of their silo shares.
+    Total variation distance of their shares, of any shape.
     """
     rng = np.random.default_rng(seed)
-    first, second = (rng.multinomial(num, share_K, size=_DRAWS) / num for _ in range(2))
+    first, second = (rng.multinomial(num, share.ravel(), size=_DRAWS) / num for _ in range(2))
     return float(np.quantile(np.abs(first - second).sum(1) / 2, 0.95))
 
 

@@ -8,6 +8,7 @@ from results import Record, SeedResult
 from scipy.stats import t as student
 
 REFERENCES = ("network, not private", "exact counts, not private")
+BOTH = "both, not private"
 ELIGIBLE = ("counts", "moments", "learned")
 
 
@@ -33,6 +34,12 @@ def check_targets(dataset: str, results: Sequence[SeedResult]) -> list[Target]:
             name = f"silo-share error, {shares.strategy}, router at epsilon 1 against the exact router"
             limit = f"at most the sampling error, {shares.sampling_error:.4f}"
             found.append(Target(name, limit, shares.distance, None, None, shares.distance <= shares.sampling_error))
+            name = f"silo shares within public clusters, {shares.strategy}, the same"
+            least = min(shares.controls.values())
+            limit = f"at most the sampling error, {shares.within_error:.4f}; controls above it"
+            met = shares.within <= shares.within_error < least
+            note = ", ".join(f"{label} {distance:.3f}" for label, distance in shares.controls.items())
+            found.append(Target(name, limit, shares.within, None, None, met, note))
         if result.reidentification:
             rates = result.reidentification
             name = f"re-identification among {rates.num}, sketch at epsilon {rates.epsilon:g}"

@@ -24,6 +24,7 @@ class Dataset:
         name: as on the command line.
         num_silos: K.
         num_private: images dealt to silos; the rest of the training images is public.
+        num_held_out: public images that nothing is fitted on but a router's temperature.
         num_groups: public groups of the counts release.
         rank: dimensions of the public sketch, R.
         released_rank: how many of them the sketch release has.
@@ -33,6 +34,7 @@ class Dataset:
     name: str
     num_silos: int
     num_private: int
+    num_held_out: int
     num_groups: int
     rank: int
     released_rank: int
@@ -40,8 +42,8 @@ class Dataset:
 
 
 DATASETS = {
-    "fashion-mnist": Dataset("fashion-mnist", 8, 48_000, num_groups=64, rank=64, released_rank=12, pca_dim=64),
-    "digits": Dataset("digits", 3, 900, num_groups=32, rank=32, released_rank=12, pca_dim=32),
+    "fashion-mnist": Dataset("fashion-mnist", 8, 48_000, 2000, num_groups=64, rank=64, released_rank=12, pca_dim=64),
+    "digits": Dataset("digits", 3, 900, 120, num_groups=32, rank=32, released_rank=12, pca_dim=32),
 }
 
 
@@ -52,6 +54,7 @@ class World:
     Attributes:
         dataset: what it was made from.
         public: public images (P, 1, H, W) in [-1, 1].
+        held_out: further public images.
         public_label: their classes; used only where an encoder is trained on them.
         silos: each silo's private images.
         test: images of nobody, (N, 1, H, W).
@@ -60,6 +63,7 @@ class World:
 
     dataset: Dataset
     public: Tensor
+    held_out: Tensor
     public_label: Tensor
     silos: tuple[Tensor, ...]
     test: Tensor
@@ -82,7 +86,8 @@ def make_world(dataset: Dataset, data: Path | None, seed: int) -> World:
     (x, label), (test, test_label) = _digits(seed) if dataset.name == "digits" else _fashion_mnist(data)
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(x))
-    private, public = order[: dataset.num_private], order[dataset.num_private :]
+    first = dataset.num_private + dataset.num_held_out
+    private, held_out, public = order[: dataset.num_private], order[dataset.num_private : first], order[first:]
     num_classes = int(label.max()) + 1
     share_CK = rng.dirichlet([CONCENTRATION] * dataset.num_silos, size=num_classes)
     silo = (share_CK.cumsum(1)[label[private]] < rng.random((len(private), 1))).sum(1).clip(max=dataset.num_silos - 1)
@@ -91,6 +96,7 @@ def make_world(dataset: Dataset, data: Path | None, seed: int) -> World:
     return World(
         dataset=dataset,
         public=_images(x[public]),
+        held_out=_images(x[held_out]),
         public_label=torch.from_numpy(label[public]),
         silos=tuple(_images(x[private][silo == k]) for k in range(dataset.num_silos)),
         test=_images(test),
