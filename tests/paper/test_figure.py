@@ -10,10 +10,13 @@ from families import fit_exact
 from measure import TIMES, measure
 from privacy import read_result
 from public import fit_public
-from results import Record, SeedResult, presets_for
-from shares import sampling_error, total_variation
+from reference import Bench
+from results import Record, SeedResult, Shares, presets_for
+from shares import Confused, PriorOnly, sampling_error, total_variation
 from targets import check_targets, interval, reference_gain
 from worlds import DATASETS, World, make_world
+
+from ddm.routers.base import posterior
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +98,41 @@ def test_shares_of_the_same_law_differ_by_no_more_than_the_sampling_error_and_pe
     over = np.mean([total_variation(*pair) > limit for pair in pairs])
     assert 0.02 < over < 0.09
     assert total_variation(share_K, share_K[::-1]) > 3 * limit
+
+
+@pytest.mark.parametrize(("within", "control", "met"), [(0.1, 0.3, True), (0.25, 0.3, False), (0.1, 0.15, False)])
+def test_shares_within_clusters_show_nothing_where_a_control_does_not_stand_out(
+    within: float, control: float, met: bool
+) -> None:
+    shares = Shares(
+        strategy="full",
+        distance=0.0,
+        sampling_error=0.1,
+        within=within,
+        within_error=0.2,
+        controls={"prior only": control, "silos confused": 0.5},
+    )
+    seed = _seed(0, _record("learned", 4.0, 0.4)).model_copy(update={"shares": (shares,)})
+    marginal, inside = [target for target in check_targets("digits", [seed]) if "shar" in target.figure]
+    assert (marginal.met, inside.met) == (True, met)
+
+
+def test_controls_of_the_shares_know_nothing_or_the_wrong_silo(world: World) -> None:
+    exact = fit_exact(world, fit_public(world, "pca", 0, 0, lambda message: None))
+    x_B, t_B = world.test[:50], torch.full((50,), 0.1)
+    log_prior_K = world.prior_K.log()
+    nothing = posterior(PriorOnly(len(world.silos)), x_B, t_B, log_prior_K)
+    assert torch.allclose(nothing.double(), world.prior_K.expand(50, -1))
+    answer_BK, confused_BK = (router.log_likelihood(x_B, t_B) for router in (exact, Confused(exact)))
+    assert torch.equal(confused_BK[:, 1:], answer_BK[:, :-1])
+    assert not torch.allclose(confused_BK, answer_BK)
+
+
+def test_network_beside_a_router_is_that_router_before_training(world: World) -> None:
+    exact = fit_exact(world, fit_public(world, "pca", 0, 0, lambda message: None))
+    untrained = Bench(world, 0).beside(exact, 1, lambda message: None)
+    ours, theirs = measure(untrained, world), measure(exact, world)
+    assert ours.loss_T == pytest.approx(theirs.loss_T, abs=0.02)
 
 
 def test_stopped_run_takes_up_what_was_kept_and_measures_again_what_it_cannot_read(tmp_path: Path) -> None:
