@@ -1,17 +1,20 @@
-"""The aggregator operator's commands: init, enroll, plan, run, router, publish."""
+"""The aggregator operator's commands."""
 
-import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from aggregator.commands.doctor import doctor
+from aggregator.commands.keys import complete, confirm, holder, rotate, say_missing, sign
+from aggregator.commands.membership import init, remove
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
+from aggregator.commands.publish import publish, withdraw
+from aggregator.commands.quarantine import admit, quarantine, refuse
+from aggregator.commands.status import status
 from aggregator.config import Federation
-from ddm.console import human_bytes, human_seconds, new_app, passphrase, progress, remembered, run_app, say, table
-from ddm.errors import SetupError
+from ddm.console import human_bytes, human_seconds, new_app, progress, run_app, say, table
 
 if TYPE_CHECKING:
     from aggregator.planning import Draft
@@ -20,22 +23,14 @@ if TYPE_CHECKING:
 app = new_app("Plan a federation of silos, take in their experts, train the router, publish a signed ensemble.")
 
 
-@app.command()
-def init(
-    fed: FederationArgument,
-    name: Annotated[str, typer.Option(help="The federation's name: a-z, 0-9, hyphens.")],
-    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where silos reach this aggregator.")],
-    passphrase_file: PassphraseOption = None,
-) -> None:
-    """Make a federation: keys, TLS certificates, trust root, invitation."""
-    from aggregator.setup import init_federation
-
-    settings = _settings(name, address, passphrase_file)
-    secret = passphrase(passphrase_file, None, "New passphrase for the federation's keys", confirm=True)
-    invitation = init_federation(Federation(fed), settings, secret)
-    say(f"Federation {name} in {fed}.")
-    say(f"  root fingerprint  {invitation.root_digest}")
-    say(f"Give every silo {fed / 'invitation.json'}, and the fingerprint by another way (telephone, letter).")
+app.command("init")(init)
+app.command("holder")(holder)
+app.command("sign")(sign)
+app.command("complete")(complete)
+app.command("rotate")(rotate)
+app.command("remove")(remove)
+app.command("status")(status)
+app.command("doctor")(doctor)
 
 
 @app.command()
@@ -72,7 +67,7 @@ def plan(
     chosen = load_settings(Recipe, recipe)
     images = read_images(public, chosen.data)
     secret = federation_passphrase(federation, passphrase_file)
-    load_key(federation, "targets", secret)
+    load_key(federation, "plans", secret)
     with tempfile.TemporaryDirectory() as scratch:
         try:
             with progress("Encoding public images") as on_progress:
@@ -81,11 +76,13 @@ def plan(
             # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
             raise misfit(recipe, error) from error
         say(costs(draft))
-        if not yes and not _confirmed():
-            say("Not signed.")
-            raise typer.Abort
-        digest = sign_plan(federation, draft, secret)
-    say(f"Signed plan {draft.plan.plan_id}, digest {digest}. Next: aggregator run {fed}")
+        if not yes:
+            confirm("Sign this plan?")
+        missing = sign_plan(federation, draft, secret)
+    if missing:
+        say_missing(federation, missing)
+    else:
+        say(f"Signed plan {draft.plan.plan_id}, digest {draft.plan.digest}. Next: aggregator run {fed}")
 
 
 @app.command()
@@ -95,11 +92,12 @@ def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> No
 
     federation = Federation(fed).require()
     federation.current_plan()
-    key = load_key(federation, "receipts", federation_passphrase(federation, passphrase_file))
+    secret = federation_passphrase(federation, passphrase_file)
+    load_key(federation, "receipts", secret)
 
     from aggregator.running import run_federation
 
-    run_federation(federation, key)
+    run_federation(federation, secret)
 
 
 @app.command()
@@ -109,7 +107,8 @@ def router(
 ) -> None:
     """Train the router on the noised sketches and judge it on public data."""
     from aggregator.inventory import take_inventory
-    from aggregator.router import describe, train_router
+    from aggregator.router import train_router
+    from aggregator.router_report import describe
 
     federation = Federation(fed).require()
     inventory = take_inventory(federation)
@@ -121,43 +120,11 @@ def router(
     say(f"Next: aggregator publish {fed} --out RELEASE")
 
 
-@app.command()
-def publish(
-    fed: FederationArgument,
-    out: Annotated[Path, typer.Option(help="The release folder to make.")],
-    passphrase_file: PassphraseOption = None,
-) -> None:
-    """Publish the accepted experts and the router as a signed release."""
-    from aggregator.inventory import take_inventory
-    from aggregator.publish import publish as publish_release
-
-    federation = Federation(fed).require()
-    inventory = take_inventory(federation)
-    manifest = publish_release(federation, inventory, federation_passphrase(federation, passphrase_file), out)
-    late = f"; without {', '.join(manifest.missing_silos)}" if manifest.missing_silos else ""
-    say(f"Published {manifest.plan_id}, version {manifest.version}, router {manifest.router.kind}{late}: {out}")
-    say(f"Researchers: ddm verify {out} --root {federation.tuf / '1.root.json'}")
-
-
-def _settings(name: str, address: str, passphrase_file: Path | None):  # type: ignore[no-untyped-def]
-    from pydantic import ValidationError
-
-    from aggregator.config import FederationSettings
-
-    host, _, port = address.rpartition(":")
-    if not re.fullmatch(r"[A-Za-z0-9.-]{1,250}", host) or not re.fullmatch("[0-9]{1,5}", port):
-        wanted = "HOST:PORT with a name or an IPv4 address, for example 127.0.0.1:9092"
-        raise SetupError("--address", expected=wanted, got=repr(address[:100]))
-    try:
-        return FederationSettings(
-            name=name,
-            host=host,
-            port=int(port),
-            passphrase_file=remembered(passphrase_file),
-        )
-    except ValidationError as error:
-        field = str(error.errors()[0]["loc"][0])
-        raise SetupError(f"--{'name' if field == 'name' else 'address'}", got=error.errors()[0]["msg"]) from error
+app.command("quarantine")(quarantine)
+app.command("admit")(admit)
+app.command("refuse")(refuse)
+app.command("publish")(publish)
+app.command("withdraw")(withdraw)
 
 
 def costs(draft: "Draft") -> str:
@@ -217,12 +184,6 @@ def _releases(draft: "Draft") -> list[tuple[str, str]]:
         sketch = f"epsilon {asked.sketch.epsilon:g}, delta {asked.sketch.delta:g}, rank {asked.sketch.rank}"
         rows.append(("  sketches", f"{sketch}, t {draft.t_release:.3f}"))
     return rows
-
-
-def _confirmed() -> bool:
-    if not sys.stdin.isatty():
-        raise SetupError("plan", expected="a person to confirm, or --yes", got="no terminal", remedy="Add --yes.")
-    return typer.confirm("Sign this plan?")
 
 
 def main() -> None:

@@ -1,13 +1,16 @@
 """A federation: where its folders are, what federation.toml says, which plan is current."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from ddm.errors import DigestError, MissingFileError, PolicyError, SetupError
-from ddm.files import read_bounded, write_atomic
+from aggregator.changes import is_unsettled, settle
+from ddm.errors import DigestError, MissingFileError, SetupError
+from ddm.files import locked, read_bounded, write_atomic
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, check_json, sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.settings import Settings, load_settings
@@ -24,28 +27,13 @@ class FederationSettings(Settings):
     host: ShortText
     port: Annotated[int, Field(gt=0, lt=65536)]
     shard_bytes: Annotated[int, Field(ge=65536, le=128 * 1024**2)] = 64 * 1024**2
+    max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
+    max_silo_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
     passphrase_file: str | None = None
-    open_port: bool = False
+    max_influence: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    quorum: Annotated[int, Field(gt=0, le=10_000)] = 1
     licence: ShortText = "CC-BY-4.0"
     cite: ShortText = "McAllister et al., Decentralized Diffusion Models, CVPR 2025"
-
-
-def check_exposure(settings: FederationSettings) -> None:
-    """Refuse to open Flower's one port to a network unless the operator says that this is meant.
-
-    Whoever reaches the port may submit code that runs as the aggregator's user; see docs/adr/0006.
-
-    Raises:
-        PolicyError: the host is not a loopback address and `open_port` is not set.
-    """
-    loopback = settings.host == "localhost" or settings.host.startswith("127.")
-    if not (loopback or settings.open_port):
-        raise PolicyError(
-            f"address {settings.host}",
-            expected="a loopback address, or open_port = true in federation.toml",
-            got="an address that others may reach",
-            remedy="Whoever reaches the port can run code here. Put it behind a filter or on a trusted network first.",
-        )
 
 
 class CurrentPlan(Document):
@@ -87,6 +75,21 @@ class Federation:
         return self.path / "accepted"
 
     @property
+    def withdrawn(self) -> Path:
+        """What was accepted of silos that were withdrawn since, with the reason."""
+        return self.path / "withdrawn"
+
+    @property
+    def quarantine(self) -> Path:
+        """Submissions that wait for a person."""
+        return self.path / "quarantine"
+
+    @property
+    def decisions(self) -> Path:
+        """The record of what was admitted from quarantine or refused, and why."""
+        return self.path / "decisions.jsonl"
+
+    @property
     def receipts(self) -> Path:
         """Signed receipts and refusals; the ServerApp reads and delivers them."""
         return self.path / "receipts"
@@ -112,6 +115,17 @@ class Federation:
         """Read federation.toml."""
         return load_settings(FederationSettings, self.path / "federation.toml")
 
+    @contextmanager
+    def signing_lock(self) -> Iterator[None]:
+        """Hold the federation's keys and metadata for one operator at a time: whoever signs anything holds it.
+
+        Raises:
+            BusyError: another process signs.
+        """
+        with locked(self.tuf.parent, "signer"):
+            settle(self.path)
+            yield
+
     def require(self) -> "Federation":
         """Return the federation if it was made by `aggregator init`.
 
@@ -125,6 +139,9 @@ class Federation:
                 got="a folder without it" if self.path.is_dir() else "nothing there",
                 remedy="Make one with `aggregator init`.",
             )
+        if is_unsettled(self.path):
+            with self.signing_lock():
+                pass  # finishes what was decided before something stopped it
         return self
 
     def set_current(self, plan_id: str, plan_digest: str) -> None:
@@ -137,28 +154,31 @@ class Federation:
 
         Raises:
             MissingFileError: no plan was signed yet.
-            SetupError: another plan was being signed when something stopped it.
+            SetupError: its silos were all removed, or another plan was signed and something stopped that.
             DigestError: the plan's file changed since.
         """
         path = self.path / "plans" / "current.json"
         if not path.is_file():
             raise MissingFileError("plan", expected="a signed plan", got="none", remedy="Sign one: aggregator plan.")
         current = CurrentPlan.parse(path.read_bytes(), subject=path.name)
-        if self._delegated_plans() != {current.plan_id}:
+        if {role.split(".")[0] for role in self.delegations()} != {current.plan_id}:
             raise SetupError(
                 f"plan {current.plan_id}",
                 expected="the plan signed last",
-                got="another one whose signing was interrupted",
-                remedy="Sign again: aggregator plan.",
+                got="another one whose signing was interrupted, or no silo of it is left",
+                remedy="Sign another one: aggregator plan.",
             )
         data = read_bounded(self.plan_targets(current.plan_id) / "plan.json", MAX_DOCUMENT_BYTES)
         if sha256_hex(data) != current.plan_digest:
             raise DigestError("plan.json", expected="the bytes that were signed", got="others")
         return Plan.parse(data, subject="plan.json"), current.plan_digest
 
-    def _delegated_plans(self) -> set[str]:
-        """The plans whose silos `targets`, the first file that signing a plan replaces, lets sign."""
+    def delegations(self) -> dict[str, str]:
+        """Read which key `targets`, as signed last, lets sign for each silo's role."""
         data = read_bounded(self.tuf / "targets.json", MAX_TUF_BYTES)
-        targets = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)
-        roles = [split_silo_role(str(role["name"])) for role in targets["signed"]["delegations"]["roles"]]
-        return {role[0] for role in roles if role}
+        found = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)["signed"]["delegations"]
+        return {
+            str(role["name"]): f"ed25519:{found['keys'][role['keyids'][0]]['keyval']['public']}"
+            for role in found["roles"]
+            if split_silo_role(str(role["name"]))
+        }

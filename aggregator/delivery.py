@@ -4,6 +4,7 @@
 
     plans/<plan_id>/bundle/**                         offered until the silo has it
     incoming/<plan_id>/<silo_id>/status.json          the last status reported
+    incoming/<plan_id>/<silo_id>/seen                 its time is that of the last answer
     incoming/<plan_id>/<silo_id>/<sequence>/          a whole submission; `<sequence>.part/` while it arrives
     incoming/<plan_id>/<silo_id>/<sequence>.toolarge  an announced submission over the limit, not fetched
     incoming/<plan_id>/<silo_id>/<sequence>.toomany   one beyond `MAX_SUBMISSIONS`, not fetched; its refusal is final
@@ -34,6 +35,7 @@ from ddm.exchange import (
     Shards,
     Span,
     Status,
+    first_of,
 )
 from ddm.files import read_bounded, write_atomic
 from ddm.shards import PartFolder, list_folder, read_spans
@@ -45,6 +47,8 @@ _SEQUENCE = re.compile(r"[1-9][0-9]{0,6}")
 _MAX_BUNDLE_BYTES = 2**40
 # A batch is read into memory when it is offered, so no more than can be under way.
 _MAX_AT_ONCE = 4
+# What comes along with the news of a submission: enough that a small one needs no further message.
+_FIRST_BYTES = 4 * 1024 * 1024
 
 
 def load_bundle(bundle: Path) -> tuple[FileEntry, ...]:
@@ -103,12 +107,20 @@ class SiloDelivery:
         """Whether this silo needs nothing any more."""
         return (self._receipts / "final").exists() and not self._undelivered()
 
-    def next_requests(self, in_flight: Sequence[Request], room: int) -> list[Envelope[Request]]:
+    @property
+    def pulling(self) -> bool:
+        """Whether a submission is on its way."""
+        return self._part is not None
+
+    def next_requests(
+        self, in_flight: Sequence[Request], room: int, *, pull_bytes: int | None = None
+    ) -> list[Envelope[Request]]:
         """What to send now.
 
         Args:
             in_flight: requests without an answer yet.
             room: how many more may be sent.
+            pull_bytes: most bytes of a submission in one message; as many as in any other by default.
 
         Returns:
             At most `room` messages.
@@ -120,7 +132,7 @@ class SiloDelivery:
         if not self._bundle_complete:
             found += self._offers([request for request in in_flight if isinstance(request, Offer)])
         if self._part is not None:
-            found += self._pulls([request for request in in_flight if isinstance(request, Pull)])
+            found += self._pulls(in_flight, min(pull_bytes or self._shard_bytes, self._shard_bytes))
         elif not found and not self._awaiting_receipt():
             found += self._ask(in_flight)
         return found[: max(room, 0)]
@@ -133,7 +145,8 @@ class SiloDelivery:
             plan_id=self.plan_id,
             known=self._status,
             received=self._received(),
-            max_bytes=self._shard_bytes,
+            # What arrived before a restart is on disk: the index alone is enough to go on.
+            max_bytes=0 if any(self._incoming.glob("*.part")) else min(self._shard_bytes, _FIRST_BYTES),
             wait_s=self._wait_s,
         )
         return [Envelope(ask)]
@@ -150,18 +163,23 @@ class SiloDelivery:
 
         Raises:
             FormatError: the answer does not fit the request.
+            OSError: the disk is full.
         """
         reply = answer.message
+        (self._incoming / "seen").touch()
         match request, reply:
             case _, _ if reply.code:
+                if isinstance(request, Pull):
+                    # What was announced may be there no longer: let the silo say anew what it has.
+                    self._part = None
                 return reply.code
             case Offer(), Held():
                 self._bundle_complete = self._bundle_complete or reply.complete
                 self._lacking = self._known_ranges(reply.missing)
             case Ask(), Report():
                 self._take_report(reply, answer.pieces())
-            case Pull(), Shards() if reply.spans == request.spans:
-                self._take_shards(request, answer.pieces())
+            case Pull(), Shards() if reply.spans and reply.spans == first_of(request.spans, len(answer.data)):
+                self._take_shards(request, reply.spans, answer.pieces())
             case Deliver(), Delivered():
                 write_atomic(self._receipts / f"{request.sequence}.delivered", b"")
             case _:
@@ -170,7 +188,7 @@ class SiloDelivery:
 
     def _offers(self, in_flight: list[Offer]) -> list[Envelope[Request]]:
         sent = {span for request in in_flight for span in request.spans}
-        batches = self._batches([span for span in self._cut(self._lacking) if span not in sent])
+        batches = self._batches([span for span in self._cut(self._lacking) if span not in sent], self._shard_bytes)
         if not batches and not in_flight:
             # Nothing is left to send, yet the silo has not said that it is complete: let it say what it holds.
             batches = [[]]
@@ -195,30 +213,30 @@ class SiloDelivery:
             for at in range(0, max(span.num_bytes, 1), step)
         ]
 
-    def _batches(self, spans: Sequence[Span]) -> list[list[Span]]:
-        """Group ranges so that a message is full, but not above the limit."""
+    def _batches(self, spans: Sequence[Span], most: int) -> list[list[Span]]:
+        """Group ranges so that a message is full, but holds at most `most` bytes."""
         batches: list[list[Span]] = []
         room = 0
         for span in spans:
             if not batches or span.num_bytes > room or len(batches[-1]) >= 256:
                 batches.append([])
-                room = self._shard_bytes
+                room = most
             batches[-1].append(span)
             room -= span.num_bytes
         return batches
 
-    def _pulls(self, in_flight: list[Pull]) -> list[Envelope[Request]]:
+    def _pulls(self, in_flight: Sequence[Request], most: int) -> list[Envelope[Request]]:
         if self._part is None:
             return []
         sequence, part = self._part
-        sent = {span for request in in_flight for span in request.spans if request.sequence == sequence}
-        wanted = [span for span in part.missing(self._shard_bytes) if span not in sent]
+        pulls = [request for request in in_flight if isinstance(request, Pull) and request.sequence == sequence]
+        missing = part.missing(most, coming=(span for request in pulls for span in request.spans))
         return [
             Envelope(Pull(plan_id=self.plan_id, sequence=sequence, spans=tuple(batch)))
-            for batch in self._batches(wanted)[:_MAX_AT_ONCE]
+            for batch in self._batches(missing, most)[:_MAX_AT_ONCE]
         ]
 
-    def _take_report(self, report: Report, pieces: Sequence[bytes]) -> None:
+    def _take_report(self, report: Report, pieces: Sequence[memoryview]) -> None:
         if report.status != self._status or not (self._incoming / "status.json").exists():
             status = {"plan_id": self.plan_id, "silo_id": self.silo_id, **report.status.model_dump()}
             write_atomic(self._incoming / "status.json", json.dumps(status).encode())
@@ -236,10 +254,10 @@ class SiloDelivery:
         self._part = (report.sequence, part)
         self._finish_part()
 
-    def _take_shards(self, request: Pull, pieces: Sequence[bytes]) -> None:
+    def _take_shards(self, request: Pull, spans: Sequence[Span], pieces: Sequence[memoryview]) -> None:
         if self._part is None or self._part[0] != request.sequence:
             return
-        self._part[1].write(zip(request.spans, pieces, strict=True))
+        self._part[1].write(zip(spans, pieces, strict=True))
         self._finish_part()
 
     def _finish_part(self) -> None:

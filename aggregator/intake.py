@@ -20,7 +20,7 @@ from ddm.plan_files import PlanFiles, release_noise_level
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_file, sha256_hex
 from ddm.protocol.plan import Plan, RandomPartition, SiloPartition
 from ddm.protocol.submission import Submission, SubmittedSketch, expert_path, release_terms, submission_path
-from ddm.tensors import load_tensors
+from ddm.tensors import check_file
 from ddm.trust.keys import PublicKey
 from ddm.trust.silo_role import verify_silo_metadata
 
@@ -215,4 +215,4 @@ def _check_weights(submission: Submission, files: Mapping[str, Path], plan: Plan
     """Open each expert strictly; its values are bounded, so that one silo cannot send anything at all."""
     weights = expected_tensors(plan.expert.architecture, plan.data.shape)
     for expert in submission.experts:
-        load_tensors(files[expert.file.path], weights, max_bytes=plan.limits.expert_bytes, max_abs=MAX_WEIGHT)
+        check_file(files[expert.file.path], weights, max_bytes=plan.limits.expert_bytes, max_abs=MAX_WEIGHT)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from aggregator.config import Federation
 from aggregator.plausibility import release_specs
-from aggregator.registry import card_of, signing_key
+from aggregator.registry import card_of, signing_key, taking_part
+from aggregator.withdrawal import withdrawn_silos
 from ddm.errors import DigestError, ReplayError, SetupError
 from ddm.files import read_bounded
 from ddm.mechanisms import Kind
@@ -53,6 +54,7 @@ class Inventory:
         files: the plan's public tensors.
         silos: accepted submissions by silo id, sorted; their experts in this order are the router's classes.
         missing: silos of the plan without an accepted submission.
+        withdrawn: silos that were taken out of the plan, or of the federation.
     """
 
     plan: Plan
@@ -60,6 +62,7 @@ class Inventory:
     files: PlanFiles
     silos: Mapping[str, AcceptedSilo]
     missing: tuple[str, ...]
+    withdrawn: tuple[str, ...] = ()
 
     @property
     def num_units(self) -> Mapping[str, int]:
@@ -111,8 +114,9 @@ def take_inventory(federation: Federation) -> Inventory:
         TrustError: a document or a role is no longer what its silo signed.
     """
     plan, digest = federation.current_plan()
-    accepted = federation.accepted / plan.plan_id
-    present = [silo_id for silo_id in plan.silos if (accepted / silo_id).is_dir()]
+    accepted, gone = federation.accepted / plan.plan_id, withdrawn_silos(federation, plan)
+    remaining = [silo_id for silo_id in taking_part(federation, plan) if silo_id not in gone]
+    present = [silo_id for silo_id in remaining if (accepted / silo_id).is_dir()]
     if not present:
         raise SetupError(
             f"plan {plan.plan_id}",
@@ -125,7 +129,8 @@ def take_inventory(federation: Federation) -> Inventory:
         plan_digest=digest,
         files=PlanFiles.load(plan, federation.plan_targets(plan.plan_id)),
         silos={silo_id: _read_silo(federation, plan.plan_id, digest, silo_id) for silo_id in present},
-        missing=tuple(silo_id for silo_id in plan.silos if silo_id not in present),
+        missing=tuple(silo_id for silo_id in remaining if silo_id not in present),
+        withdrawn=tuple(silo_id for silo_id in plan.silos if silo_id not in remaining),
     )
 
 

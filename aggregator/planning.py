@@ -2,9 +2,8 @@
 
 import io
 import secrets
-import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,25 +11,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aggregator.config import Federation
+from aggregator.ceremony import check_replaceable, conduct
+from aggregator.changes import Change
+from aggregator.config import CurrentPlan, Federation
 from aggregator.recipe import PcaRecipe, Recipe
-from aggregator.registry import cards, signing_key
-from aggregator.setup import load_key
+from aggregator.registry import card_of, cards, signing_key
+from aggregator.rotation import next_receipts_key, use_next_receipts_key
 from ddm.clustering import fit_clustering
 from ddm.encoders import Encoder, PcaEncoder, Progress
 from ddm.errors import DataError, SetupError
-from ddm.files import link_or_copy, locked, require_file, sync_folder, sync_tree, write_atomic
+from ddm.files import link_or_copy, locked, require_file, write_atomic
 from ddm.mechanisms import check_total, plan_epsilon
 from ddm.models import build_expert, num_parameters
 from ddm.partition import most_experts
 from ddm.plan_files import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH, release_noise_level
-from ddm.protocol.base import File, now_utc, sha256_hex
+from ddm.protocol.base import File, now_utc
 from ddm.protocol.plan import Clustering, IdentityLatent, NoCondition, Objective, Plan, SketchSpec, TimmEncoder
 from ddm.protocol.plan import PcaEncoder as PcaSpec
 from ddm.schedule import LinearPath
 from ddm.sketch import Sketch
 from ddm.tensors import save_tensors
 from ddm.training import train
+from ddm.trust.ceremony import Request
 from ddm.trust.repository import Repository
 
 TIMED_STEPS = 12
@@ -101,7 +103,7 @@ def draft_plan(
         created_at=created,
         expires_at=created + timedelta(days=recipe.valid_days),
         silos=silos,
-        receipt_key=(federation.keys / "receipts.pub").read_text("ascii").strip(),
+        receipt_key=str(next_receipts_key(federation)),
         files=tuple(File.of(path, folder / path) for path in (CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH)),
         data=recipe.data,
         latent=IdentityLatent(),
@@ -195,77 +197,44 @@ def _measure_training(plan: Plan, images: Tensor) -> float:
     return trained.seconds / TIMED_STEPS * plan.expert.training.num_steps
 
 
-def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> str:
-    """Sign the plan, lay out the bundle that silos are sent, make the plan current; return its digest.
+def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[str]:
+    """Sign the plan, lay out the bundle that silos are sent, make the plan current.
 
-    The TUF repository turns to the plan only after everything else lies on disk, and `current.json` only after that.
-    Stopped before, the old plan works on; stopped between, `Federation.current_plan` asks to sign again.
+    All of it comes into force at once, after the holders of `targets` have signed; until then the old plan works on.
+
+    Returns:
+        Whose signatures are waited for, in words; nothing when the plan is current.
 
     Raises:
-        BusyError: `aggregator run` is at work on the plan that this one replaces.
-        SetupError: submissions accepted for that plan are in no release, and could never be published afterwards.
+        BusyError: `aggregator run` is at work on the plan that this one replaces, or another change is under way.
+        SetupError: submissions accepted for that plan are in no release, or the draft names a key that was rotated.
+        MissingFileError: a silo of the draft is not enrolled any more.
     """
-    with locked(federation.accepted, "intake"):
-        _check_published(federation)
-        plan, encoded = draft.plan, draft.plan.encode()
-        part = _lay_out(federation, draft, encoded)
-        _start(federation, plan, encoded, passphrase).export_bundle(part / "bundle")
-        home = federation.plan_folder(plan.plan_id)
-        part.rename(home)
-        sync_folder(home.parent)
-        digest = sha256_hex(encoded)
-        federation.set_current(plan.plan_id, digest)
-        return digest
+    with locked(federation.accepted, "intake"), federation.signing_lock():
+        check_replaceable(federation)
+        plan = draft.plan
+        if plan.receipt_key != str(next_receipts_key(federation)):
+            raise SetupError(f"plan {plan.plan_id}", expected="the present receipts key", got="one that was rotated")
+        change = Change.begin(federation.path)
+        _lay_out(draft, change.put(f"plans/{plan.plan_id}"))
+        current = CurrentPlan(plan_id=plan.plan_id, plan_digest=plan.digest)
+        write_atomic(change.put("plans/current.json"), current.encode())
+        use_next_receipts_key(federation, change)
+        repository = Repository(federation.tuf)
+        silos = {silo_id: signing_key(card_of(federation, silo_id)) for silo_id in plan.silos}
+        delegates = replace(repository.delegates(), plan_id=plan.plan_id, silos=silos)
+        targets = repository.next_targets(delegates, now_utc())
+        purpose = f"start the plan {plan.plan_id}"
+        request = Request.to_sign(targets, purpose, repository.targets(), repository.root())
+        return conduct(federation, change, [request], passphrase, act="plan", purpose=purpose, plan_id=plan.plan_id)
 
 
-def _check_published(federation: Federation) -> None:
-    try:
-        plan, _ = federation.current_plan()
-    except SetupError:
-        return  # no plan yet, or one that can no longer be published
-    accepted = federation.accepted / plan.plan_id
-    releases = [path for path in federation.releases.glob("[0-9]*") if path.name.isdigit()]
-    published = {path.name for release in releases for path in release.glob(f"targets/{plan.plan_id}/silos/*")}
-    waiting = {silo_id for silo_id in plan.silos if (accepted / silo_id).is_dir()} - published
-    if waiting:
-        raise SetupError(
-            f"plan {plan.plan_id}",
-            expected="every accepted submission in a release before the next plan",
-            got=f"none with that of {', '.join(sorted(waiting))}",
-            remedy="Publish first: aggregator router, then aggregator publish.",
-        )
-
-
-def _start(federation: Federation, plan: Plan, encoded: bytes, passphrase: bytes) -> Repository:
-    files = {f"{plan.plan_id}/plan.json": (len(encoded), sha256_hex(encoded))}
-    files |= {f"{plan.plan_id}/{file.path}": (file.bytes, file.digest) for file in plan.files}
-    repository = Repository(federation.tuf)
-    enrolled = cards(federation)
-    repository.start_plan(
-        plan.plan_id,
-        {silo_id: signing_key(enrolled[silo_id]) for silo_id in plan.silos},
-        files,
-        targets_keys=[load_key(federation, "targets", passphrase)],
-        plans_key=load_key(federation, "plans", passphrase),
-        release_key=load_key(federation, "release", passphrase),
-        online_key=load_key(federation, "online", passphrase),
-        now=now_utc(),
-    )
-    return repository
-
-
-def _lay_out(federation: Federation, draft: Draft, encoded: bytes) -> Path:
-    """Put everything but the signatures where it is renamed to its place later."""
-    home = federation.plan_folder(draft.plan.plan_id)
-    for stale in home.parent.glob("*.part"):
-        shutil.rmtree(stale)
-    part = home.with_suffix(".part")
-    targets = part / "bundle" / "targets" / draft.plan.plan_id
+def _lay_out(draft: Draft, home: Path) -> None:
+    """Put everything but the signatures where it comes into force with them."""
+    targets = home / "bundle" / "targets" / draft.plan.plan_id
     for file in draft.plan.files:
         link_or_copy(draft.folder / file.path, targets / file.path)
-    write_atomic(targets / "plan.json", encoded)
+    write_atomic(targets / "plan.json", draft.plan.encode())
     public = io.BytesIO()
     np.savez_compressed(public, fitted=draft.fitted.numpy(), holdout=draft.holdout.numpy())
-    write_atomic(part / PUBLIC_NAME, public.getvalue())
-    sync_tree(part)
-    return part
+    write_atomic(home / PUBLIC_NAME, public.getvalue())

@@ -1,69 +1,162 @@
-"""Publishing: the manifest, the silos' signed bytes unchanged, the router, all under one signed release."""
+"""Publishing: the manifest, the silos' signed bytes unchanged, the router, the pages, all under one signed release."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
+from aggregator.changes import Change
 from aggregator.config import Federation
-from aggregator.inventory import AcceptedSilo, Inventory
+from aggregator.handing_out import check_room, copy_out, reserve
+from aggregator.inventory import AcceptedSilo, Inventory, take_inventory
+from aggregator.pages import PAGE_NAMES, PageInput, write_pages
 from aggregator.registry import card_of, signing_key
-from aggregator.router import ROUTER_NAME, RouterReport, load_report, router_path
-from aggregator.setup import load_key
-from ddm.artifact import load_ensemble
-from ddm.errors import BusyError
-from ddm.files import copy_tree_bounded, link_or_copy, sync_folder, sync_tree, write_atomic
-from ddm.protocol.base import File, now_utc, sha256_hex
+from aggregator.router import ROUTER_NAME, load_report, router_path
+from aggregator.router_report import RouterReport
+from aggregator.setup import load_key, load_model_signing_key
+from aggregator.versions import (
+    check_none_lost,
+    is_current,
+    manifest_path,
+    newest_version,
+    release_folder,
+    timestamp_expiry,
+)
+from ddm.artifact import build_ensemble, load_ensemble
+from ddm.errors import BusyError, PolicyError
+from ddm.files import link_or_copy, read_bounded, write_atomic
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
 from ddm.protocol.submission import submission_path
 from ddm.release import open_release
-from ddm.trust.folder import MAX_FILES
+from ddm.trust.model_signature import MODEL_SIGNATURE_NAME, sign_model
+from ddm.trust.paths import RELEASE_NAMES
 from ddm.trust.repository import Repository
 
+OnProgress = Callable[[int, int], None]
+RENEWED_BEFORE = timedelta(days=30)  # a timestamp that ends sooner is reason enough for a new version
 
-def publish(federation: Federation, inventory: Inventory, passphrase: bytes, out: Path) -> Manifest:
-    """Publish the next version of the ensemble.
 
-    The release is built aside, verified and opened as a researcher would, kept under `releases/<n>` and then copied to
-    `out`, each by one rename.
+@dataclass(frozen=True)
+class Publication:
+    """What came of publishing.
+
+    Attributes:
+        manifest: of the newest version.
+        fresh: whether this call made it; else the version there was holds the same already, and was copied out.
+    """
+
+    manifest: Manifest
+    fresh: bool
+
+
+def publish(
+    federation: Federation,
+    passphrase: bytes,
+    out: Path,
+    *,
+    quorum: int | None = None,
+    renew: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Publication:
+    """Publish the next version of the ensemble, or copy the newest one out where nothing has changed since.
+
+    The release is built aside, verified and opened as a researcher would, and becomes version n + 1 together with the
+    metadata that list it; then it is copied to `out`. Stopped anywhere, the same call goes on.
+
+    Args:
+        federation: the operator's folder.
+        passphrase: opens its keys.
+        out: where nothing is yet.
+        quorum: fewest silos that the release may have; as federation.toml says when None.
+        renew: make a new version even where nothing has changed.
+        on_progress: told of images drawn for the pages.
 
     Raises:
-        BusyError: `out` exists; releases are immutable.
-        MissingFileError: the router was not trained yet.
+        BusyError: `out` exists, since releases are immutable; or somebody else signs.
+        SetupError: `out` cannot be made or has too little room; no version was made.
+        MissingFileError: the router was not trained yet, or on other submissions.
+        PolicyError: fewer silos than the quorum.
         TrustError: an accepted file is no longer what its silo signed; nothing was published.
     """
-    if out.exists():
-        raise BusyError(
-            str(out),
-            expected="a path where nothing is yet",
-            got="a release or another file",
-            remedy="Choose another folder; a release is never overwritten.",
-        )
-    report = load_report(federation, inventory)
-    plan_id = inventory.plan.plan_id
-    version = 1 + max((int(path.name) for path in federation.releases.glob("[0-9]*") if path.name.isdigit()), default=0)
-    part = federation.releases / f"{version}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    targets = part / "targets" / plan_id
-    _lay_out(federation, inventory, targets)
-    manifest = _manifest(federation, inventory, report, targets, version)
+    with federation.signing_lock(), reserve(out) as reserved:
+        check_none_lost(federation)
+        inventory = take_inventory(federation)
+        _check_quorum(inventory, quorum or federation.settings().quorum)
+        source = _Source(federation, inventory, load_report(federation, inventory))
+        # What waits for its holders is laid over the metadata of the day when it is complete.
+        change = Change.begin(federation.path, beside_waiting=True)
+        try:
+            done = _next_version(source, change, reserved, passphrase, renew=renew, on_progress=on_progress)
+        finally:
+            shutil.rmtree(change.folder, ignore_errors=True)
+        copy_out(release_folder(federation, done.manifest.version), reserved, out)
+        return done
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a version is made of; `aggregator.publish` holds the signing lock while it looks at this."""
+
+    federation: Federation
+    inventory: Inventory
+    report: RouterReport
+
+    @property
+    def plan_id(self) -> str:
+        return self.inventory.plan.plan_id
+
+    @property
+    def root(self) -> bytes:
+        return (self.federation.tuf / "1.root.json").read_bytes()
+
+
+def _next_version(
+    source: _Source, change: Change, reserved: Path, passphrase: bytes, *, renew: bool, on_progress: OnProgress | None
+) -> Publication:
+    version = newest_version(source.federation) + 1
+    release = change.put(f"releases/{version}")
+    targets = release / "targets" / source.plan_id
+    _lay_out(source, targets)
+    check_room(sum(path.stat().st_size for path in targets.rglob("*") if path.is_file()), reserved)
+    draft = _manifest(source, targets, version)
+    present = None if renew else _published_already(source.federation, draft)
+    if present is not None:
+        return Publication(present, fresh=False)
+    _write_pages(source, draft, targets, on_progress)
+    manifest = _with_pages(draft, targets)
     write_atomic(targets / "manifest.json", manifest.encode())
-    _sign(federation, inventory, targets, passphrase).export_release(part)
-    sync_tree(part)
-    load_ensemble(open_release(part, root=(federation.tuf / "1.root.json").read_bytes(), state=None))
-    part.rename(federation.releases / str(version))
-    sync_folder(federation.releases)
-    _copy_out(federation.releases / str(version), out)
-    return manifest
+    key = load_model_signing_key(source.federation, passphrase)
+    write_atomic(targets / MODEL_SIGNATURE_NAME, sign_model(source.plan_id, _digests(manifest), key))
+    _sign(source, targets, change.put("tuf/metadata"), passphrase)
+    load_ensemble(open_release(release, root=source.root, state=None))  # nothing that its readers would refuse
+    change.commit()
+    return Publication(manifest, fresh=True)
 
 
-def _lay_out(federation: Federation, inventory: Inventory, targets: Path) -> None:
-    source = federation.plan_targets(inventory.plan.plan_id)
+def _check_quorum(inventory: Inventory, quorum: int) -> None:
+    if len(inventory.silos) < quorum:
+        without = ", ".join((*inventory.missing, *inventory.withdrawn))
+        raise PolicyError(
+            "release",
+            expected=f"at least {quorum} silos",
+            got=f"{len(inventory.silos)}, without {without}",
+            remedy="Let more silos answer (aggregator run), or publish with fewer knowingly: --quorum.",
+        )
+
+
+def _lay_out(source: _Source, targets: Path) -> None:
+    inventory, bundle = source.inventory, source.federation.plan_targets(source.plan_id)
     for name in ("plan.json", *(file.path for file in inventory.plan.files)):
-        link_or_copy(source / name, targets / name)
+        link_or_copy(bundle / name, targets / name)
     for silo_id, silo in inventory.silos.items():
         for name in _published_names(silo_id, silo):
             link_or_copy(silo.folder / name, targets / name)
-    link_or_copy(router_path(federation, inventory.plan.plan_id), targets / ROUTER_NAME)
+    link_or_copy(router_path(source.federation, source.plan_id), targets / ROUTER_NAME)
+    if File.of(ROUTER_NAME, targets / ROUTER_NAME) != source.report.router:
+        remedy = "Publish again when `aggregator router` has ended."
+        raise BusyError("router", expected="the one that its report describes", got="a newer one", remedy=remedy)
 
 
 def _published_names(silo_id: str, silo: AcceptedSilo) -> list[str]:
@@ -71,18 +164,13 @@ def _published_names(silo_id: str, silo: AcceptedSilo) -> list[str]:
     return [submission_path(silo_id), *(expert.file.path for expert in silo.submission.experts)]
 
 
-def _manifest(
-    federation: Federation, inventory: Inventory, report: RouterReport, targets: Path, version: int
-) -> Manifest:
+def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
+    """Describe everything but the pages, which are made from this."""
+    federation, inventory, report = source.federation, source.inventory, source.report
     settings = federation.settings()
-    previous = federation.releases / str(version - 1)
-    old = next(previous.glob("targets/*/manifest.json"), None) if version > 1 else None
+    old = manifest_path(federation, version - 1)
     experts = [(silo_id, expert) for silo_id, silo in inventory.silos.items() for expert in silo.submission.experts]
-    named = {
-        ROUTER_NAME,
-        *(name for silo_id, silo in inventory.silos.items() for name in _published_names(silo_id, silo)),
-    }
-    listed = sorted(path.relative_to(targets).as_posix() for path in targets.rglob("*") if path.is_file())
+    listed = ["plan.json", *(file.path for file in inventory.plan.files)]
     return Manifest(
         plan_id=inventory.plan.plan_id,
         plan_digest=inventory.plan_digest,
@@ -92,7 +180,7 @@ def _manifest(
         licence=settings.licence,
         cite=settings.cite,
         missing_silos=inventory.missing,
-        withdrawn_silos=(),
+        withdrawn_silos=inventory.withdrawn,
         silos=tuple(_published_silo(federation, silo_id, silo, targets) for silo_id, silo in inventory.silos.items()),
         experts=tuple(
             PublishedExpert(
@@ -105,10 +193,10 @@ def _manifest(
             t_release=report.t_release,
             training_prior=report.training_prior,
             temperature=report.temperature,
-            file=File.of(ROUTER_NAME, targets / ROUTER_NAME),
+            file=report.router,
         ),
         evaluation=report.evaluations(),
-        files=tuple(File.of(name, targets / name) for name in listed if name not in named),
+        files=tuple(File.of(name, targets / name) for name in sorted(listed)),
     )
 
 
@@ -126,30 +214,58 @@ def _published_silo(federation: Federation, silo_id: str, silo: AcceptedSilo, ta
     )
 
 
-def _sign(federation: Federation, inventory: Inventory, targets: Path, passphrase: bytes) -> Repository:
-    plan_id = inventory.plan.plan_id
-    names = ("manifest.json", ROUTER_NAME)
-    described = {name: File.of(name, targets / name) for name in names}
-    files: Mapping[str, tuple[int, str]] = {
-        f"{plan_id}/{name}": (file.bytes, file.digest) for name, file in described.items()
-    }
-    repository = Repository(federation.tuf)
+def _published_already(federation: Federation, draft: Manifest) -> Manifest | None:
+    """Return the newest version's manifest if it says all that the draft says and can be handed out for a while."""
+    newest = newest_version(federation)
+    path = manifest_path(federation, newest)
+    if path is None or not is_current(federation, newest):
+        return None
+    if timestamp_expiry(federation, newest) - now_utc() < RENEWED_BEFORE:
+        return None
+    found = Manifest.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name)
+    kept = {name: getattr(found, name) for name in ("version", "supersedes_digest", "published_at")}
+    files = tuple(file for file in found.files if file.path not in PAGE_NAMES)
+    return found if draft.model_copy(update=kept) == found.model_copy(update={"files": files}) else None
+
+
+def _write_pages(source: _Source, draft: Manifest, targets: Path, on_progress: OnProgress | None) -> None:
+    plan = source.inventory.plan
+    content = PageInput(
+        plan=plan,
+        plan_digest=source.inventory.plan_digest,
+        root_digest=sha256_hex(source.root),
+        name=source.federation.settings().name,
+        manifest=draft,
+        inventory=source.inventory,
+        report=source.report,
+        ensemble=build_ensemble(plan, draft, targets),
+    )
+    write_pages(content, targets, on_progress)
+
+
+def _with_pages(draft: Manifest, targets: Path) -> Manifest:
+    files = [*draft.files, *(File.of(name, targets / name) for name in PAGE_NAMES)]
+    return draft.model_copy(update={"files": tuple(sorted(files, key=lambda file: file.path))})
+
+
+def _digests(manifest: Manifest) -> Mapping[str, str]:
+    """Return the digest of every file beside `model.sig`, hashed once already for the document that lists it."""
+    listed = [*manifest.files, manifest.router.file]
+    listed += [silo.submission for silo in manifest.silos] + [expert.file for expert in manifest.experts]
+    return {"manifest.json": manifest.digest, **{file.path: file.digest for file in listed}}
+
+
+def _sign(source: _Source, targets: Path, metadata: Path, passphrase: bytes) -> None:
+    """Sign on a copy of the federation's metadata, and put what a reader needs of it into the release."""
+    described = {name: File.of(name, targets / name) for name in RELEASE_NAMES if (targets / name).is_file()}
+    shutil.copytree(source.federation.tuf, metadata)
+    repository = Repository(metadata)
     repository.publish(
-        plan_id,
-        {silo_id: silo.role for silo_id, silo in inventory.silos.items()},
-        files,
-        release_key=load_key(federation, "release", passphrase),
-        online_key=load_key(federation, "online", passphrase),
+        source.plan_id,
+        {silo_id: silo.role for silo_id, silo in source.inventory.silos.items()},
+        {f"{source.plan_id}/{name}": (file.bytes, file.digest) for name, file in described.items()},
+        release_key=load_key(source.federation, "release", passphrase),
+        online_key=load_key(source.federation, "online", passphrase),
         now=now_utc(),
     )
-    return repository
-
-
-def _copy_out(release: Path, out: Path) -> None:
-    """Copy durably, not link: what happens to the published folder must not reach the federation's own files."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    copy_tree_bounded(release, part, max_bytes=sum(path.stat().st_size for path in release.rglob("*")), most=MAX_FILES)
-    part.rename(out)
-    sync_folder(out.parent)
+    repository.export_release(targets.parent.parent)

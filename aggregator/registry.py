@@ -2,19 +2,31 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from aggregator.config import Federation
-from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError
+from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError, PolicyError
 from ddm.files import read_bounded, require_file, write_atomic
-from ddm.protocol.base import Digest, Document, PlanId
+from ddm.protocol.base import Digest, Document, PlanId, ShortText, SiloId, Time
 from ddm.protocol.enrolment import CARD_KIND, Card
+from ddm.protocol.plan import Plan
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import PublicKey
 
 MAX_CARD_BYTES = 16384
+MAX_REMOVED_BYTES = 65536
+
+
+class Removed(Document):
+    """A silo that was taken out of the federation: who, why, when, and the card as it came."""
+
+    format: Literal["archipelago/removed/1"] = "archipelago/removed/1"
+    silo_id: SiloId
+    reason: ShortText
+    at: Time
+    card: Annotated[str, Field(max_length=MAX_CARD_BYTES)]
 
 
 class SeenLedger(Document):
@@ -43,10 +55,20 @@ def enroll(federation: Federation, card_path: Path) -> Card:
 
     Raises:
         BusyError: this silo is enrolled with another key, or one of these keys is another silo's.
+        PolicyError: one of these keys belonged to a silo that was removed.
     """
     require_file(card_path, "a card made by `silo enroll`")
     data = read_bounded(card_path, MAX_CARD_BYTES)
     card = read_card(data)
+    for record in removed(federation):
+        old = read_card(record.card.encode())
+        if old.signing_key == card.signing_key or old.node_key == card.node_key:
+            raise PolicyError(
+                f"silo {card.silo_id}",
+                expected="keys that never belonged to a removed silo",
+                got=f"a key of {old.silo_id}, removed {record.at:%Y-%m-%d}",
+                remedy="Let the silo make new keys: `silo init` in a new folder, then `silo enroll`.",
+            )
     for other_id, other in cards(federation).items():
         same = (other.signing_key == card.signing_key, other.node_key == card.node_key)
         if not all(same) if other_id == card.silo_id else any(same):
@@ -54,7 +76,7 @@ def enroll(federation: Federation, card_path: Path) -> Card:
                 f"silo {card.silo_id}",
                 expected="a new silo with keys of its own",
                 got=f"a clash with the enrolled silo {other_id}",
-                remedy="Check the fingerprint with the silo; to replace a key, remove the old card first.",
+                remedy="Check the fingerprint with the silo; to replace a key, `aggregator remove` the silo first.",
             )
     write_atomic(federation.registry / f"{card.silo_id}.json", data)
     return card
@@ -67,6 +89,12 @@ def cards(federation: Federation) -> Mapping[str, Card]:
     return {card.silo_id: card for card in found}
 
 
+def removed(federation: Federation) -> list[Removed]:
+    """Read the records of all silos that were removed."""
+    paths = sorted((federation.registry / "removed").glob("*.json"))
+    return [Removed.parse(read_bounded(path, MAX_REMOVED_BYTES), subject=path.name) for path in paths]
+
+
 def card_of(federation: Federation, silo_id: str) -> Card:
     """Read one silo's card.
 
@@ -77,6 +105,20 @@ def card_of(federation: Federation, silo_id: str) -> Card:
     if silo_id not in found:
         raise MissingFileError(f"silo {silo_id}", expected="an enrolled silo", got=", ".join(found) or "none enrolled")
     return found[silo_id]
+
+
+def taking_part(federation: Federation, plan: Plan) -> Mapping[str, Card]:
+    """List the plan's silos that may still answer it, in its order: enrolled with the key that `targets` delegates to.
+
+    A silo that was removed, or enrolled anew under another key, takes part from the next plan on.
+    """
+    delegated = federation.delegations()
+    found = cards(federation)
+    return {
+        silo_id: found[silo_id]
+        for silo_id in plan.silos
+        if silo_id in found and delegated.get(f"{plan.plan_id}.{silo_id}") == found[silo_id].signing_key
+    }
 
 
 def signing_key(card: Card) -> PublicKey:

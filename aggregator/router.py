@@ -3,23 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from aggregator.config import Federation
+from aggregator.examination import public_images, refuse_outliers
 from aggregator.inventory import Inventory
-from aggregator.planning import PUBLIC_NAME
-from ddm.console import table
+from aggregator.router_report import Band, CalibrationBand, Family, Interval, RouterReport
 from ddm.errors import MissingFileError
 from ddm.files import write_atomic
 from ddm.models import load_expert
 from ddm.partition import Layout
-from ddm.protocol.base import Digest, Document, File, Model, PlanId, sha256_hex
-from ddm.protocol.manifest import Evaluation
+from ddm.protocol.base import File, sha256_hex
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Progress
@@ -27,6 +24,7 @@ from ddm.routers.calibration import Calibrated, Calibration, calibrate
 from ddm.routers.comparison import BandComparison, Comparison, HeldOut, compare, refuse_worse_than_prior
 from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter
+from ddm.routers.influence import capped_shares
 from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
 from ddm.routers.moments import MomentsRouter, moments_noise_std
 from ddm.routers.public import Evidence, PublicData
@@ -40,66 +38,7 @@ from ddm.tensors import save_tensors
 ROUTER_NAME = "router.safetensors"
 REPORT_NAME = "report.json"
 
-Family = Literal["counts", "moments", "learned", "samples"]
-Interval = tuple[float, float, float]
-"""A figure with the ends of its 95% interval."""
 AnyRouter = CountsRouter | LearnedRouter | MomentsRouter | SamplesRouter
-
-
-class Band(Model):
-    """The plan's family, counts and the prior for t in [low, high), nats; the difference is candidate minus counts."""
-
-    low: float
-    high: float
-    prior: float
-    counts: float
-    candidate: float
-    difference: float
-    difference_low: float
-    difference_high: float
-
-
-class CalibrationBand(Model):
-    """Expected calibration error of the published router for t in [low, high), before and after its temperature."""
-
-    low: float
-    high: float
-    before: Interval
-    after: Interval
-
-
-class RouterReport(Document):
-    """What was trained, how it did, and which router is published."""
-
-    format: Literal["archipelago/router-report/1"] = "archipelago/router-report/1"
-    plan_id: PlanId
-    submissions: dict[str, Digest]
-    router: File
-    candidate: Family
-    published: Family
-    reason: str
-    t_release: Annotated[float, Field(gt=0.0, lt=1.0)] | None
-    expert_priors: tuple[float, ...]
-    training_prior: tuple[float, ...]
-    temperature: float
-    minus_prior: Interval
-    bands: tuple[Band, ...]
-    sketches: Band | None
-    calibration: tuple[CalibrationBand, ...]
-
-    def evaluations(self) -> tuple[Evaluation, ...]:
-        """Return what a manifest says of the router: on public images, and on held-out sketches."""
-        versus = f"router_cross_entropy_{self.candidate}_minus_counts"
-        found = [_evaluation(f"router_cross_entropy_{self.published}_minus_prior_public_images", self.minus_prior)]
-        for source, band in [("public_images", band) for band in self.bands] + [("held_out_sketches", self.sketches)]:
-            if band:
-                figure = (band.difference, band.difference_low, band.difference_high)
-                found.append(_evaluation(f"{versus}_{source}_t_{band.low:.2f}_{band.high:.2f}", figure))
-        for error in self.calibration:
-            name = f"t_{error.low:.2f}_{error.high:.2f}"
-            found.append(_evaluation(f"router_calibration_error_{name}", error.after))
-            found.append(_evaluation(f"router_calibration_error_at_temperature_1_{name}", error.before))
-        return tuple(found)
 
 
 def router_path(federation: Federation, plan_id: str) -> Path:
@@ -133,23 +72,26 @@ def train_router(
     """Fit counts and the plan's family, compare them on public data, keep the one to publish and the report.
 
     Raises:
-        RefusedError: the router to publish is worse than the prior on public data: the releases contradict the plan.
+        RefusedError: an accepted expert stands apart from the others and nobody admitted it; or the router to publish
+            is worse than the prior on public data: the releases contradict the plan.
     """
+    refuse_outliers(federation, inventory)
     plan, layout = inventory.plan, inventory.layout()
     noisy_KG = torch.stack(list(inventory.counts().values()))
     num_units, epsilon = list(inventory.num_units.values()), plan.releases.counts.epsilon
+    share_K = capped_shares(num_units, federation.settings().max_influence)
     by_silo = CountsRouter.from_counts(inventory.files.sketch, noisy_KG, num_units, epsilon, LinearPath())
     public = PublicData(
         *_public_images(federation, inventory, "holdout"),
-        evidence=Evidence(noisy_KG, num_units, epsilon, layout),
-        prior_E=_expert_priors(by_silo, num_units, layout),
+        evidence=Evidence(noisy_KG, num_units, epsilon, layout, share_K),
+        prior_E=_expert_priors(by_silo, share_K, layout),
         path=LinearPath(),
         seed=seed,
     )
     chosen = counts = _Fitted.of("counts", by_silo.split(layout), public)
     comparison, reason = None, "the plan asks for the counts router"
     if plan.router.kind != "counts":
-        router, held_out = _fit(federation, inventory, by_silo, seed, on_progress)
+        router, held_out = _fit(federation, inventory, by_silo, share_K, seed, on_progress)
         candidate = _Fitted.of(plan.router.kind, router, public)
         comparison = compare(counts.calibrated, candidate.calibrated, public, held_out)
         fault = _fault(counts, candidate, comparison)
@@ -159,34 +101,10 @@ def train_router(
     target = router_path(federation, plan.plan_id)
     target.parent.mkdir(parents=True, exist_ok=True)
     save_tensors(target, {**chosen.router.tensors(), **_class_tensors(inventory)})
-    report = _report(inventory, public, chosen, comparison, reason, minus_prior, File.of(ROUTER_NAME, target))
+    priors = _expert_priors(by_silo, num_units, layout)
+    report = _report(inventory, priors, chosen, comparison, reason, minus_prior, File.of(ROUTER_NAME, target))
     write_atomic(target.with_name(REPORT_NAME), report.encode())
     return report
-
-
-def describe(report: RouterReport) -> str:
-    """Lay the routers side by side, cross-entropy in nats, lower is better; then the published one's calibration."""
-    named = [(f"t {band.low:g}-{band.high:g}", band) for band in report.bands]
-    if report.sketches:
-        named.append((f"held-out sketches, t >= {report.sketches.low:.2f}", report.sketches))
-    rows = [
-        (
-            name,
-            f"{band.prior:.4f}",
-            f"{band.counts:.4f}",
-            f"{band.candidate:.4f}",
-            f"{band.difference:+.4f} [{band.difference_low:+.4f}, {band.difference_high:+.4f}]",
-        )
-        for name, band in named
-    ]
-    header = ("public held-out images", "prior", "counts", report.candidate, f"{report.candidate} - counts, 95%")
-    errors = [
-        (f"t {error.low:g}-{error.high:g}", f"{error.before[0]:.4f}", f"{error.after[0]:.4f}")
-        for error in report.calibration
-    ]
-    heads = ("calibration error", "at temperature 1", f"at {report.temperature:.3g}")
-    lines = [table(rows, header)] if rows else []
-    return "\n".join([*lines, table(errors, heads), f"Published router: {report.published}, because {report.reason}."])
 
 
 @dataclass(frozen=True)
@@ -213,7 +131,12 @@ class _Fitted:
 
 
 def _fit(
-    federation: Federation, inventory: Inventory, counts: CountsRouter, seed: int, on_progress: Progress | None
+    federation: Federation,
+    inventory: Inventory,
+    counts: CountsRouter,
+    share_K: Sequence[float],
+    seed: int,
+    on_progress: Progress | None,
 ) -> tuple[AnyRouter, HeldOut | None]:
     """Fit the plan's family; return it with the released sketches that it was not trained on."""
     plan, path, layout = inventory.plan, LinearPath(), inventory.layout()
@@ -222,7 +145,9 @@ def _fit(
     if isinstance(settings, LearnedSettings) and t_release is not None:
         train, sketches = split_sketches(sketches, seed)
         public = PublicSketches.of(*_public_images(federation, inventory, "fitted"), counts.sketch, path)
-        learned = fit_learned(counts, train, num_units, public, settings, seed, on_progress, t_release=t_release)
+        learned = fit_learned(
+            counts, train, num_units, public, settings, seed, on_progress, t_release=t_release, share_K=share_K
+        )
         router: AnyRouter = learned.split(layout)
     elif isinstance(settings, SamplesSettings):
         num = settings.images_per_expert
@@ -253,7 +178,7 @@ def _fault(counts: _Fitted, candidate: _Fitted, comparison: Comparison) -> str |
 
 def _report(
     inventory: Inventory,
-    public: PublicData,
+    expert_priors: Sequence[float],
     chosen: _Fitted,
     comparison: Comparison | None,
     reason: str,
@@ -270,7 +195,7 @@ def _report(
         published=chosen.family,
         reason=reason,
         t_release=inventory.t_release() if chosen.family == "learned" else None,
-        expert_priors=tuple(public.prior_E),
+        expert_priors=tuple(expert_priors),
         training_prior=chosen.training_prior,
         temperature=chosen.calibration.temperature,
         minus_prior=minus_prior,
@@ -287,16 +212,11 @@ def _band(band: BandComparison) -> Band:
     return Band(**{name: getattr(band, name) for name in Band.model_fields})
 
 
-def _evaluation(metric: str, figure: Interval) -> Evaluation:
-    value, low, high = figure
-    return Evaluation(metric=metric, strategy=None, value=value, low=low, high=high)
-
-
-def _expert_priors(counts: CountsRouter, num_units: Sequence[int], layout: Layout) -> tuple[float, ...]:
-    """Return each expert's share of all units: its silo's, times its share of the silo by the counts."""
+def _expert_priors(counts: CountsRouter, weight_K: Sequence[float], layout: Layout) -> tuple[float, ...]:
+    """Return each expert's share of all weight: its silo's, times its share of the silo by the counts."""
     _, share_E = layout.split(counts.log_mass_KG.exp())
-    total = sum(num_units)
-    found = [num_units[k] / total * float(share) for k, share in zip(layout.silo_E, share_E, strict=True)]
+    total = sum(weight_K)
+    found = [weight_K[k] / total * float(share) for k, share in zip(layout.silo_E, share_E, strict=True)]
     return tuple(share / sum(found) for share in found)
 
 
@@ -329,7 +249,6 @@ def _public_images(
     federation: Federation, inventory: Inventory, part: Literal["fitted", "holdout"]
 ) -> tuple[Tensor, Tensor]:
     """Return the public images that the plan was fitted on, or those held out, and their groups."""
-    with np.load(federation.plan_folder(inventory.plan.plan_id) / PUBLIC_NAME, allow_pickle=False) as archive:
-        images = torch.from_numpy(archive[part])
+    images = public_images(federation, inventory.plan.plan_id, part)
     files = inventory.files
     return images, files.clusters.groups(files.encoder.encode(images))

@@ -1,62 +1,90 @@
-"""A federation at work: Flower's programs beside this process, which takes in what they bring."""
+"""A federation at work: Flower's programs and intake beside this process, which keeps them alive and tells the news."""
 
 import json
-import signal
-import threading
-from types import FrameType
+import sys
+from pathlib import Path
 
-from aggregator.config import Federation, check_exposure
+from aggregator.config import Federation
 from aggregator.intake import submission_bytes
-from aggregator.registry import card_of
+from aggregator.proxy import choose_proxy
+from aggregator.registry import taking_part
 from aggregator.runtime import FlowerRuntime
-from aggregator.taking_in import IntakeDesk
+from aggregator.supervisor import Heartbeat, Program
 from ddm.console import say
 from ddm.errors import DocumentError
-from ddm.files import write_atomic
+from ddm.files import locked, write_atomic
+from ddm.processes import Child, spawn, stop_on_signals
 from ddm.protocol.base import check_json
 from ddm.protocol.plan import Plan
-from ddm.protocol.receipt import Accepted, Receipt
-from ddm.trust.keys import SigningKey
 
 CHECK_S = 1.0
+_MAX_NEWS_BYTES = 65536
 
 
-def run_federation(federation: Federation, receipt_key: SigningKey) -> None:
+def run_federation(federation: Federation, passphrase: bytes) -> None:
     """Carry the plan out and the submissions in; returns when every silo has its receipt.
+
+    Args:
+        federation: the operator's folder.
+        passphrase: opens the key that signs receipts; intake gets it through a pipe.
 
     Raises:
         BusyError: the port is taken, or another process runs this federation.
-        TransportError: Flower failed in a way that restarts did not mend.
+        MissingFileError: others can reach the address, and nginx is not installed.
+        TransportError: a program failed in a way that restarts did not mend.
         KeyboardInterrupt: a signal; everything so far is on disk.
     """
     plan, _ = federation.current_plan()
     settings = federation.settings()
-    check_exposure(settings)
-    desk = IntakeDesk(federation, receipt_key, _say_verdict)
-    news = SiloNews(federation, plan)
+    nginx = choose_proxy(settings.host)
+    # Intake holds this lock from its start on; held by another process, it would keep ours from starting.
+    federation.accepted.mkdir(parents=True, exist_ok=True)
+    with locked(federation.accepted, "intake"):
+        pass
+    if nginx is None:
+        say("nginx is not installed: Flower's own server takes the address, which only this machine reaches.")
+    silos, intake = SiloNews(federation, plan), IntakeNews(federation.path / "flower" / "logs" / "intake.log")
     say(f"Plan {plan.plan_id}: waiting for {', '.join(plan.silos)} at {settings.host}:{settings.port}")
-    with (
-        desk.locked(),
-        FlowerRuntime(
-            federation.path,
-            host=settings.host,
-            port=settings.port,
-            plan_id=plan.plan_id,
-            nodes={silo_id: card_of(federation, silo_id).node_key for silo_id in plan.silos},
-            shard_bytes=settings.shard_bytes,
-            max_submission_bytes=submission_bytes(plan),
-        ) as runtime,
-    ):
+    with FlowerRuntime(
+        federation.path,
+        host=settings.host,
+        port=settings.port,
+        plan_id=plan.plan_id,
+        nodes={silo_id: card.node_key for silo_id, card in taking_part(federation, plan).items()},
+        shard_bytes=settings.shard_bytes,
+        max_submission_bytes=submission_bytes(plan),
+        nginx=nginx,
+        beside=(intake_program(federation, plan, passphrase),),
+    ) as runtime:
         # Only from here on: while Flower starts, a signal need not wait for it.
-        stop = _stop_on_signals()
+        stop = stop_on_signals()
+        restarts = RestartNews(runtime)
         while not runtime.finished:
             if stop.wait(CHECK_S):
                 raise KeyboardInterrupt
-            desk.step()
             runtime.check()
             write_atomic(federation.path / "flower" / "info.json", json.dumps(runtime.info()).encode())
-            news.tell()
+            for source in (silos, intake, restarts):
+                source.tell()
+        intake.tell()
     say(f"Every silo has its receipt: {', '.join(plan.silos)}. Next: aggregator router, then aggregator publish.")
+
+
+def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Program:
+    """Describe intake to the supervisor.
+
+    Args:
+        federation: the operator's folder.
+        plan: the plan whose submissions are taken in.
+        passphrase: opens the key that signs receipts.
+    """
+    flower = federation.path.absolute() / "flower"
+    command = [sys.executable, "-P", "-m", "aggregator.intake_process", str(federation.path.absolute()), plan.plan_id]
+
+    def start() -> Child:
+        return spawn(command, name="intake", log_path=flower / "logs" / "intake.log", input_bytes=passphrase)
+
+    return Program("intake", start, works=Heartbeat(flower / "intake.alive").beats)
 
 
 class SiloNews:
@@ -85,19 +113,42 @@ class SiloNews:
         return f"{state} {status.get('progress')}%" if state == "training" else state
 
 
-def _say_verdict(receipt: Receipt) -> None:
-    if isinstance(receipt.verdict, Accepted):
-        say(f"[{receipt.silo_id}] submission {receipt.sequence} accepted")
-    else:
-        say(f"[{receipt.silo_id}] submission {receipt.sequence} REFUSED: {receipt.verdict.reason}")
+class RestartNews:
+    """Prints which programs were started again."""
+
+    def __init__(self, runtime: FlowerRuntime) -> None:
+        self._runtime = runtime
+        self._told = runtime.num_restarts()
+
+    def tell(self) -> None:
+        """Print what changed since the last time."""
+        restarts = self._runtime.num_restarts()
+        for name, num in restarts.items():
+            if num != self._told[name]:
+                say(f"[{name}] ended or hung, and was started again ({num} times so far)")
+        self._told = restarts
 
 
-def _stop_on_signals() -> threading.Event:
-    stop = threading.Event()
+class IntakeNews:
+    """Prints what intake adds to its log, from now on.
 
-    def request(signum: int, frame: FrameType | None) -> None:
-        stop.set()
+    Args:
+        path: the log; `ddm.guard` lets it begin anew when it is full.
+    """
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, request)
-    return stop
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes = path.stat().st_size if path.is_file() else 0
+
+    def tell(self) -> None:
+        """Print the lines that were finished since the last time."""
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as log:
+            if self._path.stat().st_size < self._read_bytes:
+                self._read_bytes = 0
+            log.seek(self._read_bytes)
+            lines, newline, _ = log.read(_MAX_NEWS_BYTES).rpartition(b"\n")
+        self._read_bytes += len(lines) + len(newline)
+        for line in lines.decode(errors="replace").splitlines():
+            say(line)

@@ -1,41 +1,33 @@
-"""How does an aggregator run its side of Flower? SuperLink, SuperExec and one run of the app, tied to this process.
+"""How does an aggregator run its side of Flower? SuperLink, SuperExec, nginx and one run of the app, under one roof.
 
 The SuperLink keeps its state in a database and starts no app by itself: a SuperExec of our own does, authenticated by a
 secret. So a SuperLink that dies is started again and the run goes on. All progress lies in the federation's folders;
-the database only has to remember the nodes.
+the database only has to remember the nodes. Where there is nginx, it alone listens on the federation's address
+(`aggregator.proxy`), and the SuperLink on a port of loopback that changes with every start.
 """
 
 import json
 import os
 import secrets
-import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
-import tomli_w
-
 from aggregator.delivery import plan_done
+from aggregator.flower_commands import FlowerCommands
+from aggregator.proxy import answers, nginx_command, render_config, write_config
+from aggregator.supervisor import MAX_PER_HOUR, Attempts, Heartbeat, Program, Supervisor
 from ddm.errors import BusyError, TransportError
 from ddm.files import locked, require_file, write_atomic
-from ddm.processes import (
-    Child,
-    flower_environment,
-    port_in_use,
-    program,
-    script_command,
-    spawn,
-    terminate_all,
-    wait_for_port,
-)
+from ddm.processes import Child, flower_environment, free_port, port_in_use, script_command, spawn
 
 _START_TIMEOUT_S = 60.0
-_COMMAND_TIMEOUT_S = 60.0
-_MAX_RESTARTS = 5
-_MAX_RUNS = 5
-_CONNECTION = "archipelago"
+# After how long without an answer, or without a heartbeat, a program counts as hanging.
+_SUPERLINK_SILENT_S = 60.0
+_NGINX_SILENT_S = 30.0
+_SERVER_APP_SILENT_S = 120.0
 # One run in days needs no quick look for tasks.
 _OWN = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1.0"}
 # From `flwr run` until the ServerApp holds its lock; how often to ask meanwhile; how long it may be gone.
@@ -43,20 +35,23 @@ _STARTING_S = 60.0
 _ASK_EVERY_S = 15.0
 _MISSING_S = 3.0
 _UNFINISHED = ("pending", "starting", "running")
+_LOOPBACK = "127.0.0.1"
 
 
 class FlowerRuntime:
-    """The aggregator's Flower programs for one plan, kept alive by calling `check` every second.
+    """The aggregator's programs for one plan, kept alive by calling `check` every second.
 
     Args:
         fed: the federation folder; `tls/` and the plan's bundle are there.
         host: address to listen on.
-        port: the one port for silos and for Flower's own programs.
+        port: the one port that silos reach.
         plan_id: the plan to carry.
         nodes: silo id to OpenSSH public key of its node.
         shard_bytes: most bytes in one message.
         max_submission_bytes: most bytes of one submission.
         wait_s: for how long a silo without news may hold back its answer.
+        nginx: the program that takes the address; without it Flower's own server does, open to whoever reaches it.
+        beside: other programs to keep alive meanwhile; they are started first.
     """
 
     def __init__(
@@ -70,8 +65,10 @@ class FlowerRuntime:
         shard_bytes: int,
         max_submission_bytes: int,
         wait_s: int = 30,
+        nginx: Path | None = None,
+        beside: Sequence[Program] = (),
     ) -> None:
-        self._fed, self._host, self._port = fed.absolute(), host, port
+        self._fed, self._host, self._port, self._nginx = fed.absolute(), host, port, nginx
         self._flower = self._fed / "flower"
         self._plan_id, self._nodes = plan_id, dict(nodes)
         self._run_settings = {
@@ -81,10 +78,12 @@ class FlowerRuntime:
             "max_submission_bytes": max_submission_bytes,
             "wait_s": wait_s,
         }
-        wildcard = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-        self._local = wildcard.get(host, host)
-        self._children: dict[str, Child] = {}
-        self._num_restarts = {"superlink": 0, "superexec": 0}
+        self._public = ({"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host), port)
+        self._superlink = self._public
+        self._beside = tuple(beside)
+        self._heartbeat = Heartbeat(self._flower / "serverapp.alive")
+        self._supervisor = Supervisor([*self._beside, *self._programs()])
+        self._runs = Attempts()
         self._run_ids: list[str] = []
         self._was_alive = False
         self._submitted_at = self._ask_at = 0.0
@@ -103,15 +102,25 @@ class FlowerRuntime:
     ) -> None:
         self.stop()
 
+    def _programs(self) -> list[Program]:
+        ca_path = self._tls("ca.pem")
+        superlink = Program(
+            "superlink", self._start_superlink, lambda: answers(*self._superlink, ca_path), silent_s=_SUPERLINK_SILENT_S
+        )
+        nginx = Program("nginx", self._start_nginx, lambda: answers(*self._public, ca_path), silent_s=_NGINX_SILENT_S)
+        superexec = Program("superexec", self._start_superexec, self._server_app_works, silent_s=_SERVER_APP_SILENT_S)
+        return [superlink, *([nginx] if self._nginx else []), superexec]
+
     def start(self) -> None:
         """Start everything and submit the run; takes some ten seconds.
 
         Raises:
             BusyError: the port is taken, or another runtime works on this folder.
             MissingFileError: a certificate or the bundle is missing, or Flower is not installed.
+            SetupError: nginx refuses its configuration.
             TransportError: a program does not start.
         """
-        require_file(self._fed / "tls" / "server.pem", "the server's certificate", remedy="Run `aggregator init`.")
+        require_file(self._tls("server.pem"), "the server's certificate", remedy="Run `aggregator init`.")
         self._flower.mkdir(parents=True, exist_ok=True)
         self._stack.enter_context(locked(self._flower, "runtime"))
         if port_in_use(self._host, self._port):
@@ -121,23 +130,31 @@ class FlowerRuntime:
                 got="one in use",
                 remedy="Stop the program that listens there, or choose another port in federation.toml.",
             )
+        if self._nginx:
+            self._superlink = (_LOOPBACK, free_port(_LOOPBACK))
+            write_config(self._nginx, self._flower, render_config(self._host, self._port, self._superlink[1]))
         self._write_files()
-        self._start_superlink()
-        self._start_superexec()
-        self._register()
+        for program in self._beside:
+            self._supervisor.start(program.name)
+        self._supervisor.start("superlink", timeout_s=_START_TIMEOUT_S)
+        if self._nginx:
+            self._supervisor.start("nginx", timeout_s=_START_TIMEOUT_S)
+        self._supervisor.start("superexec")
+        self._flwr.register(self._nodes)
         self._submit()
 
     def _write_files(self) -> None:
         (self._flower / "stop").unlink(missing_ok=True)
-        for folder in ("home", "logs", "keys"):
-            (self._flower / folder).mkdir(exist_ok=True)
-        connection = {"address": f"{self._local}:{self._port}", "root-certificates": str(self._tls("ca.pem"))}
-        config = {"superlink": {"default": _CONNECTION, _CONNECTION: connection}}
-        write_atomic(self._flower / "home" / "config.toml", tomli_w.dumps(config).encode())
         write_atomic(self._flower / "run.json", json.dumps(self._run_settings).encode())
         secret = self._flower / "superexec.secret"
         if not secret.exists():
             write_atomic(secret, secrets.token_bytes(32), mode=0o600)
+        self._flwr = FlowerCommands(
+            self._flower, self._environment(), address=self._address(), ca_path=self._tls("ca.pem")
+        )
+
+    def _address(self) -> str:
+        return ":".join(map(str, self._superlink))
 
     def _tls(self, name: str) -> Path:
         return self._fed / "tls" / name
@@ -145,13 +162,12 @@ class FlowerRuntime:
     def _environment(self) -> dict[str, str]:
         return {**flower_environment(self._flower / "home"), **_OWN, "ARCHIPELAGO_FEDERATION": str(self._fed)}
 
-    def _spawn(self, name: str, command: list[str]) -> None:
+    def _spawn(self, name: str, command: list[str]) -> Child:
         log_path = self._flower / "logs" / f"{name}.log"
-        self._children[name] = spawn(
-            command, name=name, log_path=log_path, env=self._environment(), cwd=self._flower / "home"
-        )
+        return spawn(command, name=name, log_path=log_path, env=self._environment(), cwd=self._flower / "home")
 
-    def _start_superlink(self) -> None:
+    def _start_superlink(self) -> Child:
+        host = _LOOPBACK if self._nginx else self._host
         command = [
             *script_command("flower-superlink"),
             *("--ssl-certfile", str(self._tls("server.pem"))),
@@ -160,66 +176,27 @@ class FlowerRuntime:
             *("--isolation", "process", "--superexec-auth-secret-file", str(self._flower / "superexec.secret")),
             *("--enable-supernode-auth", "--disable-runtime-dependency-installation"),
             *("--database", str(self._flower / "superlink.db")),
-            *("--host", self._host, "--port", str(self._port)),
+            *("--host", host, "--port", str(self._superlink[1])),
         ]
-        self._spawn("superlink", command)
-        child = self._children["superlink"]
-        try:
-            wait_for_port(self._local, self._port, timeout_s=_START_TIMEOUT_S, alive=child.running)
-        except TransportError as error:
-            raise self._failure("the SuperLink", "a server that starts", child.log_tail()) from error
+        return self._spawn("superlink", command)
 
-    def _start_superexec(self) -> None:
+    def _start_superexec(self) -> Child:
         command = [
             *script_command("flower-superexec"),
-            *("--runtime-api-address", f"{self._local}:{self._port}"),
+            *("--runtime-api-address", self._address()),
             *("--root-certificates", str(self._tls("ca.pem"))),
             *("--superexec-auth-secret-file", str(self._flower / "superexec.secret")),
         ]
-        self._spawn("superexec", command)
+        return self._spawn("superexec", command)
 
-    def _register(self) -> None:
-        """Tell the SuperLink every node key it does not know; the list beside the database saves the question."""
-        known_path = self._flower / "registered.json"
-        known: set[str] = set()
-        if (self._flower / "superlink.db").exists() and known_path.exists():
-            with suppress(ValueError, TypeError):
-                known = set(json.loads(known_path.read_text()))
-        started: dict[str, subprocess.Popen[str]] = {}
-        for silo_id, key in self._nodes.items():
-            if key not in known:
-                path = self._flower / "keys" / f"{silo_id}.pub"
-                path.write_text(key + "\n")
-                started[silo_id] = self._flwr("supernode", "register", str(path), _CONNECTION)
-        for silo_id, output in _outputs(started).items():
-            answer = _parse(output)
-            if not answer.get("success") and "already" not in output:
-                raise self._failure(f"registering silo {silo_id}", "a registered node", output)
-            known.add(self._nodes[silo_id])
-        write_atomic(known_path, json.dumps(sorted(known)).encode())
+    def _start_nginx(self) -> Child:
+        return self._spawn("nginx", nginx_command(self._nginx or Path("nginx"), self._flower))
 
     def _submit(self) -> None:
-        app = Path(__file__).parent / "flower_app"
-        command = ("run", str(app), _CONNECTION, "--run-config", f'plan-id="{self._plan_id}"')
-        output = _outputs({"run": self._flwr(*command)})["run"]
-        run_id = _parse(output).get("run-id")
-        if not run_id:
-            raise self._failure("submitting the run", "a run id", output)
-        self._run_ids.append(str(run_id))
+        self._runs.count()
         self._was_alive, self._submitted_at = False, time.monotonic()
         self._ask_at = self._submitted_at + _ASK_EVERY_S
-
-    def _flwr(self, *arguments: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [str(program("flwr")), *arguments, "--format", "json"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=self._environment(),
-            cwd=self._flower / "home",
-            start_new_session=True,
-        )
+        self._run_ids.append(self._flwr.submit(self._plan_id))
 
     @property
     def finished(self) -> bool:
@@ -227,44 +204,47 @@ class FlowerRuntime:
         return plan_done(self._fed, self._plan_id, list(self._nodes))
 
     def check(self) -> None:
-        """Start again what has died, a bounded number of times; call every second.
+        """Start again what has died or hangs, a bounded number of times; call every second.
 
         Raises:
             TransportError: a program or the run keeps failing.
         """
-        if self.finished:
-            return
-        for name, start in (("superlink", self._start_superlink), ("superexec", self._start_superexec)):
-            child = self._children[name]
-            if child.running():
-                continue
-            self._num_restarts[name] += 1
-            if self._num_restarts[name] > _MAX_RESTARTS:
-                raise self._failure(f"the {name}", f"at most {_MAX_RESTARTS} restarts", child.log_tail())
-            start()
-        self._check_run()
+        if not self.finished:
+            self._supervisor.check()
+            self._check_run()
 
     def _check_run(self) -> None:
         """Submit anew when no ServerApp works; a live one holds its lock, which costs nothing to see."""
         now = time.monotonic()
         if self._server_app_alive():
-            self._was_alive, self._ask_at = True, now + _MISSING_S
+            self._was_alive, self._ask_at = True, now + max(_MISSING_S, self._runs.delay_s())
             return
-        if now < self._ask_at:
+        if now < self._ask_at or not self._supervisor.ready("superlink"):
             return
         # One that worked is gone, whatever the SuperLink still believes. One that never did may only be slow.
-        status = "it ended" if self._was_alive else self._run_status()
-        if not self._was_alive and status.startswith(_UNFINISHED) and now < self._submitted_at + _STARTING_S:
-            self._ask_at = now + _ASK_EVERY_S
-            return
-        if len(self._run_ids) >= _MAX_RUNS:
-            raise self._failure("the Flower run", f"at most {_MAX_RUNS} attempts", f"{self._server_log()}\n{status}")
-        self._submit()
+        status = "it ended"
+        if not self._was_alive:
+            status = self._flwr.run_status(self._run_ids[-1])
+            if status.startswith(_UNFINISHED):
+                if now < self._submitted_at + _STARTING_S:
+                    self._ask_at = now + _ASK_EVERY_S
+                    return
+                # The SuperExec runs and takes nothing up.
+                self._supervisor.kill("superexec")
+        self._submit_again(status)
 
-    def _run_status(self) -> str:
-        output = _outputs({"list": self._flwr("list", _CONNECTION, "--run-id", self._run_ids[-1])})["list"]
-        runs = _parse(output).get("runs")
-        return str(runs[0].get("status", "")) if isinstance(runs, list) and runs else output.strip()
+    def _submit_again(self, status: str) -> None:
+        if not self._runs.allowed():
+            lines = [line for line in f"{status}\n{self._server_log()}".splitlines() if line.strip()]
+            raise TransportError(
+                "the Flower run",
+                expected=f"at most {MAX_PER_HOUR} attempts an hour",
+                got=lines[-1][:300] if lines else "no word about the last one",
+                remedy=f"Nothing is lost. Read {self._flower / 'logs'}, then run the command again.",
+            )
+        # A SuperLink that has died since is started again; then the next attempt comes.
+        with suppress(TransportError):
+            self._submit()
 
     def _server_app_alive(self) -> bool:
         try:
@@ -273,53 +253,35 @@ class FlowerRuntime:
         except BusyError:
             return True
 
+    def _server_app_works(self) -> bool:
+        """Whether the ServerApp, where there is one, has touched its heartbeat since the last question."""
+        return not self._server_app_alive() or self._heartbeat.beats()
+
     def _server_log(self) -> str:
         path = self._flower / "logs" / "serverapp.log"
         return path.read_text(errors="replace")[-2000:] if path.is_file() else ""
 
-    def _failure(self, subject: str, expected: str, output: str) -> TransportError:
-        lines = [line.strip() for line in output.splitlines() if line.strip()]
-        remedy = f"Nothing is lost. Read {self._flower / 'logs'}, then run the command again."
-        return TransportError(subject, expected=expected, got=lines[-1][:300] if lines else "no answer", remedy=remedy)
-
     def stop(self) -> None:
         """End everything within a few seconds; safe to call twice."""
-        children, self._children = list(self._children.values()), {}
-        if children:
+        if self._supervisor.pids():
             with suppress(OSError):
                 (self._flower / "stop").touch()
-        terminate_all(children)
+        self._supervisor.stop()
         self._stack.close()
+
+    def num_restarts(self) -> dict[str, int]:
+        """How often every program was started again."""
+        return self._supervisor.num_restarts()
 
     def info(self) -> dict[str, object]:
         """What runs: process ids, the Flower run id, how often things were started again."""
+        restarts = self.num_restarts()
         return {
-            **{f"{name}_pid": child.pid for name, child in self._children.items()},
+            **{f"{name}_pid": pid for name, pid in self._supervisor.pids().items()},
             "run_id": self._run_ids[-1] if self._run_ids else None,
             "num_runs": len(self._run_ids),
-            "num_restarts": sum(self._num_restarts.values()),
+            "num_restarts": sum(restarts.values()),
+            "restarts": restarts,
             "address": f"{self._host}:{self._port}",
             "pid": os.getpid(),
         }
-
-
-def _outputs(commands: Mapping[str, "subprocess.Popen[str]"]) -> dict[str, str]:
-    """Wait for short commands that run at the same time; whatever happens, none of them stays."""
-    try:
-        return {name: process.communicate(timeout=_COMMAND_TIMEOUT_S)[0] for name, process in commands.items()}
-    except subprocess.TimeoutExpired as error:
-        raise TransportError("flwr", expected=f"an answer within {_COMMAND_TIMEOUT_S:.0f} s") from error
-    finally:
-        for process in commands.values():
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-
-
-def _parse(output: str) -> dict[str, object]:
-    """The JSON object in a command's output, empty when there is none."""
-    start = output.find("{")
-    with suppress(ValueError):
-        found = json.loads(output[start:]) if start >= 0 else {}
-        return found if isinstance(found, dict) else {}
-    return {}

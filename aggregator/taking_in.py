@@ -2,7 +2,8 @@
 
 What arrived lies in a folder that the ServerApp can write to. So a submission is first copied to where only this
 process writes, and verified there. Once its answer is on disk, what arrived is thrown away: of an accepted submission
-the verified copy stays, of a refused one its receipt.
+the verified copy stays, of a refused one its receipt. What screening finds implausible waits in quarantine, without an
+answer, until a person has decided; in `incoming/` an empty folder says that it need not be fetched again.
 """
 
 import shutil
@@ -12,9 +13,11 @@ from pathlib import Path
 
 from aggregator.config import Federation
 from aggregator.delivery import MAX_SUBMISSIONS, TOO_LARGE, TOO_MANY
+from aggregator.examination import Examiner
 from aggregator.intake import Expectation, Intake, submission_bytes, submission_entries, verify_submission
-from aggregator.registry import card_of, check_ledger, remember_ledger, signing_key
-from ddm.errors import ArchipelagoError, PolicyError, ReplayError
+from aggregator.quarantine import Decision, Held, SetAside, decision_on, held, set_aside
+from aggregator.registry import check_ledger, remember_ledger, signing_key, taking_part
+from ddm.errors import ArchipelagoError, PolicyError, RefusedError, ReplayError
 from ddm.files import copy_tree_bounded, locked, read_bounded, sync_folder, write_atomic
 from ddm.plan_files import PlanFiles
 from ddm.protocol.base import now_utc
@@ -32,14 +35,23 @@ class IntakeDesk:
         federation: the operator's folder.
         receipt_key: signs receipts; the plan names it.
         on_verdict: called with every receipt written.
+        on_set_aside: called with what goes into quarantine.
     """
 
-    def __init__(self, federation: Federation, receipt_key: SigningKey, on_verdict: Callable[[Receipt], None]) -> None:
+    def __init__(
+        self,
+        federation: Federation,
+        receipt_key: SigningKey,
+        on_verdict: Callable[[Receipt], None],
+        on_set_aside: Callable[[SetAside], None] = lambda why: None,
+    ) -> None:
         self.federation = federation
         self.key = receipt_key
         self.on_verdict = on_verdict
+        self.on_set_aside = on_set_aside
         self.plan, self.plan_digest = federation.current_plan()
         self.files = PlanFiles.load(self.plan, federation.plan_targets(self.plan.plan_id))
+        self.examiner = Examiner(federation, self.plan)
 
     def locked(self) -> AbstractContextManager[None]:
         """Hold intake for one process at a time.
@@ -50,25 +62,27 @@ class IntakeDesk:
         self.federation.accepted.mkdir(parents=True, exist_ok=True)
         return locked(self.federation.accepted, "intake")
 
-    def waiting_for(self) -> list[str]:
-        """List the silos of which more is expected."""
-        return [silo_id for silo_id in self.plan.silos if not self._final(silo_id).exists()]
-
     def step(self) -> int:
         """Answer every submission that has no answer yet, and finish what a crash left half done.
 
         Returns:
             How many were answered.
         """
-        answered = 0
+        answered = sum(self._settle(each) for each in held(self.federation, self.plan.plan_id))
+        waiting = {(each.why.silo_id, each.why.sequence) for each in held(self.federation, self.plan.plan_id)}
         for silo_id in self.plan.silos:
             self._conclude(silo_id)
             for path in self._arrived(silo_id):
-                if not self._receipt(silo_id, int(path.stem)).exists():
+                sequence = int(path.stem)
+                known = (silo_id, sequence) in waiting or self._receipt(silo_id, sequence).exists()
+                if not known:
                     self._answer(silo_id, path)
                     self._conclude(silo_id)
-                    answered += 1
-                _discard(path)
+                if self._receipt(silo_id, sequence).exists():
+                    answered += not known
+                    _discard(path)
+                elif path.is_dir() and not path.is_symlink():
+                    _empty(path)
         return answered
 
     def _arrived(self, silo_id: str) -> list[Path]:
@@ -93,7 +107,34 @@ class IntakeDesk:
         if isinstance(receipt.verdict, Accepted) or last > MAX_SUBMISSIONS:
             write_atomic(self._final(silo_id), b"")
 
+    def _settle(self, each: Held) -> int:
+        """Carry out what was decided about a submission in quarantine, if it was; return how many were answered."""
+        silo_id, sequence = each.why.silo_id, each.why.sequence
+        answered = self._receipt(silo_id, sequence).exists()
+        if not answered:
+            decision = decision_on(self.federation, each.why.submission_digest)
+            if decision is None:
+                return 0
+            self._sign(silo_id, sequence, each.why.submission_digest, self._carry_out(each, decision))
+        shutil.rmtree(each.folder)
+        self._conclude(silo_id)
+        return int(not answered)
+
+    def _carry_out(self, each: Held, decision: Decision) -> Accepted | Refused:
+        silo_id, sequence = each.why.silo_id, each.why.sequence
+        if decision.verdict == "refused":
+            reason = f"submission {sequence}: set aside at screening, then refused by a person: {decision.reason}"
+            return Refused(code=RefusedError.exit_code, reason=reason)
+        verified = each.submission if each.submission.is_dir() else self._accepted(silo_id)
+        try:
+            self._check_fetched(silo_id, each.folder, sequence)
+            self._keep(silo_id, self._verify(silo_id, verified, sequence), verified)
+        except ArchipelagoError as error:
+            return Refused(code=error.exit_code, reason=str(error)[:400])
+        return Accepted()
+
     def _answer(self, silo_id: str, path: Path) -> None:
+        """Accept, refuse or set aside what arrived."""
         sequence = int(path.stem)
         part = self._accepted(silo_id).with_suffix(".part")
         digest = None
@@ -105,11 +146,37 @@ class IntakeDesk:
             copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
             taken = self._verify(silo_id, part, sequence)
             digest = taken.digest
+            if self._set_aside(taken, sequence, part):
+                return
             self._keep(silo_id, taken, part)
             verdict = Accepted()
         except ArchipelagoError as error:
             shutil.rmtree(part, ignore_errors=True)
             verdict = Refused(code=error.exit_code, reason=str(error)[:400])
+        self._sign(silo_id, sequence, digest, verdict)
+
+    def _set_aside(self, taken: Intake, sequence: int, verified: Path) -> bool:
+        """Move an implausible submission into quarantine, unless a person admitted it."""
+        silo_id = taken.submission.silo_id
+        examination = self.examiner.examine(silo_id, taken.submission, taken.digest, verified)
+        reasons = self.examiner.faults(examination, self.examiner.accepted())
+        decision = decision_on(self.federation, examination.submission_digest)
+        if not reasons or (decision and decision.verdict == "admitted"):
+            return False
+        why = SetAside(
+            plan_id=self.plan.plan_id,
+            silo_id=silo_id,
+            sequence=sequence,
+            submission_digest=examination.submission_digest,
+            reasons=tuple(reasons),
+            figures=self.examiner.ratios(examination),
+            at=now_utc(),
+        )
+        set_aside(self.federation, why, verified)
+        self.on_set_aside(why)
+        return True
+
+    def _sign(self, silo_id: str, sequence: int, digest: str | None, verdict: Accepted | Refused) -> None:
         receipt = Receipt(
             plan_id=self.plan.plan_id,
             plan_digest=self.plan_digest,
@@ -131,11 +198,14 @@ class IntakeDesk:
             raise PolicyError(f"submission {sequence}", expected="a size within the plan's limits", got="a larger one")
 
     def _verify(self, silo_id: str, folder: Path, sequence: int) -> Intake:
+        card = taking_part(self.federation, self.plan).get(silo_id)
+        if card is None:
+            raise PolicyError(f"silo {silo_id}", expected="one that takes part in the plan", got="one that was removed")
         expected = Expectation(
             plan=self.plan,
             plan_digest=self.plan_digest,
             silo_id=silo_id,
-            key=signing_key(card_of(self.federation, silo_id)),
+            key=signing_key(card),
             sequence=sequence,
             files=self.files,
             now=now_utc(),
@@ -147,10 +217,11 @@ class IntakeDesk:
     def _keep(self, silo_id: str, taken: Intake, part: Path) -> None:
         """Keep the very bytes that were verified, by one rename; what is there was kept before a crash."""
         final = self._accepted(silo_id)
-        if final.exists():
-            shutil.rmtree(final)
-        part.rename(final)
-        sync_folder(final.parent)
+        if part != final:
+            if final.exists():
+                shutil.rmtree(final)
+            part.rename(final)
+            sync_folder(final.parent)
         remember_ledger(self.federation, silo_id, self.plan.plan_id, taken.submission.ledger.chain)
 
     def _accepted(self, silo_id: str) -> Path:
@@ -161,6 +232,12 @@ class IntakeDesk:
 
     def _final(self, silo_id: str) -> Path:
         return self.federation.receipts / self.plan.plan_id / silo_id / "final"
+
+
+def _empty(folder: Path) -> None:
+    """Throw away what lies elsewhere by now, and keep the folder's name."""
+    for path in folder.iterdir():
+        _discard(path)
 
 
 def _discard(path: Path) -> None:

@@ -15,11 +15,12 @@ from cryptography.hazmat.primitives.serialization import (
     KeySerializationEncryption,
     NoEncryption,
     PrivateFormat,
+    load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ddm.errors import SetupError
-from ddm.files import write_atomic
+from ddm.errors import PassphraseError, SetupError
+from ddm.files import require_file, write_atomic
 
 _LIFETIME = timedelta(days=3653)
 # Clocks of other machines may be behind.
@@ -56,6 +57,34 @@ def make_tls(folder: Path, hosts: Iterable[str], *, passphrase: bytes | None = N
     ca_pem = ca.public_bytes(Encoding.PEM)
     write_atomic(folder / "ca.pem", ca_pem)
     return ca_pem
+
+
+def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
+    """Make a new server key and certificate, by the same authority and for the same names.
+
+    Args:
+        folder: the present `ca.pem`, `ca.key` and `server.pem`.
+        into: where the new `server.key` and `server.pem` go.
+        passphrase: opens `ca.key`.
+
+    Raises:
+        MissingFileError: the authority's key was moved away.
+        PassphraseError: the passphrase does not open it.
+    """
+    require_file(folder / "ca.key", "the authority's key", "Bring it back from offline storage for this command.")
+    try:
+        ca_key = load_pem_private_key((folder / "ca.key").read_bytes(), passphrase)
+    except (ValueError, TypeError) as error:
+        raise PassphraseError("ca.key", expected="the passphrase of this key", got="another") from error
+    ca = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+    old = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
+    names = list(old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
+        raise SetupError("ca.key", expected="the key of ca.pem", got="another")
+    key = ec.generate_private_key(ec.SECP256R1())
+    into.mkdir(parents=True)
+    _write_key(into / "server.key", key, NoEncryption())
+    write_atomic(into / "server.pem", _server(key, ca, ca_key, names).public_bytes(Encoding.PEM))
 
 
 def _alternative_names(hosts: Iterable[str]) -> list[x509.GeneralName]:

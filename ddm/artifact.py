@@ -6,6 +6,8 @@ from pathlib import Path
 from ddm.ensemble import Ensemble
 from ddm.models import load_expert
 from ddm.plan_files import PlanFiles
+from ddm.protocol.manifest import Manifest
+from ddm.protocol.plan import Plan
 from ddm.release import Release, open_release
 from ddm.routers.loading import load_router
 from ddm.schedule import LinearPath
@@ -36,8 +38,26 @@ def load_ensemble(release: Release) -> Ensemble:
         DocumentError: the manifest describes a router that this version would not apply.
         TensorFileError: a tensor file is not what the plan implies.
     """
-    plan, manifest = release.plan, release.manifest
-    architecture, shape, folder = plan.expert.architecture, plan.data.shape, release.folder
+    return build_ensemble(release.plan, release.manifest, release.folder)
+
+
+def build_ensemble(plan: Plan, manifest: Manifest, folder: Path) -> Ensemble:
+    """Build the experts and the router that a manifest lists, each file checked against its digest there.
+
+    Whether plan and manifest are to be believed is the caller's business: `load_ensemble` knows it from signatures, the
+    aggregator because it has just written them.
+
+    Args:
+        plan: the plan.
+        manifest: lists the experts and describes the router.
+        folder: holds `plan/`, `silos/` and the router.
+
+    Raises:
+        DigestError: a file is not the one that the documents list.
+        DocumentError: the manifest describes a router that this version would not apply.
+        TensorFileError: a tensor file is not what the plan implies.
+    """
+    architecture, shape = plan.expert.architecture, plan.data.shape
     sketch = PlanFiles.load(plan, folder).sketch
     return Ensemble(
         experts=[load_expert(architecture, shape, folder, expert.file) for expert in manifest.experts],

@@ -19,7 +19,8 @@ import typer
 from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError
 
 EXIT_INTERRUPTED = 130
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Also what turns the direction of writing, breaks a line or has no width, and halves of characters.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 EXIT_TERMINATED = 143
 EXIT_OS = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

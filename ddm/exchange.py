@@ -79,6 +79,26 @@ class StatusFile(Status):
     plan_id: PlanId
 
 
+def first_of(spans: Iterable[Span], max_bytes: int) -> tuple[Span, ...]:
+    """The beginning of a run of ranges.
+
+    Args:
+        spans: the ranges.
+        max_bytes: how much of them.
+
+    Returns:
+        Whole ranges while they fit, then the beginning of the next one.
+    """
+    found: list[Span] = []
+    for span in spans:
+        length = min(span.num_bytes, max_bytes)
+        if length == 0 and span.num_bytes > 0:
+            break
+        found.append(Span(path=span.path, offset=span.offset, num_bytes=length))
+        max_bytes -= length
+    return tuple(found)
+
+
 def check_index(files: Iterable[FileEntry]) -> None:
     """Refuse two files that one folder cannot hold: equal names, or a name that is also a folder.
 
@@ -163,7 +183,7 @@ class Report(_Indexed):
 
 
 class Shards(Model):
-    """The ranges asked for, in that order."""
+    """The ranges asked for, in that order, or the beginning of them: a silo may give less than it is asked for."""
 
     kind: Literal["shards"] = "shards"
     code: Code = 0
@@ -196,10 +216,10 @@ class Envelope(Generic[MessageT]):
     message: MessageT
     data: bytes = b""
 
-    def pieces(self) -> list[bytes]:
-        """The data, cut by the message's spans."""
-        cut, start = [], 0
+    def pieces(self) -> list[memoryview]:
+        """The data, cut by the message's spans; nothing is copied."""
+        cut, start, data = [], 0, memoryview(self.data)
         for span in getattr(self.message, "spans", ()):
-            cut.append(self.data[start : start + span.num_bytes])
+            cut.append(data[start : start + span.num_bytes])
             start += span.num_bytes
         return cut

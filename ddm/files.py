@@ -1,5 +1,6 @@
 """How files are written and read safely: atomically, bounded, one process at a time."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ddm.errors import BusyError, FormatError, MissingFileError, UnsafePathError
+
+_COPY_BYTES = 1 << 20
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
@@ -156,9 +159,13 @@ def locked(folder: Path, holder: str) -> Iterator[None]:
 def copy_tree_bounded(source: Path, destination: Path, *, max_bytes: int, most: int = 300) -> None:
     """Copy the regular files of a hostile folder durably, following no link and stopping at `max_bytes` in all.
 
+    The copies are files of their own, which nobody who can write to `source` can write to: a rename or a hard link
+    would leave open whatever was open. The kernel moves the bytes, shares the blocks where the file system can, and
+    holes stay holes, so that this costs neither memory nor, at best, time.
+
     Raises:
         UnsafePathError: a link, a special file, or more than `most` files and folders.
-        FormatError: more than `max_bytes`.
+        FormatError: more than `max_bytes`, or a file that became shorter meanwhile.
     """
     files, left = list_files(source, most=most), max_bytes
     destination.mkdir(parents=True, exist_ok=True)
@@ -166,11 +173,45 @@ def copy_tree_bounded(source: Path, destination: Path, *, max_bytes: int, most: 
         target = destination / name
         target.parent.mkdir(parents=True, exist_ok=True)
         with _open_regular(path, name) as reader, target.open("xb") as writer:
-            while chunk := reader.read(1 << 20):
-                left -= len(chunk)
-                if left < 0:
-                    raise FormatError(source.name, expected=f"at most {max_bytes} bytes in all", got="more")
-                writer.write(chunk)
-            writer.flush()
+            size = os.fstat(reader.fileno()).st_size
+            left -= size
+            if left < 0:
+                raise FormatError(source.name, expected=f"at most {max_bytes} bytes in all", got="more")
+            os.ftruncate(writer.fileno(), size)
+            for start, end in _data_ranges(reader.fileno(), size):
+                _copy_range(reader.fileno(), writer.fileno(), start, end, name)
             os.fsync(writer.fileno())
     sync_tree(destination)
+
+
+def _data_ranges(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a file's first `size` bytes that are no holes."""
+    end = 0
+    while end < size:
+        try:
+            start = os.lseek(descriptor, end, os.SEEK_DATA)
+            end = min(os.lseek(descriptor, start, os.SEEK_HOLE), size)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole follows
+                return
+            raise
+        if start < end:
+            yield start, end
+
+
+def _copy_range(reader: int, writer: int, start: int, end: int, subject: str) -> None:
+    in_kernel = hasattr(os, "copy_file_range")
+    while start < end:
+        try:
+            if in_kernel:
+                copied = os.copy_file_range(reader, writer, end - start, start, start)
+            else:
+                copied = os.pwrite(writer, os.pread(reader, min(end - start, _COPY_BYTES), start), start)
+        except OSError as error:
+            if not in_kernel or error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            in_kernel = False  # between two file systems, or one that cannot
+            continue
+        if copied == 0:
+            raise FormatError(subject, expected=f"{end} bytes", got="a file that became shorter")
+        start += copied

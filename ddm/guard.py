@@ -83,10 +83,26 @@ class RotatingLog:
             self._num_bytes += len(data)
 
 
+def _input_pipe() -> int:
+    """Read a length in 4 bytes, then so many bytes, from the supervisor; return a pipe that holds them and ends."""
+    data = _read_exactly(int.from_bytes(_read_exactly(4), "big"))
+    read_fd, write_fd = os.pipe()
+    os.write(write_fd, data)
+    os.close(write_fd)
+    return read_fd
+
+
+def _read_exactly(num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes and (piece := os.read(0, num_bytes - len(data))):
+        data += piece
+    return data
+
+
 class _Guard:
     """One program, its output pipe and the pipe that ties it to the supervisor."""
 
-    def __init__(self, command: list[str], log: RotatingLog, grace_s: float) -> None:
+    def __init__(self, command: list[str], log: RotatingLog, grace_s: float, input_fd: int) -> None:
         self._log, self._grace_s = log, grace_s
         self._stopping = False
         self._wake_fd, wake_write_fd = os.pipe()
@@ -98,8 +114,10 @@ class _Guard:
         self._output_fd, write_fd = os.pipe()
         os.set_blocking(self._output_fd, False)
         self._program = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=write_fd, stderr=write_fd, preexec_fn=_preexec(os.getpid())
+            command, stdin=input_fd, stdout=write_fd, stderr=write_fd, preexec_fn=_preexec(os.getpid())
         )
+        if input_fd >= 0:
+            os.close(input_fd)
         os.close(write_fd)
         self._returncode: int | None = None
 
@@ -211,7 +229,8 @@ def main(arguments: list[str]) -> int:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     log = RotatingLog(Path(settings["log_path"]), int(settings["log_bytes"]))
     try:
-        guard = _Guard(arguments[2:], log, float(settings["grace_s"]))
+        input_fd = _input_pipe() if settings["input"] else subprocess.DEVNULL
+        guard = _Guard(arguments[2:], log, float(settings["grace_s"]), input_fd)
     except OSError as error:
         log.write(f"cannot start {arguments[2]}: {error.strerror}\n".encode())
         return 127

@@ -1,14 +1,13 @@
 """Images from an npz into one tensor of the plan's shape and range, or a refusal that names no value and no path."""
 
-import zipfile
-import zlib
+import os
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ddm.errors import DataError
+from ddm.errors import ArchipelagoError, DataError
 from ddm.files import require_file
 from ddm.protocol.plan import DataSpec
 
@@ -26,19 +25,35 @@ def read_images(path: Path, spec: DataSpec) -> Tensor:
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: not an npz of images, none in it, or of another shape or range.
+        DataError: not an npz of images, none in it, more than there is memory for, or of another shape or range.
     """
     require_file(path, "an npz of images")
-    return torch.from_numpy(_fit(_read_npz(path), spec)).contiguous()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.from_numpy(_fit(read_array(path, "images", max_bytes=memory), spec)).contiguous()
 
 
-def _read_npz(path: Path) -> np.ndarray:
+def read_array(path: Path, name: str, *, max_bytes: int) -> np.ndarray:
+    """Read one array of an npz; its size is known before it is unpacked.
+
+    Args:
+        path: the file.
+        name: of the array.
+        max_bytes: most bytes that it may have, unpacked, with its header.
+
+    Raises:
+        DataError: not an npz, no such array, one that is too large, or one of pickled objects.
+    """
     try:
         with path.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
-            if "images" not in archive.files:
-                raise DataError("data file", expected="an array called images", got=f"{len(archive.files)} others")
-            return np.asarray(archive["images"])
-    except (ValueError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            if name not in archive.files:
+                raise DataError("data file", expected=f"an array called {name}", got=f"{len(archive.files)} others")
+            size = next(entry.file_size for entry in archive.zip.infolist() if entry.filename in (name, f"{name}.npy"))
+            if size > max_bytes:
+                raise DataError(name, expected=f"at most {max_bytes} bytes, unpacked", got=f"{size}")
+            return np.asarray(archive[name])
+    except ArchipelagoError:
+        raise
+    except Exception as error:  # whatever zip, its five compressions and the array's header may raise
         raise DataError("data file", expected="an npz without pickled objects", got="something else") from error
 
 
@@ -55,7 +70,8 @@ def _fit(array: np.ndarray, spec: DataSpec) -> np.ndarray:
         return (low + (high - low) * share).astype(np.float32)
     if array.dtype.kind != "f":
         raise DataError("image values", expected="floating point, uint8 or uint16", got=str(array.dtype))
-    array = array.astype(np.float32)
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
+        array = array.astype(np.float32)
     if not np.isfinite(array).all():
         raise DataError("image values", expected="finite numbers", got="some that are not")
     if array.min() < low - 1e-5 or array.max() > high + 1e-5:

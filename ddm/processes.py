@@ -5,9 +5,7 @@ program dies, or when this process dies, however it dies (kill -9 included).
 
 A supervisor looks like this; `SIGTERM` and Ctrl-C both end in `finally`, and a second Ctrl-C changes nothing:
 
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_on_signals()
     child = spawn([...], log_path=...)
     try:
         while child.running() and not stop.wait(1.0):
@@ -22,10 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from ddm import guard
 from ddm.errors import MissingFileError, TransportError
@@ -129,6 +129,7 @@ def spawn(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     grace_s: float = 3.0,
+    input_bytes: bytes | None = None,
 ) -> Child:
     """Start a program under guard, its output appended to a log file that rotates at 16 MiB.
 
@@ -139,12 +140,17 @@ def spawn(
         env: its whole environment; this process's when omitted.
         cwd: its working folder; this process's when omitted.
         grace_s: seconds between the polite signal and the next harsher one.
+        input_bytes: what the program reads on its standard input, a few KiB at most; it goes through pipes only,
+            never through a command line, an environment or a disk. Nothing when omitted.
 
     Returns:
         The running child.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps({"log_path": str(log_path.absolute()), "log_bytes": _LOG_BYTES, "grace_s": grace_s})
+    given = input_bytes is not None
+    settings = json.dumps(
+        {"log_path": str(log_path.absolute()), "log_bytes": _LOG_BYTES, "grace_s": grace_s, "input": given}
+    )
     process = subprocess.Popen(
         [sys.executable, "-I", "-m", "ddm.guard", settings, "--", *command],
         stdin=subprocess.PIPE,
@@ -154,6 +160,11 @@ def spawn(
         cwd=cwd,
         start_new_session=True,
     )
+    if input_bytes is not None and process.stdin:
+        # A guard that cannot start closes its end; the child then shows as ended.
+        with suppress(BrokenPipeError):
+            process.stdin.write(len(input_bytes).to_bytes(4, "big") + input_bytes)
+            process.stdin.flush()
     return Child(name, process, log_path, grace_s)
 
 
@@ -169,6 +180,22 @@ def terminate_all(children: Iterable[Child]) -> None:
     for child in remaining:
         if not child.wait(child.stop_timeout_s()):
             child.kill()
+
+
+def stop_on_signals() -> threading.Event:
+    """Make SIGINT and SIGTERM set an event instead of interrupting.
+
+    Returns:
+        The event.
+    """
+    stop = threading.Event()
+
+    def request(signum: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, request)
+    return stop
 
 
 def program(name: str) -> Path:

@@ -14,6 +14,7 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.manifest import Manifest, PublishedSilo
 from ddm.protocol.plan import Plan, SiloClusterPartition
 from ddm.protocol.submission import Submission
+from ddm.trust.model_signature import MAX_MODEL_SIGNATURE_BYTES, MODEL_SIGNATURE_NAME, check_model_signature
 from ddm.trust.verify import VerifiedRelease, verify_release
 
 MAX_ROOT_BYTES = 1 << 20
@@ -101,10 +102,10 @@ def open_release(
     )
 
 
-def _read(verified: VerifiedRelease, name: str) -> bytes:
+def _read(verified: VerifiedRelease, name: str, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
     if name not in verified.files:
         raise DigestError(name, expected="a signed file of this name", got="none")
-    data = read_bounded(verified.files[name].path, MAX_DOCUMENT_BYTES, subject=name)
+    data = read_bounded(verified.files[name].path, limit, subject=name)
     if sha256_hex(data) != verified.files[name].digest:
         raise DigestError(name, expected="the bytes that were verified a moment ago", got="others")
     return data
@@ -129,6 +130,7 @@ def _check_together(
         _check_claims(silo, submissions[silo.silo_id])
     _check_experts(plan, manifest, submissions)
     _check_files(verified, plan, manifest)
+    _check_model_signature(verified)
 
 
 def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:
@@ -189,6 +191,14 @@ def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
         signed = verified.files.get(file.path)
         if signed is None or (signed.bytes, signed.digest) != (file.bytes, file.digest):
             raise DigestError(file.path, expected="the digest that the manifest or plan lists", got="another")
-    extra = set(verified.files) - {file.path for file in listed} - {"manifest.json", "model.sig"}
+    extra = set(verified.files) - {file.path for file in listed} - {"manifest.json", MODEL_SIGNATURE_NAME}
     if extra:
         raise DigestError(min(extra), expected="a file that the manifest lists", got="one that it does not")
+
+
+def _check_model_signature(verified: VerifiedRelease) -> None:
+    """Whoever goes by `model.sig`, where there is one, is told of the same files; its key is not for TUF to know."""
+    if MODEL_SIGNATURE_NAME in verified.files:
+        data = _read(verified, MODEL_SIGNATURE_NAME, MAX_MODEL_SIGNATURE_BYTES)
+        others = {name: file.digest for name, file in verified.files.items() if name != MODEL_SIGNATURE_NAME}
+        check_model_signature(data, verified.plan_id, others)

@@ -9,7 +9,9 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddm.errors import SetupError
-from ddm.files import require_file, write_atomic
+from ddm.files import read_bounded, require_file, write_atomic
+
+MAX_SETTINGS_BYTES = 16 * 1024  # a name of 30,000 parts takes tomllib gigabytes
 
 
 class Settings(BaseModel):
@@ -26,16 +28,18 @@ def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
 
     Raises:
         MissingFileError: there is no such file.
+        FormatError: it is longer than `MAX_SETTINGS_BYTES`.
         SetupError: it is not TOML, or a field is wrong; the message names it.
     """
     require_file(path, "a configuration file")
+    data = read_bounded(path.resolve(), MAX_SETTINGS_BYTES, subject=str(path))
     try:
         # Through JSON, because strict parts of a document take JSON's arrays for tuples but not Python's lists.
-        return model.model_validate_json(json.dumps(tomllib.loads(path.read_text("utf-8"))))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:
-        raise SetupError(str(path), expected="TOML", got=str(error)) from error
+        return model.model_validate_json(json.dumps(tomllib.loads(data.decode("utf-8"))))
     except ValidationError as error:
         raise misfit(path, error) from error
+    except (ValueError, TypeError, RecursionError) as error:  # ValueError: a number of 5,000 digits
+        raise SetupError(str(path), expected="TOML", got=str(error)) from error
 
 
 def misfit(path: Path, error: ValidationError) -> SetupError:

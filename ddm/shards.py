@@ -86,24 +86,16 @@ def file_digest(folder: Path, relative: str) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def first_spans(files: Iterable[FileEntry], max_bytes: int) -> tuple[Span, ...]:
-    """The ranges that make up the beginning of an index.
+def whole_spans(files: Iterable[FileEntry]) -> Iterator[Span]:
+    """The ranges that make up an index: every file from its first byte to its last.
 
     Args:
         files: the index.
-        max_bytes: how much of it.
 
-    Returns:
-        Whole files while they fit, then the beginning of the next one.
+    Yields:
+        One range a file.
     """
-    found: list[Span] = []
-    for entry in files:
-        length = min(entry.num_bytes, max_bytes)
-        if length == 0 and entry.num_bytes > 0:
-            break
-        found.append(Span(path=entry.path, offset=0, num_bytes=length))
-        max_bytes -= length
-    return tuple(found)
+    return (Span(path=entry.path, offset=0, num_bytes=entry.num_bytes) for entry in files)
 
 
 def read_spans(folder: Path, spans: Iterable[Span]) -> bytes:
@@ -190,18 +182,23 @@ class PartFolder:
             progress = _Progress(files=self.files, ranges={})
         self._ranges = {path: list(ranges) for path, ranges in progress.ranges.items()}
 
-    def missing(self, max_span_bytes: int) -> list[Span]:
+    def missing(self, max_span_bytes: int, *, coming: Iterable[Span] = ()) -> list[Span]:
         """The ranges still to come, in the index's order, each at most `max_span_bytes` long.
 
         Args:
             max_span_bytes: longest range.
+            coming: ranges that are on their way, however they were cut; nothing of them is named again.
 
         Returns:
             At most `MAX_SPANS` ranges; an empty file is a range of length 0.
         """
+        held: dict[str, list[tuple[int, int]]] = {path: list(ranges) for path, ranges in self._ranges.items()}
+        for span in coming:
+            held.setdefault(span.path, []).append((span.offset, span.offset + span.num_bytes))
         found: list[Span] = []
         for entry in self.files:
-            for start, end in _gaps(self._ranges.get(entry.path), entry.num_bytes):
+            ranges = held.get(entry.path)
+            for start, end in _gaps(_merged(ranges) if ranges else None, entry.num_bytes):
                 for offset in range(start, max(end, start + 1), max_span_bytes):
                     length = min(max_span_bytes, end - offset)
                     found.append(Span(path=entry.path, offset=offset, num_bytes=length))
@@ -209,7 +206,7 @@ class PartFolder:
                         return found
         return found
 
-    def write(self, pieces: Iterable[tuple[Span, bytes]]) -> None:
+    def write(self, pieces: Iterable[tuple[Span, bytes | memoryview]]) -> None:
         """Store ranges durably; ranges already held are written again without harm.
 
         Args:

@@ -1,17 +1,19 @@
 """What is in this safetensors file, before and after it is trusted: bounded header, exact shapes, finite values.
 
 A safetensors file is eight bytes (the header's length, little-endian), a JSON header, and the tensors' bytes. The
-header is parsed here, with every bound checked, before a tensor is made; that needs no torch. A file is read once, so
-what is checked, digest included, are the very bytes that become tensors.
+header is parsed here, with every bound checked, before a tensor is made; that needs no torch. A file is read once, and
+each block of it is hashed, and its values checked, while the processor still holds it. So what is checked, digest
+included, are the very bytes that become tensors, and a file that is only checked takes one block of memory.
 """
 
 import hashlib
 import json
 import math
+import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -43,7 +45,7 @@ _TORCH_NAMES = {
     "BOOL": "bool",
 }
 _ALIGNMENT = 8
-_CHUNK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
 _HEADER_ENTRY = 160  # no header says more of a tensor than this and its name
 
 
@@ -79,9 +81,7 @@ def read_header(path: Path, *, max_bytes: int) -> Mapping[str, TensorSpec]:
         TensorFileError: not a regular file, too large, a pickle, or a header that breaks any rule of the format.
     """
     with _open_bounded(path, max_bytes) as (handle, size):
-        length = _header_length(handle.read(8), size, path.name)
-        header = handle.read(length)
-    return _parse_header(header, size - 8 - length, path.name)
+        return _read_header(_Once(handle, size, None), None, path.name)[0]
 
 
 def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], subject: str) -> None:
@@ -108,7 +108,7 @@ def load_tensors(
     max_abs: float | None = None,
     digest: str | None = None,
 ) -> "dict[str, torch.Tensor]":
-    """Load a file: read it once, check its digest, its header, then its values.
+    """Load a file: read it once and check its header, its values and its digest.
 
     Args:
         path: the file.
@@ -121,56 +121,147 @@ def load_tensors(
         Name to tensor, on the CPU, side by side in one piece of memory as large as the file.
 
     Raises:
-        DigestError: other bytes than those of `digest`.
+        DigestError: other bytes than those of `digest`, whatever else is wrong with them.
         TensorFileError: anything else that does not hold, NaN and infinity included.
     """
     import torch
 
     subject = path.name
-    data = _read_whole(path, max_bytes)
-    if digest is not None and (found := hashlib.sha256(data).hexdigest()) != digest:
-        raise DigestError(subject, expected=f"sha256 {digest[:16]}...", got=f"{found[:16]}...")
-    length = _header_length(data[:8], len(data), subject)
-    offset = 8 + length
-    header = _parse_header(bytes(data[8:offset]), len(data) - offset, subject)
-    if expected is not None:
-        check_tensors(header, expected, subject)
+    with _open_bounded(path, max_bytes) as (handle, size):
+        data, file = _memory(size), _Once(handle, size, digest)
+        with file.verified(subject):
+            header, offset = _read_header(file, expected, subject)
+            for name, block in _blocks(header, offset):
+                file.readinto(data[block], subject)
+                _check_values(data[block], header[name].dtype, f"{subject}, tensor {name}", max_abs)
     tensors: dict[str, torch.Tensor] = {}
     for name, spec in header.items():  # in the order of their bytes, side by side
         dtype = getattr(torch, _TORCH_NAMES[spec.dtype])
         flat = torch.frombuffer(data, dtype=dtype, count=math.prod(spec.shape), offset=offset)
         tensors[name] = flat.reshape(spec.shape)
-        _check_values(tensors[name], f"{subject}, tensor {name}", max_abs)
         offset += spec.bytes
     return tensors
 
 
+def check_file(
+    path: Path,
+    expected: Mapping[str, TensorSpec],
+    *,
+    max_bytes: int,
+    max_abs: float | None = None,
+    digest: str | None = None,
+) -> None:
+    """Check a file as `load_tensors` does, and keep nothing of it.
+
+    Args:
+        path: the file.
+        expected: exactly what must be in it.
+        max_bytes: most bytes the whole file may have.
+        max_abs: largest magnitude any floating-point value may have.
+        digest: the sha256 that was signed or listed for it.
+
+    Raises:
+        DigestError: other bytes than those of `digest`, whatever else is wrong with them.
+        TensorFileError: anything else that does not hold, NaN and infinity included.
+    """
+    subject, room = path.name, memoryview(bytearray(_BLOCK_BYTES))
+    with _open_bounded(path, max_bytes) as (handle, size):
+        file = _Once(handle, size, digest)
+        with file.verified(subject):
+            header, offset = _read_header(file, expected, subject)
+            for name, block in _blocks(header, offset):
+                view = room[: block.stop - block.start]
+                file.readinto(view, subject)
+                _check_values(view, header[name].dtype, f"{subject}, tensor {name}", max_abs)
+
+
+class _Once:
+    """A file read from its first byte to its last, once, and hashed on the way if somebody listed its digest."""
+
+    def __init__(self, handle: BinaryIO, size: int, digest: str | None) -> None:
+        self._handle, self.size, self._digest = handle, size, digest
+        self._sha256 = hashlib.sha256()
+
+    def read(self, num_bytes: int) -> bytes:
+        data = self._handle.read(num_bytes)
+        self._hash(data)
+        return data
+
+    def readinto(self, view: memoryview, subject: str) -> None:
+        if self._handle.readinto(view) != len(view):  # type: ignore[attr-defined]
+            raise TensorFileError(subject, expected="as many bytes as when it was opened", got="fewer")
+        self._hash(view)
+
+    def _hash(self, data: bytes | memoryview) -> None:
+        if self._digest is not None:
+            self._sha256.update(data)
+
+    @contextmanager
+    def verified(self, subject: str) -> Iterator[None]:
+        """Other bytes than the listed ones are reported as that, and as nothing else that may be wrong with them."""
+        try:
+            yield
+        except TensorFileError:
+            self._compare(subject)
+            raise
+        self._compare(subject)
+
+    def _compare(self, subject: str) -> None:
+        if self._digest is None:
+            return
+        left = self.size - self._handle.tell()
+        while left > 0 and (chunk := self._handle.read(min(left, _BLOCK_BYTES))):
+            self._sha256.update(chunk)
+            left -= len(chunk)
+        if (found := self._sha256.hexdigest()) != self._digest:
+            raise DigestError(subject, expected=f"sha256 {self._digest[:16]}...", got=f"{found[:16]}...")
+
+
+def _read_header(
+    file: _Once, expected: Mapping[str, TensorSpec] | None, subject: str
+) -> tuple[Mapping[str, TensorSpec], int]:
+    """Return what the header says, and where the tensors begin."""
+    length = _header_length(file.read(8), file.size, subject)
+    header = _parse_header(file.read(length), file.size - 8 - length, subject)
+    if expected is not None:
+        check_tensors(header, expected, subject)
+    return header, 8 + length
+
+
+def _blocks(header: Mapping[str, TensorSpec], offset: int) -> Iterator[tuple[str, slice]]:
+    """Cut the tensors, which lie side by side from `offset` on, into blocks of whole values."""
+    for name, spec in header.items():
+        end = offset + spec.bytes
+        for start in range(offset, end, _BLOCK_BYTES):
+            yield name, slice(start, min(start + _BLOCK_BYTES, end))
+        offset = end
+
+
 @contextmanager
 def _open_bounded(path: Path, max_bytes: int) -> Iterator[tuple[BinaryIO, int]]:
-    try:
-        with open_regular(path, path.name) as (handle, size):
-            if size > max_bytes:
-                raise TensorFileError(path.name, expected=f"at most {max_bytes} bytes", got=f"{size} bytes")
-            yield handle, size
-    except TrustError as error:
-        raise TensorFileError(path.name, expected=error.expected, got=error.got) from error
+    with ExitStack() as stack:
+        try:
+            handle, size = stack.enter_context(open_regular(path, path.name))
+        except TrustError as error:
+            raise TensorFileError(path.name, expected=error.expected, got=error.got) from error
+        if size > max_bytes:
+            raise TensorFileError(path.name, expected=f"at most {max_bytes} bytes", got=f"{size} bytes")
+        yield handle, size
 
 
-def _read_whole(path: Path, max_bytes: int) -> bytearray:
-    """Read a file into memory of our own, which tensors may share and write to."""
-    with _open_bounded(path, max_bytes) as (handle, size):
-        data, end = bytearray(size), 0
-        while end < size and (chunk := handle.read(min(size - end, _CHUNK_BYTES))):
-            data[end : end + len(chunk)] = chunk
-            end += len(chunk)
-    del data[end:]
-    return data
+def _memory(size: int) -> memoryview:
+    """Return memory of our own, which tensors may share and write to; in huge pages where the system has them."""
+    memory = mmap.mmap(-1, max(size, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
-def _header_length(start: bytes | bytearray, size: int, subject: str) -> int:
+def _header_length(start: bytes, size: int, subject: str) -> int:
     length = int.from_bytes(start, "little")
     if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-        _name_pickle(bytes(start), subject)
+        _name_pickle(start, subject)
         expected = f"a header of at most {MAX_HEADER_BYTES} bytes, within the file"
         raise TensorFileError(subject, expected=expected, got=f"{length} bytes in a file of {size}")
     return length
@@ -309,12 +400,13 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_values(tensor: "torch.Tensor", subject: str, max_abs: float | None) -> None:
+def _check_values(block: memoryview, dtype: str, subject: str, max_abs: float | None) -> None:
     import torch
 
-    if not tensor.is_floating_point():
+    kind = getattr(torch, _TORCH_NAMES[dtype])
+    if not kind.is_floating_point:
         return
-    low, high = (float(value) for value in torch.aminmax(tensor))  # hands NaN on, and needs no memory of its own
+    low, high = (float(value) for value in torch.aminmax(torch.frombuffer(block, dtype=kind)))  # hands NaN on
     if not (math.isfinite(low) and math.isfinite(high)):
         raise TensorFileError(subject, expected="finite values", got="NaN or infinity")
     if max_abs is not None and max(-low, high) > max_abs:

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ddm.errors import DocumentError
 from ddm.exchange import MAX_RECEIPT_BYTES, REPLIES, REQUESTS, Deliver, Envelope, MessageT, Reply, Request
+from ddm.protocol.base import check_json
 
 _MAX_HEAD_BYTES = 1024 * 1024
 _STYPE = "archipelago.bytes"
@@ -72,6 +73,7 @@ def _decode(records: RecordDict, adapter: TypeAdapter[MessageT], max_bytes: int)
     if set(head) != {_DOCUMENT} or not isinstance(document, str) or len(document) > _MAX_HEAD_BYTES:
         raise DocumentError("message head", expected="one short document")
     data = _data(records[_DATA], max_bytes) if _DATA in names else b""
+    check_json(document.encode(), subject="message head", limit=_MAX_HEAD_BYTES)
     try:
         message = adapter.validate_json(document)
     except ValidationError as error:

@@ -2,11 +2,14 @@
 
 It writes the inbox, reads the outbox, and takes every limit from this site's own configuration, never from the message.
 Whatever goes wrong becomes a number; no exception's text, path or name leaves.
+
+A SuperNode brings one message after the other. So a site that caps its rate needs no memory of what it gave: an answer
+carries no more than the cap lets through in `_PACED_S` seconds, and is held back for as long as its bytes may take.
 """
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
@@ -29,14 +32,17 @@ from ddm.exchange import (
     Shards,
     Status,
     StatusFile,
+    first_of,
 )
 from ddm.files import locked, read_bounded, write_atomic
-from ddm.shards import PartFolder, first_spans, list_folder, read_spans
+from ddm.shards import PartFolder, list_folder, read_spans, whole_spans
 
 _MAX_PLANS = 64
 _MAX_STATUS_BYTES = 4096
 _SETTLE_S = 5.0
 _POLL_S = 0.5
+# Well below the time to live of any message.
+_PACED_S = 10.0
 _SEQUENCE = re.compile(r"[1-9][0-9]{0,6}")
 
 
@@ -49,30 +55,47 @@ class SiteLimits:
         bundle_bytes: most bytes of one plan's bundle.
         shard_bytes: most bytes in one message, either way.
         submission_bytes: most bytes of one submission.
+        bytes_per_s: most bytes a second that leave, on average over a few messages; 0 for as many as the line takes.
     """
 
     site: Path
     bundle_bytes: int
     shard_bytes: int
     submission_bytes: int
+    bytes_per_s: int = 0
 
     @classmethod
     def of(cls, node_config: Mapping[str, object]) -> "SiteLimits":
         """Read the node configuration that `silo.courier` gave the SuperNode."""
-        numbers = (int(str(node_config[name])) for name in ("bundle_bytes", "shard_bytes", "submission_bytes"))
-        return cls(Path(unquote(str(node_config["site"]))), *numbers)
+        names = ("bundle_bytes", "shard_bytes", "submission_bytes", "bytes_per_s")
+        return cls(Path(unquote(str(node_config["site"]))), *(int(str(node_config[name])) for name in names))
+
+    @property
+    def answer_bytes(self) -> int:
+        """Most bytes in one answer."""
+        return min(self.shard_bytes, int(self.bytes_per_s * _PACED_S)) if self.bytes_per_s else self.shard_bytes
 
 
-def answer(envelope: Envelope[Request], limits: SiteLimits) -> Envelope[Reply]:
-    """Answer one valid request.
+def answer(
+    envelope: Envelope[Request], limits: SiteLimits, *, pause: Callable[[float], None] = time.sleep
+) -> Envelope[Reply]:
+    """Answer one valid request, no faster than this site lets bytes leave.
 
     Args:
         envelope: what the aggregator asks, with the bytes that came along.
         limits: this site's own.
+        pause: waits for so many seconds.
 
     Returns:
         The reply; with a code in place of content when the request is refused or failed.
     """
+    reply = _answer(envelope, limits)
+    if limits.bytes_per_s and reply.data:
+        pause(len(reply.data) / limits.bytes_per_s)
+    return reply
+
+
+def _answer(envelope: Envelope[Request], limits: SiteLimits) -> Envelope[Reply]:
     request, data = envelope.message, envelope.data
     try:
         match request:
@@ -90,7 +113,7 @@ def answer(envelope: Envelope[Request], limits: SiteLimits) -> Envelope[Reply]:
         return Envelope(_refusal(request, ArchipelagoError.exit_code))
 
 
-def take_bundle(offer: Offer, pieces: Sequence[bytes], limits: SiteLimits) -> Held:
+def take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits) -> Held:
     """Collect a plan's bundle in the inbox; one that is complete is never touched again.
 
     Args:
@@ -153,7 +176,7 @@ def report(ask: Ask, limits: SiteLimits) -> Envelope[Report]:
         return Envelope(Report(status=status))
     submission = limits.site / "outbox" / ask.plan_id / str(sequence)
     files = list_folder(submission, max_files=MAX_SUBMISSION_FILES, max_bytes=limits.submission_bytes)
-    spans = first_spans(files, min(ask.max_bytes, limits.shard_bytes))
+    spans = first_of(whole_spans(files), min(ask.max_bytes, limits.answer_bytes))
     found = Report(status=status, sequence=sequence, files=files, spans=spans)
     return Envelope(found, read_spans(submission, spans))
 
@@ -201,7 +224,7 @@ def newest_sequence(plan_id: str, limits: SiteLimits) -> int:
 
 
 def give_shards(pull: Pull, limits: SiteLimits) -> Envelope[Shards]:
-    """Read the ranges asked for from an approved submission.
+    """Read the ranges asked for, or as much of them as one answer carries, from an approved submission.
 
     Args:
         pull: which submission, which ranges.
@@ -219,11 +242,12 @@ def give_shards(pull: Pull, limits: SiteLimits) -> Envelope[Shards]:
     submission = limits.site / "outbox" / pull.plan_id / str(pull.sequence)
     if not submission.is_dir():
         raise ReplayError("submission", expected="one in the outbox", got="another")
-    return Envelope(Shards(spans=pull.spans), read_spans(submission, pull.spans))
+    spans = first_of(pull.spans, limits.answer_bytes)
+    return Envelope(Shards(spans=spans), read_spans(submission, spans))
 
 
 def take_receipt(deliver: Deliver, receipt: bytes, limits: SiteLimits) -> Delivered:
-    """Store a receipt for a submission that this site made; the first one counts.
+    """Store a receipt for a submission that this site made, or a notice after the last; the first one counts.
 
     Args:
         deliver: which submission it is for.
@@ -236,7 +260,10 @@ def take_receipt(deliver: Deliver, receipt: bytes, limits: SiteLimits) -> Delive
     Raises:
         ReplayError: no such submission was sent, or another receipt for it is here.
     """
-    if not (limits.site / "outbox" / deliver.plan_id / str(deliver.sequence)).is_dir():
+    sent = (limits.site / "outbox" / deliver.plan_id).glob("[1-9]*")
+    newest = max((int(path.name) for path in sent if _SEQUENCE.fullmatch(path.name)), default=0)
+    # One more than was sent: a notice that the silo was withdrawn stands in the place of its next receipt.
+    if not (limits.site / "inbox" / deliver.plan_id).is_dir() or not 1 <= deliver.sequence <= newest + 1:
         raise ReplayError("receipt", expected="one for a submission of this site", got="another")
     path = limits.site / "inbox" / deliver.plan_id / "receipts" / f"{deliver.sequence}.json"
     if not path.exists():

@@ -25,6 +25,7 @@ class SiloSettings(Settings):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     poll_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     max_bundle_bytes: Annotated[int, Field(gt=0)] = 2 * 1024**3
+    max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
 
 
 class PrivacyPolicy(Settings):

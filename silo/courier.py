@@ -74,6 +74,7 @@ class Courier:
         max_bundle_bytes: most bytes of one plan's bundle that this site takes.
         max_shard_bytes: most bytes in one message, either way.
         max_submission_bytes: most bytes of one submission.
+        max_bytes_per_s: most bytes a second that leave; 0 for as many as the line takes.
     """
 
     def __init__(
@@ -84,12 +85,14 @@ class Courier:
         max_bundle_bytes: int,
         max_shard_bytes: int = _DEFAULT_SHARD_BYTES,
         max_submission_bytes: int = _DEFAULT_SUBMISSION_BYTES,
+        max_bytes_per_s: int = 0,
     ) -> None:
         self._site, self._address = site.absolute(), address
         self._limits = {
             "bundle_bytes": max_bundle_bytes,
             "shard_bytes": max_shard_bytes,
             "submission_bytes": max_submission_bytes,
+            "bytes_per_s": max_bytes_per_s,
         }
         self._courier = self._site / "courier"
         self._node: Child | None = None

@@ -2,8 +2,6 @@
 
 import hashlib
 import hmac
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError
-from ddm.npz import read_images
+from ddm.npz import read_array, read_images
 from ddm.protocol.base import Unit
 from ddm.protocol.plan import DataSpec
 
@@ -94,17 +92,8 @@ def dataset_digest(images: Tensor, salt: bytes, **columns: NDArray[np.int64]) ->
 
 
 def _read_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
-    """Read a one-dimensional array with one entry for each image; its size is known before it is unpacked."""
-    try:
-        with path.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
-            if name not in archive.files:
-                raise DataError("data file", expected=f"an array called {name}, as the plan asks", got="none")
-            size = next(entry.file_size for entry in archive.zip.infolist() if entry.filename in (name, f"{name}.npy"))
-            if size > _MAX_COLUMN_HEADER_BYTES + num * _MAX_CELL_BYTES:
-                raise DataError(name, expected=f"at most {_MAX_CELL_BYTES} bytes for each image", got="more")
-            column = np.asarray(archive[name])
-    except (ValueError, TypeError, AttributeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(name, expected="an array without pickled objects", got="something else") from error
+    """Read a one-dimensional array with one entry for each image."""
+    column = read_array(path, name, max_bytes=_MAX_COLUMN_HEADER_BYTES + num * _MAX_CELL_BYTES)
     if column.shape != (num,):
         raise DataError(name, expected=f"shape ({num},), one for each image", got=str(column.shape))
     return column

@@ -80,7 +80,12 @@ def run_worker(site: Site, key: SigningKey) -> State:
 def make_courier(site: Site) -> Courier:
     """Build the courier of a site."""
     settings = site.settings()
-    return Courier(site.path, address=settings.address, max_bundle_bytes=settings.max_bundle_bytes)
+    return Courier(
+        site.path,
+        address=settings.address,
+        max_bundle_bytes=settings.max_bundle_bytes,
+        max_bytes_per_s=settings.max_bytes_per_s or 0,
+    )
 
 
 def run_courier(site: Site) -> None:

@@ -14,7 +14,7 @@ from ddm.errors import ArchipelagoError, DataError, SubmissionRefusedError
 from ddm.files import locked, write_atomic
 from ddm.mechanisms import Kind, mechanisms
 from ddm.protocol.base import now_utc
-from ddm.protocol.receipt import Refused
+from ddm.protocol.receipt import Receipt, Refused, Withdrawn
 from ddm.protocol.submission import Approval, submission_path
 from ddm.trust.keys import SigningKey
 from silo import experts, outbox, stages
@@ -96,6 +96,8 @@ class Worker:
 
     def step(self) -> None:
         """Do what the present state asks for; a state that waits for something returns unchanged."""
+        if self._take_notice():
+            return
         steps: dict[StateName, Callable[[], None]] = {
             "waiting": self._accept_plan,
             "plan_refused": self._accept_plan,
@@ -219,14 +221,8 @@ class Worker:
         approval_path(self.site).unlink(missing_ok=True)
 
     def _await_receipt(self) -> None:
-        plan_id, sequence = self._plan_id, self.state.sequence
-        plan, silo_id = self._plan().plan, self.settings.silo_id
-        receipt = find_receipt(
-            self.site.inbox / plan_id / "receipts" / f"{sequence}.json",
-            plan,
-            (plan_id, self.state.plan_digest or "", silo_id, sequence),
-            self.site.outbox / plan_id / str(sequence) / submission_path(silo_id),
-        )
+        sequence = self.state.sequence
+        receipt = self._receipt(sequence)
         if receipt is None:
             return
         if isinstance(receipt.verdict, Refused):
@@ -235,6 +231,40 @@ class Worker:
             self._enter(self.state.to("refused", problem=_problem(error)))
             raise error
         self._enter(self.state.to("accepted"))
+
+    def _take_notice(self) -> bool:
+        """Enter `withdrawn` where the aggregator took this silo out of the plan, which it says in the next receipt.
+
+        Raises:
+            SubmissionRefusedError: that is the answer to a submission; after an accepted one the site just goes on.
+        """
+        state = self.state
+        if state.plan_id is None or state.state in ("waiting", "plan_refused", "withdrawn"):
+            return False
+        answered = state.state == "accepted"
+        receipt = self._receipt(state.sequence + answered)
+        if receipt is None or not isinstance(receipt.verdict, Withdrawn):
+            return False
+        error = SubmissionRefusedError(
+            f"plan {state.plan_id}",
+            got=f"a notice that the aggregator withdrew this silo: {receipt.verdict.reason}",
+            remedy="Later versions hold nothing of it, earlier ones do. A next plan may ask it again.",
+        )
+        self._enter(state.to("withdrawn", problem=_problem(error)))
+        if answered:
+            return True
+        raise error
+
+    def _receipt(self, sequence: int) -> Receipt | None:
+        """Read the aggregator's answer of this number, if a genuine one is there."""
+        plan_id = self._plan_id
+        path = self.site.inbox / plan_id / "receipts" / f"{sequence}.json"
+        if not path.exists():
+            return None
+        silo_id = self.settings.silo_id
+        bound = (plan_id, self.state.plan_digest or "", silo_id, sequence)
+        submission = self.site.outbox / plan_id / str(sequence) / submission_path(silo_id)
+        return find_receipt(path, self._plan().plan, bound, submission)
 
     @property
     def _plan_id(self) -> str:

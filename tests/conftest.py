@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.browser import browser, one_browser  # noqa: F401, fixtures for every test
 from tests.federation import TinyFederation
 
 

@@ -16,6 +16,7 @@ from aggregator.registry import enroll
 from aggregator.router import train_router
 from aggregator.setup import init_federation, load_key
 from aggregator.taking_in import IntakeDesk
+from ddm.protocol.base import sha256_hex
 from ddm.protocol.receipt import Receipt
 from ddm.trust.keys import SigningKey
 from silo.config import Policy, Site
@@ -93,12 +94,13 @@ class TinyFederation:
         """Make the federation and enroll its silos; with `patients`, two or three images belong to each."""
         federation = Federation(path / "fed")
         settings = FederationSettings(name="tiny", host="127.0.0.1", port=9092)
-        invitation = init_federation(federation, settings, PASSPHRASE)
+        init_federation(federation, settings, PASSPHRASE)
+        root_digest = sha256_hex((federation.tuf / "1.root.json").read_bytes())
         sites = {}
         for index, (silo_id, size) in enumerate(sizes.items()):
             site = Site(path / silo_id)
             np.savez(path / f"{silo_id}.npz", **cohort(size, index - 0.5, seed=index, patients=patients))
-            invited = read_invitation(federation.path / "invitation.json", invitation.root_digest)
+            invited = read_invitation(federation.path / "invitation.json", root_digest)
             key = init_site(site, silo_id, path / f"{silo_id}.npz", invited, PASSPHRASE, None)
             write_policy(site, POLICY)
             (path / f"{silo_id}.card.json").write_bytes(make_card(site, key))
@@ -183,7 +185,7 @@ class TinyFederation:
 
     def publish_only(self, out: Path) -> None:
         """Publish with the router that is there."""
-        publish(self.federation, take_inventory(self.federation), PASSPHRASE, out)
+        publish(self.federation, PASSPHRASE, out, renew=True)
 
     def state_of(self, silo_id: str) -> State:
         """Read a silo's state from disk."""

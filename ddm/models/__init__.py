@@ -60,8 +60,9 @@ def load_expert(architecture: Dit, shape: Sequence[int], folder: Path, file: Fil
     """
     specs = expected_tensors(architecture, shape)
     weights = load_tensors(folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_WEIGHT, digest=file.digest)
-    expert = build_expert(architecture, shape)
-    expert.load_state_dict(weights, strict=True)
+    # Weights that are replaced at once need neither memory nor random numbers.
+    expert: nn.Module = _build(architecture, shape, device="meta")
+    expert.load_state_dict(weights, strict=True, assign=True)
     return expert.eval().requires_grad_(False)
 
 
@@ -80,8 +81,8 @@ def training_flops(architecture: Dit, shape: Sequence[int], num_images_seen: int
         return _build(architecture, shape).training_flops_per_image() * num_images_seen
 
 
-def _build(architecture: Dit, shape: Sequence[int]) -> DiT:
+def _build(architecture: Dit, shape: Sequence[int], device: str | None = None) -> DiT:
     if len(shape) != 3:
         raise ShapeError("image shape", expected="(C, H, W)", got=str(tuple(shape)))
     size = (shape[0], shape[1], shape[2])
-    return DiT(size, architecture.patch, architecture.hidden, architecture.depth, architecture.heads)
+    return DiT(size, architecture.patch, architecture.hidden, architecture.depth, architecture.heads, device)

@@ -29,6 +29,7 @@ class DiT(nn.Module):
         hidden: width of a token; a multiple of `heads`, even.
         depth: number of blocks.
         heads: attention heads.
+        device: where the weights are made; on ``meta`` they are not, and somebody assigns them afterwards.
 
     Raises:
         ShapeError: `patch` does not divide the image, or `heads` the width.
@@ -40,7 +41,9 @@ class DiT(nn.Module):
     position_ND: Tensor
     widths: list[int]
 
-    def __init__(self, shape: tuple[int, int, int], patch: int, hidden: int, depth: int, heads: int) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], patch: int, hidden: int, depth: int, heads: int, device: str | None = None
+    ) -> None:
         super().__init__()
         channels, height, width = shape
         if height % patch or width % patch:
@@ -49,13 +52,13 @@ class DiT(nn.Module):
             raise ShapeError("hidden", expected=f"an even multiple of {heads} heads", got=str(hidden))
         self.shape, self.patch = shape, patch
         self.grid = (height // patch, width // patch)
-        self.embed = nn.Linear(channels * patch * patch, hidden)
+        self.embed = nn.Linear(channels * patch * patch, hidden, device=device)
         self.register_buffer("position_ND", sincos_positions(*self.grid, hidden), persistent=False)
-        self.time = TimeEmbedding(hidden)
+        self.time = TimeEmbedding(hidden, device)
         self.widths = [_MODULATIONS * hidden] * depth + [2 * hidden]
-        self.modulation = nn.Linear(hidden, sum(self.widths))
-        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(depth))
-        self.head = nn.Linear(hidden, channels * patch * patch)
+        self.modulation = nn.Linear(hidden, sum(self.widths), device=device)
+        self.blocks = nn.ModuleList(Block(hidden, heads, device) for _ in range(depth))
+        self.head = nn.Linear(hidden, channels * patch * patch, device=device)
         self._initialise()
 
     def _initialise(self) -> None:
@@ -123,13 +126,13 @@ class DiT(nn.Module):
 class Block(nn.Module):
     """Attention and a two-layer network, each modulated by t and gated into the residual stream."""
 
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, device: str | None = None) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.project = nn.Linear(hidden, hidden)
-        self.up = nn.Linear(hidden, MLP_RATIO * hidden)
-        self.down = nn.Linear(MLP_RATIO * hidden, hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, device=device)
+        self.project = nn.Linear(hidden, hidden, device=device)
+        self.up = nn.Linear(hidden, MLP_RATIO * hidden, device=device)
+        self.down = nn.Linear(MLP_RATIO * hidden, hidden, device=device)
 
     def forward(self, h_BND: Tensor, modulation: Tensor) -> Tensor:
         """Return the tokens after this block; `modulation` is its six (B, 1, D) parts side by side."""
@@ -152,12 +155,13 @@ class TimeEmbedding(nn.Module):
 
     frequencies: Tensor
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, device: str | None = None) -> None:
         super().__init__()
         half = TIME_FEATURES // 2
         frequencies = 1000.0 * torch.exp(-log(10_000.0) * torch.arange(half) / half)
         self.register_buffer("frequencies", frequencies, persistent=False)
-        self.mlp = nn.Sequential(nn.Linear(TIME_FEATURES, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
+        widen, mix = nn.Linear(TIME_FEATURES, hidden, device=device), nn.Linear(hidden, hidden, device=device)
+        self.mlp = nn.Sequential(widen, nn.SiLU(), mix)
 
     def forward(self, t_B: Tensor) -> Tensor:
         """Return one vector of the hidden width per time."""

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -14,7 +15,8 @@ from ddm.errors import DocumentError
 
 MAX_DOCUMENT_BYTES = 4 * 1024 * 1024
 MAX_DEPTH = 32
-_MAX_FIELD = 120
+MAX_VALUES = 65_536  # each may be one more error to keep, or an object of its own: hundreds of bytes for two received
+_MAX_ERRORS = 1000
 
 SILO_ID_PATTERN = r"[a-z][a-z0-9]{0,31}"
 PLAN_ID_PATTERN = r"[a-z][a-z0-9-]{0,40}-[0-9a-f]{8}"
@@ -32,8 +34,8 @@ Time = AwareDatetime
 Unit = Literal["image", "patient"]
 Epsilon = Annotated[float, Field(gt=0.0, le=1000.0)]
 Delta = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveInt = Annotated[int, Field(gt=0, le=2**53)]
-NaturalInt = Annotated[int, Field(ge=0, le=2**53)]
+PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # beyond, RFC 8785 has no way to write it
+NaturalInt = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Model(BaseModel):
@@ -70,10 +72,8 @@ class Document(Model):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "document"
-            printable = ascii(where)[1:-1][:_MAX_FIELD]  # a name that nobody knows may hold anything
-            raise DocumentError(f"{subject}, field {printable}", got=first["msg"]) from error
+            where, what = misfit(cls, error)
+            raise DocumentError(f"{subject}, field {where}", got=what) from error
 
 
 class File(Model):
@@ -105,8 +105,35 @@ def now_utc() -> datetime:
     return datetime.now(UTC).replace(microsecond=0)
 
 
+def misfit(model: type[BaseModel], error: ValidationError) -> tuple[str, str]:
+    """Say what is wrong with received data first, in our words only: nothing that its sender chose is repeated.
+
+    Args:
+        model: what the data should have been.
+        error: what pydantic says.
+
+    Returns:
+        The field as its dotted path, without names that `model` does not know, and what is wrong there.
+    """
+    if error.error_count() > _MAX_ERRORS:
+        return "document", f"more than {_MAX_ERRORS} fields that do not fit"
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    known = _field_names(model)
+    where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in known)
+    # The one message of pydantic that quotes what it was given.
+    what = "an unknown kind" if first["type"] == "union_tag_invalid" else first["msg"]
+    return where or "document", what
+
+
+@cache
+def _field_names(model: type[BaseModel]) -> frozenset[str]:
+    schema = model.model_json_schema()
+    parts = [schema, *schema.get("$defs", {}).values()]
+    return frozenset(name for part in parts for name in part.get("properties", {}))
+
+
 def check_json(data: bytes, *, subject: str, limit: int) -> Any:
-    """Refuse bytes that are too large, not UTF-8 JSON, too deep, hold NaN, or name a field twice.
+    """Refuse bytes that are too large, not UTF-8 JSON, too deep, of too many values, hold NaN, or name a field twice.
 
     Returns:
         The parsed value.
@@ -116,24 +143,32 @@ def check_json(data: bytes, *, subject: str, limit: int) -> Any:
     """
     if len(data) > limit:
         raise DocumentError(subject, expected=f"at most {limit} bytes", got=f"{len(data)} bytes")
-    _check_depth(data, subject)
+    _check_structure(data, subject)
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise DocumentError(subject, expected="UTF-8 JSON with unique field names", got=str(error)[:120]) from error
 
 
-_BRACKET = re.compile(rb"[][{}]")
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+# A string, also one that never ends: each step forward is final, so a text takes time proportional to its length.
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[][{},]', re.DOTALL)
 
 
-def _check_depth(data: bytes, subject: str) -> None:
-    """Bound nesting before a recursive parser sees it."""
-    depth = 0
-    for bracket in _BRACKET.finditer(_STRING.sub(b"", data)):
-        depth += 1 if bracket.group() in b"[{" else -1
+def _check_structure(data: bytes, subject: str) -> None:
+    """Bound nesting and the number of values before a parser sees them."""
+    depth, left = 0, MAX_VALUES
+    for token in _TOKEN.finditer(data):
+        match data[token.start()]:
+            case 0x5B | 0x7B:  # [ {
+                depth += 1
+            case 0x5D | 0x7D:  # ] }
+                depth -= 1
+            case 0x2C:  # ,
+                left -= 1
         if depth > MAX_DEPTH:
             raise DocumentError(subject, expected=f"nesting of at most {MAX_DEPTH}", got="deeper")
+        if left <= 0:
+            raise DocumentError(subject, expected=f"at most {MAX_VALUES} values", got="more")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

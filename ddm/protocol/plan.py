@@ -12,6 +12,7 @@ from ddm.protocol.base import (
     File,
     KeyText,
     Model,
+    NaturalInt,
     PlanId,
     PositiveInt,
     RelativePath,
@@ -172,7 +173,7 @@ class Training(Model):
     ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)]
     precision: Literal["fp32", "bf16"] = "fp32"
     checkpoint_steps: PositiveInt
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: NaturalInt = 0
 
 
 class Expert(Model):

@@ -1,4 +1,4 @@
-"""What the aggregator answers to a submission: a signed receipt, or a signed refusal with its reason."""
+"""What the aggregator answers to a submission: a signed receipt, a signed refusal, or that the silo was withdrawn."""
 
 from typing import Annotated, Literal
 
@@ -21,6 +21,13 @@ class Refused(Model):
     reason: ShortText
 
 
+class Withdrawn(Model):
+    """The silo was taken out of the ensemble: later versions hold nothing of it, and nothing more is taken from it."""
+
+    kind: Literal["withdrawn"] = "withdrawn"
+    reason: ShortText
+
+
 class Receipt(Document):
     """Binds the aggregator's answer to one plan, submission and sequence; sealed with the plan's receipt key."""
 
@@ -30,7 +37,7 @@ class Receipt(Document):
     silo_id: SiloId
     sequence: PositiveInt
     submission_digest: Digest | None
-    verdict: Annotated[Accepted | Refused, Field(discriminator="kind")]
+    verdict: Annotated[Accepted | Refused | Withdrawn, Field(discriminator="kind")]
     at: Time
 
 

@@ -178,7 +178,7 @@ class Submission(Document):
     silo_id: SiloId
     sequence: Annotated[int, Field(ge=1, le=10_000)]
     created_at: Time
-    num_units: Annotated[int, Field(ge=2, le=2**53)]
+    num_units: Annotated[int, Field(ge=2, lt=2**53)]
     isolation: Literal["none", "users", "containers"]
     experts: Annotated[tuple[SubmittedExpert, ...], Field(min_length=1, max_length=4096)]
     releases: Annotated[

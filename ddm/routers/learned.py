@@ -130,6 +130,7 @@ def fit_learned(
     on_progress: Progress | None = None,
     *,
     t_release: float,
+    share_K: Sequence[float] | None = None,
 ) -> LearnedRouter:
     """Refit the mixture on released sketches, then teach the network with public images.
 
@@ -142,6 +143,7 @@ def fit_learned(
         seed: of batches, noise and initial weights; the releases have their privacy already.
         on_progress: called with step, number of steps, and held-out loss.
         t_release: noise level of the sketches.
+        share_K: what each silo counts for when the network is taught; its share of all units when omitted.
 
     Raises:
         ShapeError: another number of silos than experts.
@@ -150,5 +152,6 @@ def fit_learned(
     if len(sketches) != counts_router.num_experts or len(num_units) != counts_router.num_experts:
         raise ShapeError("sketches", expected=f"{counts_router.num_experts} silos", got=str(len(sketches)))
     mixture = refit_shares(counts_router, list(sketches.values()), num_units, t_release)
-    prior_K = torch.tensor(num_units, dtype=torch.float64) / sum(num_units)
+    share_K = [n / sum(num_units) for n in num_units] if share_K is None else share_K
+    prior_K = torch.tensor(share_K, dtype=torch.float64)
     return LearnedRouter(mixture, fit_residual(mixture, public, prior_K, settings, seed, on_progress))

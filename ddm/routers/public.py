@@ -35,15 +35,18 @@ class Evidence:
         num_units: the public number of units of each silo.
         epsilon: of the release.
         layout: the experts.
+        share_K: what each silo counts for, summing to 1; its share of all units when omitted.
     """
 
     noisy_KG: Tensor
     num_units: Sequence[int]
     epsilon: float
     layout: Layout
+    share_K: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        if not len(self.noisy_KG) == len(self.num_units) == max(self.layout.silo_E) + 1:
+        shares = self.num_units if self.share_K is None else self.share_K
+        if not len(self.noisy_KG) == len(self.num_units) == len(shares) == max(self.layout.silo_E) + 1:
             expected = f"{max(self.layout.silo_E) + 1} of each kind, one a silo"
             raise ShapeError("releases", expected=expected, got=f"{len(self.noisy_KG)} and {len(self.num_units)}")
 
@@ -72,7 +75,8 @@ class PublicWeights:
         mass_EG, share_E = evidence.layout.split(whole)
         self._member_EG = (num_groups * mass_EG * share_E[:, None]).numpy()  # what an expert has of its silo's groups
         self._silo_E = list(evidence.layout.silo_E)
-        self._total = float(n_K1.sum())
+        share_K1 = n_K1 / n_K1.sum() if evidence.share_K is None else np.asarray(evidence.share_K)[:, None]
+        self._per_unit_K1 = share_K1 / n_K1
         self._epsilon, self._shape, self._seed = evidence.epsilon, noisy_KG.shape, seed
         self._group_N = group_N.numpy()
         self._size_G = np.bincount(self._group_N, minlength=num_groups)
@@ -116,7 +120,7 @@ class PublicWeights:
 
     def _of_experts(self, count_KG: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the experts' shares of all units from the silos' counts, shape (..., E, G); linear."""
-        return np.asarray(count_KG[..., self._silo_E, :] / self._total * self._member_EG)
+        return np.asarray((count_KG * self._per_unit_K1)[..., self._silo_E, :] * self._member_EG)
 
     def _noise(self, rng: np.random.Generator, num: int) -> NDArray[np.float64]:
         # P(z) ~ q^|z| is the difference of two geometric variables; a seed may draw it here, where nothing is released

@@ -43,14 +43,16 @@ def scan(folder: Path) -> Mapping[str, Entry]:
         got = "something else" if folder.exists() else "nothing there"
         raise MissingFileError(str(folder), expected="a folder", got=got)
     found: dict[str, Entry] = {}
-    for name, entry in _walk(folder.resolve(), "", 1):
-        found[name] = entry
-        if len(found) > MAX_FILES:
-            raise UnsafePathError(folder.name, expected=f"at most {MAX_FILES} files", got="more")
+    for num_seen, (name, entry) in enumerate(_walk(folder.resolve(), "", 1), start=1):
+        if num_seen > MAX_FILES:
+            raise UnsafePathError(folder.name, expected=f"at most {MAX_FILES} files and folders", got="more")
+        if entry:
+            found[name] = entry
     return dict(sorted(found.items()))
 
 
-def _walk(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Entry]]:
+def _walk(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Entry | None]]:
+    """Yield every file with its entry, and every folder, before it is opened, with none."""
     with os.scandir(folder) as entries:
         for entry in entries:
             name = prefix + entry.name
@@ -58,6 +60,7 @@ def _walk(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Entry]]:
                 raise UnsafePathError(ascii(name)[1:-1], expected="a plain name", got="a hidden, odd or deep one")
             info = entry.stat(follow_symlinks=False)
             if stat.S_ISDIR(info.st_mode):
+                yield name, None
                 yield from _walk(folder / entry.name, f"{name}/", depth + 1)
             elif stat.S_ISREG(info.st_mode):
                 yield name, Entry(folder / entry.name, info.st_size)

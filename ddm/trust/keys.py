@@ -19,10 +19,10 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_pem_private_key,
 )
-from securesystemslib.signer import CryptoSigner, Key, Signer, SSlibKey
+from securesystemslib.signer import Key, SSlibKey
 
 from ddm.errors import DocumentError, MissingFileError, PassphraseError, SetupError, SignatureError
-from ddm.files import read_bounded, sync_folder
+from ddm.files import read_bounded, sync_folder, write_atomic
 
 MAX_KEY_FILE_BYTES = 16 * 1024
 MAX_PASSPHRASE_BYTES = 1024
@@ -50,6 +50,21 @@ class PublicKey:
         if not re.fullmatch(_PREFIX + "[0-9a-f]{64}", text):
             raise DocumentError("public key", expected="ed25519: and 64 lowercase hex digits", got=repr(text[:80]))
         return cls(bytes.fromhex(text.removeprefix(_PREFIX)))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a ``.pub`` file: the key on one line.
+
+        Raises:
+            MissingFileError: there is no such file.
+            DocumentError: it holds anything else.
+        """
+        data = read_bounded(path.resolve(), MAX_KEY_FILE_BYTES, subject=path.name)
+        return cls.parse(data.decode("ascii", "replace").strip())
+
+    def save(self, path: Path) -> None:
+        """Write the key as `load` reads it."""
+        write_atomic(path, f"{self}\n".encode())
 
     def __str__(self) -> str:
         return _PREFIX + self.raw.hex()
@@ -148,10 +163,6 @@ class SigningKey:
     def sign(self, data: bytes) -> bytes:
         """Sign `data`: 64 bytes, the same every time."""
         return self._private.sign(data)
-
-    def signer(self) -> Signer:
-        """Return this key as TUF's tools use it."""
-        return CryptoSigner(self._private)
 
 
 def group_fingerprint(fingerprint: str) -> str:

@@ -5,15 +5,16 @@ with the rule that *every* signature in a file must verify, no byte can change u
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from securesystemslib.exceptions import UnverifiedSignatureError, VerificationError
-from securesystemslib.signer import Key, SSlibKey
+from securesystemslib.signer import Key, Signature, SSlibKey
 from tuf.api.exceptions import UnsignedMetadataError
 from tuf.api.metadata import Metadata, Root, Signed, Snapshot, Targets, Timestamp
 from tuf.api.serialization import DeserializationError
+from tuf.api.serialization.json import CanonicalJSONSerializer
 
 from ddm.errors import DocumentError, ExpiredError, FormatError, SignatureError
 from ddm.protocol.base import check_json
@@ -53,6 +54,38 @@ def parse_metadata(data: bytes, kind: type[T], subject: str, *, limit: int | Non
         raise DocumentError(subject, expected=f"{kind.type} metadata", got=str(error.__cause__)[:120]) from error
     _check_keyids(metadata.signed, subject)
     return metadata
+
+
+def parse_payload(data: bytes, kind: type[T], subject: str) -> T:
+    """Parse the part of a metadata file that signatures are made over, before it has any.
+
+    Raises:
+        DocumentError: too large, malformed, of another kind, or not in canonical form.
+    """
+    value = check_json(data, subject=subject, limit=LIMITS[kind.type])
+    check_schema(value, kind.type, subject, unsigned=True)
+    try:
+        signed = kind.from_dict(value)
+    except (ValueError, KeyError) as error:
+        raise DocumentError(subject, expected=f"{kind.type} metadata", got=str(error)[:120]) from error
+    if payload_of(signed) != data:
+        raise DocumentError(subject, expected="canonical bytes", got="another encoding of the same metadata")
+    _check_keyids(signed, subject)
+    return signed
+
+
+def payload_of(signed: Signed) -> bytes:
+    """Return the bytes that signatures are made over."""
+    return CanonicalJSONSerializer().serialize(signed)
+
+
+def attach(signed: Signed, signatures: Mapping[PublicKey, bytes]) -> bytes:
+    """Join metadata and signatures made elsewhere; what it returns, `parse_metadata` accepts."""
+    made = {key.tuf_key().keyid: signature.hex() for key, signature in signatures.items()}
+    listed = {keyid: Signature(keyid, made[keyid]) for keyid in sorted(made)}
+    data = Metadata(cast("Any", signed), listed).to_bytes()
+    parse_metadata(data, cast("Any", type(signed)), f"new {signed.type} metadata")
+    return data
 
 
 def check_signatures(metadata: Metadata[T], role: str, delegators: Sequence[Root | Targets], subject: str) -> None:
@@ -104,12 +137,8 @@ def check_expiry(signed: Signed, now: datetime, subject: str) -> None:
 
 def sign_metadata(signed: T, keys: Sequence[SigningKey]) -> bytes:
     """Sign metadata with every key and return the canonical file; what it returns, `parse_metadata` accepts."""
-    metadata = Metadata(signed)
-    for key in sorted(keys, key=lambda key: key.public.tuf_key().keyid):
-        metadata.sign(key.signer(), append=True)
-    data = metadata.to_bytes()
-    parse_metadata(data, type(signed), f"new {signed.type} metadata")
-    return data
+    payload = payload_of(signed)
+    return attach(signed, {key.public: key.sign(payload) for key in keys})
 
 
 def expiry(now: datetime, life: timedelta) -> datetime:

@@ -1,12 +1,14 @@
 """How a federation signs: the aggregator's TUF repository, in one folder of metadata.
 
-Offline keys sign `root` and `targets`, and targets only delegates. `plans`, `release` and one role per silo list
-files; `snapshot` and `timestamp` say which versions belong together. One plan at a time: a new plan's delegations
-replace the last one's. A role that leaves keeps its version in the snapshot, without length and hashes: TUF clients
-that remember the last snapshot refuse one from which an entry disappeared, and ours reads such an entry as "must not
-be there".
+Offline keys sign `root` and `targets`, and targets only delegates; their holders sign drafts of them, which come here
+signed (`ddm.trust.drafts`, `ddm.trust.ceremony`). `plans`, `release` and one role per silo list files; `snapshot` and
+`timestamp` say which versions belong together. One plan at a time: a new plan's delegations replace the last one's. A
+role that leaves keeps an entry in the snapshot, one version on, without length and hashes: TUF clients that remember
+the last snapshot refuse one from which an entry disappeared, and refuse what the role signed before as outdated; ours
+reads such an entry as "must not be there".
 
-Not safe for two processes at once; the aggregator holds its folder's lock.
+Each method writes several files, one after the other. Whoever must survive a crash in between works on a copy of the
+folder and puts that in place (`aggregator.changes`), holding the federation's signing lock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,21 +16,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Self
 
-from tuf.api.metadata import (
-    DelegatedRole,
-    Delegations,
-    Key,
-    MetaFile,
-    Role,
-    Root,
-    Snapshot,
-    TargetFile,
-    Targets,
-    Timestamp,
-)
+from tuf.api.metadata import MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
 
 from ddm.errors import MissingFileError, RoleError, RollbackError, SetupError
 from ddm.files import write_atomic
+from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets, holders_of
 from ddm.trust.folder import read_small
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.metadata import (
@@ -36,13 +28,14 @@ from ddm.trust.metadata import (
     METADATA_LIFE,
     TIMESTAMP_LIFE,
     T,
+    check_signatures,
     expiry,
     parse_metadata,
     public_key,
     sign_metadata,
 )
-from ddm.trust.paths import PLANS, RELEASE, check_path, delegated_paths, is_plan_id, is_silo_id, owner, silo_role
-from ddm.trust.silo_role import delegation, read_silo_metadata
+from ddm.trust.paths import PLANS, RELEASE, check_path, owner, silo_role
+from ddm.trust.silo_role import read_silo_metadata
 
 Files = Mapping[str, tuple[int, str]]
 
@@ -62,84 +55,135 @@ class Repository:
         cls,
         folder: Path,
         *,
-        root: Sequence[SigningKey],
-        root_threshold: int,
-        targets: Sequence[SigningKey],
-        targets_threshold: int,
-        online: SigningKey,
-        plans: SigningKey,
-        release: SigningKey,
+        root: bytes,
+        targets: bytes,
+        plans_key: SigningKey,
+        release_key: SigningKey,
+        online_key: SigningKey,
         now: datetime,
     ) -> Self:
         """Found a federation: every role at version 1, no plan yet.
 
         Args:
             folder: where the metadata goes.
-            root: the keys that may change any key, offline.
-            root_threshold: how many of them must sign.
-            targets: the keys that delegate, offline.
-            targets_threshold: how many of them must sign.
-            online: signs snapshot and timestamp.
-            plans: signs plans.
-            release: signs releases.
+            root: the first root, signed by its holders.
+            targets: the first targets, signed by its holders.
+            plans_key: the key of `plans`.
+            release_key: the key of `release`.
+            online_key: the key of `snapshot` and `timestamp`.
             now: the present.
 
         Raises:
             SetupError: the folder holds a federation already.
+            SignatureError: a document is not signed as the root demands.
         """
         repository = cls(folder)
         if (folder / "1.root.json").exists():
             remedy = "A federation is founded once. Choose another folder."
             raise SetupError(str(folder), expected="no federation yet", got="one already", remedy=remedy)
+        repository._install_root(root)
+        repository._install_targets(targets)
         expires = expiry(now, METADATA_LIFE)
-        repository._write("targets", Targets(1, None, expires, {}, _delegations(plans.public, release.public)), targets)
-        repository._write(PLANS, Targets(1, None, expires, {}), [plans])
-        repository._write(RELEASE, Targets(1, None, expires, {}), [release])
-        repository._close({"targets", PLANS, RELEASE}, online, now)
-        # Last, so that an interrupted founding can be run again.
-        new_root = _new_root(root, root_threshold, targets, targets_threshold, online, expires)
-        repository._write("1.root", new_root, root)
+        repository._write(PLANS, Targets(1, None, expires, {}), plans_key)
+        repository._write(RELEASE, Targets(1, None, expires, {}), release_key)
+        repository._close({"targets", PLANS, RELEASE}, online_key, now)
         return repository
+
+    def root(self) -> Root:
+        """Read the present root."""
+        return parse_metadata(self._bytes(f"{self._root_version()}.root.json"), Root, "root").signed
+
+    def targets(self) -> Targets:
+        """Read the present targets."""
+        return self._read("targets", Targets)
+
+    def delegates(self) -> Delegates:
+        """Read whom the present targets lets sign."""
+        return Delegates.of(self.targets())
+
+    def next_root(self, changed: Mapping[str, Holders], now: datetime) -> Root:
+        """Draft the root that gives roles to other holders; it becomes valid once both old and new ones have signed."""
+        root = self.root()
+        return draft_root(root.version + 1, {**holders_of(root), **changed}, now)
+
+    def next_targets(self, delegates: Delegates, now: datetime) -> Targets:
+        """Draft the targets that delegates to others."""
+        return draft_targets(self.targets().version + 1, delegates, now)
 
     def start_plan(
         self,
         plan_id: str,
-        silo_keys: Mapping[str, PublicKey],
         plan_files: Files,
         *,
-        targets_keys: Sequence[SigningKey],
+        targets: bytes,
         plans_key: SigningKey,
+        release_key: SigningKey,
         online_key: SigningKey,
         now: datetime,
-        release_key: SigningKey | None = None,
     ) -> None:
-        """Sign a plan and delegate to exactly its silos.
+        """Sign a plan and delegate to exactly its silos; the release list is emptied.
 
         Args:
             plan_id: the new plan.
-            silo_keys: silo id to enrolled key.
             plan_files: path relative to ``targets/`` to (bytes, sha256).
-            targets_keys: enough keys of `targets`.
+            targets: delegates to the plan's silos, signed by the holders of `targets`.
             plans_key: the key of `plans`.
+            release_key: the key of `release`.
             online_key: the key of `snapshot` and `timestamp`.
             now: the present.
-            release_key: empties the release list at once; without it the last plan's list stays, outside what `release`
-                may list by then, until `publish` replaces it.
 
         Raises:
-            RoleError: a path that `plans` may not list, two silos with one key, no silo, or an id that is none.
+            RoleError: a path that `plans` may not list, or delegations to no silo or of another plan.
+            SignatureError: `targets` is not signed by its holders, or a key is not its role's.
+            RollbackError: `targets` does not follow the present one.
         """
-        _check_plan(plan_id, silo_keys)
         _check_owner(plan_files, plan_id, PLANS)
-        before = self._read("targets", Targets)
-        plans, release = _role_key(before, PLANS), _role_key(before, RELEASE)
-        delegations = _delegations(plans, release, plan_id, silo_keys)
-        expires = expiry(now, METADATA_LIFE)
-        self._write("targets", Targets(before.version + 1, None, expires, {}, delegations), targets_keys)
-        self._write(PLANS, self._next(PLANS, plan_files, now), [plans_key])
-        if release_key is not None and self._read(RELEASE, Targets).targets:
-            self._write(RELEASE, self._next(RELEASE, {}, now), [release_key])
+        delegates = Delegates.of(parse_metadata(targets, Targets, "targets.json").signed)
+        if delegates.plan_id != plan_id or not delegates.silos:
+            raise RoleError("targets.json", expected=f"delegations to silos of {plan_id}", got="others")
+        self._install_targets(targets)
+        self._write(PLANS, self._next(PLANS, plan_files, now), plans_key)
+        if self._read(RELEASE, Targets).targets:
+            self._write(RELEASE, self._next(RELEASE, {}, now), release_key)
         self._close({"targets", PLANS, RELEASE}, online_key, now)
+
+    def renew(
+        self,
+        *,
+        root: bytes | None = None,
+        targets: bytes | None = None,
+        plans_key: SigningKey | None = None,
+        release_key: SigningKey | None = None,
+        online_key: SigningKey,
+        now: datetime,
+    ) -> None:
+        """Put new keys or delegations into force; what the roles list stays, without silos that left.
+
+        Args:
+            root: the next root, signed by the holders of the old and of the new one.
+            targets: the next targets, signed by the holders whom the newest root names.
+            plans_key: signs what `plans` lists again, where its key is new.
+            release_key: signs what `release` lists again, where its key is new.
+            online_key: the key of `snapshot` and `timestamp`, as the newest root names it.
+            now: the present.
+
+        Raises:
+            SignatureError: a document is not signed by its holders, or a key is not its role's.
+            RollbackError: a document does not follow the present one.
+        """
+        live = {name.removesuffix(".json") for name in self._live()}
+        if root is not None:
+            self._install_root(root)
+        if targets is not None:
+            self._install_targets(targets)
+        for role, key in ((PLANS, plans_key), (RELEASE, release_key)):
+            if key is not None:
+                listed = self._read(role, Targets)
+                renewed = Targets(listed.version + 1, None, expiry(now, METADATA_LIFE), listed.targets)
+                self._write(role, renewed, key)
+        delegates = self.delegates()
+        silos = {silo_role(str(delegates.plan_id), silo_id) for silo_id in delegates.silos}
+        self._close({"targets", PLANS, RELEASE, *(live & silos)}, online_key, now)
 
     def publish(
         self,
@@ -167,13 +211,13 @@ class Repository:
             TrustError: a silo's metadata does not verify.
         """
         _check_owner(release_files, plan_id, RELEASE)
-        targets = self._read("targets", Targets)
+        targets = self.targets()
         roles = {silo_id: silo_role(plan_id, silo_id) for silo_id in silo_metadata}
         for silo_id, role in roles.items():
             key = _role_key(targets, role)
             version, _ = read_silo_metadata(silo_metadata[silo_id], plan_id=plan_id, silo_id=silo_id, key=key, now=now)
             self._check_not_older(role, version, silo_metadata[silo_id])
-        self._write(RELEASE, self._next(RELEASE, release_files, now), [release_key])
+        self._write(RELEASE, self._next(RELEASE, release_files, now), release_key)
         for silo_id, role in roles.items():
             write_atomic(self.folder / f"{role}.json", silo_metadata[silo_id])
         self._close({"targets", PLANS, RELEASE, *roles.values()}, online_key, now)
@@ -184,13 +228,16 @@ class Repository:
 
     def export_release(self, dest: Path) -> None:
         """Write all metadata of the release to ``dest/metadata/``."""
-        snapshot = self._read("snapshot", Snapshot)
-        self._export(dest, [name for name, meta in snapshot.meta.items() if meta.hashes is not None])
+        self._export(dest, self._live())
 
     def _export(self, dest: Path, names: Sequence[str]) -> None:
         roots = [path.name for path in self.folder.glob("*.root.json")]
         for name in [*roots, "timestamp.json", "snapshot.json", *names]:
             write_atomic(dest / "metadata" / name, self._bytes(name))
+
+    def _live(self) -> list[str]:
+        """List the metadata files that the snapshot lists as present."""
+        return [name for name, meta in self._read("snapshot", Snapshot).meta.items() if meta.hashes is not None]
 
     def _bytes(self, name: str) -> bytes:
         path = self.folder / name
@@ -201,8 +248,33 @@ class Repository:
     def _read(self, role: str, kind: type[T]) -> T:
         return parse_metadata(self._bytes(f"{role}.json"), kind, f"{role}.json").signed
 
-    def _write(self, role: str, signed: T, keys: Sequence[SigningKey]) -> None:
-        write_atomic(self.folder / f"{role}.json", sign_metadata(signed, keys))
+    def _root_version(self) -> int:
+        return max((int(path.name.split(".")[0]) for path in self.folder.glob("[1-9]*.root.json")), default=0)
+
+    def _install_root(self, data: bytes) -> None:
+        version = self._root_version() + 1
+        name = f"{version}.root.json"
+        metadata = parse_metadata(data, Root, name)
+        if metadata.signed.version != version:
+            raise RollbackError(name, expected=f"version {version}", got=f"version {metadata.signed.version}")
+        before = [self.root()] if version > 1 else []
+        check_signatures(metadata, "root", [*before, metadata.signed], name)
+        write_atomic(self.folder / name, data)
+
+    def _install_targets(self, data: bytes) -> None:
+        version = self.targets().version + 1 if (self.folder / "targets.json").exists() else 1
+        metadata = parse_metadata(data, Targets, "targets.json")
+        if metadata.signed.version != version:
+            raise RollbackError("targets.json", expected=f"version {version}", got=f"version {metadata.signed.version}")
+        check_signatures(metadata, "targets", [self.root()], "targets.json")
+        write_atomic(self.folder / "targets.json", data)
+
+    def _write(self, role: str, signed: T, key: SigningKey) -> None:
+        """Sign and write, if the key holds the role: nothing else would notice before a reader does."""
+        data = sign_metadata(signed, [key])
+        delegator = self.targets() if role in (PLANS, RELEASE) else self.root()
+        check_signatures(parse_metadata(data, type(signed), role), role, [delegator], f"{role}.json")
+        write_atomic(self.folder / f"{role}.json", data)
 
     def _next(self, role: str, files: Files, now: datetime) -> Targets:
         listed = {path: TargetFile(size, {"sha256": digest}, path) for path, (size, digest) in files.items()}
@@ -211,17 +283,18 @@ class Repository:
     def _close(self, roles: set[str], online: SigningKey, now: datetime) -> None:
         """Say which versions belong together; the timestamp last, since it makes them current."""
         old = self._read("snapshot", Snapshot) if (self.folder / "snapshot.json").exists() else Snapshot(meta={})
-        meta = {name: MetaFile(entry.version) for name, entry in old.meta.items()}
+        # One version on where a role leaves: what it signed before is then older than the snapshot says.
+        meta = {name: MetaFile(entry.version + (entry.hashes is not None)) for name, entry in old.meta.items()}
         for role in roles:
             data = self._bytes(f"{role}.json")
             version = parse_metadata(data, Targets, f"{role}.json").signed.version
             meta[f"{role}.json"] = MetaFile.from_data(version, data, ["sha256"])
         version = old.version + 1 if old.meta else 1
-        self._write("snapshot", Snapshot(version, None, expiry(now, METADATA_LIFE), meta), [online])
+        self._write("snapshot", Snapshot(version, None, expiry(now, METADATA_LIFE), meta), online)
         listed = MetaFile.from_data(version, self._bytes("snapshot.json"), ["sha256"])
         exists = (self.folder / "timestamp.json").exists()
         number = self._read("timestamp", Timestamp).version + 1 if exists else 1
-        self._write("timestamp", Timestamp(number, None, expiry(now, TIMESTAMP_LIFE), listed), [online])
+        self._write("timestamp", Timestamp(number, None, expiry(now, TIMESTAMP_LIFE), listed), online)
 
     def _check_not_older(self, role: str, version: int, data: bytes) -> None:
         seen = self._read("snapshot", Snapshot).meta.get(f"{role}.json")
@@ -233,61 +306,11 @@ class Repository:
             raise RollbackError(f"{role}.json", expected=f"version {version} as published", got="other content")
 
 
-def _new_root(
-    root: Sequence[SigningKey],
-    root_threshold: int,
-    targets: Sequence[SigningKey],
-    targets_threshold: int,
-    online: SigningKey,
-    expires: datetime,
-) -> Root:
-    keys: dict[str, Key] = {}
-
-    def role(holders: Sequence[SigningKey], threshold: int) -> Role:
-        held = [holder.public.tuf_key() for holder in holders]
-        keys.update({key.keyid: key for key in held})
-        return Role(sorted(key.keyid for key in held), threshold)
-
-    roles = {
-        "root": role(root, root_threshold),
-        "targets": role(targets, targets_threshold),
-        "snapshot": role([online], 1),
-        "timestamp": role([online], 1),
-    }
-    return Root(1, None, expires, keys, roles, consistent_snapshot=False)
-
-
-def _delegations(
-    plans: PublicKey, release: PublicKey, plan_id: str | None = None, silo_keys: Mapping[str, PublicKey] | None = None
-) -> Delegations:
-    """Delegate to `plans`, `release` and a plan's silos; before the first plan, to nobody's paths."""
-    keys: dict[str, Key] = {}
-    roles: dict[str, DelegatedRole] = {}
-    for name, public in ((PLANS, plans), (RELEASE, release)):
-        key = public.tuf_key()
-        keys[key.keyid] = key
-        paths = delegated_paths(plan_id, name) if plan_id else []
-        roles[name] = DelegatedRole(name, [key.keyid], 1, True, paths)
-    if plan_id and silo_keys:
-        silos = delegation(plan_id, dict(sorted(silo_keys.items()))).delegations
-        if silos is not None:
-            keys |= silos.keys
-            roles |= silos.roles or {}
-    return Delegations(keys, roles)
-
-
 def _role_key(targets: Targets, role: str) -> PublicKey:
     try:
         return public_key(targets.get_key(targets.get_delegated_role(role).keyids[0]))
     except ValueError as error:
         raise RoleError(f"{role}.json", expected="a role that targets delegates to", got="an unknown one") from error
-
-
-def _check_plan(plan_id: str, silo_keys: Mapping[str, PublicKey]) -> None:
-    if not (is_plan_id(plan_id) and silo_keys and all(map(is_silo_id, silo_keys))):
-        raise RoleError(ascii(plan_id), expected="a plan id and the ids of its silos", got="something else")
-    if len(set(silo_keys.values())) != len(silo_keys):
-        raise RoleError(plan_id, expected="a key of its own for each silo", got="one key for two silos")
 
 
 def _check_owner(files: Files, plan_id: str, role: str) -> None:

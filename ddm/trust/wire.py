@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, ValidationError, create_model, model_validator
 
 from ddm.errors import DocumentError
-from ddm.protocol.base import Digest, Model
+from ddm.protocol.base import Digest, Model, misfit
 
 _Hex128 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{128}$")]
 _Version = Annotated[int, Field(gt=0, le=2**31)]
 _Length = Annotated[int, Field(ge=0, le=2**50)]
 _Spec = Annotated[str, StringConstraints(pattern=r"^1\.0\.[0-9]{1,3}$")]
 _Expires = Annotated[str, StringConstraints(pattern=r"^2[0-9]{3}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")]
-_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
 _Path = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 
 
@@ -130,28 +130,25 @@ def _file_of(signed: type[Model]) -> type[Model]:
     return create_model(f"{signed.__name__}File", __base__=Model, signatures=(signatures, ...), signed=(signed, ...))
 
 
-_FILES: dict[str, type[Model]] = {
-    "root": _file_of(_Root),
-    "timestamp": _file_of(_Timestamp),
-    "snapshot": _file_of(_Snapshot),
-    "targets": _file_of(_Targets),
-}
+_SIGNED: dict[str, type[Model]] = {"root": _Root, "timestamp": _Timestamp, "snapshot": _Snapshot, "targets": _Targets}
+_FILES = {kind: _file_of(signed) for kind, signed in _SIGNED.items()}
 
 
-def check_schema(value: Any, kind: str, subject: str) -> None:
+def check_schema(value: Any, kind: str, subject: str, *, unsigned: bool = False) -> None:
     """Refuse parsed JSON that is not exactly a metadata file of this kind.
 
     Args:
         value: as `json.loads` returns it.
         kind: ``root``, ``timestamp``, ``snapshot`` or ``targets``.
         subject: the file, for the error.
+        unsigned: it is only the part that signatures are made over.
 
     Raises:
         DocumentError: a field too few, too many, or of another type; a bound exceeded.
     """
+    model = (_SIGNED if unsigned else _FILES)[kind]
     try:
-        _FILES[kind].model_validate(value)
+        model.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = ".".join(str(part)[:40] for part in first["loc"]) or "document"
-        raise DocumentError(subject, expected=f"{kind} metadata", got=f"field {where}: {first['msg']}") from error
+        where, what = misfit(model, error)
+        raise DocumentError(subject, expected=f"{kind} metadata", got=f"field {where}: {what}") from error

@@ -1,5 +1,9 @@
 """What the ServerApp fetches of one silo, and what it leaves alone."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +28,7 @@ def announce(delivery: SiloDelivery, sequence: int) -> None:
 
 
 def names(tmp_path: Path) -> set[str]:
-    return {path.name for path in (tmp_path / "incoming" / PLAN / "north").iterdir()} - {"status.json"}
+    return {path.name for path in (tmp_path / "incoming" / PLAN / "north").iterdir()} - {"status.json", "seen"}
 
 
 @pytest.mark.parametrize("sequence", [MAX_SUBMISSIONS + 1, 999_999])
@@ -47,3 +51,51 @@ def test_submission_is_not_fetched_again_when_it_was_answered_and_thrown_away(
     assert names(tmp_path) == set()
     announce(delivery, 2)
     assert names(tmp_path) == {"2"}
+
+
+WRITER = """
+import json, os, signal, sys
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from aggregator.delivery import SiloDelivery
+from ddm.exchange import Envelope
+from silo.answers import SiteLimits, answer
+root, plan, shard, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+limits = SiteLimits(root / "site", bundle_bytes=10**6, shard_bytes=shard, submission_bytes=10**9)
+delivery = SiloDelivery(root / "fed", plan, "north", index=(), shard_bytes=shard, max_submission_bytes=10**9, wait_s=0)
+delivery._bundle_complete = True
+sync, synced = os.fsync, []
+def killing(descriptor):
+    sync(descriptor)
+    synced.append(descriptor)
+    if len(synced) == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = killing
+with open(root / "fetched", "a") as log:
+    while not (root / "fed" / "incoming" / plan / "north" / "1").exists():
+        for envelope in delivery.next_requests([], 2):
+            reply = answer(envelope, limits)
+            print(len(reply.data), file=log, flush=True)
+            delivery.take(envelope.message, reply)
+"""
+
+
+@pytest.mark.parametrize("kill_at", [3, 5, 6])
+def test_submission_goes_on_where_it_stopped_when_the_writer_is_killed(tmp_path: Path, kill_at: int) -> None:
+    """Killed between any two writes of a shard: its bytes, the note that they are there, the folders."""
+    shard, size = 50_000, 1_000_000
+    outbox = tmp_path / "site" / "outbox" / PLAN / "1"
+    outbox.mkdir(parents=True)
+    (tmp_path / "site" / "inbox" / PLAN).mkdir(parents=True)
+    (outbox / "expert.safetensors").write_bytes(os.urandom(size))
+    command = [sys.executable, "-c", WRITER, str(tmp_path), PLAN, str(shard)]
+    runs = [subprocess.run([*command, str(kill_at)], check=False).returncode for _ in range(2)]
+    assert runs == [-signal.SIGKILL] * 2
+    subprocess.run([*command, "0"], check=True, timeout=60)
+    arrived = tmp_path / "fed" / "incoming" / PLAN / "north" / "1" / "expert.safetensors"
+    assert arrived.read_bytes() == (outbox / "expert.safetensors").read_bytes()
+    fetched = sum(int(line) for line in (tmp_path / "fetched").read_text().split())
+    assert size <= fetched <= size + 2 * shard, "each kill costs one shard at most"

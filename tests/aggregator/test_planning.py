@@ -1,5 +1,6 @@
 """Signing a plan: what the operator is shown before, what a crash leaves behind, when a plan may not be replaced."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from aggregator.recipe import ClusteringRecipe
 from aggregator.setup import load_key
 from aggregator.taking_in import IntakeDesk
 from ddm.console import human_seconds
-from ddm.errors import BusyError, PolicyError, SetupError
+from ddm.errors import BusyError, PolicyError
 from ddm.privacy import DiscreteLaplaceMechanism, GaussianMechanism, gaussian_mu, total_epsilon
 from ddm.trust.repository import Repository
 from ddm.trust.verify import verify_bundle
@@ -27,27 +28,16 @@ def stop(*arguments: object, **named: object) -> None:
     raise Crash
 
 
-def test_old_plan_works_on_when_signing_stopped_before_the_first_signature(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr(Repository, "start_plan", stop)
-        published.tiny.sign()
-    published.tiny.publish(tmp_path / "next")
-
-
-@pytest.mark.parametrize("where", ["_close", "export_bundle"])
-def test_operator_is_told_to_sign_again_when_signing_stopped_after_the_first_signature(
+@pytest.mark.parametrize("where", ["start_plan", "_close", "export_bundle"])
+def test_old_plan_works_on_when_signing_stopped_and_signing_again_leaves_nothing_behind(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     tiny = published.tiny
     with monkeypatch.context() as patch, pytest.raises(Crash):
         patch.setattr(Repository, where, stop)
         tiny.sign()
-    for attempt in (lambda: tiny.publish(tmp_path / "next"), tiny.take_in):
-        with pytest.raises(SetupError) as refused:
-            attempt()
-        assert "aggregator plan" in refused.value.remedy
+    tiny.publish(tmp_path / "next")
+    shutil.rmtree(tiny.path / "scratch")
     again = tiny.sign()
     assert tiny.federation.current_plan()[0].plan_id == again
     assert verify_bundle(tiny.federation.bundle(again), tiny.root.read_bytes(), state=None).plan_id == again
@@ -56,6 +46,20 @@ def test_operator_is_told_to_sign_again_when_signing_stopped_after_the_first_sig
         again,
         "current.json",
     }
+    assert not list(tiny.federation.path.glob("ceremony*"))
+
+
+def test_new_plan_is_current_when_signing_stopped_after_it_was_decided(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = published.tiny
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr("aggregator.changes.settle", stop)
+        tiny.sign()
+    plan, _ = tiny.federation.require().current_plan()
+    assert plan.plan_id != published.plan_id
+    assert verify_bundle(tiny.federation.bundle(plan.plan_id), tiny.root.read_bytes(), state=None)
+    assert not list(tiny.federation.path.glob("ceremony*"))
 
 
 def test_plan_is_not_replaced_while_intake_is_at_work(published: Published) -> None:

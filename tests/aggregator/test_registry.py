@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.config import Federation, FederationSettings, check_exposure
+from aggregator.config import Federation
 from aggregator.registry import cards, check_ledger, enroll, remember_ledger
 from ddm.errors import (
     ArchipelagoError,
@@ -13,7 +13,6 @@ from ddm.errors import (
     DocumentError,
     LedgerError,
     MissingFileError,
-    PolicyError,
     SignatureError,
 )
 from ddm.protocol.base import now_utc
@@ -120,12 +119,3 @@ def test_ledger_must_grow_for_another_plan(federation: Federation) -> None:
     check_ledger(federation, "north", PLAN, chain)
     with pytest.raises(LedgerError):
         check_ledger(federation, "north", NEXT_PLAN, chain)
-
-
-def test_port_stays_closed_to_a_network_unless_the_operator_says_so() -> None:
-    settings = FederationSettings(name="two", host="127.0.0.1", port=9092)
-    check_exposure(settings)
-    exposed = settings.model_copy(update={"host": "aggregator.example.org"})
-    with pytest.raises(PolicyError, match="open_port"):
-        check_exposure(exposed)
-    check_exposure(exposed.model_copy(update={"open_port": True}))

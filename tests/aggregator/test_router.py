@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from aggregator.inventory import Inventory, take_inventory
-from aggregator.router import RouterReport, describe, load_report, router_path, train_router
+from aggregator.router import load_report, router_path, train_router
+from aggregator.router_report import RouterReport, describe
 from ddm.errors import MissingFileError, SetupError
 from ddm.routers.counts import CountsRouter
 from ddm.schedule import LinearPath

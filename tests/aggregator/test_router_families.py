@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from aggregator import router as under_test
-from aggregator.router import RouterReport, describe, train_router
+from aggregator.router import train_router
+from aggregator.router_report import RouterReport, describe
 from ddm.clustering import fit_clustering
 from ddm.encoders import PcaEncoder
 from ddm.errors import RefusedError
 from ddm.models import build_expert
 from ddm.partition import Layout, silo_parts
 from ddm.plan_files import PlanFiles
-from ddm.protocol.base import File
+from ddm.protocol.base import File, sha256_hex
 from ddm.protocol.manifest import PublishedExpert, PublishedRouter
 from ddm.protocol.plan import Plan
 from ddm.routers.base import posterior
@@ -107,8 +108,15 @@ class Folder:
 
     path: Path
 
+    @property
+    def decisions(self) -> Path:
+        return self.path / "decisions.jsonl"
+
     def plan_folder(self, plan_id: str) -> Path:
         return self.path
+
+    def settings(self) -> SimpleNamespace:
+        return SimpleNamespace(max_influence=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +160,13 @@ def _releases(folder: Path, kind: str, partition: str, files: PlanFiles, world: 
         for e in [e for e, silo_k in enumerate(layout.silo_E) if silo_k == k]:
             weights = build_expert(plan.expert.architecture, plan.data.shape, seed=e).state_dict()
             save_tensors(folder / f"{e}.safetensors", weights)
-            experts.append(SimpleNamespace(file=File.of(f"{e}.safetensors", folder / f"{e}.safetensors")))
+            file = File.of(f"{e}.safetensors", folder / f"{e}.safetensors")
+            experts.append(SimpleNamespace(expert_id=silo, file=file))
         found.silos[silo] = SimpleNamespace(
-            document=silo.encode(), folder=folder, submission=SimpleNamespace(experts=experts)
+            document=silo.encode(),
+            digest=sha256_hex(silo.encode()),
+            folder=folder,
+            submission=SimpleNamespace(experts=experts),
         )
     return found
 

@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Asked, type[ArchipelagoError], tuple[str, ...]]] = {
     "noise level of its own choice": (
         asking(sketch=SKETCH | {"t_release": 0.0}),
         DocumentError,
-        ("plan.json, field releases.sketch.t_release", "not permitted"),
+        ("plan.json, field releases.sketch", "not permitted"),
     ),
     "epsilon so large that hardly any noise is left": (
         asking(total={"epsilon": 990.0, "delta": DELTA}, sketch=SKETCH | {"epsilon": 900.0}),

@@ -1,9 +1,11 @@
+import hashlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -127,3 +129,20 @@ def test_waiting_for_a_port_ends_when_the_process_is_dead():
 def test_program_is_refused_when_it_is_not_installed():
     with pytest.raises(MissingFileError):
         program("flower-superduper")
+
+
+def test_secret_reaches_the_program_and_no_place_where_others_look(tmp_path):
+    secret = b"correct horse\0battery"
+    code = (
+        "import hashlib, sys, time; data = sys.stdin.buffer.read();"
+        "print(hashlib.sha256(data).hexdigest(), flush=True); time.sleep(600)"
+    )
+    child = spawn([sys.executable, "-c", code], name="reader", log_path=tmp_path / "log", input_bytes=secret)
+    try:
+        wait_until(lambda: child.log_tail().endswith("\n"))
+        assert child.log_tail().strip() == hashlib.sha256(secret).hexdigest()
+        for pid in (child.pid, child.guard_pid):
+            for name in ("cmdline", "environ"):
+                assert b"horse" not in Path(f"/proc/{pid}/{name}").read_bytes()
+    finally:
+        child.kill()

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddm.errors import DigestError, FormatError, UnsafePathError
-from ddm.exchange import FileEntry, Span
-from ddm.shards import PartFolder, first_spans, list_folder, read_spans
+from ddm.exchange import FileEntry, Span, first_of
+from ddm.shards import PartFolder, list_folder, read_spans, whole_spans
 
 LIMITS = {"max_files": 10, "max_bytes": 10_000}
 
@@ -128,11 +128,45 @@ def test_listing_is_refused_when_the_folder_is_over_a_limit(sent, limit):
         list_folder(sent, **limit)
 
 
-def test_first_spans_hold_exactly_the_limit_when_the_index_is_longer(sent):
-    index = list_folder(sent, **LIMITS)
-    assert [(span.path, span.num_bytes) for span in first_spans(index, 1000)] == [
+def test_first_ranges_hold_exactly_the_limit_when_there_is_more(sent):
+    spans = list(whole_spans(list_folder(sent, **LIMITS)))
+    assert [(span.path, span.num_bytes) for span in first_of(spans, 1000)] == [
         ("b.json", 2),
         ("deep/er/a.bin", 998),
         ("empty", 0),
     ]
-    assert sum(span.num_bytes for span in first_spans(index, 10_000)) == 1026
+    assert sum(span.num_bytes for span in first_of(spans, 10_000)) == 1026
+
+
+def test_first_ranges_start_where_the_ranges_do():
+    spans = [Span(path="a", offset=100, num_bytes=50), Span(path="b", offset=7, num_bytes=50)]
+    assert first_of(spans, 60) == (spans[0], Span(path="b", offset=7, num_bytes=10))
+    assert first_of(spans, 50) == (spans[0],)
+    assert first_of(spans, 0) == ()
+
+
+def test_range_on_its_way_is_not_named_again_however_it_was_cut(sent, tmp_path):
+    part = PartFolder(tmp_path / "new", list_folder(sent, **LIMITS))
+    part.write([(Span(path="deep/er/a.bin", offset=0, num_bytes=100), bytes(100))])
+    coming = [Span(path="deep/er/a.bin", offset=300, num_bytes=200), Span(path="empty", offset=0, num_bytes=0)]
+    found = part.missing(150, coming=coming)
+    assert [(span.path, span.offset, span.num_bytes) for span in found] == [
+        ("b.json", 0, 2),
+        ("deep/er/a.bin", 100, 150),
+        ("deep/er/a.bin", 250, 50),
+        ("deep/er/a.bin", 500, 150),
+        ("deep/er/a.bin", 650, 150),
+        ("deep/er/a.bin", 800, 150),
+        ("deep/er/a.bin", 950, 74),
+    ]
+    assert "empty" in {span.path for span in part.missing(150)}, "what is on its way may be lost"
+
+
+def test_folder_of_many_gibibytes_takes_no_memory_and_no_disk_where_it_is_empty(tmp_path):
+    """A range far out in a file of 12 GiB is written without anything before it."""
+    entry = FileEntry(path="expert", num_bytes=12 * 2**30)
+    part = PartFolder(tmp_path / "new", [entry])
+    part.write([(Span(path="expert", offset=entry.num_bytes - 10, num_bytes=10), memoryview(b"0123456789"))])
+    stored = (tmp_path / "new.part" / "expert").stat()
+    assert stored.st_size == entry.num_bytes and stored.st_blocks * 512 < 2**20
+    assert part.missing(2**40) == [Span(path="expert", offset=0, num_bytes=entry.num_bytes - 10)]

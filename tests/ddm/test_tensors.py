@@ -18,7 +18,7 @@ from safetensors.torch import load as reference_load
 from safetensors.torch import save as reference_save
 
 from ddm.errors import DigestError, TensorFileError
-from ddm.tensors import TensorSpec, check_tensors, load_tensors, read_header, save_tensors, spec_of
+from ddm.tensors import TensorSpec, check_file, check_tensors, load_tensors, read_header, save_tensors, spec_of
 
 MANY = 10**6
 
@@ -348,3 +348,69 @@ def test_whatever_is_written_is_read_back_the_same(path, content):
     assert path.read_bytes() == reference_save(tensors)
     loaded = load_tensors(path, None, max_bytes=MANY)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+BLOCK = 1 << 20
+BAD_VALUES = (float("nan"), float("inf"), -float("inf"), 1e5, -1e5)
+
+
+def sparse(path, gib: float, last: float = 0.0) -> dict[str, TensorSpec]:
+    """A file of zeros that takes no disk, but for its last value; two tensors, so that one block is cut short."""
+    specs = {"a": TensorSpec("F32", (3,)), "b": TensorSpec("F32", (int(gib * 2**28),))}
+    size = sum(spec.bytes for spec in specs.values())
+    with path.open("wb") as handle:
+        handle.write(raw({"a": entry(0, 12, shape=(3,)), "b": entry(12, size, shape=specs["b"].shape)}))
+        handle.truncate(handle.tell() + size)
+        handle.seek(-4, os.SEEK_END)
+        handle.write(struct.pack("<f", last))
+    return specs
+
+
+@pytest.mark.parametrize("read", [load_tensors, check_file])
+@pytest.mark.parametrize("value", BAD_VALUES)
+def test_value_is_refused_however_far_out_in_a_file_it_stands(path, value, read):
+    gib = 3 * BLOCK / 2**30 + 1e-6
+    with pytest.raises(TensorFileError, match="tensor b"):
+        read(path, sparse(path, gib, last=value), max_bytes=10**7, max_abs=1e4)
+    read(path, sparse(path, gib, last=1e4), max_bytes=10**7, max_abs=1e4)
+
+
+@pytest.mark.parametrize("read", [load_tensors, check_file])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x80\x05", raw(b"{{{"), raw({"b": entry(0, 4)}, b"abcd"), raw({"a": entry(0, 4)}, b"\0\0\xc0\x7f")],
+)
+def test_other_bytes_are_called_that_and_nothing_else_whatever_is_in_them(path, data, read):
+    """The attack: a file that nobody signed, which breaks every other rule as well."""
+    specs = {"a": TensorSpec("F32", (1,))}
+    save_tensors(path, {"a": torch.ones(1)})
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    read(path, specs, max_bytes=MANY, digest=digest)
+    path.write_bytes(data)
+    with pytest.raises(DigestError):
+        read(path, specs, max_bytes=MANY, digest=digest)
+    with pytest.raises(TensorFileError):
+        read(path, specs, max_bytes=MANY)
+
+
+def test_file_of_three_gibibytes_is_checked_in_the_memory_of_a_block(path):
+    """In a process of its own, whose peak tells; the control is loading a twelfth of it."""
+    program = (
+        "import json, re, sys; from pathlib import Path; import torch\n"
+        "from ddm.tensors import TensorSpec, check_file, load_tensors\n"
+        "torch.set_num_threads(1)\n"
+        "peak = lambda: int(re.search('VmHWM:.*?([0-9]+)', Path('/proc/self/status').read_text())[1])\n"
+        "path, how, shapes = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])\n"
+        "torch.aminmax(torch.zeros(4)); before = peak()\n"
+        "specs = {name: TensorSpec('F32', tuple(shape)) for name, shape in shapes.items()}\n"
+        "{'check': check_file, 'load': load_tensors}[how](path, specs, max_bytes=2**40)\n"
+        "print((peak() - before) / 1024)"
+    )
+
+    def mebibytes(how: str, gib: float) -> float:
+        shapes = {name: spec.shape for name, spec in sparse(path, gib).items()}
+        command = [sys.executable, "-c", program, str(path), how, json.dumps(shapes)]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert mebibytes("check", 3) < 32
+    assert mebibytes("load", 0.25) > 250

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import tomli_w
 
+from aggregator.proxy import find_nginx
 from ddm.processes import Child, free_port, program, spawn, terminate_all
 from ddm.tensors import load_tensors
 from tests.federation import POLICY, images, recipe, write_policy
@@ -115,6 +117,7 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operator
     state = folder / PERSON / "private" / "state.json"
     waiting = lambda: state.exists() and b"awaiting_approval" in state.read_bytes()  # noqa: E731
     operators.wait_until(waiting, "a submission that waits for its person")
+    kill_intake(folder)
     digest = status(operators, PERSON)["submission_digest"]
     assert digest in operators.call("silo", "review", folder / PERSON)
     operators.call("silo", "approve", folder / PERSON, "--digest", "0" * 64, code=34)
@@ -124,6 +127,9 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operator
         operators.background, 0
     )
     assert all(status(operators, silo)["state"] == "accepted" for silo in SILOS)
+    said = operators.background["aggregator-fed"].log_tail()
+    assert all(f"[{silo}] submission 1 accepted" in said for silo in SILOS)
+    assert "[intake] ended or hung, and was started again" in said
     check_nothing_left(folder)
 
     operators.call("aggregator", "router", folder / "fed")
@@ -139,9 +145,16 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operator
         assert np.isfinite(drawn["images"]).all()
 
 
+def kill_intake(folder: Path) -> None:
+    info = json.loads((folder / "fed" / "flower" / "info.json").read_text())
+    os.kill(info["intake_pid"], signal.SIGKILL)
+
+
 def check_nothing_left(folder: Path) -> None:
     info = json.loads((folder / "fed" / "flower" / "info.json").read_text())
-    pids = [info["superlink_pid"], info["superexec_pid"], info["pid"]]
+    assert info["restarts"]["intake"] == 1 and sum(info["restarts"].values()) == 1
+    pids = [info["pid"], *(pid for name, pid in info.items() if name.endswith("_pid"))]
+    assert len(pids) == (5 if find_nginx() else 4)
     for silo in SILOS:
         note = json.loads((folder / silo / "private" / "processes.json").read_text())
         pids += [note["worker"], note["courier"]["supernode_pid"], note["courier"]["guard_pid"]]

@@ -1,17 +1,22 @@
 """A real published release: what one flipped byte does, what python-tuf's own client says, how an ensemble behaves."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tuf.api.exceptions import RepositoryError
 from tuf.ngclient import Updater, UpdaterConfig
 from tuf.ngclient.fetcher import FetcherInterface
 
 import aggregator.publish
 import ddm.release
+from aggregator.setup import load_key
+from aggregator.withdrawal import withdraw
 from ddm import Ensemble
 from ddm.artifact import load_ensemble
 from ddm.errors import (
@@ -26,6 +31,7 @@ from ddm.protocol.manifest import Manifest
 from ddm.release import open_release
 from ddm.trust.verify import VerifiedRelease, verify_release
 from tests.conftest import Published
+from tests.federation import PASSPHRASE
 
 
 def release_files(published: Published) -> list[str]:
@@ -91,15 +97,7 @@ class FolderFetcher(FetcherInterface):
 
 def test_python_tufs_own_client_finds_and_verifies_every_published_file(published: Published, tmp_path: Path) -> None:
     (tmp_path / "metadata").mkdir()
-    updater = Updater(
-        metadata_dir=str(tmp_path / "metadata"),
-        metadata_base_url="https://release/metadata/",
-        target_dir=str(tmp_path),
-        target_base_url="https://release/targets/",
-        fetcher=FolderFetcher(published.release),
-        config=UpdaterConfig(prefix_targets_with_hash=False),
-        bootstrap=published.root.read_bytes(),
-    )
+    updater = client(published.release, published.root, tmp_path)
     names = [name.removeprefix("targets/") for name in release_files(published) if name.startswith("targets/")]
     for index, name in enumerate(names):
         info = updater.get_targetinfo(name)
@@ -107,6 +105,52 @@ def test_python_tufs_own_client_finds_and_verifies_every_published_file(publishe
         updater.download_target(info, str(tmp_path / str(index)))
         assert (tmp_path / str(index)).read_bytes() == (published.release / "targets" / name).read_bytes()
     assert len(names) >= 10
+
+
+def test_python_tufs_own_client_refuses_a_withdrawn_silo_that_it_knew_and_whose_host_puts_everything_back(
+    published: Published, tmp_path: Path
+) -> None:
+    tiny, first, second = published.tiny, published.release, tmp_path / "second"
+    (tmp_path / "metadata").mkdir()
+    name = f"{published.plan_id}/silos/north/submission.json"
+    assert client(first, published.root, tmp_path).get_targetinfo(name) is not None
+    withdraw(tiny.federation, "north", "asked to", load_key(tiny.federation, "receipts", PASSPHRASE))
+    tiny.publish(second)
+    kept = f"{published.plan_id}/silos/east/submission.json"
+    for path in [path for path in first.rglob("*") if path.is_file() and "north" in path.as_posix()]:
+        target = second / path.relative_to(first)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    with pytest.raises(RepositoryError):
+        client(second, published.root, tmp_path).get_targetinfo(name)
+    assert client(second, published.root, tmp_path).get_targetinfo(kept) is not None
+
+
+def test_public_model_signing_package_accepts_the_release_and_refuses_one_changed_byte(published: Published) -> None:
+    folder = published.release / "targets" / published.plan_id
+    public = published.tiny.federation.path / "model-signing.pub.pem"
+    command = [sys.executable, "-W", "ignore", "-m", "model_signing", "verify", "key", str(folder)]
+    command += ["--signature", str(folder / "model.sig"), "--public_key", str(public)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = folder / "report.html"
+    report.write_bytes(report.read_bytes().replace(b"<", b">", 1))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode != 0
+    assert "Hash mismatch for 'report.html'" in done.stdout + done.stderr
+
+
+def client(release: Path, root: Path, folder: Path) -> Updater:
+    """python-tuf's own client, with what it remembers in `folder`."""
+    return Updater(
+        metadata_dir=str(folder / "metadata"),
+        metadata_base_url="https://release/metadata/",
+        target_dir=str(folder),
+        target_base_url="https://release/targets/",
+        fetcher=FolderFetcher(release),
+        config=UpdaterConfig(prefix_targets_with_hash=False),
+        bootstrap=root.read_bytes(),
+    )
 
 
 def test_ensemble_opens_samples_and_repeats_itself(published_once: Published) -> None:
@@ -192,12 +236,19 @@ LIES: dict[str, Callable[[Manifest], Manifest]] = {
 }
 
 
+def write_no_pages(source: object, draft: Manifest, targets: Path, on_progress: object) -> None:
+    """Pages of one line: what is told here need not be drawn."""
+    for name in ("README.md", "report.html"):
+        (targets / name).write_text("a page\n")
+
+
 def publish_as_a_liar(
     published: Published, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Manifest], Manifest], out: Path
 ) -> None:
     """Publish, properly signed, a manifest that says something else, and skip the aggregator's own verification."""
     honest = aggregator.publish._manifest
     monkeypatch.setattr(aggregator.publish, "_manifest", lambda *arguments: lie(honest(*arguments)))
+    monkeypatch.setattr(aggregator.publish, "_write_pages", write_no_pages)
     monkeypatch.setattr(aggregator.publish, "open_release", lambda *arguments, **named: None)
     monkeypatch.setattr(aggregator.publish, "load_ensemble", lambda release: None)
     published.tiny.publish_only(out)

@@ -7,21 +7,29 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from aggregator.flower_commands import FlowerCommands
+from aggregator.proxy import find_nginx
 from aggregator.runtime import FlowerRuntime
 from aggregator.tls import make_tls
-from ddm.errors import BusyError
+from ddm.errors import BusyError, TransportError
 from ddm.guard import descendants
-from ddm.processes import free_port
+from ddm.processes import flower_environment, free_port
 from silo.courier import Courier, make_node_key
+from tests.processes import alive
 
 PLAN = "digits-3f9a1c2e"
 SHARD_BYTES = 300_000
 TIMEOUT_S = 240.0
+NGINX = find_nginx()
+
+needs_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 
 
 def contents(folder):
@@ -84,6 +92,8 @@ class Journey:
     killed_pid: int = 0
     east: dict[str, object] = field(default_factory=dict)
     stranger_problem: str | None = None
+    killed_nginx: int = 0
+    code: "Future[str] | None" = None
     pids: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     stop_s: float = 0.0
@@ -96,20 +106,24 @@ class Journey:
 class Stage:
     """Moves the silos and the aggregator's intake on as the files appear."""
 
-    def __init__(self, journey, couriers):
+    def __init__(self, journey, couriers, port):
         self.journey, self.couriers, self.fed = journey, couriers, journey.fed
+        self.address, self.runtime = f"127.0.0.1:{port}", None
         self.stranger = None
+        self.pool = ThreadPoolExecutor(1)
 
     def step(self):
         for silo_id in ("north", "east"):
             site = self.journey.root / silo_id
-            if (site / "inbox" / PLAN / "bundle").exists() and not (site / "outbox" / PLAN).exists():
+            if self.nginx_was_replaced() and not (site / "outbox" / PLAN).exists():
                 submit(site, silo_id)
             incoming, receipts = (self.fed / name / PLAN / silo_id for name in ("incoming", "receipts"))
             if (incoming / "1").exists() and not receipts.exists():
                 intake(self.fed, silo_id)
         self.kill_east_midway()
         self.invite_stranger()
+        self.submit_code_at_the_public_port()
+        self.kill_nginx()
 
     def kill_east_midway(self):
         incoming = self.fed / "incoming" / PLAN / "east"
@@ -125,11 +139,34 @@ class Stage:
             self.stranger = Courier(site, address=self.address, max_bundle_bytes=10**9)
             self.stranger.start()
         if self.stranger is not None and self.journey.stranger_problem is None:
-            self.journey.stranger_problem = self.stranger.problem
-            if self.journey.stranger_problem:
+            problem = self.stranger.problem
+            # While nginx is dead, nobody reaches anything.
+            if problem and "cannot be reached" not in problem:
+                self.journey.stranger_problem = problem
                 self.stranger.stop()
 
+    def submit_code_at_the_public_port(self):
+        """What anybody would do who has Flower and the federation's certificate."""
+        if self.journey.code is None and (self.journey.root / "north" / "inbox" / PLAN / "bundle").exists():
+            flower = self.journey.root / "anybody"
+            environment = flower_environment(flower / "home")
+            ca_path = self.fed / "tls" / "ca.pem"
+            anybody = FlowerCommands(flower, environment, address=self.address, ca_path=ca_path)
+            self.journey.code = self.pool.submit(anybody.submit, PLAN)
+
+    def kill_nginx(self):
+        """As soon as both silos have told how they stand; from then on each holds back its answer until it has news."""
+        told = all(any((self.fed / "incoming" / PLAN).glob(f"{silo_id}/*")) for silo_id in ("north", "east"))
+        if NGINX and told and not self.journey.killed_nginx:
+            self.journey.killed_nginx = int(self.runtime.info()["nginx_pid"])
+            os.kill(self.journey.killed_nginx, signal.SIGKILL)
+
+    def nginx_was_replaced(self):
+        both = all((self.journey.root / silo_id / "inbox" / PLAN / "bundle").exists() for silo_id in ("north", "east"))
+        return both and (not NGINX or self.runtime.num_restarts()["nginx"] == 1)
+
     def close(self):
+        self.pool.shutdown()
         for courier in [*self.couriers.values(), *([self.stranger] if self.stranger else [])]:
             courier.stop()
 
@@ -143,9 +180,8 @@ def journey(tmp_path_factory):
     for silo_id in ("north", "east"):
         keys[silo_id] = make_site(done.root / silo_id, done.fed)
         couriers[silo_id] = Courier(done.root / silo_id, address=f"127.0.0.1:{port}", max_bundle_bytes=10**9)
-    stage = Stage(done, couriers)
-    stage.address = f"127.0.0.1:{port}"
-    runtime = FlowerRuntime(
+    stage = Stage(done, couriers, port)
+    stage.runtime = runtime = FlowerRuntime(
         done.fed,
         host="127.0.0.1",
         port=port,
@@ -153,13 +189,17 @@ def journey(tmp_path_factory):
         nodes=keys,
         shard_bytes=SHARD_BYTES,
         max_submission_bytes=10**7,
+        nginx=NGINX,
     )
     try:
         couriers["north"].start()
         couriers["east"].start()
         with runtime:
             deadline = time.monotonic() + TIMEOUT_S
-            while not runtime.finished and time.monotonic() < deadline:
+            while (
+                not (runtime.finished and done.code and done.code.done() and done.stranger_problem)
+                and time.monotonic() < deadline
+            ):
                 runtime.check()
                 for courier in couriers.values():
                     courier.check()
@@ -179,7 +219,26 @@ def test_plan_completes_when_a_supernode_is_killed_midway(journey):
     log = journey.fed / "flower" / "logs" / "serverapp.log"
     assert journey.finished, log.read_text() if log.exists() else "no ServerApp"
     assert journey.killed_pid and journey.east["supernode_pid"] != journey.killed_pid
-    assert journey.info["num_restarts"] == 0 and journey.info["num_runs"] == 1
+    assert journey.info["num_runs"] == 1
+
+
+@needs_nginx
+def test_plan_completes_when_nginx_is_killed_midway(journey):
+    assert journey.finished and journey.killed_nginx
+    assert journey.info["nginx_pid"] != journey.killed_nginx
+    assert journey.info["restarts"] == {"superlink": 0, "nginx": 1, "superexec": 0}
+
+
+@needs_nginx
+def test_code_submitted_through_the_public_port_is_refused(journey):
+    assert journey.code is not None
+    with pytest.raises(TransportError, match="403 Forbidden"):
+        journey.code.result()
+    log = (journey.fed / "flower" / "logs" / "nginx.log").read_text()
+    refused = [line for line in log.splitlines() if " 403 " in line]
+    assert refused and all(" 403 /v1/control/" in line for line in refused)
+    runs = (journey.fed / "flower" / "logs" / "superlink.log").read_text().count("/v1/control/start-run")
+    assert runs == 1, "the aggregator's own"
 
 
 @pytest.mark.parametrize("silo_id", ["north", "east"])
@@ -199,8 +258,8 @@ def test_node_is_refused_when_its_key_is_not_enrolled(journey):
 
 
 def test_no_process_is_left_when_everything_stopped(journey):
-    # A guard and a program for the SuperLink, the SuperExec and two SuperNodes, and what those started.
-    assert len(journey.pids) >= 8
+    # A guard and a program for the SuperLink, nginx, the SuperExec and two SuperNodes, and what those started.
+    assert len(journey.pids) >= (10 if NGINX else 8)
     assert journey.left == []
     assert journey.stop_s < 10.0
 
@@ -240,9 +299,10 @@ def test_courier_is_refused_when_another_one_works_on_the_site(tmp_path):
 SUPERVISOR = """
 import json, sys, time
 from pathlib import Path
+from aggregator.proxy import find_nginx
 from aggregator.runtime import FlowerRuntime
 arguments = json.loads(sys.argv[1])
-with FlowerRuntime(Path(arguments.pop("fed")), **arguments) as runtime:
+with FlowerRuntime(Path(arguments.pop("fed")), nginx=find_nginx(), **arguments) as runtime:
     while True:
         runtime.check()
         time.sleep(0.2)
@@ -279,7 +339,7 @@ def test_plan_completes_when_the_aggregator_and_then_its_superlink_are_killed(tm
         wait_until(lambda: not processes_below(fed))
         submit(site, "north")
 
-        with FlowerRuntime(fed, **settings) as runtime:
+        with FlowerRuntime(fed, nginx=NGINX, **settings) as runtime:
 
             def check():
                 runtime.check()
@@ -294,3 +354,81 @@ def test_plan_completes_when_the_aggregator_and_then_its_superlink_are_killed(tm
             assert runtime.info()["num_restarts"] == 2 and runtime.info()["num_runs"] == 2
     assert contents(incoming / "1") == contents(site / "outbox" / PLAN / "1")
     assert processes_below(tmp_path) == []
+
+
+def stopped(folder, pattern):
+    """Stop the processes of a federation whose command holds a text: they live on and do nothing."""
+    found = []
+    for pid in processes_below(folder):
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        if pattern in line and "ddm.guard {" not in line:
+            os.kill(pid, signal.SIGSTOP)
+            found.append(pid)
+    return found
+
+
+@contextmanager
+def one_silo(folder):
+    """A federation of one silo, its plan delivered; yields its folders, the runtime, and what to call every second."""
+    fed, site, port = folder / "fed", folder / "north", free_port()
+    make_federation(fed)
+    node_key = make_site(site, fed)
+    with (
+        Courier(site, address=f"127.0.0.1:{port}", max_bundle_bytes=10**9) as courier,
+        FlowerRuntime(
+            fed,
+            host="127.0.0.1",
+            port=port,
+            plan_id=PLAN,
+            nodes={"north": node_key},
+            shard_bytes=SHARD_BYTES,
+            max_submission_bytes=10**7,
+            nginx=NGINX,
+        ) as runtime,
+    ):
+
+        def check():
+            runtime.check()
+            courier.check()
+
+        wait_until((site / "inbox" / PLAN / "bundle").exists, check=check)
+        yield fed, site, runtime, check
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["flower-superlink", "flwr-serverapp"])
+def test_plan_completes_when_a_program_lives_on_without_working(pattern, tmp_path, monkeypatch):
+    for name in ("_SUPERLINK_SILENT_S", "_SERVER_APP_SILENT_S"):
+        monkeypatch.setattr(f"aggregator.runtime.{name}", 30.0)
+    with one_silo(tmp_path) as (fed, site, runtime, check):
+        pids = stopped(fed / "flower" / "home", pattern)
+        assert pids
+        wait_until(lambda: not any(map(alive, pids)), check=check)
+        submit(site, "north")
+        incoming = fed / "incoming" / PLAN / "north" / "1"
+        wait_until(incoming.exists, check=check)
+        intake(fed, "north")
+        wait_until(lambda: runtime.finished, check=check)
+        restarts, num_runs = runtime.num_restarts(), runtime.info()["num_runs"]
+    if pattern == "flower-superlink":
+        assert restarts["superlink"] == 1
+    else:
+        assert (restarts["superexec"], restarts["superlink"], num_runs) == (1, 0, 2)
+    assert contents(incoming) == contents(site / "outbox" / PLAN / "1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_nginx
+def test_plan_completes_when_nginx_is_killed_during_a_transfer(tmp_path):
+    with one_silo(tmp_path) as (fed, site, runtime, check):
+        submit(site, "north")
+        incoming = fed / "incoming" / PLAN / "north" / "1"
+        wait_until(lambda: incoming.with_suffix(".part").exists() or incoming.exists(), check=check)
+        os.kill(int(runtime.info()["nginx_pid"]), signal.SIGKILL)
+        # Flower keeps an answer whose sending was cut off for 180 s before it says that it is lost.
+        wait_until(incoming.exists, check=check, timeout_s=400.0)
+        intake(fed, "north")
+        wait_until(lambda: runtime.finished, check=check)
+        assert runtime.num_restarts() == {"superlink": 0, "nginx": 1, "superexec": 0}
+    assert contents(incoming) == contents(site / "outbox" / PLAN / "1")

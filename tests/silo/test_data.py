@@ -130,7 +130,7 @@ def test_patients_become_numbers_in_order_of_first_appearance(tmp_path: Path, pa
         (np.array(["secret", None, "b", "c", "d", "e"], dtype=object), "pickled"),
         (np.array(["2026-01-01"] * 6, dtype="datetime64[D]"), "text"),
         ([True] * 6, "text"),
-        (["secret" * 1000] * 6, "1024 bytes"),
+        (["secret" * 1000] * 6, "at most 10240 bytes"),
     ],
     ids=["too few", "2-D", "nan", "missing text", "missing bytes", "objects", "dates", "booleans", "huge"],
 )

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ddm.trust.keys import SigningKey
+from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
+from ddm.trust.keys import PublicKey, SigningKey
+from ddm.trust.metadata import sign_metadata
 from ddm.trust.repository import Repository
 from ddm.trust.silo_role import sign_silo_metadata
 
@@ -37,15 +39,22 @@ class Federation:
     files: dict[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        public = {name: key.public for name, key in self.keys.items()}
+        online = Holders((public["online"],))
+        held = {
+            "root": Holders((public["root"], public["root2"]), 2),
+            "targets": Holders((public["targets"],)),
+            "snapshot": online,
+            "timestamp": online,
+        }
+        targets = draft_targets(1, Delegates(public["plans"], public["release"]), self.now)
         self.repository = Repository.create(
             self.folder,
-            root=[self.keys["root"], self.keys["root2"]],
-            root_threshold=2,
-            targets=[self.keys["targets"]],
-            targets_threshold=1,
-            online=self.keys["online"],
-            plans=self.keys["plans"],
-            release=self.keys["release"],
+            root=sign_metadata(draft_root(1, held, self.now), [self.keys["root"], self.keys["root2"]]),
+            targets=sign_metadata(targets, [self.keys["targets"]]),
+            plans_key=self.keys["plans"],
+            release_key=self.keys["release"],
+            online_key=self.keys["online"],
             now=self.now,
         )
 
@@ -70,13 +79,18 @@ class Federation:
         self.files |= self.plan_files()
         self.repository.start_plan(
             self.plan_id,
-            {silo: self.keys[silo].public for silo in silos},
             listed(self.plan_files()),
-            targets_keys=[self.keys["targets"]],
+            targets=self.plan_targets({silo: self.keys[silo].public for silo in silos}),
             plans_key=self.keys["plans"],
+            release_key=self.keys["release"],
             online_key=self.keys["online"],
             now=self.now,
         )
+
+    def plan_targets(self, silos: Mapping[str, PublicKey]) -> bytes:
+        """The next targets, which delegates to these silos, signed by its holder."""
+        delegates = Delegates(self.keys["plans"].public, self.keys["release"].public, self.plan_id, silos)
+        return sign_metadata(self.repository.next_targets(delegates, self.now), [self.keys["targets"]])
 
     def silo_metadata(self, silo_id: str, version: int = 1) -> bytes:
         files = listed(self.silo_files(silo_id))

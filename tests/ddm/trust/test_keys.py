@@ -7,6 +7,8 @@ import sys
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
+from securesystemslib.exceptions import UnverifiedSignatureError
+from securesystemslib.signer import Signature
 
 from ddm.errors import DocumentError, MissingFileError, PassphraseError, SetupError, SignatureError
 from ddm.trust.keys import PublicKey, SigningKey, parse_fingerprint, read_passphrase
@@ -100,11 +102,12 @@ def test_signature_refused_when_data_signature_or_key_differ():
             public.verify(signed, data)
 
 
-def test_tuf_signer_and_tuf_key_agree_with_ours():
+def test_tuf_key_takes_our_signatures_and_no_other():
     key = SigningKey.generate()
-    signature = key.signer().sign(b"data")
-    key.public.verify(bytes.fromhex(signature.signature), b"data")
-    key.public.tuf_key().verify_signature(signature, b"data")
+    public = key.public.tuf_key()
+    public.verify_signature(Signature(public.keyid, key.sign(b"data").hex()), b"data")
+    with pytest.raises(UnverifiedSignatureError):
+        public.verify_signature(Signature(public.keyid, key.sign(b"other").hex()), b"data")
 
 
 def test_passphrase_is_the_first_line_of_its_file(tmp_path):

@@ -40,15 +40,6 @@ def test_federation_is_never_founded_twice_in_one_folder(federation):
     assert {path.name: path.read_bytes() for path in federation.folder.iterdir()} == before
 
 
-def test_founding_that_was_interrupted_before_the_root_can_be_run_again(make_federation, tmp_path):
-    own = make_federation()
-    (own.folder / "1.root.json").unlink()
-    own.__post_init__()
-    own.start_plan()
-    own.publish()
-    assert verify_release(own.export(tmp_path / "r"), own.root, state=None)
-
-
 def test_publishing_interrupted_before_the_timestamp_can_be_run_again(federation, tmp_path):
     timestamp = (federation.folder / "timestamp.json").read_bytes()
     federation.publish(manifest=b'{"manifest": 2}')
@@ -77,26 +68,17 @@ def test_silo_metadata_is_republished_byte_for_byte(federation, tmp_path):
         assert (release / "metadata" / f"{PLAN}.{silo}.json").read_bytes() == federation.silo_metadata(silo)
 
 
-def test_new_plan_delegates_to_its_own_silos_only_and_keeps_old_versions_in_the_snapshot(federation):
+def test_new_plan_delegates_to_its_own_silos_only_and_keeps_old_ones_outdated_in_the_snapshot(federation):
     federation.plan_id = "digits-00000002"
     federation.start_plan(silos=("north",))
     roles = [role["name"] for role in read(federation, "targets")["delegations"]["roles"]]
     assert roles == ["plans", "release", "digits-00000002.north"]
-    assert read(federation, "snapshot")["meta"][f"{PLAN}.north.json"] == {"version": 1}
+    assert read(federation, "snapshot")["meta"][f"{PLAN}.north.json"] == {"version": 2}
 
 
-def test_release_list_is_emptied_at_once_when_its_key_is_given(federation):
+def test_release_list_is_emptied_when_a_plan_starts(federation):
     federation.plan_id = "digits-00000002"
-    federation.repository.start_plan(
-        federation.plan_id,
-        {"north": federation.keys["north"].public},
-        {},
-        targets_keys=[federation.keys["targets"]],
-        plans_key=federation.keys["plans"],
-        online_key=federation.keys["online"],
-        release_key=federation.keys["release"],
-        now=federation.now,
-    )
+    federation.start_plan(silos=("north",))
     assert read(federation, "release")["targets"] == {}
 
 
@@ -157,22 +139,25 @@ def test_release_refuses_to_list_paths_that_are_not_its_own(federation, path, er
 
 def test_plan_refuses_shared_keys_no_silos_and_odd_ids(federation):
     public = federation.keys["north"].public
+    before = (federation.folder / "targets.json").read_bytes()
     for plan_id, silos in (
         (PLAN, {"a": public, "b": public}),
         (PLAN, {}),
         ("digits", {"a": public}),
         (PLAN, {"A": public}),
     ):
+        federation.plan_id = plan_id
         with pytest.raises(RoleError):
-            federation.repository.start_plan(
+            Repository(federation.folder).start_plan(
                 plan_id,
-                silos,
                 {},
-                targets_keys=[federation.keys["targets"]],
+                targets=federation.plan_targets(silos),
                 plans_key=federation.keys["plans"],
+                release_key=federation.keys["release"],
                 online_key=federation.keys["online"],
                 now=federation.now,
             )
+    assert (federation.folder / "targets.json").read_bytes() == before
 
 
 def test_repository_without_metadata_is_said_so(tmp_path):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from securesystemslib.signer import Signature, SSlibKey
+from securesystemslib.signer import CryptoSigner, Signature, SSlibKey
 from tuf.api.metadata import Metadata, Root
 
 from ddm.errors import (
@@ -74,7 +74,7 @@ def test_rotation_refused_when_one_key_stands_under_two_ids(federation, rotate, 
     metadata.signed.version = 2
     change(metadata.signed)
     for name in ("root", "root2"):
-        metadata.sign(federation.keys[name].signer(), append=True)
+        metadata.sign(CryptoSigner(federation.keys[name]._private), append=True)
     metadata.signatures[alias] = Signature(alias, metadata.signatures[key.keyid].signature)
     metadata.signatures = dict(sorted(metadata.signatures.items()))
     metadata.signed.verify_delegate("root", metadata.signed_bytes, metadata.signatures)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata, MetaFile, Snapshot, TargetFile, Targets, Timestamp
 from tuf.ngclient import FetcherInterface, Updater, UpdaterConfig
 
@@ -327,7 +328,7 @@ def test_targets_that_delegates_otherwise_than_the_repository_does_is_refused(re
 
 def sign_loosely(signed, keys) -> bytes:
     metadata = Metadata(signed)
-    metadata.sign(keys["targets"].signer())
+    metadata.sign(CryptoSigner(keys["targets"]._private))
     return metadata.to_bytes()
 
 

@@ -1,0 +1,304 @@
+"""How the federation's `root` and `targets` change: drafted here, signed by their holders, then put into force at once.
+
+Where enough holders' keys lie in `keys/`, as `aggregator init` makes them, all of it happens in one command. Otherwise
+the documents wait in `ceremony/`, each with what it means in words; a holder answers with a small file beside it, and
+`aggregator complete` goes on. What waits survives restarts, and only one change can wait.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+from aggregator.changes import Change
+from aggregator.config import Federation
+from aggregator.invitation import make_invitation
+from aggregator.registry import cards, signing_key, taking_part
+from ddm.errors import BusyError, PolicyError, SetupError
+from ddm.files import locked, read_bounded, write_atomic
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, Document, PlanId, ShortText, now_utc, sha256_hex
+from ddm.protocol.plan import Plan
+from ddm.trust.ceremony import (
+    MAX_REQUEST_BYTES,
+    MAX_SIGNATURE_BYTES,
+    HolderSignature,
+    Request,
+    check_answers,
+    in_words,
+    join,
+    sign_request,
+    unmet,
+)
+from ddm.trust.keys import PublicKey, SigningKey
+from ddm.trust.repository import Repository
+
+HOLDER_KEYS = ("root", "targets")
+
+
+class Pending(Document):
+    """What a change does once its documents are signed.
+
+    Attributes:
+        act: found the federation, start a plan, or renew keys and delegations.
+        purpose: in words.
+        documents: the files that holders sign.
+        plan_id: the plan to start.
+    """
+
+    format: Literal["archipelago/pending/1"] = "archipelago/pending/1"
+    act: Literal["found", "plan", "renew"]
+    purpose: ShortText
+    documents: tuple[str, ...]
+    plan_id: PlanId | None = None
+
+
+def conduct(
+    federation: Federation,
+    change: Change,
+    requests: Sequence[Request],
+    passphrase: bytes,
+    *,
+    act: Literal["found", "plan", "renew"],
+    purpose: str,
+    plan_id: str | None = None,
+) -> list[str]:
+    """Bring a change into force if its signatures can be made here; leave it in `ceremony/` if they cannot.
+
+    Args:
+        federation: whose lock is held.
+        change: holds everything but the metadata.
+        requests: what holders must sign.
+        passphrase: opens the federation's keys.
+        act: what it does.
+        purpose: the same in words.
+        plan_id: the plan to start.
+
+    Returns:
+        What is waited for, in words; nothing when the change is in force.
+    """
+    names = tuple(request.name for request in requests)
+    pending = Pending(act=act, purpose=purpose, documents=names, plan_id=plan_id)
+    write_atomic(change.folder / "pending.json", pending.encode())
+    for request in requests:
+        write_atomic(change.folder / request.name, request.encode())
+        write_atomic((change.folder / request.name).with_suffix(".txt"), f"{in_words(request)}\n".encode())
+        _sign_here(federation, change, request, passphrase)
+    missing = _missing(change, pending)
+    if missing:
+        change.wait()
+    else:
+        _put_into_force(federation, change, pending, passphrase)
+    return missing
+
+
+def complete(federation: Federation, passphrase: bytes) -> Pending:
+    """Put into force what waits for signatures; return what it was.
+
+    Raises:
+        MissingFileError: nothing waits.
+        SetupError: signatures are missing.
+        SignatureError: a signature that does not belong there.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(federation.signing_lock())
+        change = Change.waiting(federation.path)
+        pending = _pending(change)
+        if pending.act == "plan":
+            stack.enter_context(locked(federation.accepted, "intake"))
+        missing = _missing(change, pending)
+        if missing:
+            raise SetupError(
+                f"ceremony: {pending.purpose}",
+                expected="enough signatures of holders",
+                got="; ".join(missing),
+                remedy="Have the documents signed: aggregator sign DOCUMENT --key KEYFILE, then run this again.",
+            )
+        _put_into_force(federation, change, pending, passphrase)
+        return pending
+
+
+def abandon(federation: Federation) -> str:
+    """Throw away what waits for signatures; return its purpose.
+
+    Raises:
+        MissingFileError: nothing waits.
+        PolicyError: it is the founding itself.
+    """
+    with federation.signing_lock():
+        change = Change.waiting(federation.path)
+        pending = _pending(change)
+        if pending.act == "found":
+            remedy = "Remove the whole folder, and begin anew with `aggregator init`."
+            raise PolicyError(str(federation.path), expected="a federation to go back to", got="none", remedy=remedy)
+        change.abandon()
+        return pending.purpose
+
+
+def sign_document(document: Path, key: SigningKey) -> Path:
+    """Sign a document that waits, as one of its holders; return the file to send back.
+
+    Raises:
+        BusyError: this holder has signed it.
+        SignatureError: the key is no holder's.
+    """
+    answer = sign_request(read_request(document), key)
+    path = _answer_path(document, key.public)
+    # One to a document that was thrown away may still lie here; it signs nothing of this one.
+    if path.exists() and path.read_bytes() == answer.encode():
+        remedy = "Nothing is to be done. Another holder's signature needs another holder's key."
+        raise BusyError(path.name, expected="no signature by this key yet", got="one", remedy=remedy)
+    write_atomic(path, answer.encode())
+    return path
+
+
+def read_request(document: Path) -> Request:
+    """Read a document that waits for signatures.
+
+    Raises:
+        DocumentError: it is none.
+    """
+    data = read_bounded(document, MAX_REQUEST_BYTES)
+    return Request.parse(data, subject=document.name, limit=MAX_REQUEST_BYTES)
+
+
+def check_replaceable(federation: Federation) -> None:
+    """Refuse to replace a plan with submissions that are in no release yet.
+
+    Raises:
+        SetupError: they could never be published afterwards.
+    """
+    try:
+        plan, _ = federation.current_plan()
+    except SetupError:
+        return  # no plan yet, or one that can no longer be published
+    accepted = federation.accepted / plan.plan_id
+    releases = [path for path in federation.releases.glob("[0-9]*") if path.name.isdigit()]
+    published = {path.name for release in releases for path in release.glob(f"targets/{plan.plan_id}/silos/*")}
+    waiting = {silo_id for silo_id in taking_part(federation, plan) if (accepted / silo_id).is_dir()} - published
+    if waiting:
+        raise SetupError(
+            f"plan {plan.plan_id}",
+            expected="every accepted submission in a release before the next plan",
+            got=f"none with that of {', '.join(sorted(waiting))}",
+            remedy="Publish first: aggregator router, then aggregator publish.",
+        )
+
+
+def _answer_path(document: Path, key: PublicKey) -> Path:
+    return document.with_name(f"{document.name}.{key.fingerprint[:16]}.sig")
+
+
+def _pending(change: Change) -> Pending:
+    return Pending.parse(read_bounded(change.folder / "pending.json", MAX_DOCUMENT_BYTES), subject="pending.json")
+
+
+def _sign_here(federation: Federation, change: Change, request: Request, passphrase: bytes) -> None:
+    """Sign with the holders' keys that lie here, the old ones and those that this change brings."""
+    wanted = {key for holders in request.holders() for key in holders.keys}
+    for folder in (federation.keys, change.put("keys")):
+        for name in HOLDER_KEYS:
+            public = folder / f"{name}.pub"
+            if public.exists() and PublicKey.load(public) in wanted:
+                key = SigningKey.load(folder / f"{name}.key", passphrase)
+                answer = sign_request(request, key).encode()
+                write_atomic(_answer_path(change.folder / request.name, key.public), answer)
+
+
+def _answers(change: Change, name: str) -> list[HolderSignature]:
+    paths = sorted(change.folder.glob(f"{name}.*.sig"))
+    return [HolderSignature.parse(read_bounded(path, MAX_SIGNATURE_BYTES), subject=path.name) for path in paths]
+
+
+def _missing(change: Change, pending: Pending) -> list[str]:
+    found = []
+    for name in pending.documents:
+        request = read_request(change.folder / name)
+        found += unmet(request, check_answers(request, _answers(change, name)))
+    return found
+
+
+def _put_into_force(federation: Federation, change: Change, pending: Pending, passphrase: bytes) -> None:
+    """Sign the rest with the federation's own keys, on a copy of the metadata, and put everything in place."""
+    signed: dict[str, bytes] = {}
+    for name in pending.documents:
+        request = read_request(change.folder / name)
+        signed[request.role] = join(request, check_answers(request, _answers(change, name)))
+    metadata = change.put("tuf/metadata")
+    shutil.rmtree(metadata, ignore_errors=True)
+    shutil.copytree(federation.tuf, metadata)
+
+    def key(name: str) -> SigningKey:
+        new = change.put(f"keys/{name}.key")
+        return SigningKey.load(new if new.exists() else federation.keys / f"{name}.key", passphrase)
+
+    if pending.act == "found":
+        _found(federation, change, metadata, signed, key)
+    elif pending.act == "plan":
+        _start_plan(federation, change, Repository(metadata), str(pending.plan_id), signed["targets"], key)
+    else:
+        renewed = {name: key(name) for name in ("plans", "release") if change.put(f"keys/{name}.key").exists()}
+        Repository(metadata).renew(
+            root=signed.get("root"),
+            targets=signed.get("targets"),
+            plans_key=renewed.get("plans"),
+            release_key=renewed.get("release"),
+            online_key=key("online"),
+            now=now_utc(),
+        )
+    change.commit()
+
+
+def _found(
+    federation: Federation,
+    change: Change,
+    metadata: Path,
+    signed: Mapping[str, bytes],
+    key: Callable[[str], SigningKey],
+) -> None:
+    Repository.create(
+        metadata,
+        root=signed["root"],
+        targets=signed["targets"],
+        plans_key=key("plans"),
+        release_key=key("release"),
+        online_key=key("online"),
+        now=now_utc(),
+    )
+    write_atomic(change.put("invitation.json"), make_invitation(federation, signed["root"]).encode())
+
+
+def _start_plan(
+    federation: Federation,
+    change: Change,
+    repository: Repository,
+    plan_id: str,
+    targets: bytes,
+    key: Callable[[str], SigningKey],
+) -> None:
+    """Sign the list of the plan's files, and complete the bundle that silos are sent."""
+    check_replaceable(federation)
+    bundle = change.put(f"plans/{plan_id}/bundle")
+    encoded = read_bounded(bundle / "targets" / plan_id / "plan.json", MAX_DOCUMENT_BYTES)
+    plan = Plan.parse(encoded, subject="plan.json")
+    files = {f"{plan_id}/plan.json": (len(encoded), sha256_hex(encoded))}
+    files |= {f"{plan_id}/{file.path}": (file.bytes, file.digest) for file in plan.files}
+    repository.start_plan(
+        plan_id,
+        files,
+        targets=targets,
+        plans_key=key("plans"),
+        release_key=key("release"),
+        online_key=key("online"),
+        now=now_utc(),
+    )
+    enrolled = {silo_id: signing_key(card) for silo_id, card in cards(federation).items()}
+    for silo_id, delegated in repository.delegates().silos.items():
+        if enrolled.get(silo_id) != delegated:
+            raise PolicyError(
+                f"plan {plan_id}",
+                expected=f"silo {silo_id} enrolled with the key that this plan names",
+                got="another key, or none",
+                remedy="Throw this plan away, and sign another: aggregator complete --abandon, then aggregator plan.",
+            )
+    repository.export_bundle(bundle)

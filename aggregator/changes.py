@@ -1,0 +1,124 @@
+"""Several files change together: laid out aside, then moved into place; a crash leaves the old ones or the new ones.
+
+A change is a folder below the federation's: `put/` holds the files to come at their relative paths, `drop/` marks those
+to go. It is `ceremony.part` while it is made, `ceremony` while it waits for signatures of holders, and
+`ceremony.ready` from the one rename on that decides it. From there every command that comes by finishes the moving
+(`settle`), which can be interrupted and repeated at every step.
+
+The caller holds the federation's signing lock.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from ddm.errors import BusyError, MissingFileError
+from ddm.files import sync_folder, sync_tree, write_atomic
+
+_PART, _WAITING, _READY = "ceremony.part", "ceremony", "ceremony.ready"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Files that come and go together.
+
+    Attributes:
+        home: the federation's folder.
+        folder: where the change lies.
+    """
+
+    home: Path
+    folder: Path
+
+    @classmethod
+    def begin(cls, home: Path, *, beside_waiting: bool = False) -> Self:
+        """Begin a change.
+
+        Args:
+            home: the federation's folder.
+            beside_waiting: whether one that waits for signatures may go on waiting: it must touch nothing that this one
+                changes.
+
+        Raises:
+            BusyError: another one waits for signatures.
+        """
+        if (home / _WAITING).exists() and not beside_waiting:
+            raise BusyError(
+                str(home / _WAITING),
+                expected="no other change that waits for signatures",
+                got="one",
+                remedy="Finish it with `aggregator complete`, or throw it away with `aggregator complete --abandon`.",
+            )
+        part = home / _PART
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(mode=0o700)
+        return cls(home, part)
+
+    @classmethod
+    def waiting(cls, home: Path) -> Self:
+        """Open the change that waits for signatures.
+
+        Raises:
+            MissingFileError: none does.
+        """
+        if not (home / _WAITING).is_dir():
+            raise MissingFileError(str(home / _WAITING), expected="a change that waits for signatures", got="none")
+        return cls(home, home / _WAITING)
+
+    def put(self, name: str) -> Path:
+        """Where the file or folder lies that shall come to `name`, relative to the federation's folder."""
+        return self.folder / "put" / name
+
+    def drop(self, name: str) -> None:
+        """Let the file `name` go."""
+        write_atomic(self.folder / "drop" / name, b"")
+
+    def wait(self) -> Self:
+        """Keep the change until it is completed."""
+        sync_tree(self.folder)
+        self.folder.rename(self.home / _WAITING)
+        sync_folder(self.home)
+        return type(self)(self.home, self.home / _WAITING)
+
+    def commit(self) -> None:
+        """Decide the change, and move everything into place."""
+        sync_tree(self.folder)
+        self.folder.rename(self.home / _READY)
+        sync_folder(self.home)
+        settle(self.home)
+
+    def abandon(self) -> None:
+        """Throw the change away; nothing of it came into force."""
+        part = self.home / _PART
+        shutil.rmtree(part, ignore_errors=True)
+        self.folder.rename(part)
+        shutil.rmtree(part)
+
+
+def is_unsettled(home: Path) -> bool:
+    """Whether a decided change is not wholly in place."""
+    return (home / _READY).exists()
+
+
+def settle(home: Path) -> None:
+    """Finish moving a decided change into place, if there is one."""
+    ready = home / _READY
+    touched: set[Path] = set()
+    for mark in _files(ready / "drop"):
+        target = home / mark.relative_to(ready / "drop")
+        target.unlink(missing_ok=True)
+        touched.add(target.parent)
+    for source in _files(ready / "put"):
+        target = home / source.relative_to(ready / "put")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source.replace(target)
+        touched.update(folder for folder in target.parents if folder.is_relative_to(home))
+    for folder in touched:
+        if folder.is_dir():
+            sync_folder(folder)
+    shutil.rmtree(ready, ignore_errors=True)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())

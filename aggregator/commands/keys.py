@@ -1,0 +1,137 @@
+"""Commands about keys: make a holder's, sign as a holder, complete what waited, rotate."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase, holders_from
+from aggregator.config import Federation
+from ddm.console import passphrase, say
+from ddm.errors import SetupError
+
+HolderPassphraseOption = Annotated[
+    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="First line opens the holder's key.")
+]
+
+
+def holder(
+    key_file: Annotated[Path, typer.Argument(metavar="KEYFILE", help="The private key to make.")],
+    passphrase_file: HolderPassphraseOption = None,
+) -> None:
+    """Make a holder's key, on the holder's own machine; only the `.pub` file leaves it."""
+    from ddm.trust.keys import SigningKey
+
+    key, public = SigningKey.generate(), key_file.with_suffix(".pub")
+    if public.exists() or public == key_file:
+        raise SetupError(str(public), expected="no file yet, beside a key that is named otherwise", got="one already")
+    key.save(key_file, passphrase(passphrase_file, None, "New passphrase for this key", confirm=True))
+    key.public.save(public)
+    say(f"Made {key_file}; it stays here. Give {public} to the federation's operator.")
+    say(f"  fingerprint  {key.public.fingerprint}")
+
+
+def sign(
+    document: Annotated[Path, typer.Argument(metavar="DOCUMENT", help="From the federation's ceremony/ folder.")],
+    key: Annotated[Path, typer.Option(metavar="KEYFILE", help="This holder's private key.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Sign without asking.")] = False,
+    passphrase_file: HolderPassphraseOption = None,
+) -> None:
+    """Show what a document means and sign it as one of its holders; needs no federation, only this file."""
+    from aggregator.ceremony import read_request, sign_document
+    from ddm.trust.ceremony import in_words
+    from ddm.trust.keys import SigningKey
+
+    say(in_words(read_request(document)))
+    if not yes:
+        confirm("Sign this?")
+    opened = SigningKey.load(key, passphrase(passphrase_file, None, f"Passphrase of {key.name}"))
+    answer = sign_document(document, opened)
+    say(f"Signed: {answer}. Put it beside the document in the federation's ceremony/, then: aggregator complete FED")
+
+
+def complete(
+    fed: FederationArgument,
+    abandon: Annotated[bool, typer.Option("--abandon", help="Throw away what waits instead.")] = False,
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Put into force what waited for signatures of holders."""
+    from aggregator import ceremony
+
+    federation = Federation(fed).require()
+    if abandon:
+        say(f"Thrown away: {ceremony.abandon(federation)}.")
+        return
+    done = ceremony.complete(federation, federation_passphrase(federation, passphrase_file))
+    say(f"In force: {done.purpose}.")
+    if done.act == "found":
+        say_founded(federation)
+
+
+def rotate(
+    fed: FederationArgument,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Which key; docs/how-to/keys.md lists them.")],
+    holder: Annotated[list[Path] | None, typer.Option(metavar="PUB", help="A holder from now on; repeatable.")] = None,
+    threshold: Annotated[int, typer.Option(min=1, help="How many of these holders must sign.")] = 1,
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Put a new key in the place of an old one."""
+    from aggregator.rotation import check_name
+    from aggregator.rotation import rotate as put_new_key
+
+    name = check_name(key)
+    federation = Federation(fed).require()
+    holders = holders_from(holder, threshold)
+    missing = put_new_key(federation, name, federation_passphrase(federation, passphrase_file), holders)
+    if missing:
+        say_missing(federation, missing)
+        return
+    say(f"Rotated {name}. {_FOLLOWS[name]}")
+
+
+_PUBLISHED = "Releases that are out there verify as before; publish again, so that readers learn of the new key."
+_FOLLOWS = {
+    "root": _PUBLISHED,
+    "targets": _PUBLISHED,
+    "plans": _PUBLISHED,
+    "release": _PUBLISHED,
+    "online": _PUBLISHED,
+    "receipts": "The plan in progress keeps its key; the next plan names the new one.",
+    "model-signing": "Give researchers model-signing.pub.pem; the old one stays beside it for older releases.",
+    "tls": "Restart `aggregator run`; silos need nothing, for the authority is the same.",
+}
+
+
+def say_missing(federation: Federation, missing: list[str]) -> None:
+    """Say whose signatures a change waits for, and how to go on."""
+    say(f"Waits for signatures, in {federation.path / 'ceremony'}:")
+    for line in missing:
+        say(f"  {line}")
+    say("Take each document to its holders: aggregator sign DOCUMENT --key KEYFILE")
+    say(f"Put their .sig files beside it, then: aggregator complete {federation.path}")
+
+
+def say_founded(federation: Federation) -> None:
+    """Say what silos and researchers need of a new federation."""
+    from ddm.protocol.base import sha256_file
+
+    say(f"Federation {federation.settings().name} in {federation.path}.")
+    say(f"  root fingerprint  {sha256_file(federation.tuf / '1.root.json')}")
+    invitation = federation.path / "invitation.json"
+    say(f"Give every silo {invitation}, and the fingerprint by another way (telephone, letter).")
+
+
+def confirm(question: str) -> None:
+    """Ask at the terminal.
+
+    Raises:
+        SetupError: nobody is there to be asked.
+        typer.Abort: the answer is no.
+    """
+    if not sys.stdin.isatty():
+        expected = "a person to confirm, or --yes"
+        raise SetupError(question, expected=expected, got="no terminal", remedy="Add --yes.")
+    if not typer.confirm(question):
+        say("Not signed.")
+        raise typer.Abort

@@ -1,0 +1,85 @@
+"""Commands about who belongs to the federation: found it, remove a silo."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from aggregator.commands.keys import say_founded, say_missing
+from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase, holders_from
+from aggregator.config import Federation
+from ddm.console import passphrase, remembered, say
+from ddm.errors import SetupError
+
+if TYPE_CHECKING:
+    from aggregator.config import FederationSettings
+
+
+def init(
+    fed: FederationArgument,
+    name: Annotated[str, typer.Option(help="The federation's name: a-z, 0-9, hyphens.")],
+    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where silos reach this aggregator.")],
+    root_holder: Annotated[
+        list[Path] | None, typer.Option(metavar="PUB", help="A holder of the root of trust; repeatable.")
+    ] = None,
+    root_threshold: Annotated[int, typer.Option(min=1, help="How many of these holders must sign.")] = 1,
+    targets_holder: Annotated[
+        list[Path] | None, typer.Option(metavar="PUB", help="Who decides which silos may sign; repeatable.")
+    ] = None,
+    targets_threshold: Annotated[int, typer.Option(min=1, help="How many of these holders must sign.")] = 1,
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Make a federation: keys, TLS certificates, trust root, invitation."""
+    from aggregator.setup import init_federation
+
+    settings, federation = _settings(name, address, passphrase_file), Federation(fed)
+    root, targets = holders_from(root_holder, root_threshold), holders_from(targets_holder, targets_threshold)
+    secret = passphrase(passphrase_file, None, "New passphrase for the federation's keys", confirm=True)
+    missing = init_federation(federation, settings, secret, root=root, targets=targets)
+    if missing:
+        say_missing(federation, missing)
+    else:
+        say_founded(federation)
+
+
+def remove(
+    fed: FederationArgument,
+    silo_id: Annotated[str, typer.Argument(metavar="SILO", help="An enrolled silo.")],
+    reason: Annotated[str, typer.Option(help="Kept with its card, not published.")],
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Take a silo out of the federation: nothing of its is taken in, and no later plan names it."""
+    from aggregator.removal import remove as take_out
+
+    federation = Federation(fed).require()
+    removal = take_out(federation, silo_id, reason, federation_passphrase(federation, passphrase_file))
+    say(f"Removed {silo_id}: its card is in registry/removed/, and nothing of its is taken in any more.")
+    if removal.plan_id is None:
+        return
+    if removal.missing:
+        say_missing(federation, removal.missing)
+    say(f"It had a part in plan {removal.plan_id}. Its experts leave with the next published version:")
+    say(f"  aggregator withdraw {fed} {silo_id} --reason ..., then aggregator router and aggregator publish")
+    say("Versions that are out there keep its experts: replace them where you serve them.")
+
+
+def _settings(name: str, address: str, passphrase_file: Path | None) -> "FederationSettings":
+    from pydantic import ValidationError
+
+    from aggregator.config import FederationSettings
+
+    host, _, port = address.rpartition(":")
+    if not re.fullmatch(r"[A-Za-z0-9.-]{1,250}", host) or not re.fullmatch("[0-9]{1,5}", port):
+        wanted = "HOST:PORT with a name or an IPv4 address, for example 127.0.0.1:9092"
+        raise SetupError("--address", expected=wanted, got=repr(address[:100]))
+    try:
+        return FederationSettings(
+            name=name,
+            host=host,
+            port=int(port),
+            passphrase_file=remembered(passphrase_file),
+        )
+    except ValidationError as error:
+        field = str(error.errors()[0]["loc"][0])
+        raise SetupError(f"--{'name' if field == 'name' else 'address'}", got=error.errors()[0]["msg"]) from error

@@ -1,0 +1,71 @@
+"""`aggregator publish` and `aggregator withdraw`: the next version of the ensemble, and who is no longer in it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
+from aggregator.config import Federation
+from ddm.console import progress, say
+
+if TYPE_CHECKING:
+    from aggregator.publish import Publication
+
+
+def publish(
+    fed: FederationArgument,
+    out: Annotated[Path, typer.Option(help="The release folder to make.")],
+    quorum: Annotated[
+        int | None, typer.Option(min=1, help="Fewest silos the release may have; else as federation.toml says.")
+    ] = None,
+    renew: Annotated[bool, typer.Option("--renew", help="A new version even where nothing has changed.")] = False,
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Publish the accepted experts and the router as a signed release; where nothing changed, copy the newest one."""
+    from aggregator.publish import publish as publish_release
+
+    federation = Federation(fed).require()
+    secret = federation_passphrase(federation, passphrase_file)
+    with progress("Drawing for the report") as advance:
+        done = publish_release(federation, secret, out, quorum=quorum, renew=renew, on_progress=advance)
+    say(announcement(done, out))
+    say(f"Researchers: ddm verify {out} --root {federation.tuf / '1.root.json'}")
+
+
+def announcement(done: "Publication", out: Path) -> str:
+    """Say what was published, and from whom it is not."""
+    manifest = done.manifest
+    asked = len(manifest.silos) + len(manifest.missing_silos) + len(manifest.withdrawn_silos)
+    lines = [f"Published {manifest.plan_id}, version {manifest.version}, router {manifest.router.kind}: {out}"]
+    if not done.fresh:
+        lines = [
+            f"Version {manifest.version} of {manifest.plan_id} holds all of this already; nothing new was published.",
+            f"Copied it to {out}; --renew makes a new version.",
+        ]
+    if asked > len(manifest.silos):
+        lines.append(f"PARTIAL: {len(manifest.silos)} of the plan's {asked} silos.")
+    if manifest.missing_silos:
+        lines.append(f"  without a submission: {', '.join(manifest.missing_silos)}")
+    if manifest.withdrawn_silos:
+        lines.append(f"  withdrawn: {', '.join(manifest.withdrawn_silos)}")
+    return "\n".join(lines)
+
+
+def withdraw(
+    fed: FederationArgument,
+    silo_id: Annotated[str, typer.Argument(metavar="SILO", help="A silo of the present plan.")],
+    reason: Annotated[str, typer.Option(help="Told to the silo, not published.")],
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Take a silo out of the present plan for good; the next version is without it."""
+    from aggregator.setup import load_key
+    from aggregator.withdrawal import withdraw as take_out
+
+    federation = Federation(fed).require()
+    key = load_key(federation, "receipts", federation_passphrase(federation, passphrase_file))
+    record = take_out(federation, silo_id, reason, key)
+    say(f"Withdrew {silo_id} from plan {record.plan_id}: {record.reason}")
+    say(f"Next: aggregator router {fed}, then aggregator publish {fed} --out RELEASE.")
+    say(f"The silo is told when it and `aggregator run {fed}` are up at the same time.")
+    say("Versions that are out there keep its experts: replace them where you serve them.")

@@ -1,0 +1,126 @@
+"""What screening set aside, and what a person decides about it: `aggregator quarantine`, `admit` and `refuse`."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from aggregator.commands.options import FederationArgument
+from aggregator.config import Federation
+from ddm.console import say, table
+from ddm.errors import SetupError
+
+if TYPE_CHECKING:
+    from aggregator.quarantine import Held, Verdict
+
+SiloArgument = Annotated[str, typer.Argument(metavar="SILO", help="The silo's id.")]
+ReasonOption = Annotated[str, typer.Option(help="Why, for the record; 1 to 200 characters.")]
+
+
+def quarantine(
+    fed: FederationArgument, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
+) -> None:
+    """List what waits for a person, with reasons and figures beside those of the accepted experts."""
+    from aggregator.examination import Examiner
+    from aggregator.quarantine import held
+    from ddm.routers.evaluation import BANDS
+
+    federation = Federation(fed).require()
+    plan, _ = federation.current_plan()
+    examiner, waiting = Examiner(federation, plan), _undecided(federation, held(federation, plan.plan_id))
+    accepted = examiner.accepted()
+    outliers = examiner.outliers(accepted)
+    figures = {silo_id: examiner.ratios(each) for silo_id, each in accepted.items()}
+    if as_json:
+        found = {"waiting": [each.why.model_dump(mode="json") for each in waiting]}
+        say(json.dumps(found | {"accepted": figures, "accepted_outliers": outliers}))
+        return
+    for each in waiting:
+        why = each.why
+        say(f"{why.silo_id}, submission {why.sequence}, waits since {why.at.isoformat()}:")
+        for reason in why.reasons:
+            say(f"  {reason}")
+    for silo_id, reasons in outliers.items():
+        say(f"{silo_id}, accepted, stands apart by now:")
+        for reason in reasons:
+            say(f"  {reason}")
+    if not waiting and not outliers:
+        say("Nothing waits for a person.")
+    rows = [(expert, "accepted", *ratios) for silo in figures.values() for expert, ratios in silo.items()]
+    rows += [(expert, "waits", *ratios) for each in waiting for expert, ratios in each.why.figures.items()]
+    if rows:
+        say("Loss on public images, as a multiple of that of answering 0:")
+        say(table(rows, ("expert", "state", *(f"t {low:g}-{high:g}" for low, high in BANDS))))
+
+
+def admit(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) -> None:
+    """Let a silo's experts in although screening found them implausible; `aggregator run` then signs the receipt."""
+    federation = Federation(fed).require()
+    waiting = _waiting(federation, silo)
+    if waiting:
+        _record(federation, silo, waiting.why.submission_digest, "admitted", reason)
+        say(f"Admitted {silo}, submission {waiting.why.sequence}. `aggregator run {fed}` signs the receipt.")
+        return
+    from aggregator.examination import Examiner
+
+    examiner = Examiner(federation, federation.current_plan()[0])
+    accepted = examiner.accepted()
+    if silo not in examiner.outliers(accepted):
+        raise _nothing_waits(federation, silo)
+    _record(federation, silo, accepted[silo].submission_digest, "admitted", reason)
+    say(f"Admitted {silo} as it was accepted. Next: aggregator router {fed}")
+
+
+def refuse(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) -> None:
+    """Refuse what waits in quarantine; `aggregator run` then signs the refusal, which tells the silo the reason."""
+    federation = Federation(fed).require()
+    waiting = _waiting(federation, silo)
+    if not waiting:
+        raise _nothing_waits(federation, silo)
+    _record(federation, silo, waiting.why.submission_digest, "refused", reason)
+    say(f"Refused {silo}, submission {waiting.why.sequence}. `aggregator run {fed}` signs the refusal.")
+
+
+def _undecided(federation: Federation, waiting: list["Held"]) -> list["Held"]:
+    from aggregator.quarantine import decisions
+
+    decided = {decision.submission_digest for decision in decisions(federation)}
+    return [each for each in waiting if each.why.submission_digest not in decided]
+
+
+def _waiting(federation: Federation, silo_id: str) -> "Held | None":
+    from aggregator.quarantine import held
+
+    waiting = _undecided(federation, held(federation, federation.current_plan()[0].plan_id))
+    return next((each for each in waiting if each.why.silo_id == silo_id), None)
+
+
+def _record(federation: Federation, silo_id: str, digest: str, verdict: "Verdict", reason: str) -> None:
+    from pydantic import ValidationError
+
+    from aggregator.quarantine import Decision, decide
+    from ddm.protocol.base import now_utc
+
+    plan, _ = federation.current_plan()
+    try:
+        decision = Decision(
+            plan_id=plan.plan_id,
+            silo_id=silo_id,
+            submission_digest=digest,
+            verdict=verdict,
+            reason=reason,
+            at=now_utc(),
+        )
+    except ValidationError as error:
+        raise SetupError("--reason", expected="1 to 200 printable characters", got="another text") from error
+    decide(federation, decision)
+
+
+def _nothing_waits(federation: Federation, silo_id: str) -> SetupError:
+    return SetupError(
+        f"silo {silo_id[:40]}",
+        expected="one with something to decide",
+        got="nothing that waits",
+        remedy=f"See what does: aggregator quarantine {federation.path}. An accepted silo is taken out with "
+        "aggregator withdraw.",
+    )

@@ -1,0 +1,52 @@
+"""`aggregator status`: where a federation stands, once or as a page to watch."""
+
+from typing import Annotated
+
+import typer
+
+from aggregator.commands.options import FederationArgument
+from aggregator.config import Federation
+from ddm.console import say
+from ddm.errors import SetupError
+from ddm.protocol.base import now_utc
+
+DEFAULT_ADDRESS = "127.0.0.1:8765"
+
+
+def status(
+    fed: FederationArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve a page to watch, until Ctrl-C.")] = False,
+    address: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where --serve listens; port 0 is any free one.")
+    ] = DEFAULT_ADDRESS,
+    expose: Annotated[
+        bool, typer.Option("--expose", help="Let --serve listen where others reach it; the page asks no password.")
+    ] = False,
+) -> None:
+    """Show silos, submissions, processes and expiries, from the folder alone."""
+    federation = Federation(fed).require()
+    if serve:
+        if as_json:
+            raise SetupError("--json", expected="--serve without it", got="both", remedy="Read /status.json instead.")
+        _serve(federation, address, expose)
+        return
+    from aggregator.status import gather
+    from aggregator.status_words import describe
+
+    found = gather(federation, now_utc())
+    say(found.model_dump_json(indent=2) if as_json else describe(found))
+
+
+def _serve(federation: Federation, address: str, expose: bool) -> None:
+    from aggregator.live import parse_address
+    from aggregator.live import serve as serve_page
+
+    host, port = parse_address(address, expose=expose)
+    if expose:
+        say(
+            "WARNING: whoever reaches this port sees the silos' names, states and sizes, why submissions were refused, "
+            "releases, process ids and expiries. The page asks no password and is not encrypted.",
+            error=True,
+        )
+    serve_page(federation, host, port)

@@ -1,0 +1,97 @@
+"""Who takes in what arrives? A process of its own beside Flower's, so that neither can bring the other down.
+
+`python -m aggregator.intake_process FED PLAN`; the passphrase of the receipts key comes on standard input and is kept
+nowhere else. `aggregator run` starts it, shows what it prints, and starts it again when it dies or hangs.
+"""
+
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aggregator.config import Federation
+from aggregator.intake import submission_bytes
+from aggregator.quarantine import SetAside
+from aggregator.setup import load_key
+from aggregator.taking_in import IntakeDesk
+from ddm.console import new_app, run_app, say
+from ddm.errors import BusyError
+from ddm.processes import stop_on_signals
+from ddm.protocol.receipt import Accepted, Receipt
+
+HEARTBEAT = "intake.alive"
+_CHECK_S = 1.0
+_BEAT_S = 5.0
+# How long one step may take: screening runs experts, and a slow disk copies and hashes at this rate.
+_STEP_S = 3600.0
+_BYTES_PER_S = 10_000_000
+_MAX_PASSPHRASE_BYTES = 4096
+
+app = new_app("Take in a federation's submissions; the passphrase comes on standard input.")
+
+
+class Pulse(threading.Thread):
+    """Touches the heartbeat while the work gets on: a step may take long, but not for ever.
+
+    Args:
+        path: the heartbeat file.
+        limit_s: how long one step may take.
+    """
+
+    def __init__(self, path: Path, limit_s: float) -> None:
+        super().__init__(daemon=True)
+        self._path, self._limit_s = path, limit_s
+        self._began = time.monotonic()
+
+    def step(self) -> None:
+        """Note that the next step begins."""
+        self._began = time.monotonic()
+
+    def run(self) -> None:
+        """Beat until the process ends."""
+        while True:
+            if time.monotonic() - self._began < self._limit_s:
+                with suppress(OSError):
+                    self._path.touch()
+            time.sleep(_BEAT_S)
+
+
+@app.command()
+def take_in(
+    fed: Annotated[Path, typer.Argument(help="The federation's folder.")],
+    plan_id: Annotated[str, typer.Argument(help="The plan that must be the current one.")],
+) -> None:
+    """Answer every submission that arrives, until a signal comes."""
+    federation = Federation(fed).require()
+    key = load_key(federation, "receipts", sys.stdin.buffer.read(_MAX_PASSPHRASE_BYTES))
+    desk = IntakeDesk(federation, key, _say_verdict, _say_set_aside)
+    if desk.plan.plan_id != plan_id:
+        raise BusyError(f"plan {desk.plan.plan_id}", expected=f"plan {plan_id}", got="another one, signed since")
+    stop = stop_on_signals()
+    most_bytes = submission_bytes(desk.plan) * len(desk.plan.silos)
+    with desk.locked():
+        pulse = Pulse(federation.path / "flower" / HEARTBEAT, _STEP_S + most_bytes / _BYTES_PER_S)
+        pulse.start()
+        while not stop.is_set():
+            pulse.step()
+            desk.step()
+            stop.wait(_CHECK_S)
+
+
+def _say_verdict(receipt: Receipt) -> None:
+    if isinstance(receipt.verdict, Accepted):
+        say(f"[{receipt.silo_id}] submission {receipt.sequence} accepted")
+    else:
+        say(f"[{receipt.silo_id}] submission {receipt.sequence} REFUSED: {receipt.verdict.reason}")
+
+
+def _say_set_aside(why: SetAside) -> None:
+    say(f"[{why.silo_id}] submission {why.sequence} waits for you: {'; '.join(why.reasons)} (aggregator quarantine)")
+
+
+if __name__ == "__main__":
+    run_app(app)

@@ -1,0 +1,17 @@
+"""What a silo is given to reach this federation."""
+
+from aggregator.config import Federation
+from ddm.protocol.base import sha256_hex
+from ddm.protocol.enrolment import Invitation
+
+
+def make_invitation(federation: Federation, root: bytes) -> Invitation:
+    """Name the federation, its address, its certificate authority and its first root."""
+    settings = federation.settings()
+    return Invitation(
+        federation=settings.name,
+        address=f"{settings.host}:{settings.port}",
+        ca_certificate=(federation.path / "tls" / "ca.pem").read_text("ascii"),
+        root=root.decode("utf-8"),
+        root_digest=sha256_hex(root),
+    )

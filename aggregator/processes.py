@@ -1,0 +1,113 @@
+"""Which of a federation's processes live? Read from the lock of `aggregator run` and from what it wrote down."""
+
+import fcntl
+import os
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from aggregator.config import Federation
+from ddm.errors import ArchipelagoError
+from ddm.files import read_bounded
+from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, Time, check_json
+
+_MAX_INFO_BYTES = 65536
+_PID = "_pid"
+
+
+class Process(Model):
+    """One program of the aggregator's, whether it lives, and how often it was started again."""
+
+    name: ShortText
+    pid: PositiveInt | None
+    alive: bool
+    num_restarts: NaturalInt = 0
+
+
+class Processes(Model):
+    """What `aggregator run` started.
+
+    Attributes:
+        running: whether an `aggregator run` works on the folder now.
+        started_at: since when it does.
+        programs: those that it told of last; those of an earlier one when none runs.
+        num_restarts: how often programs were started again, all together.
+        num_runs: how often Flower's run was submitted.
+    """
+
+    running: bool
+    started_at: Time | None = None
+    programs: tuple[Process, ...] = ()
+    num_restarts: NaturalInt = 0
+    num_runs: NaturalInt = 0
+
+
+def read_processes(federation: Federation) -> Processes:
+    """Read which programs were started and look whether they live."""
+    folder = federation.path / "flower"
+    running = is_held(folder / ".runtime.lock")
+    # Written once, at the start.
+    started_at = changed_at(folder / "run.json") if running else None
+    try:
+        told = check_json(
+            read_bounded(folder / "info.json", _MAX_INFO_BYTES), subject="info.json", limit=_MAX_INFO_BYTES
+        )
+        return _told(running, started_at, told)
+    except (ArchipelagoError, ValidationError, AttributeError, KeyError, TypeError):
+        return Processes(running=running, started_at=started_at)
+
+
+def _told(running: bool, started_at: datetime | None, told: Any) -> Processes:
+    restarts = told.get("restarts", {})
+    pids = {name.removesuffix(_PID): pid for name, pid in told.items() if name.endswith(_PID) and pid}
+    programs = [
+        Process(name=name, pid=pid, alive=bool(pid and is_alive(pid)), num_restarts=restarts.get(name, 0))
+        for name, pid in {"aggregator run": told["pid"], **dict.fromkeys(restarts), **pids}.items()
+    ]
+    return Processes(
+        running=running,
+        started_at=started_at,
+        programs=tuple(programs),
+        num_restarts=told.get("num_restarts", 0),
+        num_runs=told.get("num_runs", 0),
+    )
+
+
+def changed_at(path: Path) -> datetime | None:
+    """Return when a file was written last, None where there is none."""
+    with suppress(OSError):
+        return datetime.fromtimestamp(path.lstat().st_mtime, UTC).replace(microsecond=0)
+    return None
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process holds a lock of `ddm.files.locked`; looking creates nothing and lasts microseconds."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not collected does not."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    if Path("/proc/self").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

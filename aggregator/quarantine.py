@@ -1,0 +1,118 @@
+"""Submissions that screening set aside: neither accepted nor refused until a person decides, and what was decided.
+
+    quarantine/<plan_id>/<silo_id>/<sequence>/reason.json   why, and the figures
+    quarantine/<plan_id>/<silo_id>/<sequence>/submission/   the verified copy; there once the submission is set aside
+    decisions.jsonl                                         who was admitted or refused, and why; only ever longer
+
+A decision is one line. The intake desk carries it out, whenever it next looks: so a decision is never half done.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from aggregator.config import Federation
+from ddm.errors import SetupError
+from ddm.files import locked, read_bounded, sync_folder, write_atomic
+from ddm.protocol.base import Digest, Document, PlanId, PositiveInt, SiloId, Time
+
+MAX_DECISIONS_BYTES = 16 << 20
+MAX_REASON_BYTES = 1 << 20
+
+Verdict = Literal["admitted", "refused"]
+ReasonText = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
+
+
+class SetAside(Document):
+    """Why a submission is in quarantine.
+
+    `figures` holds each expert's loss as a multiple of that of answering 0, by band of t.
+    """
+
+    format: Literal["archipelago/quarantine/1"] = "archipelago/quarantine/1"
+    plan_id: PlanId
+    silo_id: SiloId
+    sequence: PositiveInt
+    submission_digest: Digest
+    reasons: Annotated[tuple[str, ...], Field(min_length=1)]
+    figures: Mapping[str, tuple[float, ...]]
+    at: Time
+
+
+class Decision(Document):
+    """What a person decided about one submission."""
+
+    format: Literal["archipelago/decision/1"] = "archipelago/decision/1"
+    plan_id: PlanId
+    silo_id: SiloId
+    submission_digest: Digest
+    verdict: Verdict
+    reason: ReasonText
+    at: Time
+
+
+@dataclass(frozen=True)
+class Held:
+    """One place in quarantine."""
+
+    folder: Path
+    why: SetAside
+
+    @property
+    def submission(self) -> Path:
+        """The verified copy; gone once its acceptance has begun."""
+        return self.folder / "submission"
+
+
+def set_aside(federation: Federation, why: SetAside, verified: Path) -> None:
+    """Move a verified submission into quarantine; from the rename on it counts as set aside."""
+    folder = federation.quarantine / why.plan_id / why.silo_id / str(why.sequence)
+    write_atomic(folder / "reason.json", why.encode())
+    verified.rename(folder / "submission")
+    sync_folder(folder)
+    sync_folder(verified.parent)
+
+
+def held(federation: Federation, plan_id: str) -> list[Held]:
+    """List what is in quarantine, by silo and sequence; what a crash left half moved there does not count."""
+    decided = {decision.submission_digest for decision in decisions(federation)}
+    paths = (federation.quarantine / plan_id).glob("*/[0-9]*/reason.json")
+    found = [
+        Held(path.parent, SetAside.parse(read_bounded(path, MAX_REASON_BYTES), subject="reason.json")) for path in paths
+    ]
+    there = [each for each in found if each.submission.is_dir() or each.why.submission_digest in decided]
+    return sorted(there, key=lambda each: (each.why.silo_id, each.why.sequence))
+
+
+def decisions(federation: Federation) -> list[Decision]:
+    """Read every decision, oldest first."""
+    if not federation.decisions.exists():
+        return []
+    lines = read_bounded(federation.decisions, MAX_DECISIONS_BYTES).splitlines()
+    return [Decision.parse(line, subject=f"decisions.jsonl, line {n}") for n, line in enumerate(lines, 1)]
+
+
+def decision_on(federation: Federation, submission_digest: str) -> Decision | None:
+    """Return what was decided about a submission; the first decision stands."""
+    return next((each for each in decisions(federation) if each.submission_digest == submission_digest), None)
+
+
+def decide(federation: Federation, decision: Decision) -> None:
+    """Add a decision to the record.
+
+    Raises:
+        SetupError: something was decided about this submission before.
+        BusyError: another decision is being written.
+    """
+    with locked(federation.path, "decisions"):
+        earlier = decision_on(federation, decision.submission_digest)
+        if earlier:
+            got = f"one that was {earlier.verdict} at {earlier.at.isoformat()}"
+            raise SetupError(f"submission of {decision.silo_id}", expected="one without a decision", got=got)
+        old = read_bounded(federation.decisions, MAX_DECISIONS_BYTES) if federation.decisions.exists() else b""
+        line = json.dumps(json.loads(decision.encode()), ensure_ascii=True).encode()
+        write_atomic(federation.decisions, old + line + b"\n")

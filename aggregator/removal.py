@@ -1,0 +1,76 @@
+"""A silo leaves the federation: nothing of its is taken in, no later plan names it, its key signs nothing any more.
+
+Two steps, so that the first never waits for anybody. The card goes at once, and with it intake and every later plan.
+Then `targets` stops delegating to the silo's key, which its holders sign.
+"""
+
+from dataclasses import dataclass, replace
+
+from aggregator.ceremony import conduct
+from aggregator.changes import Change
+from aggregator.config import Federation
+from aggregator.registry import MAX_CARD_BYTES, Removed, card_of, cards, removed
+from ddm.errors import SetupError
+from ddm.files import read_bounded, write_atomic
+from ddm.protocol.base import now_utc, sha256_hex
+from ddm.trust.ceremony import Request
+from ddm.trust.repository import Repository
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What a removal came to.
+
+    Attributes:
+        plan_id: the present plan, if the silo had a part in it.
+        missing: whose signatures are waited for, in words.
+    """
+
+    plan_id: str | None
+    missing: list[str]
+
+
+def remove(federation: Federation, silo_id: str, reason: str, passphrase: bytes) -> Removal:
+    """Take a silo out; a second call finishes what the first one could not.
+
+    Args:
+        federation: a complete one.
+        silo_id: an enrolled silo, or one whose removal is not finished.
+        reason: why; kept with its card, not published.
+        passphrase: opens the federation's keys.
+
+    Raises:
+        SetupError: no reason.
+        MissingFileError: no such silo.
+        BusyError: somebody else signs; or another change waits for signatures, and then the card is gone already.
+    """
+    if not reason.strip() or len(reason) > 400:
+        raise SetupError("--reason", expected="1 to 400 characters", got=f"{len(reason.strip())}")
+    with federation.signing_lock():
+        repository = Repository(federation.tuf)
+        delegates = repository.delegates()
+        if silo_id in cards(federation):
+            _remove_card(federation, silo_id, reason)
+        elif silo_id not in delegates.silos:
+            card_of(federation, silo_id)  # says who is enrolled
+        if silo_id not in delegates.silos:
+            return Removal(None, [])
+        change = Change.begin(federation.path)
+        left = {other: key for other, key in delegates.silos.items() if other != silo_id}
+        purpose = f"remove the silo {silo_id} from plan {delegates.plan_id}"
+        targets = repository.next_targets(replace(delegates, silos=left), now_utc())
+        request = Request.to_sign(targets, purpose, repository.targets(), repository.root())
+        missing = conduct(federation, change, [request], passphrase, act="renew", purpose=purpose)
+        return Removal(delegates.plan_id, missing)
+
+
+def _remove_card(federation: Federation, silo_id: str, reason: str) -> None:
+    """Move the card; first the record and then the old place, so that no crash forgets the removal."""
+    path = federation.registry / f"{silo_id}.json"
+    card = read_bounded(path, MAX_CARD_BYTES)
+    known = {record.card for record in removed(federation)}
+    if card.decode() not in known:
+        record = Removed(silo_id=silo_id, reason=reason, at=now_utc(), card=card.decode())
+        name = f"{silo_id}.{sha256_hex(card)[:16]}.json"
+        write_atomic(federation.registry / "removed" / name, record.encode())
+    path.unlink()

@@ -1,0 +1,131 @@
+"""A key is lost, stolen or old: another takes its place, and what the old one signed so far stays verifiable."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, get_args
+
+from aggregator.ceremony import HOLDER_KEYS, conduct
+from aggregator.changes import Change
+from aggregator.config import Federation
+from aggregator.setup import MODEL_PUBLIC, load_key, make_key, make_model_signing_key
+from aggregator.tls import renew_server
+from ddm.errors import SetupError
+from ddm.files import write_atomic
+from ddm.protocol.base import now_utc, sha256_hex
+from ddm.trust.ceremony import Request
+from ddm.trust.drafts import Holders
+from ddm.trust.keys import PublicKey
+from ddm.trust.repository import Repository
+
+RotatedKey = Literal["root", "targets", "plans", "release", "online", "receipts", "model-signing", "tls"]
+ROTATED_KEYS: tuple[RotatedKey, ...] = get_args(RotatedKey)
+_NEXT = "receipts-next"
+
+
+def rotate(federation: Federation, name: RotatedKey, passphrase: bytes, holders: Holders | None = None) -> list[str]:
+    """Put a new key in the place of an old one.
+
+    Args:
+        federation: a complete one.
+        name: which key.
+        passphrase: opens the federation's keys, and encrypts the new one.
+        holders: who holds `root` or `targets` from now on; None makes one key here, where one lies here now.
+
+    Returns:
+        Whose signatures are waited for, in words; nothing when the new key is in force.
+
+    Raises:
+        BusyError: somebody else signs, or a change waits for signatures.
+        PassphraseError: wrong passphrase.
+        SetupError: holders for a key that has none, or none for a key that does not lie here.
+    """
+    if holders is not None and name not in HOLDER_KEYS:
+        raise SetupError(f"key {name}", expected="no holders: it lies in the federation's folder", got="some")
+    with federation.signing_lock():
+        # Another key first, since a passphrase mistyped would encrypt the new one.
+        load_key(federation, "online" if name == "receipts" else "receipts", passphrase)
+        change = Change.begin(federation.path)
+        if name in ("receipts", "model-signing", "tls"):
+            _replace(federation, change, name, passphrase)
+            change.commit()
+            return []
+        requests = _requests(federation, change, name, passphrase, holders)
+        return conduct(federation, change, requests, passphrase, act="renew", purpose=f"rotate the key {name}")
+
+
+def check_name(text: str) -> RotatedKey:
+    """Read the name of a key as an operator typed it.
+
+    Raises:
+        SetupError: there is no such key.
+    """
+    for name in ROTATED_KEYS:
+        if text == name:
+            return name
+    raise SetupError("KEY", expected=f"one of {', '.join(ROTATED_KEYS)}", got=ascii(text[:40]))
+
+
+def next_receipts_key(federation: Federation) -> PublicKey:
+    """Return the key that signs receipts from the next plan on."""
+    following = federation.keys / f"{_NEXT}.pub"
+    return PublicKey.load(following if following.exists() else federation.keys / "receipts.pub")
+
+
+def use_next_receipts_key(federation: Federation, change: Change) -> None:
+    """Let a rotated receipts key take its place with this change, which starts a plan that names it."""
+    for kind in ("key", "pub"):
+        following = federation.keys / f"{_NEXT}.{kind}"
+        if following.exists():
+            change.put("keys").mkdir(parents=True, exist_ok=True)
+            shutil.copy2(following, change.put(f"keys/receipts.{kind}"))
+            change.drop(f"keys/{_NEXT}.{kind}")
+
+
+def _replace(federation: Federation, change: Change, name: str, passphrase: bytes) -> None:
+    """Make a key that no TUF metadata names."""
+    if name == "tls":
+        renew_server(federation.path / "tls", change.put("tls"), passphrase)
+    elif name == "model-signing":
+        old = (federation.path / MODEL_PUBLIC).read_bytes()
+        # Releases that it signed are verified with it for as long as they live.
+        write_atomic(change.put(f"model-signing-{sha256_hex(old)[:16]}.pub.pem"), old)
+        make_model_signing_key(change, passphrase)
+    else:
+        # A plan names the key of its receipts, so the new one waits for the next plan.
+        has_plan = (federation.path / "plans" / "current.json").exists()
+        make_key(change, _NEXT if has_plan else "receipts", passphrase)
+
+
+def _requests(
+    federation: Federation, change: Change, name: str, passphrase: bytes, holders: Holders | None
+) -> Sequence[Request]:
+    """Draft what the holders of `root` and `targets` must sign for this."""
+    repository, now, purpose = Repository(federation.tuf), now_utc(), f"rotate the key {name}"
+    root, targets = repository.root(), repository.targets()
+    if name in ("plans", "release"):
+        delegates, public = repository.delegates(), make_key(change, name, passphrase)
+        delegates = replace(delegates, plans=public) if name == "plans" else replace(delegates, release=public)
+        return [Request.to_sign(repository.next_targets(delegates, now), purpose, targets, root)]
+    if name == "online":
+        online = Holders((make_key(change, name, passphrase),))
+        changed = {"snapshot": online, "timestamp": online}
+    else:
+        changed = {name: holders or Holders((_own(federation, change, name, passphrase),))}
+    new_root = repository.next_root(changed, now)
+    requests = [Request.to_sign(new_root, purpose, root)]
+    if name == "targets":
+        again = repository.next_targets(repository.delegates(), now)
+        requests.append(Request.to_sign(again, purpose, targets, new_root))
+    if holders:
+        for kind in ("key", "pub"):
+            if (federation.keys / f"{name}.{kind}").exists():
+                change.drop(f"keys/{name}.{kind}")
+    return requests
+
+
+def _own(federation: Federation, change: Change, name: str, passphrase: bytes) -> PublicKey:
+    if not (federation.keys / f"{name}.key").exists():
+        remedy = "Name all holders from now on with --holder, and how many must sign with --threshold."
+        raise SetupError(f"key {name}", expected="the new holders' public keys", got="none", remedy=remedy)
+    return make_key(change, name, passphrase)

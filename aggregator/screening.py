@@ -1,0 +1,202 @@
+"""Could this expert be what a silo trained as the plan says? Loss by noise level, size of weights, copies.
+
+An expert that passed every formal check may still be worthless or poison. What is asked here can be answered without
+any silo's image, and nobody is refused for it: a person decides about what is flagged. The limits leave room for silos
+that hold one class only; docs/explanation/screening.md has what they were measured on.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddm.protocol.base import Digest, ExpertId, Model
+from ddm.protocol.plan import Training
+from ddm.routers.evaluation import BANDS
+from ddm.schedule import Path, velocity, x_t
+from ddm.training import WARMUP_STEPS
+
+# Shape legend: Z bands of t, N images, E experts.
+
+FEWEST_IMAGES, MOST_IMAGES = 16, 64
+FLOPS = 2e12  # of all answers of one expert, a minute of one thread; more only for FEWEST_IMAGES
+SANE = 2.0  # times the loss of answering 0: an expert of one class alone came to 1.2 on others' images
+SANE_AT_NOISE = 1.02  # near t = 1 every image is noise, and to answer worse than nothing takes no other data
+TRAVEL = 0.2  # of a weight: from here on a plan's training teaches any expert to denoise
+LEARNT = 0.8  # times the loss of the best constant, near t = 1; honest ones: up to 0.41
+SAME = 0.01  # relative difference of two experts' losses, image by image; honest ones differ by 0.29 and more somewhere
+DEVIATIONS = 4.0
+SPREAD_Z = (0.3, 0.3, 0.3, 0.15, 0.15)  # of honest experts' log losses in each band, at least
+NUM_FEWEST = 3  # experts that tell which of them stands apart
+_MAD_TO_STD = 1.4826
+_ENDLESS = 1e30  # stands for a loss that is no number
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+"""Called as ``u(x_BCHW, t_B)``."""
+
+
+class ExpertFigures(Model):
+    """What was measured of one expert.
+
+    Attributes:
+        expert_id: the expert.
+        digest: of its file.
+        losses: velocity loss of each public image in each band, mean over its values.
+        excess_rms: by how much the root mean square of a weight tensor exceeds that of a fresh one, at most; and of
+            which tensor.
+        excess_tensor: that tensor's name.
+    """
+
+    expert_id: ExpertId
+    digest: Digest
+    losses: tuple[tuple[float, ...], ...]
+    excess_rms: float
+    excess_tensor: str
+
+    @property
+    def loss_Z(self) -> NDArray[np.float64]:
+        """The mean loss in each band."""
+        return np.asarray(np.asarray(self.losses).mean(1))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Public images noised once, the same for every expert.
+
+    Attributes:
+        x: noised images of all bands, shape (Z N, ...).
+        t: their times.
+        u: their velocities.
+        mean: the public mean image.
+    """
+
+    x: Tensor
+    t: Tensor
+    u: Tensor
+    mean: Tensor
+
+    @classmethod
+    def of(cls, images: Tensor, mean: Tensor, path: Path) -> "Probe":
+        """Noise held-out images, times spread evenly over each band.
+
+        Args:
+            images: shape (N, ...); at most as many as `num_images` says.
+            mean: mean of the public images that the plan was fitted on.
+            path: how images become noise.
+        """
+        generator = torch.Generator().manual_seed(0)
+        place_N = (torch.arange(len(images)) + 0.5) / len(images)
+        t = torch.cat([low + (high - low) * place_N for low, high in BANDS])
+        x_0 = images.repeat(len(BANDS), *[1] * (images.dim() - 1))
+        eps = torch.randn(x_0.shape, generator=generator)
+        return cls(x_t(path, x_0, eps, t), t, velocity(path, x_0, eps, t), mean)
+
+    def losses(self, answer: Velocity) -> NDArray[np.float64]:
+        """Return the mean squared error of every image in every band, shape (Z, N)."""
+        error = (answer(self.x, self.t) - self.u).double().square()
+        loss_ZN = error.flatten(1).mean(1).view(len(BANDS), -1).numpy()
+        return np.asarray(np.nan_to_num(loss_ZN, nan=_ENDLESS, posinf=_ENDLESS).clip(max=_ENDLESS))
+
+    @property
+    def silent_Z(self) -> NDArray[np.float64]:
+        """The loss of answering 0, as an expert does before its first step."""
+        return np.asarray(self.losses(lambda x, t: torch.zeros_like(x)).mean(1))
+
+    @property
+    def constant_Z(self) -> NDArray[np.float64]:
+        """The loss of the best constant answer on the linear path: minus the mean image."""
+        return np.asarray(self.losses(lambda x, t: -self.mean.expand_as(x)).mean(1))
+
+
+def num_images(forward_flops: float) -> int:
+    """Return how many public images an expert is asked about: fewer where one answer costs more."""
+    return int(np.clip(FLOPS / (forward_flops * len(BANDS)), FEWEST_IMAGES, MOST_IMAGES))
+
+
+def travel(training: Training) -> float:
+    """Return how far training can carry a weight: Adam moves each by about the learning rate a step."""
+    warmup = min(WARMUP_STEPS, training.num_steps)
+    return training.learning_rate * (training.num_steps - warmup + warmup * (warmup + 1) / (2 * WARMUP_STEPS))
+
+
+def fresh_rms(shape: Sequence[int]) -> float:
+    """Return the most that a freshly drawn weight of this shape has as root mean square (Glorot); a bias has 0."""
+    return math.sqrt(2.0 / sum(shape)) * (1.0 + 4.0 / math.sqrt(math.prod(shape))) if len(shape) > 1 else 0.0
+
+
+def absolute_faults(figures: ExpertFigures, probe: Probe, training: Training) -> list[str]:
+    """Say what is implausible of an expert by itself.
+
+    Args:
+        figures: the expert's.
+        probe: on which they were measured.
+        training: the plan's.
+    """
+    name, found = f"expert {figures.expert_id}", []
+    ratio_Z = figures.loss_Z / probe.silent_Z
+    reach = travel(training)
+    if figures.excess_rms > reach:
+        beyond = f"grew by {figures.excess_rms:.3g} in root mean square, and training by {reach:.3g} at most"
+        found.append(f"{name}: tensor {figures.excess_tensor} {beyond}")
+    if bool(np.allclose(ratio_Z, 1.0, rtol=0.0, atol=1e-9)):
+        return [*found, f"{name} answers 0 to everything, as before its first step"]
+    limit_Z = np.full(len(BANDS), SANE)
+    limit_Z[-1] = SANE_AT_NOISE
+    for band, ratio, limit in zip(BANDS, ratio_Z, limit_Z, strict=True):
+        if not ratio <= limit:
+            found.append(f"{name}: {_at(band)} its loss is {ratio:.3g} times that of answering 0, above {limit:g}")
+    of_constant = float(figures.loss_Z[-1] / probe.constant_Z[-1])
+    if reach >= TRAVEL and not of_constant <= LEARNT:
+        learnt = f"{of_constant:.3g} times that of the best constant, above {LEARNT:g} after {training.num_steps} steps"
+        found.append(f"{name}: {_at(BANDS[-1])} its loss is {learnt}")
+    return found
+
+
+def copies(figures: ExpertFigures, others: Mapping[str, Sequence[ExpertFigures]], training: Training) -> list[str]:
+    """Say whose expert this one repeats: byte for byte or, where the plan trains enough to tell, by its answers."""
+    found = []
+    for silo_id, theirs in others.items():
+        for other in theirs:
+            if other.digest == figures.digest:
+                found.append(f"expert {figures.expert_id} is byte for byte expert {other.expert_id} of {silo_id}")
+            elif travel(training) >= TRAVEL and _same(figures, other):
+                found.append(f"expert {figures.expert_id} answers as expert {other.expert_id} of {silo_id} does")
+    return found
+
+
+def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str, list[str]]:
+    """Say which silos' experts stand apart from the others: log loss far above the median, in medians of deviations.
+
+    Args:
+        by_silo: the figures of all experts that are there, one per expert.
+
+    Returns:
+        Faults by silo; empty with fewer than `NUM_FEWEST` experts.
+    """
+    lined_up = [(silo_id, figures) for silo_id, experts in by_silo.items() for figures in experts]
+    if len(lined_up) < NUM_FEWEST:
+        return {}
+    log_EZ = np.log(np.stack([figures.loss_Z for _, figures in lined_up]))
+    median_Z = np.median(log_EZ, axis=0)
+    spread_Z = np.maximum(_MAD_TO_STD * np.median(np.abs(log_EZ - median_Z), axis=0), SPREAD_Z)
+    apart_EZ = (log_EZ - median_Z) / spread_Z
+    found: dict[str, list[str]] = {}
+    for (silo_id, figures), apart_Z, log_Z in zip(lined_up, apart_EZ, log_EZ, strict=True):
+        for band, apart, times in zip(BANDS, apart_Z, np.exp(log_Z - median_Z), strict=True):
+            if apart > DEVIATIONS:
+                told = f"its loss is {times:.3g} times the median of {len(lined_up)} experts, {apart:.1f} deviations"
+                found.setdefault(silo_id, []).append(f"expert {figures.expert_id}: {_at(band)} {told}")
+    return found
+
+
+def _same(one: ExpertFigures, other: ExpertFigures) -> bool:
+    a_ZN, b_ZN = np.asarray(one.losses), np.asarray(other.losses)
+    return bool((np.abs(a_ZN - b_ZN) <= SAME * np.minimum(a_ZN, b_ZN)).all())
+
+
+def _at(band: tuple[float, float]) -> str:
+    return f"at t {band[0]:g}-{band[1]:g}"

@@ -1,0 +1,76 @@
+"""Which versions of the ensemble are published, and whether the newest one is what the federation signed last.
+
+A version and the metadata that list it come into force together (`aggregator.changes`): the repository never lists a
+release that does not exist, no version number is used twice and none is left out.
+"""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from aggregator.config import MAX_TUF_BYTES, Federation
+from ddm.errors import SetupError
+from ddm.files import read_bounded
+from ddm.protocol.base import check_json, sha256_file
+
+
+def newest_version(federation: Federation) -> int:
+    """Return the highest version that is published, 0 before the first."""
+    found = (int(path.name) for path in federation.releases.glob("[1-9]*") if path.name.isdigit())
+    return max(found, default=0)
+
+
+def release_folder(federation: Federation, version: int) -> Path:
+    """Where a version lies."""
+    return federation.releases / str(version)
+
+
+def manifest_path(federation: Federation, version: int) -> Path | None:
+    """Where the manifest of a version lies, None where there is no such version."""
+    return next(release_folder(federation, version).glob("targets/*/manifest.json"), None)
+
+
+def check_none_lost(federation: Federation) -> None:
+    """Refuse to go on where the signed release is gone: its number would be used twice.
+
+    Raises:
+        SetupError: the metadata list a manifest that is not the newest version's.
+    """
+    listed = [
+        target["hashes"]["sha256"]
+        for name, target in _signed(federation.tuf / "release.json")["targets"].items()
+        if name.endswith("/manifest.json")
+    ]
+    newest = manifest_path(federation, newest_version(federation))
+    if listed and listed != [sha256_file(newest) if newest else None]:
+        raise SetupError(
+            "releases/",
+            expected="the version that was signed last",
+            got="another one, or none",
+            remedy="Restore releases/ from backup: a version number is never used twice.",
+        )
+
+
+def is_current(federation: Federation, version: int) -> bool:
+    """Whether nothing was signed since a version was published: its metadata are the federation's present ones."""
+    source = release_folder(federation, version) / "metadata"
+    published = {path.name: path for path in source.glob("*.json")}
+    roots = {path.name for path in federation.tuf.glob("*.root.json")}
+    return roots <= published.keys() and all(
+        (federation.tuf / name).is_file() and sha256_file(path) == sha256_file(federation.tuf / name)
+        for name, path in published.items()
+    )
+
+
+def timestamp_expiry(federation: Federation, version: int) -> datetime:
+    """Return until when a version's timestamp is valid."""
+    return datetime.fromisoformat(
+        _signed(release_folder(federation, version) / "metadata" / "timestamp.json")["expires"]
+    )
+
+
+def _signed(path: Path) -> dict[str, Any]:
+    """Read the signed part of metadata that this federation wrote itself."""
+    data = read_bounded(path, MAX_TUF_BYTES)
+    signed: dict[str, Any] = check_json(data, subject=path.name, limit=MAX_TUF_BYTES)["signed"]
+    return signed

@@ -1,0 +1,121 @@
+"""What `root` and `targets` shall say next: drafts for their holders to sign, made from plain values; no disk."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Self
+
+from tuf.api.metadata import DelegatedRole, Delegations, Key, Role, Root, Targets
+
+from ddm.errors import RoleError, SetupError
+from ddm.trust.keys import PublicKey
+from ddm.trust.metadata import METADATA_LIFE, expiry, public_key
+from ddm.trust.paths import PLANS, RELEASE, delegated_paths, is_plan_id, is_silo_id, split_silo_role
+from ddm.trust.silo_role import delegation
+
+TOP_ROLES = ("root", "targets", "snapshot", "timestamp")
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Who signs for a role.
+
+    Attributes:
+        keys: one key a holder.
+        threshold: how many of them must sign.
+
+    Raises:
+        SetupError: no key, a key twice, or a threshold that cannot be met or asks for nothing.
+    """
+
+    keys: tuple[PublicKey, ...]
+    threshold: int = 1
+
+    def __post_init__(self) -> None:
+        if len(set(self.keys)) != len(self.keys):
+            raise SetupError("holders", expected="a key of its own for each holder", got="one key twice")
+        if not 1 <= self.threshold <= len(self.keys):
+            expected = f"between 1 and the number of holders, {len(self.keys)}"
+            raise SetupError("threshold of holders", expected=expected, got=str(self.threshold))
+
+
+@dataclass(frozen=True)
+class Delegates:
+    """Whom `targets` lets sign: two roles of the federation and the silos of at most one plan.
+
+    Attributes:
+        plans: the key that signs plans.
+        release: the key that signs releases.
+        plan_id: the plan; None before the first one.
+        silos: silo id to its key.
+    """
+
+    plans: PublicKey
+    release: PublicKey
+    plan_id: str | None = None
+    silos: Mapping[str, PublicKey] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, targets: Targets) -> Self:
+        """Read them back from what `targets` says."""
+        keys: dict[str, PublicKey] = {}
+        silos: dict[str, PublicKey] = {}
+        plan_id = None
+        roles = (targets.delegations.roles if targets.delegations else None) or {}
+        for name, role in roles.items():
+            keys[name] = public_key(targets.get_key(role.keyids[0]))
+            plan_id = plan_id or next((path.split("/")[0] for path in role.paths or []), None)
+            if silo := split_silo_role(name):
+                silos[silo[1]] = keys[name]
+        return cls(keys[PLANS], keys[RELEASE], plan_id, silos)
+
+
+def holders_of(root: Root) -> dict[str, Holders]:
+    """Read back who signs for each top role."""
+    return {
+        name: Holders(tuple(public_key(root.get_key(keyid)) for keyid in role.keyids), role.threshold)
+        for name, role in root.roles.items()
+    }
+
+
+def draft_root(version: int, holders: Mapping[str, Holders], now: datetime) -> Root:
+    """Draft a root.
+
+    Args:
+        version: 1, or one more than the root before.
+        holders: role to its holders, for each of `TOP_ROLES`.
+        now: the present; it holds for five years.
+    """
+    keys: dict[str, Key] = {}
+    roles = {}
+    for name in TOP_ROLES:
+        held = [key.tuf_key() for key in holders[name].keys]
+        keys.update({key.keyid: key for key in held})
+        roles[name] = Role(sorted(key.keyid for key in held), holders[name].threshold)
+    return Root(version, None, expiry(now, METADATA_LIFE), keys, roles, consistent_snapshot=False)
+
+
+def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:
+    """Draft `targets`, which lists no file and delegates each path to one role; before the first plan, no path at all.
+
+    Raises:
+        RoleError: two silos with one key, or an id that is none.
+    """
+    plan_id, silos = delegates.plan_id, delegates.silos
+    if plan_id is not None and not (is_plan_id(plan_id) and all(map(is_silo_id, silos))):
+        raise RoleError(ascii(plan_id), expected="a plan id and the ids of its silos", got="something else")
+    if len(set(silos.values())) != len(silos):
+        raise RoleError(str(plan_id), expected="a key of its own for each silo", got="one key for two silos")
+    keys: dict[str, Key] = {}
+    roles: dict[str, DelegatedRole] = {}
+    for name, public in ((PLANS, delegates.plans), (RELEASE, delegates.release)):
+        key = public.tuf_key()
+        keys[key.keyid] = key
+        paths = delegated_paths(plan_id, name) if plan_id else []
+        roles[name] = DelegatedRole(name, [key.keyid], 1, True, paths)
+    if plan_id and silos:
+        below = delegation(plan_id, dict(sorted(silos.items()))).delegations
+        if below is not None:
+            keys |= below.keys
+            roles |= below.roles or {}
+    return Targets(version, None, expiry(now, METADATA_LIFE), {}, Delegations(keys, roles))

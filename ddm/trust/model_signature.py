@@ -1,0 +1,99 @@
+"""`model.sig`: one OpenSSF Model Signing signature over a plan's folder, for tools that know nothing of Archipelago.
+
+A sigstore bundle with a DSSE envelope around an in-toto statement, as `model_signing` 1.1 reads and writes them: the
+sha256 of every file but the signature itself. TUF says more (who may speak for which file, what is current) and is what
+`ddm verify` goes by; it lists this file like any other. The same files under the same key give the same bytes: the
+JSON is canonical and the ECDSA nonce that of RFC 6979.
+"""
+
+import hashlib
+import json
+from base64 import b64encode
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from ddm.errors import DigestError, DocumentError
+from ddm.protocol.base import check_json
+
+MODEL_SIGNATURE_NAME = "model.sig"
+MAX_MODEL_SIGNATURE_BYTES = 8 * 1024 * 1024
+_PAYLOAD_TYPE = "application/vnd.in-toto+json"
+
+
+def sign_model(name: str, digests: Mapping[str, str], key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Sign a folder of files.
+
+    Args:
+        name: what to call it, the plan's id; tools show it and compare nothing with it.
+        digests: path relative to the folder to sha256, of every file in it but `model.sig`.
+        key: on P-256.
+
+    Returns:
+        The content of `model.sig`.
+    """
+    payload = _statement(name, digests)
+    # DSSE's pre-authentication encoding: the type is signed together with the payload.
+    signed = b"DSSEv1 %d %b %d %b" % (len(_PAYLOAD_TYPE), _PAYLOAD_TYPE.encode(), len(payload), payload)
+    signature = key.sign(signed, ec.ECDSA(SHA256(), deterministic_signing=True))
+    pem = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    bundle = {
+        "mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json",
+        "verificationMaterial": {"publicKey": {"hint": hashlib.sha256(pem).hexdigest()}, "tlogEntries": []},
+        "dsseEnvelope": {
+            "payload": b64encode(payload).decode("ascii"),
+            "payloadType": _PAYLOAD_TYPE,
+            "signatures": [{"keyid": "", "sig": b64encode(signature).decode("ascii")}],
+        },
+    }
+    return _canonical(bundle)
+
+
+def check_model_signature(data: bytes, name: str, digests: Mapping[str, str]) -> None:
+    """Refuse a `model.sig` that is about other files than those that TUF signs; its own signature is not checked here.
+
+    Args:
+        data: the file's content.
+        name: the plan's id.
+        digests: path relative to the plan's folder to sha256, of every signed file but `model.sig`.
+
+    Raises:
+        DocumentError: it does not parse as a signature bundle.
+        DigestError: it names other files or other digests.
+    """
+    value = check_json(data, subject=MODEL_SIGNATURE_NAME, limit=MAX_MODEL_SIGNATURE_BYTES)
+    try:
+        payload = value["dsseEnvelope"]["payload"]
+    except (KeyError, TypeError) as error:
+        raise DocumentError(MODEL_SIGNATURE_NAME, expected="a sigstore bundle with a DSSE envelope") from error
+    if payload != b64encode(_statement(name, digests)).decode("ascii"):
+        raise DigestError(MODEL_SIGNATURE_NAME, expected="exactly the files that are signed here", got="others")
+
+
+def _statement(name: str, digests: Mapping[str, str]) -> bytes:
+    """Return the canonical in-toto statement; its one digest is over all others, in the order of the paths' parts."""
+    ordered = sorted(digests.items(), key=lambda item: PurePosixPath(item[0]))
+    together = hashlib.sha256(b"".join(bytes.fromhex(digest) for _, digest in ordered)).hexdigest()
+    statement = {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": name, "digest": {"sha256": together}}],
+        "predicateType": "https://model_signing/signature/v1.0",
+        "predicate": {
+            "serialization": {
+                "method": "files",
+                "hash_type": "sha256",
+                "allow_symlinks": False,
+                "ignore_paths": [MODEL_SIGNATURE_NAME],
+            },
+            "resources": [{"name": path, "algorithm": "sha256", "digest": digest} for path, digest in ordered],
+        },
+    }
+    return _canonical(statement)
+
+
+def _canonical(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")

@@ -1,0 +1,101 @@
+"""A federation whose silos have nothing to train: folders, keys, made-up files; Flower is the real one."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from aggregator.runtime import FlowerRuntime
+from aggregator.tls import make_tls
+from ddm.processes import free_port
+from silo.courier import Courier, make_node_key
+
+PLAN = "bench-00000001"
+_BLOCK_BYTES = 64 * 1024**2
+
+
+class Runtime(FlowerRuntime):
+    """The aggregator's runtime with a chosen number of messages under way."""
+
+    def __init__(self, fed: Path, *, in_flight: int | None = None, **settings: object) -> None:
+        super().__init__(fed, **settings)
+        if in_flight is not None:
+            self._run_settings["in_flight"] = in_flight
+
+
+def write_random(path: Path, num_bytes: int) -> None:
+    """Write a file that cannot be compressed, and of which no two blocks are alike."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(num_bytes)
+    with path.open("wb") as handle:
+        while num_bytes:
+            block = generator.bytes(min(num_bytes, _BLOCK_BYTES))
+            num_bytes -= handle.write(block)
+
+
+def make_federation(fed: Path) -> None:
+    """Make certificates, and a bundle for `PLAN` that means nothing."""
+    make_tls(fed / "tls", ["127.0.0.1"])
+    bundle = fed / "plans" / PLAN / "bundle"
+    (bundle / "metadata").mkdir(parents=True)
+    (bundle / "targets" / PLAN).mkdir(parents=True)
+    (bundle / "metadata" / "1.root.json").write_bytes(os.urandom(3000))
+    (bundle / "targets" / PLAN / "plan.json").write_bytes(os.urandom(2000))
+
+
+def make_site(site: Path, fed: Path) -> str:
+    """Make what a courier needs; return the node's public key."""
+    for name in ("courier", "inbox", "outbox"):
+        (site / name).mkdir(parents=True)
+    (site / "courier" / "ca.pem").write_bytes((fed / "tls" / "ca.pem").read_bytes())
+    return make_node_key(site / "courier" / "node.key")
+
+
+def submit(site: Path, silo_id: str, expert: Path) -> None:
+    """Put a submission with one file, moved here, into the outbox at once."""
+    part = site / "outbox" / PLAN / ".1.part"
+    (part / "silos" / silo_id).mkdir(parents=True)
+    (part / "silos" / silo_id / "submission.json").write_bytes(os.urandom(1500))
+    expert.rename(part / "silos" / silo_id / "expert.safetensors")
+    part.rename(part.with_name("1"))
+    status = {"plan_id": PLAN, "state": "in_outbox", "progress": 100, "sequence": 1}
+    (site / "outbox" / "status.json").write_text(json.dumps(status))
+
+
+@contextmanager
+def running(
+    fed: Path,
+    sites: Mapping[str, Path],
+    keys: Mapping[str, str],
+    *,
+    plan_id: str = PLAN,
+    port: int | None = None,
+    address: str | None = None,
+    **settings: object,
+) -> Iterator[Callable[[Callable[[], bool], float], None]]:
+    """Run Flower for a federation; yields what waits for a condition and looks after every process meanwhile."""
+    port = port or free_port()
+    with ExitStack() as stack:
+        couriers = [
+            stack.enter_context(Courier(site, address=address or f"127.0.0.1:{port}", max_bundle_bytes=2**32))
+            for site in sites.values()
+        ]
+        runtime = stack.enter_context(
+            Runtime(fed, host="127.0.0.1", port=port, plan_id=plan_id, nodes=dict(keys), **settings)
+        )
+
+        def wait(condition: Callable[[], bool], timeout_s: float) -> None:
+            deadline = time.monotonic() + timeout_s
+            while not condition():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not within {timeout_s:.0f} s")
+                runtime.check()
+                for courier in couriers:
+                    courier.check()
+                time.sleep(0.05)
+
+        yield wait

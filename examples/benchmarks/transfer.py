@@ -1,0 +1,61 @@
+"""How fast does a submission travel from one silo to the aggregator? Several shards under way against one at a time.
+
+Real SuperLink with database, ServerApp, SuperNode and courier, TLS and node keys, on loopback. Both variants run one
+after the other in this program, on the same file. Clock: from the submission's appearance in the outbox, after the
+plan's bundle arrived, to the rename of the whole folder on the aggregator's side, everything on disk and fsynced.
+Writes build/bench/transfer.csv, and the peak memory and processor time of every process.
+"""
+
+import shutil
+import time
+from pathlib import Path
+
+from support.measuring import PROCESS_COLUMNS, Processes, parse, report, require_space, say
+from support.sites import PLAN, make_federation, make_site, running, submit, write_random
+
+from aggregator.post import IN_FLIGHT
+
+TIMEOUT_S = 1800.0
+
+
+def transfer(work: Path, num_bytes: int, in_flight: int, shard_bytes: int) -> tuple[float, list[tuple[object, ...]]]:
+    """Seconds that a submission of so many bytes takes, and what each process used for it."""
+    shutil.rmtree(work, ignore_errors=True)
+    fed, site = work / "fed", work / "north"
+    make_federation(fed)
+    keys = {"north": make_site(site, fed)}
+    write_random(work / "expert", num_bytes)
+    settings = {"shard_bytes": shard_bytes, "max_submission_bytes": 2 * num_bytes + 2**20, "in_flight": in_flight}
+    with Processes() as processes, running(fed, {"north": site}, keys, **settings) as wait:
+        wait((site / "inbox" / PLAN / "bundle").exists, TIMEOUT_S)
+        arrived = fed / "incoming" / PLAN / "north" / "1"
+        before, started = processes.cpu_s(), time.monotonic()
+        submit(site, "north", work / "expert")
+        wait(arrived.exists, TIMEOUT_S)
+        seconds = time.monotonic() - started
+        used = processes.rows(f"{in_flight} in flight", before)
+        if (arrived / "silos/north/expert.safetensors").stat().st_size != num_bytes:
+            raise SystemExit("the file arrived with another size")
+    shutil.rmtree(work)
+    return seconds, used
+
+
+def main() -> None:
+    """Command line: --gib SIZE --shard MIB --quick --json --out FOLDER --work FOLDER."""
+    arguments = parse(__doc__, gib=1.0, shard=64, flight=IN_FLIGHT)
+    num_bytes = int((0.125 if arguments.quick else arguments.gib) * 2**30)
+    require_space(arguments.work, 2 * num_bytes)
+    rows: list[tuple[object, ...]] = []
+    memory: list[tuple[object, ...]] = []
+    for in_flight in dict.fromkeys((arguments.flight, 1)):
+        seconds, used = transfer(arguments.work / "transfer", num_bytes, in_flight, arguments.shard * 2**20)
+        rows.append((in_flight, num_bytes, round(seconds, 1), round(num_bytes / 1e6 / seconds, 1)))
+        memory += used
+        say(f"{in_flight} in flight: {num_bytes / 1e6 / seconds:.1f} MB/s")
+    say(f"ratio: {rows[0][3] / rows[-1][3]:.2f}")
+    report("transfer", ("in_flight", "bytes", "seconds", "mb_per_s"), rows, arguments)
+    report("transfer_processes", PROCESS_COLUMNS, memory, arguments)
+
+
+if __name__ == "__main__":
+    main()

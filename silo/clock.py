@@ -1,0 +1,47 @@
+"""Is this machine's clock right? Flower refuses a node whose signature is minutes old, and does not say why."""
+
+import http.client
+import ssl
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+TOLERATED_S = 240.0  # Flower allows 300
+_TIMEOUT_S = 3.0
+
+
+def seconds_ahead(address: str) -> float | None:
+    """Return by how many seconds this clock is ahead of the aggregator's, None where that cannot be told.
+
+    A hint for the operator and nothing else, so the certificate is not checked: against a wrong clock it may well seem
+    expired, and the answer is bounded whoever gives it.
+
+    Args:
+        address: the aggregator, `host:port`.
+    """
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPSConnection(host.strip("[]"), int(port), timeout=_TIMEOUT_S, context=context)
+    with suppress(OSError, http.client.HTTPException, ValueError, TypeError):
+        try:
+            connection.request("HEAD", "/")
+            told = parsedate_to_datetime(str(connection.getresponse().headers["Date"]))
+            return (datetime.now(UTC) - told).total_seconds()
+        finally:
+            connection.close()
+    return None
+
+
+def describe(ahead_s: float | None) -> str | None:
+    """Say in one sentence that the clock is wrong; None where it is right, or nothing is known."""
+    if ahead_s is None or abs(ahead_s) <= TOLERATED_S:
+        return None
+    direction = "ahead of" if ahead_s > 0 else "behind"
+    return f"this machine's clock is {_span(abs(ahead_s))} {direction} the aggregator's; one of the two must be set"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.0f} hours" if seconds < 129600 else f"{seconds / 86400:.1f} days"

@@ -1,0 +1,133 @@
+"""What one silo claims of itself must not decide what the router says of two others."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ddm.errors import MathError
+from ddm.protocol.plan import LearnedRouter as Settings
+from ddm.routers.base import Router
+from ddm.routers.calibration import calibrate
+from ddm.routers.counts import CountsRouter
+from ddm.routers.influence import capped_shares
+from ddm.routers.learned import fit_learned
+from ddm.routers.public import Evidence, PublicData
+from ddm.routers.refit import refit_shares
+from ddm.routers.residual import PublicSketches, fit_residual
+from ddm.sketch import Sketch
+from tests.ddm.routers.test_residual import SETTINGS, _two_lobes
+from tests.ddm.routers.worlds import PATH, World, make_world, one_each
+
+SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
+HONEST, BOLD = 300, 10**9
+NO_CAP, CAP = 1.0, 0.5
+
+
+class Sharper:
+    """A router that is three times surer than it may be, which one temperature mends."""
+
+    def __init__(self, router: Router) -> None:
+        self.router, self.num_experts = router, router.num_experts
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        return 3.0 * self.router.log_likelihood(x_B, t_B)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return make_world(SHARES, [600, 300, HONEST])
+
+
+def _claims(world: World, claim: int) -> tuple[Tensor, list[int]]:
+    """The third silo states that many units, all in the first group."""
+    histogram = world.histogram().clone()
+    histogram[2] = torch.tensor([claim, 0, 0, 0])
+    return histogram, [600, 300, claim]
+
+
+def _temperature(world: World, claim: int, cap: float) -> float:
+    histogram, num_units = _claims(world, claim)
+    shares = capped_shares(num_units, cap)
+    counts = CountsRouter.from_counts(world.sketch(), histogram, num_units, 20.0, PATH)
+    evidence = Evidence(histogram, num_units, 20.0, one_each(3), shares)
+    public = PublicData(world.public, world.public_group, evidence, shares, PATH, seed=0)
+    return calibrate(Sharper(counts), public).temperature
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=12), st.floats(0.05, 1.0))
+def test_no_share_exceeds_the_cap_and_the_order_stays(num_units: list[int], cap: float) -> None:
+    found = capped_shares(num_units, cap)
+    assert sum(found) == pytest.approx(1.0)
+    assert max(found) <= max(cap, 1 / len(num_units)) * (1 + 1e-9)
+    assert sorted(range(len(found)), key=lambda k: (num_units[k], k)) == sorted(
+        range(len(found)), key=lambda k: (round(found[k], 12), num_units[k], k)
+    )
+
+
+def test_shares_below_the_cap_stay_as_they_are() -> None:
+    assert capped_shares([6, 3, 1], 0.6) == pytest.approx((0.6, 0.3, 0.1))
+    assert capped_shares([6, 3, 1], 0.5) == pytest.approx((0.5, 0.375, 0.125))
+
+
+@pytest.mark.parametrize(("num_units", "cap"), [([1, 2], 0.0), ([1, 2], 1.5), ([0, 2], 0.5), ([], 0.5)])
+def test_shares_of_nobody_or_a_cap_out_of_range_are_refused(num_units: list[int], cap: float) -> None:
+    with pytest.raises(MathError):
+        capped_shares(num_units, cap)
+
+
+def test_likelihoods_of_two_silos_do_not_depend_on_what_a_third_claims(world: World) -> None:
+    """Counts and refit need no cap: each silo's mixture is made of its own releases."""
+    found = []
+    for claim in (HONEST, BOLD):
+        histogram, num_units = _claims(world, claim)
+        counts = CountsRouter.from_counts(world.sketch(), histogram, num_units, 1.0, PATH)
+        released = list(world.released(counts.sketch, 0.5).values())
+        found += [(counts.log_mass_KG[:2], refit_shares(counts, released, num_units, 0.5).log_mass_KG[:2])]
+    assert all(torch.equal(honest, bold) for honest, bold in zip(*found, strict=True))
+
+
+def test_temperature_stays_when_a_silo_claims_a_billion_units_only_under_the_cap(world: World) -> None:
+    """The temperature scales every log odds, so those of two other silos may move by 5%; without the cap, threefold."""
+    honest = _temperature(world, HONEST, CAP)
+    assert honest == pytest.approx(3.0, rel=0.05)
+    assert _temperature(world, BOLD, CAP) == pytest.approx(honest, rel=0.05)
+    assert _temperature(world, BOLD, NO_CAP) == 1.0
+
+
+def test_network_still_tells_two_silos_apart_when_a_third_claims_a_billion_units_only_under_the_cap() -> None:
+    public, group = _two_lobes(1200, seed=0)
+    sketch = Sketch.fit(public, group, 2, 2)
+    shares = torch.tensor([[0.9, 0.1], [0.1, 0.9], [0.5, 0.5]])
+    mixture, lessons = CountsRouter(sketch, shares.log(), PATH), PublicSketches.of(public, group, sketch, PATH)
+
+    def odds(claim: int, cap: float) -> Tensor:
+        """What the network adds to the log odds of the first two silos at public images, t = 0.1."""
+        prior = torch.tensor(capped_shares([HONEST, HONEST, claim], cap))
+        residual = fit_residual(mixture, lessons, prior, SETTINGS, seed=0)
+        added = residual(lessons.s_NR, torch.full((len(lessons.s_NR),), 0.1))
+        return added[:, 0] - added[:, 1]
+
+    honest, bold = odds(HONEST, CAP), odds(BOLD, CAP)
+    size = float(honest.abs().mean())
+    assert size > 0.3
+    assert float((bold - honest).abs().mean()) < 0.2 * size
+    assert torch.equal(bold, odds(2 * HONEST, CAP))  # more than all others together state buys nothing
+    assert float((odds(BOLD, NO_CAP) - honest).abs().mean()) > 0.8 * size
+
+
+def test_learned_router_teaches_its_network_with_the_shares_it_is_given() -> None:
+    public, group = _two_lobes(800, seed=0)
+    sketch = Sketch.fit(public, group, 2, 2)
+    mixture = CountsRouter(sketch, torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log(), PATH)
+    lessons = PublicSketches.of(public, group, sketch, PATH)
+    released = {name: torch.zeros(4, 2) for name in ("one", "two")}
+    settings = Settings(hidden=8, depth=1, num_steps=60)
+
+    def network(shares: list[float] | None) -> Tensor:
+        found = fit_learned(mixture, released, [30, 10], lessons, settings, 0, t_release=0.5, share_K=shares)
+        return torch.cat([weight.flatten() for weight in found.residual.parameters()])
+
+    assert torch.equal(network(None), network([0.75, 0.25]))
+    assert not torch.equal(network(None), network([0.5, 0.5]))

@@ -1,0 +1,72 @@
+"""Coverage-guided search for bytes that a parser neither reads nor refuses as documented.
+
+    python -m tests.strangers.fuzz_atheris PARSER [SECONDS] [FOLDER]
+
+PARSER is a name from `tests.strangers.samples`, or `tensors`, `images` or `configuration`; FOLDER keeps what was found.
+Needs Google's atheris, which is not among the dependencies; without it this says so and ends.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+Parser = Callable[[bytes], None]
+
+
+def parsers(folder: Path) -> dict[str, tuple[bytes, Parser]]:
+    """Every parser with an honest sample; imported here, so that whoever calls may watch what they run through."""
+    from ddm.errors import DataError, FormatError, SetupError, TensorFileError
+    from ddm.npz import read_images
+    from ddm.settings import load_settings
+    from ddm.tensors import read_header
+    from silo.config import Policy
+    from tests.strangers.samples import Door, doors, messages
+    from tests.strangers.test_archives import SPEC, npz
+    from tests.strangers.test_bounds import SCALAR, tensors
+    from tests.strangers.test_parsers import try_door
+
+    def of_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:
+        def parse(data: bytes) -> object:
+            (folder / "x").write_bytes(data)
+            return read(folder / "x")
+
+        return parse
+
+    one = tensors(b"{" + SCALAR % (0, 0, 1) + b"}", b"\0")
+    files = {
+        "tensors": Door(one, of_file(lambda path: read_header(path, max_bytes=1 << 22)), (TensorFileError,)),
+        "images": Door(npz(), of_file(lambda path: read_images(path, SPEC)), (DataError,)),
+        "configuration": Door(b"", of_file(lambda path: load_settings(Policy, path)), (SetupError, FormatError)),
+    }
+
+    def parser(door: Door) -> Parser:
+        return lambda data: try_door(door, data)
+
+    return {name: (door.sample, parser(door)) for name, door in {**doors(), **messages(), **files}.items()}
+
+
+def main(name: str = "", seconds: str = "600", folder: str = "") -> int:
+    """Search until something is found, or for the seconds given."""
+    try:
+        import atheris  # type: ignore[import-not-found]
+    except ImportError:
+        print("skipped: atheris is not installed")
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        with atheris.instrument_imports(include=["ddm", "silo", "tomllib", "json"]):
+            known = parsers(Path(scratch))
+        if name not in known:
+            print(f"expected one of: {', '.join(known)}")
+            return 2
+        corpus = Path(folder or scratch, "corpus")
+        corpus.mkdir(parents=True, exist_ok=True)
+        (corpus / "honest").write_bytes(known[name][0])
+        limits = [f"-max_total_time={seconds}", "-timeout=5", "-rss_limit_mb=2048"]
+        atheris.Setup([sys.argv[0], *limits, str(corpus)], known[name][1])
+        atheris.Fuzz()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

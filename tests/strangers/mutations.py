@@ -1,0 +1,90 @@
+"""What a stranger makes of an honest document: changes that know its structure, and changes that know nothing."""
+
+import json
+from typing import Any
+
+from hypothesis import strategies as st
+
+# JSON text, also such as no JSON writer would write.
+POISON = (
+    *("null", "true", "0", "-1", "1.5", "-0.0", "1e308", "1e999", "NaN", "Infinity", "-Infinity", "[]", "{}", '""'),
+    *("9007199254740991", "9007199254740992", "9" * 400, "9" * 5000, "1" + "0" * 30, "0.1e-400", "1E400", "01", "+1"),
+    *('"\\ud800"', '"\\u0000"', '"\\u202e"', '"\ufeff"', '"\x7f"', "'x'", '"\\x"', '"', "/**/1", "[1,]", '{"a":1,}'),
+    *('"' + "x" * 5000 + '"', "[" * 40 + "]" * 40, '{"a":' * 40 + "1" + "}" * 40, "[" * 40, "[[[[[[[]]]]]]]"),
+    *('"0001-01-01T00:00:00+23:59"', '"9999-12-31T23:59:59-23:59"', '"2999-99-99T99:99:99Z"', '"2026-11-21"'),
+    *('".."', '"../x"', '"/etc/passwd"', '"a\\\\b"', '"a/../b"', '"a//b"', '"CON"', '"\\u0661"', '"\\uff0e\\uff0e/x"'),
+    *('{"kind":"x"}', '{"kind":null}', '[[],{},"",0]', '{"":{"":{"":[]}}}', '{"__proto__":1}', '{"a":1,"a":1}'),
+)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a JSON value, the whole included."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(place for key, child in children for place in places(child, (*at, key)))]
+
+
+def put(value: Any, at: tuple[Any, ...], new: Any) -> Any:
+    """Return `value` with `new` at one place."""
+    if not at:
+        return new
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    changed[at[0]] = put(value[at[0]], at[1:], new)
+    return changed
+
+
+def at(value: Any, place: tuple[Any, ...]) -> Any:
+    """Return what stands at one place."""
+    for key in place:
+        value = value[key]
+    return value
+
+
+def with_text(value: Any, place: tuple[Any, ...], text: str, *, sort: bool = False) -> bytes:
+    """Return JSON with `text`, as it is, at one place."""
+    mark = "@@here@@"
+    spoiled = json.dumps(put(value, place, mark), separators=(",", ":"), sort_keys=sort, ensure_ascii=False)
+    return spoiled.replace(f'"{mark}"', text).encode("utf-8", "surrogatepass")
+
+
+@st.composite
+def structured(draw: st.DrawFn, sample: bytes) -> bytes:
+    """Change one to three places of a JSON sample; the keys stay sorted, as canonical forms demand."""
+    value = json.loads(sample)
+    for _ in range(draw(st.integers(0, 2))):
+        place = draw(st.sampled_from(places(value)[1:] or [()]))
+        parent = at(value, place[:-1]) if place else value
+        how = draw(st.sampled_from(["drop", "repeat", "swap", "rename"]))
+        if how == "drop" and place:
+            kept = {k: v for k, v in parent.items() if k != place[-1]} if isinstance(parent, dict) else []
+            value = put(value, place[:-1], kept)
+        elif how == "repeat" and isinstance(parent, list):
+            value = put(value, place[:-1], parent * draw(st.sampled_from([2, 300])))
+        elif how == "swap":
+            value = put(value, place, at(value, draw(st.sampled_from(places(value)))))
+        elif how == "rename" and place and isinstance(parent, dict):
+            value = put(value, place[:-1], {**parent, draw(st.text(max_size=12)): parent[place[-1]]})
+    place = draw(st.sampled_from(places(value)))
+    poison = st.sampled_from(POISON) | st.text(max_size=30).map(json.dumps) | st.integers().map(str)
+    return with_text(value, place, draw(poison), sort=True)
+
+
+@st.composite
+def scrambled(draw: st.DrawFn, sample: bytes) -> bytes:
+    """Change bytes of a sample without regard to what they mean."""
+    data = bytearray(sample)
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(data)))
+        end = min(len(data), start + draw(st.sampled_from([0, 1, 2, 8, 64])))
+        new = draw(
+            st.binary(max_size=8)
+            | st.just(bytes(data[start:end]) * 3)
+            | st.sampled_from([b"\xef\xbb\xbf", b"\xff\xfe", b"\x00", b'"', b"\\", b"}", b"[" * 200, b'"a":1,'])
+        )
+        data[start:end] = new
+    return bytes(data)
+
+
+def spoiled(sample: bytes) -> st.SearchStrategy[bytes]:
+    """Everything at once."""
+    trailing = st.sampled_from([b" ", b"\n", b"{}", b"\x00", b",", sample]).map(lambda more: sample + more)
+    return structured(sample) | scrambled(sample) | trailing | st.binary(max_size=200)

@@ -1,0 +1,353 @@
+"""What a stranger sends is not repeated: not in an error, a log, a receipt, a reply, nor on the operator's screen."""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app.message.message import Metadata
+
+from aggregator.config import Federation
+from aggregator.registry import enroll
+from aggregator.server_app import FlowerCarrier
+from aggregator.setup import load_key
+from aggregator.taking_in import IntakeDesk
+from ddm.console import fail, say
+from ddm.errors import ArchipelagoError, DocumentError, FormatError, ReplayError
+from ddm.exchange import Report
+from ddm.protocol.base import sha256_hex
+from ddm.protocol.plan import Plan
+from ddm.protocol.receipt import RECEIPT_KIND, Receipt
+from ddm.settings import load_settings
+from ddm.tensors import TensorSpec, check_file, read_header
+from ddm.trust.envelope import open_sealed, seal
+from ddm.trust.keys import SigningKey
+from ddm.trust.silo_role import sign_silo_metadata
+from ddm.wire import decode_reply, encode
+from silo.answers import SiteLimits
+from silo.client_app import app, handle
+from silo.config import SiloSettings
+from silo.receipts import find_receipt
+from silo.setup import read_invitation
+from tests.documents import plan_document, to_bytes
+from tests.federation import PASSPHRASE, TinyFederation
+from tests.strangers.mutations import at, places, put
+from tests.strangers.samples import (
+    KEY,
+    MAX_SHARD_BYTES,
+    NOW,
+    REQUESTS,
+    Door,
+    doors,
+    messages,
+    receipt_document,
+    submission_document,
+)
+from tests.strangers.test_bounds import tensors
+
+# As text that may not be there, and as text that could be a name.
+CANARIES = ("CANARY\x1b[2J\r\n\u202e\u2028\x9b", "canary")
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def spoilt(sample: bytes) -> list[bytes]:
+    """The sample with a canary in every place: as a value, as a name, and as a name with the value that was there."""
+    value, found = json.loads(sample), []
+    for place in places(value):
+        for canary in CANARIES:
+            found.append(put(value, place, canary))
+            found.append(put(value, place, [canary]))
+            if isinstance(parent := at(value, place), dict):
+                found.append(put(value, place, {**parent, canary: 0}))
+                found += [put(value, place, {**parent, canary: one}) for one in list(parent.values())[:2]]
+    return [json.dumps(one, sort_keys=True, separators=(",", ":")).encode() for one in found]
+
+
+def silent(text: str) -> None:
+    assert "canary" not in text.lower(), text[:300]
+    assert not CONTROL.search(text), ascii(text[:300])
+
+
+@pytest.mark.parametrize("name", {**doors(), **messages()})
+def test_error_says_nothing_that_was_sent(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    door: Door = {**doors(), **messages()}[name]
+    refusals = 0
+    for data in spoilt(door.sample):
+        try:
+            door.parse(data)
+        except door.refusals as error:
+            refusals += 1
+            fail(error)
+            silent(f"{error} {error.remedy}")
+    assert refusals
+    silent(capsys.readouterr().err)
+
+
+def test_screen_shows_control_characters_as_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    for canary in CANARIES:
+        say(f"said: {canary}")
+    shown = capsys.readouterr().out
+    assert "CANARY\\x1b[2J" in shown and not CONTROL.search(shown), ascii(shown)
+
+
+ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+HEADERS = {
+    "name": {"CANARY\x1b": ENTRY},
+    "name that could be one": {"canary": ENTRY},
+    "dtype": {"a": ENTRY | {"dtype": "CANARY\x1b"}},
+    "shape": {"a": ENTRY | {"shape": ["CANARY\x1b"]}},
+    "offsets": {"a": ENTRY | {"data_offsets": ["CANARY\x1b", 0]}},
+    "field": {"a": ENTRY | {"CANARY\x1b": 0}},
+    "entry": {"a": "CANARY\x1b"},
+    "name of a spoilt entry": {"CANARY\x1b": 0},
+    "name too many": {"a": ENTRY, "canary": {"dtype": "F32", "shape": [], "data_offsets": [4, 8]}},
+    "metadata": {"__metadata__": {"CANARY\x1b": 0}},
+    "digits": {"a": ENTRY | {"data_offsets": [int("31337" * 100), 0]}},
+}
+
+
+@pytest.mark.parametrize("why", HEADERS)
+def test_error_about_tensors_says_nothing_that_was_sent(tmp_path: Path, why: str) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(tensors(json.dumps(HEADERS[why]).encode(), b"\0" * (8 if "many" in why else 4)))
+    with pytest.raises(ArchipelagoError) as refusal:
+        check_file(path, {"a": TensorSpec("F32", (1,))}, max_bytes=1 << 20)
+    silent(str(refusal.value))
+    assert "31337" not in str(refusal.value)
+    if not why.startswith("name"):
+        with pytest.raises(ArchipelagoError) as refusal:
+            read_header(path, max_bytes=1 << 20)
+        silent(str(refusal.value))
+
+
+@pytest.mark.parametrize("canary", CANARIES)
+def test_operator_who_is_handed_a_hostile_file_is_told_nothing_of_its_text(
+    tmp_path: Path, canary: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readers: list[Callable[[Path], object]] = [
+        lambda path: read_invitation(path, "c" * 64),
+        lambda path: enroll(Federation(tmp_path), path),
+        lambda path: load_settings(SiloSettings, path),
+    ]
+    for content in (canary, json.dumps({canary: canary}), json.dumps({"format": canary}), f'"{canary}" = 1'):
+        (tmp_path / "x").write_text(content)
+        for reader in readers[:2]:
+            with pytest.raises(ArchipelagoError) as refusal:
+                reader(tmp_path / "x")
+            fail(refusal.value)
+    silent(capsys.readouterr().err)
+
+
+def message(content: RecordDict) -> Message:
+    metadata = Metadata(1, "message", 7, 8, "", "", 0.0, 60.0, "query")
+    return Message(content=content, metadata=metadata)
+
+
+def hostile_records() -> list[RecordDict]:
+    """Everything odd that Flower would deliver, a canary in each."""
+    bad, good = CANARIES[0], messages()["pull"].sample.decode()
+    head = ConfigRecord({"document": good})
+    array = {"dtype": "uint8", "shape": (6,), "stype": "archipelago.bytes", "data": b"CANARY"}
+    return [
+        RecordDict({}),
+        RecordDict({bad: head}),
+        RecordDict({"head": ConfigRecord({bad: bad})}),
+        RecordDict({"head": ConfigRecord({"document": bad})}),
+        RecordDict({"head": ConfigRecord({"document": good, bad: bad})}),
+        RecordDict({"head": ConfigRecord({"document": b"CANARY"})}),
+        RecordDict({"head": ConfigRecord({"document": [bad]})}),
+        RecordDict({"head": head, "data": ConfigRecord({bad: bad})}),
+        RecordDict({"head": head, "data": ArrayRecord({bad: Array(**array)})}),
+        RecordDict({"head": head, "data": ArrayRecord({"bytes": Array(**array | {"dtype": bad})})}),
+        RecordDict({"head": head, "data": ArrayRecord({"bytes": Array(**array | {"stype": bad})})}),
+        RecordDict({"head": head, "data": ArrayRecord({"bytes": Array(**array | {"shape": (2**62,)})})}),
+        *(
+            RecordDict({"head": ConfigRecord({"document": data.decode()})})
+            for name in ("offer", "ask", "pull", "deliver")
+            for data in spoilt(messages()[name].sample)
+        ),
+    ]
+
+
+def at_site(site: Path) -> Context:
+    """What Flower tells the courier of where it is."""
+    limits = {field.name: MAX_SHARD_BYTES for field in fields(SiteLimits) if field.name != "site"}
+    return Context(1, 8, {**limits, "site": str(site)}, RecordDict({}), {})
+
+
+def test_courier_answers_an_honest_request(tmp_path: Path) -> None:
+    for name in ("inbox", "outbox"):
+        (tmp_path / name).mkdir()
+    reply = decode_reply(handle(message(encode(REQUESTS["ask"])), at_site(tmp_path)).content, max_bytes=0)
+    assert isinstance(reply.message, Report) and reply.message.code == 0
+
+
+def test_courier_answers_hostile_requests_with_a_code_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    for name in ("inbox", "outbox"):
+        (tmp_path / name).mkdir()
+    context = at_site(tmp_path)
+    for records in hostile_records():
+        reply = handle(message(records), context).content
+        assert set(reply) == {"head"}
+        told = json.loads(str(reply["head"]["document"]))
+        assert told["code"] in (FormatError.exit_code, DocumentError.exit_code, ReplayError.exit_code), told
+        silent(json.dumps(told))
+    assert not list(tmp_path.glob("*/*"))
+    captured = capsys.readouterr()
+    silent(captured.out + captured.err + caplog.text)
+
+
+@pytest.mark.parametrize("kind", ["exec", "train", "evaluate", "__reduce__"])
+def test_courier_knows_no_request_that_carries_code(tmp_path: Path, kind: str) -> None:
+    context = at_site(tmp_path)
+    code = {"kind": kind, "plan_id": "digits-3f9a1c2e", "code": "import os; os.mkdir('owned')"}
+    reply = handle(message(RecordDict({"head": ConfigRecord({"document": json.dumps(code)})})), context).content
+    assert json.loads(str(reply["head"]["document"]))["code"] == DocumentError.exit_code
+    request = message(RecordDict({"head": ConfigRecord({"document": json.dumps(code)})}))
+    request.metadata.message_type = kind if kind in ("train", "evaluate") else "train"
+    with pytest.raises(ValueError, match="No .* function registered"):
+        app(request, context)
+    assert not list(tmp_path.iterdir())
+
+
+class _Answers:
+    """Flower's connection, for one answer that has arrived."""
+
+    def __init__(self, answer: Message) -> None:
+        self._answer = answer
+
+    def pull_messages(self, message_ids: list[str]) -> list[Message]:
+        return [self._answer]
+
+
+def test_server_says_nothing_of_a_hostile_answer() -> None:
+    for records in hostile_records():
+        carrier = FlowerCarrier(_Answers(message(records)), MAX_SHARD_BYTES)  # type: ignore[arg-type]
+        with pytest.raises(ArchipelagoError) as refusal:
+            carrier.fetch("message")
+        silent(str(refusal.value))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+    """A federation whose plan is signed and which nobody has answered."""
+    made = TinyFederation.create(tmp_path_factory.mktemp("strangers"), {"north": 60})
+    return made, made.sign()
+
+
+def signed(tiny: TinyFederation, plan_id: str, document: bytes, extra: dict[str, bytes]) -> dict[str, bytes]:
+    """A submission as an enrolled silo that cheats would sign it."""
+    base = f"{plan_id}/silos/north/"
+    files = {f"{base}submission.json": document, **{f"{base}{name}": data for name, data in extra.items()}}
+    listed = {name: (len(data), sha256_hex(data)) for name, data in files.items()}
+    role = sign_silo_metadata(plan_id, "north", listed, tiny.key("north"), version=1, now=NOW)
+    found = {name.removeprefix(f"{plan_id}/"): data for name, data in files.items()}
+    return {f"metadata/{plan_id}.north.json": role, **found}
+
+
+def hostile_submissions(tiny: TinyFederation, plan_id: str) -> list[dict[str, bytes]]:
+    bad = CANARIES[0]
+    document = submission_document() | {"plan_id": plan_id}
+    spoils: list[Any] = [
+        {bad: bad},
+        document | {bad: bad},
+        document | {"silo_id": bad},
+        document | {"releases": [{"kind": bad}]},
+        document | {"software": {bad: 1}},
+        document | {"experts": [{bad: bad}]},
+        document | {"plan_digest": bad},
+    ]
+    made = [signed(tiny, plan_id, json.dumps(spoil).encode(), {}) for spoil in spoils]
+    made += [
+        signed(tiny, plan_id, b'"' + bad.encode() + b'"', {}),
+        signed(tiny, plan_id, json.dumps(document).encode(), {"experts/CANARY/expert.safetensors": b"CANARY"}),
+        {f"metadata/{plan_id}.north.json": json.dumps({bad: bad}).encode()},
+        {f"metadata/{plan_id}.north.json": bad.encode()},
+        {f"metadata/{plan_id}.north.json": json.dumps({"signatures": [], "signed": {"targets": {bad: 0}}}).encode()},
+        {"a\nCANARY\x1b[2J": b"CANARY"},
+        {"\udcff\udcfe": b"CANARY"},
+    ]
+    return made
+
+
+def test_intake_answers_every_hostile_submission_and_repeats_nothing_of_it(
+    tiny: tuple[TinyFederation, str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    federation, plan_id = tiny[0].federation, tiny[1]
+    incoming = federation.incoming / plan_id / "north"
+    attacks = hostile_submissions(*tiny)
+    last = incoming / str(len(attacks) + 1)
+    for number, files in enumerate(attacks, 1):
+        for name, data in files.items():
+            path = incoming / str(number) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    last.mkdir()
+    (last / "x\nCANARY\x1b").symlink_to("/etc/passwd")
+    key = load_key(federation, "receipts", PASSPHRASE)
+
+    def printed(receipt: Receipt) -> None:
+        say(f"{receipt.silo_id}: {getattr(receipt.verdict, 'reason', 'accepted')}")
+
+    assert IntakeDesk(federation, key, printed).step() == len(attacks) + 1
+    for number in range(1, len(attacks) + 2):
+        sealed = (federation.receipts / plan_id / "north" / f"{number}.json").read_bytes()
+        payload, _ = open_sealed(sealed, RECEIPT_KIND, key.public, 65536)
+        receipt = Receipt.parse(payload, subject="receipt")
+        assert receipt.verdict.kind == "refused", number
+        silent(receipt.verdict.reason)
+    captured = capsys.readouterr()
+    silent(captured.out + captured.err + caplog.text)
+    assert captured.out.count("\n") == len(attacks) + 1
+    assert not list((federation.accepted / plan_id).glob("north*"))
+
+
+ODD_NUMBERS = {
+    "file for a folder": "18",
+    "link": "19",
+    "pipe": "20",
+    "other digits": "1\u0661",
+    "superscript": "1\u00b2",
+}
+
+
+@pytest.mark.parametrize("odd", ODD_NUMBERS)
+def test_intake_survives_an_incoming_folder_of_odd_things(tiny: tuple[TinyFederation, str], odd: str) -> None:
+    federation, plan_id = tiny[0].federation, tiny[1]
+    path = federation.incoming / plan_id / "north" / ODD_NUMBERS[odd]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if odd == "link":
+        path.symlink_to("/etc")
+    elif odd == "pipe":
+        os.mkfifo(path)
+    elif odd == "file for a folder":
+        path.write_text("x")
+    else:
+        path.mkdir()
+    IntakeDesk(federation, load_key(federation, "receipts", PASSPHRASE), lambda receipt: None).step()
+    assert Path("/etc/passwd").exists()
+
+
+def test_receipt_by_another_key_is_moved_aside_unread(tmp_path: Path) -> None:
+    plan = Plan.parse(to_bytes(plan_document(receipt_key=str(KEY.public))), subject="plan")
+    bound = (plan.plan_id, plan.digest, "north", 1)
+    verdict = {"kind": "refused", "code": 21, "reason": CANARIES[0]}
+    told = {"plan_id": plan.plan_id, "plan_digest": plan.digest, "silo_id": "north", "sequence": 1, "verdict": verdict}
+    receipt, path = json.dumps(receipt_document() | told).encode(), tmp_path / "1.json"
+    for stranger, kind in ((SigningKey.generate(), RECEIPT_KIND), (KEY, "card")):
+        path.write_bytes(seal(receipt, kind, stranger))
+        assert find_receipt(path, plan, bound, tmp_path / "submission.json") is None
+        assert not path.exists()
+    path.write_bytes(seal(receipt, RECEIPT_KIND, KEY))
+    found = find_receipt(path, plan, bound, tmp_path / "submission.json")
+    assert found is not None and found.verdict.kind == "refused"

@@ -1,0 +1,117 @@
+"""Whatever bytes come: a parsed object that can be written and read again, or the documented refusal, nothing else."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ddm.errors import DocumentError
+from ddm.protocol.base import Document, check_json
+from tests.strangers.mutations import POISON, places, spoiled, with_text
+from tests.strangers.samples import Door, doors, messages
+
+DOORS = {**doors(), **messages()}
+# What a program writes for itself, in a folder that is its own.
+OWN = {"CheckpointRecord", "_Record", "RouterReport"}
+quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+thorough = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def try_door(door: Door, data: bytes) -> None:
+    try:
+        found = door.parse(data)
+    except door.refusals:
+        return
+    if door.again:
+        assert door.parse(door.again(found)) == found
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_honest_sample_is_read_and_survives_being_written(name: str) -> None:
+    door = DOORS[name]
+    found = door.parse(door.sample)
+    if door.again:
+        assert door.parse(door.again(found)) == found
+
+
+def test_every_document_of_the_library_is_tried_here_or_never_comes_from_outside() -> None:
+    kinds = {kind.__name__ for kind in Document.__subclasses__() if kind.__module__.startswith("ddm.")}
+    tried = {type(door.parse(door.sample)).__name__ for door in doors().values()}
+    assert {"Plan", "Submission", "Manifest"} <= kinds
+    assert not kinds - tried - OWN
+
+
+@pytest.mark.parametrize("name", DOORS)
+@given(data=st.data())
+@quick
+def test_parser_refuses_strangers_as_documented(name: str, data: st.DataObject) -> None:
+    try_door(DOORS[name], data.draw(spoiled(DOORS[name].sample)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DOORS)
+@given(data=st.data())
+@thorough
+def test_parser_refuses_strangers_as_documented_however_long_one_tries(name: str, data: st.DataObject) -> None:
+    try_door(DOORS[name], data.draw(spoiled(DOORS[name].sample)))
+
+
+def every_poison(door: Door, share: int) -> None:
+    """Try one poison of every `share` in every place, each time others."""
+    value = json.loads(door.sample)
+    for number, place in enumerate(places(value)):
+        for poison in POISON[number % share :: share]:
+            try_door(door, with_text(value, place, poison, sort=True))
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_parser_refuses_poison_in_every_place_as_documented(name: str) -> None:
+    every_poison(DOORS[name], share=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DOORS)
+def test_parser_refuses_every_poison_in_every_place_as_documented(name: str) -> None:
+    every_poison(DOORS[name], share=1)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_parser_refuses_any_byte_cut_off_the_end_and_anything_after_it(name: str) -> None:
+    door = DOORS[name]
+    for data in (door.sample[:-1], door.sample + b"{}", b"\xef\xbb\xbf" + door.sample, door.sample + b"\0"):
+        with pytest.raises(door.refusals):
+            door.parse(data)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_parser_refuses_a_field_named_twice(name: str) -> None:
+    door = DOORS[name]
+    first = next(iter(json.loads(door.sample)))
+    again = json.dumps({first: json.loads(door.sample)[first]}, separators=(",", ":"))[1:-1]
+    with pytest.raises(door.refusals):
+        door.parse(door.sample[:-1] + b"," + again.encode() + b"}")
+
+
+def scalars() -> st.SearchStrategy[Any]:
+    return st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=8)
+
+
+@given(value=st.recursive(scalars(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12))
+@quick
+def test_json_that_an_honest_program_wrote_is_read_as_it_was(value: Any) -> None:
+    for ascii_only in (True, False):
+        data = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+        if "\\ud" not in json.dumps(value):  # half a character is refused in either form
+            assert check_json(data, subject="value", limit=10_000) == value
+
+
+@given(data=st.binary(max_size=60) | st.text('[]{},:"\\ \n1a', max_size=60).map(str.encode))
+@settings(max_examples=200, deadline=None)
+def test_json_of_strangers_is_refused_or_is_what_the_standard_library_reads(data: bytes) -> None:
+    try:
+        found = check_json(data, subject="value", limit=60)
+    except DocumentError:
+        return
+    assert found == json.loads(data)
