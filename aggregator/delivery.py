@@ -203,6 +203,9 @@ class SiloDelivery:
         sizes = {entry.path: entry.num_bytes for entry in self._index}
         if any(span.offset + span.num_bytes > sizes.get(span.path, -1) for span in missing):
             raise FormatError(f"answer of silo {self.silo_id}", expected="ranges of the bundle", got="others")
+        if len(set(missing)) != len(missing) or sum(span.num_bytes for span in missing) > sum(sizes.values()):
+            # Each would be read and sent.
+            raise FormatError(f"answer of silo {self.silo_id}", expected="ranges that do not overlap", got="others")
         return list(missing)
 
     def _cut(self, spans: Sequence[Span]) -> list[Span]:

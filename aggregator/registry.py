@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from pydantic import Field
 
 from aggregator.config import Federation
@@ -41,12 +43,16 @@ def read_card(data: bytes) -> Card:
 
     Raises:
         SignatureError: the seal does not verify.
-        DocumentError: not a card, or the seal is by another key than the card names.
+        DocumentError: not a card, the seal is by another key than the card names, or the node key is none.
     """
     payload, signer = open_sealed(data, CARD_KIND, None, MAX_CARD_BYTES)
     card = Card.parse(payload, subject="enrolment card", limit=MAX_CARD_BYTES)
     if str(signer) != card.signing_key:
         raise DocumentError("enrolment card", expected="a seal by the key it names", got="another key")
+    try:
+        load_ssh_public_key(card.node_key.encode())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise DocumentError("enrolment card, node_key", expected="an OpenSSH public key", got="no key") from error
     return card
 
 

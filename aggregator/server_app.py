@@ -17,6 +17,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
+from google.protobuf.message import DecodeError
 from pydantic import Field
 
 from aggregator.config import Federation
@@ -34,7 +35,7 @@ HEARTBEAT = "serverapp.alive"
 # What a lying answer may make this process allocate before Flower has put it together and it can be checked.
 _MEMORY_BYTES = 2 * 1024**3
 # What Flower raises when it puts together objects that a silo made up; its own failures are of other kinds.
-_GARBAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, MemoryError)
+_GARBAGE = (DecodeError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, MemoryError)
 _log = logging.getLogger("archipelago")
 
 

@@ -6,6 +6,7 @@ the verified copy stays, of a refused one its receipt. What screening finds impl
 answer, until a person has decided; in `incoming/` an empty folder says that it need not be fetched again.
 """
 
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,6 +27,7 @@ from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 
 MAX_RECEIPT_BYTES = 65536
+_SEQUENCE = re.compile("[1-9][0-9]{0,6}")
 
 
 class IntakeDesk:
@@ -88,7 +90,7 @@ class IntakeDesk:
     def _arrived(self, silo_id: str) -> list[Path]:
         """List what arrived, in order: whole submissions, and marks of those that were not fetched."""
         incoming = self.federation.incoming / self.plan.plan_id / silo_id
-        found = [path for path in incoming.glob("[0-9]*") if path.stem.isdigit()]
+        found = [path for path in incoming.glob("[0-9]*") if _SEQUENCE.fullmatch(path.stem)]
         return sorted(
             (path for path in found if path.suffix in ("", TOO_LARGE, TOO_MANY)), key=lambda path: int(path.stem)
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ddm.errors import BusyError, FormatError, MissingFileError, UnsafePathError
+from ddm.trust.paths import MAX_DEPTH, is_safe_name
 
 _COPY_BYTES = 1 << 20
 
@@ -87,7 +88,7 @@ def list_files(folder: Path, *, most: int = 10_000) -> dict[str, Path]:
     A hostile folder is left at the first entry beyond `most`, however many follow.
 
     Raises:
-        UnsafePathError: no folder, a symbolic link, a special file, or more than `most` files and folders.
+        UnsafePathError: no folder, a symbolic link, a special file, an odd name, or more than `most` files and folders.
     """
     if folder.is_symlink() or not folder.is_dir():
         raise UnsafePathError(folder.name, expected="a folder", got="a link, a file or nothing")
@@ -99,12 +100,15 @@ def list_files(folder: Path, *, most: int = 10_000) -> dict[str, Path]:
                 path, left = Path(entry.path), left - 1
                 if left < 0:
                     raise UnsafePathError(folder.name, expected=f"at most {most} files and folders", got="more")
+                relative = path.relative_to(folder)
+                if not is_safe_name(entry.name) or len(relative.parts) > MAX_DEPTH + 1:
+                    raise UnsafePathError(folder.name, expected="plain names", got="a hidden, odd or deep one")
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(path)
                 elif entry.is_file(follow_symlinks=False):
-                    found[path.relative_to(folder).as_posix()] = path
+                    found[relative.as_posix()] = path
                 else:
-                    name = path.relative_to(folder).as_posix()
+                    name = relative.as_posix()
                     raise UnsafePathError(name, expected="a regular file or a folder", got="a link or a special file")
     return dict(sorted(found.items()))
 

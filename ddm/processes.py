@@ -22,13 +22,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from ddm import guard
-from ddm.errors import MissingFileError, TransportError
+from ddm.errors import MissingFileError
 
 _LOG_BYTES = 16 * 1024 * 1024
 _POLL_S = 0.05
@@ -283,24 +283,3 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
         return int(listener.getsockname()[1])
-
-
-def wait_for_port(host: str, port: int, *, timeout_s: float, alive: Callable[[], bool]) -> None:
-    """Wait until a server accepts connections.
-
-    Args:
-        host: address to connect to.
-        port: its port.
-        timeout_s: seconds to wait at most.
-        alive: whether the process that should open the port still runs.
-
-    Raises:
-        TransportError: the process ended, or the time is over.
-    """
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and alive():
-        with suppress(OSError), socket.create_connection((host, port), timeout=1.0):
-            return
-        time.sleep(_POLL_S)
-    got = "no answer in time" if alive() else "the process ended"
-    raise TransportError(f"port {port}", expected=f"a server within {timeout_s:.0f} s", got=got)

@@ -20,6 +20,7 @@ from ddm.errors import DigestError, FormatError, MissingFileError, UnsafePathErr
 from ddm.exchange import MAX_SPANS, FileEntry, Span, check_index
 from ddm.files import read_bounded, sync_folder, write_atomic
 from ddm.protocol.base import Model, NaturalInt, RelativePath
+from ddm.trust.paths import MAX_PATH_LENGTH
 
 _PATH: TypeAdapter[str] = TypeAdapter(RelativePath)
 # Starts with a dot, which no path on the wire may.
@@ -48,6 +49,8 @@ def list_folder(folder: Path, *, max_files: int, max_bytes: int, with_digest: bo
     for root, names, files in os.walk(folder, followlinks=False):
         for name in [*names, *files]:
             path = Path(root, name)
+            if len(path.relative_to(folder).as_posix()) > MAX_PATH_LENGTH:
+                raise UnsafePathError("folder", expected="plain file names", got="a name that may not travel")
             mode = path.lstat().st_mode
             if stat.S_ISDIR(mode):
                 continue
@@ -141,8 +144,8 @@ def _open_below(folder: Path, relative: str, flags: int = os.O_RDONLY) -> Iterat
         # Non-blocking, or a named pipe would hang the open.
         descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644, dir_fd=at)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise UnsafePathError("path", expected="plain folders and files", got="a link") from None
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+            raise UnsafePathError("path", expected="plain folders and files", got="a link or a socket") from None
         raise
     finally:
         os.close(at)

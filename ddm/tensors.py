@@ -13,7 +13,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -95,7 +95,7 @@ def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, Tensor
             raise TensorFileError(subject, expected=f"tensor {name}", got="none of that name")
     for name, spec in found.items():
         if name not in expected:
-            raise TensorFileError(subject, expected=f"{len(expected)} known tensors", got=f"also {ascii(name)[:80]}")
+            raise TensorFileError(subject, expected=f"{len(expected)} known tensors", got="others besides")
         if spec != expected[name]:
             raise TensorFileError(f"{subject}, tensor {name}", expected=str(expected[name]), got=str(spec))
 
@@ -128,7 +128,8 @@ def load_tensors(
 
     subject = path.name
     with _open_bounded(path, max_bytes) as (handle, size):
-        data, file = _memory(size), _Once(handle, size, digest)
+        # Memory of our own that is never written twice; a mapped file would be whatever its host says later.
+        data, file = memoryview(mmap.mmap(-1, max(size, 1))), _Once(handle, size, digest)
         with file.verified(subject):
             header, offset = _read_header(file, expected, subject)
             for name, block in _blocks(header, offset):
@@ -249,15 +250,6 @@ def _open_bounded(path: Path, max_bytes: int) -> Iterator[tuple[BinaryIO, int]]:
         yield handle, size
 
 
-def _memory(size: int) -> memoryview:
-    """Return memory of our own, which tensors may share and write to; in huge pages where the system has them."""
-    memory = mmap.mmap(-1, max(size, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
-
-
 def _header_length(start: bytes, size: int, subject: str) -> int:
     length = int.from_bytes(start, "little")
     if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
@@ -350,10 +342,10 @@ def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, 
         raise TensorFileError(subject, expected="a JSON object as header", got="another value")
     _check_metadata(value.pop("__metadata__", {}), subject)
     placed: list[tuple[int, str, TensorSpec]] = []
-    for name, entry in value.items():
+    for number, (name, entry) in enumerate(value.items(), 1):
         if not 0 < len(name) <= MAX_NAME_LENGTH:
             raise TensorFileError(subject, expected=f"names of at most {MAX_NAME_LENGTH} characters", got="another")
-        spec, begin = _parse_entry(entry, f"{subject}, tensor {ascii(name)[1:81]}")
+        spec, begin = _parse_entry(entry, f"{subject}, tensor {number} in its header")
         placed.append((begin, name, spec))
     end = 0
     specs: dict[str, TensorSpec] = {}
@@ -380,19 +372,19 @@ def _parse_entry(entry: Any, subject: str) -> tuple[TensorSpec, int]:
         raise TensorFileError(subject, expected="dtype, shape and data_offsets", got="other fields")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not (isinstance(dtype, str) and dtype in DTYPE_BYTES):
-        raise TensorFileError(subject, expected=f"dtype {', '.join(DTYPE_BYTES)}", got=ascii(dtype)[:40])
+        raise TensorFileError(subject, expected=f"dtype {', '.join(DTYPE_BYTES)}", got="another")
     if not (
         isinstance(shape, list)
         and len(shape) <= MAX_DIMS
         and all(_is_int(size) and 0 < size <= MAX_SIZE for size in shape)
     ):
-        raise TensorFileError(subject, expected=f"at most {MAX_DIMS} dimensions, each above 0", got=ascii(shape)[:80])
+        raise TensorFileError(subject, expected=f"at most {MAX_DIMS} dimensions, each above 0", got="others")
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_int(place) for place in offsets)):
-        raise TensorFileError(subject, expected="two offsets", got=ascii(offsets)[:80])
+        raise TensorFileError(subject, expected="two offsets", got="something else")
     spec = TensorSpec(dtype, tuple(shape))
     begin, end = offsets
     if begin < 0 or end - begin != spec.bytes:
-        raise TensorFileError(subject, expected=f"{spec.bytes} bytes for {spec}", got=f"offsets {begin} to {end}")
+        raise TensorFileError(subject, expected=f"{spec.bytes} bytes for {spec}", got="other offsets")
     return spec, begin
 
 

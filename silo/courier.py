@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from ddm.errors import SetupError
 from ddm.files import locked, require_file, write_atomic
 from ddm.processes import Child, flower_environment, free_port, script_command, spawn
+from silo.clock import describe, seconds_ahead
 
 _RETRY_S = (1.0, 3.0, 6.0, 10.0)
 _SETTLED_S = 30.0
@@ -101,6 +102,7 @@ class Courier:
         self._next_start = 0.0
         self._next_look = 0.0
         self._started = False
+        self._wrong_clock: str | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "Courier":
@@ -184,6 +186,8 @@ class Courier:
         self._next_start = now + _RETRY_S[min(self._num_failures, len(_RETRY_S) - 1)]
         self._num_failures += 1
         self._node = None
+        # Flower ends without a word when the aggregator finds its signature too old or too new.
+        self._wrong_clock = describe(seconds_ahead(self._address))
 
     def _look_after(self, node: Child, now: float) -> None:
         """Note the node's number for a sign-off; end a SuperNode that waits for a helper which died."""
@@ -194,7 +198,7 @@ class Courier:
         if not path.exists() and (found := _NODE_ID.findall(node.log_tail())):
             write_atomic(path, found[-1].encode())
         if now - node.started_at > _SETTLED_S:
-            self._num_failures = 0
+            self._num_failures, self._wrong_clock = 0, None
             if node.num_descendants() == 0:
                 node.kill()
 
@@ -211,9 +215,9 @@ class Courier:
 
     @property
     def problem(self) -> str | None:
-        """Why there is no connection, in one sentence, as far as the log tells; None while nothing is known."""
-        if self._node is None:
-            return None
+        """Why there is no connection, in one sentence, as far as clock and log tell; None while nothing is known."""
+        if self._wrong_clock or self._node is None:
+            return self._wrong_clock
         tail = self._node.log_tail()
         latest = max(_PROBLEMS, key=tail.rfind)
         return _PROBLEMS[latest] if latest in tail else None

@@ -42,6 +42,21 @@ class Narrator:
             say(f"[{self._silo_id}] {state.problem.message}")
 
 
+class CourierNews:
+    """Prints why there is no connection, each reason once, and when there is one again."""
+
+    def __init__(self, courier: Courier) -> None:
+        self._courier = courier
+        self._told: str | None = None
+
+    def tell(self) -> None:
+        """Print what changed since the last time."""
+        problem = self._courier.problem
+        if problem != self._told:
+            say(f"courier: {problem}" if problem else "courier: connected")
+            self._told = problem
+
+
 class CourierWatch(threading.Thread):
     """Looks after the courier while the worker works; what it cannot mend is raised by `raise_failure`."""
 
@@ -53,9 +68,11 @@ class CourierWatch(threading.Thread):
 
     def run(self) -> None:
         """Check once a second until the end."""
+        news = CourierNews(self._courier)
         while not self._ended.wait(1.0):
             try:
                 self._courier.check()
+                news.tell()
             except ArchipelagoError as error:
                 self._failure = error
                 say(f"courier: {error} - {error.remedy}", error=True)
@@ -92,8 +109,10 @@ def run_courier(site: Site) -> None:
     """Run the courier alone until a signal ends it."""
     with make_courier(site) as courier:
         say(f"courier of {site.settings().silo_id}: {courier.info()}")
+        news = CourierNews(courier)
         while True:
             courier.check()
+            news.tell()
             time.sleep(1.0)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from aggregator.delivery import MAX_SUBMISSIONS, SiloDelivery
-from ddm.exchange import Ask, Envelope, FileEntry, Report, Span, Status
+from ddm.errors import FormatError
+from ddm.exchange import Ask, Envelope, FileEntry, Held, Offer, Report, Span, Status
 
 PLAN = "digits-3f9a1c2e"
 ENTRY = FileEntry(path="sketch.safetensors", num_bytes=3)
@@ -99,3 +100,17 @@ def test_submission_goes_on_where_it_stopped_when_the_writer_is_killed(tmp_path:
     assert arrived.read_bytes() == (outbox / "expert.safetensors").read_bytes()
     fetched = sum(int(line) for line in (tmp_path / "fetched").read_text().split())
     assert size <= fetched <= size + 2 * shard, "each kill costs one shard at most"
+
+
+def test_bundle_is_not_sent_a_thousand_times_when_a_silo_lacks_the_same_range_a_thousand_times(tmp_path: Path) -> None:
+    index = (FileEntry(path="plan.json", num_bytes=10),)
+    limits = {"shard_bytes": 100, "max_submission_bytes": 100, "wait_s": 0}
+    delivery = SiloDelivery(tmp_path, PLAN, "north", index=index, **limits)
+    offer = Offer(plan_id=PLAN, files=index, spans=())
+    whole = Span(path="plan.json", offset=0, num_bytes=10)
+    with pytest.raises(FormatError):
+        delivery.take(offer, Envelope(Held(missing=(whole,) * 1000)))
+    half = Span(path="plan.json", offset=0, num_bytes=5)
+    with pytest.raises(FormatError):
+        delivery.take(offer, Envelope(Held(missing=(whole, half))))
+    assert delivery.take(offer, Envelope(Held(missing=(half,)))) == 0

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from aggregator.config import Federation
 from aggregator.registry import cards, check_ledger, enroll, remember_ledger
@@ -21,7 +23,14 @@ from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
 
 PLAN, NEXT_PLAN = "digits-00000001", "digits-00000002"
-NODE = "ecdsa-sha2-nistp256 " + "A" * 40
+
+
+def node_key() -> str:
+    public = ec.generate_private_key(ec.SECP256R1()).public_key()
+    return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+
+
+NODE, OTHER_NODE = node_key(), node_key()
 
 
 @pytest.fixture
@@ -50,6 +59,14 @@ def test_enroll_refuses_a_card_sealed_by_another_key_than_it_names(federation: F
         enroll(federation, path)
 
 
+def test_enroll_refuses_a_node_key_that_is_none_and_would_stop_the_transfer_of_all(
+    federation: Federation, tmp_path: Path
+) -> None:
+    path = write_card(tmp_path, "north", SigningKey.generate(), node="ecdsa-sha2-nistp256 " + "A" * 40)
+    with pytest.raises(DocumentError, match="node_key"):
+        enroll(federation, path)
+
+
 def test_enroll_refuses_a_tampered_card(federation: Federation, tmp_path: Path) -> None:
     path = write_card(tmp_path, "north", SigningKey.generate())
     envelope = json.loads(path.read_bytes())
@@ -62,7 +79,7 @@ def test_enroll_refuses_a_tampered_card(federation: Federation, tmp_path: Path) 
 
 def test_enroll_refuses_another_key_for_an_enrolled_silo(federation: Federation, tmp_path: Path) -> None:
     enroll(federation, write_card(tmp_path, "north", SigningKey.generate()))
-    other = write_card(tmp_path, "north", SigningKey.generate(), node=NODE.replace("A", "B"))
+    other = write_card(tmp_path, "north", SigningKey.generate(), node=OTHER_NODE)
     with pytest.raises(BusyError):
         enroll(federation, other)
 
@@ -77,7 +94,7 @@ def test_enroll_refuses_a_card_that_keeps_one_public_key_of_a_silo_and_replaces_
     if kept == "node key":
         forged = write_card(tmp_path, "north", SigningKey.generate())
     else:
-        forged = write_card(tmp_path, "north", key, node=NODE.replace("A", "B"))
+        forged = write_card(tmp_path, "north", key, node=OTHER_NODE)
     with pytest.raises(BusyError):
         enroll(federation, forged)
     assert (cards(federation)["north"].signing_key, cards(federation)["north"].node_key) == (str(key.public), NODE)
@@ -87,7 +104,7 @@ def test_enroll_refuses_a_key_that_another_silo_holds(federation: Federation, tm
     key = SigningKey.generate()
     enroll(federation, write_card(tmp_path, "north", key))
     with pytest.raises(BusyError):
-        enroll(federation, write_card(tmp_path, "south", key, node=NODE.replace("A", "B")))
+        enroll(federation, write_card(tmp_path, "south", key, node=OTHER_NODE))
     with pytest.raises(BusyError):
         enroll(federation, write_card(tmp_path, "south", SigningKey.generate()))
 

@@ -14,7 +14,9 @@ from ddm.encoders import PcaEncoder
 from ddm.protocol.base import File, now_utc, sha256_hex
 from ddm.sketch import Sketch
 from ddm.tensors import save_tensors
+from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
 from ddm.trust.keys import SigningKey
+from ddm.trust.metadata import sign_metadata
 from ddm.trust.repository import Repository
 from silo.config import Policy, Site
 from silo.reception import AcceptedPlan, receive_plan
@@ -87,16 +89,17 @@ class Aggregator:
     num_plans: int = 0
 
     def __post_init__(self) -> None:
-        keys = self.keys
+        keys, public = self.keys, {role: Holders((key.public,)) for role, key in self.keys.items()}
+        holders = {"root": "root", "targets": "targets", "snapshot": "online", "timestamp": "online"}
+        held = {role: public[holder] for role, holder in holders.items()}
+        targets = draft_targets(1, Delegates(keys["plans"].public, keys["release"].public), now_utc())
         self.repository = Repository.create(
             self.folder / "tuf",
-            root=[keys["root"]],
-            root_threshold=1,
-            targets=[keys["targets"]],
-            targets_threshold=1,
-            online=keys["online"],
-            plans=keys["plans"],
-            release=keys["release"],
+            root=sign_metadata(draft_root(1, held, now_utc()), [keys["root"]]),
+            targets=sign_metadata(targets, [keys["targets"]]),
+            plans_key=keys["plans"],
+            release_key=keys["release"],
+            online_key=keys["online"],
             now=now_utc(),
         )
         self.site = Site(self.folder / SILO)
@@ -120,12 +123,14 @@ class Aggregator:
         encoded = to_bytes(document)
         (home / "plan.json").write_bytes(encoded)
         listed = {f"{plan_id}/{file.path}": (file.bytes, file.digest) for file in files}
+        silos = {SILO: self.keys[SILO].public}
+        delegates = Delegates(self.keys["plans"].public, self.keys["release"].public, plan_id, silos)
         self.repository.start_plan(
             plan_id,
-            {SILO: self.keys[SILO].public},
             listed | {f"{plan_id}/plan.json": (len(encoded), sha256_hex(encoded))},
-            targets_keys=[self.keys["targets"]],
+            targets=sign_metadata(self.repository.next_targets(delegates, now_utc()), [self.keys["targets"]]),
             plans_key=self.keys["plans"],
+            release_key=self.keys["release"],
             online_key=self.keys["online"],
             now=now_utc(),
         )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ddm.errors import MissingFileError, TransportError
+from ddm.errors import MissingFileError
 from ddm.guard import RotatingLog, descendants
-from ddm.processes import free_port, port_in_use, program, script_command, spawn, wait_for_port
+from ddm.processes import free_port, port_in_use, program, script_command, spawn
 from tests.processes import alive
 
 # A program whose child ignores SIGTERM in a session of its own: the hardest tree to end.
@@ -117,13 +117,7 @@ def test_port_is_reported_in_use_when_something_listens():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert port_in_use("127.0.0.1", port)
-        wait_for_port("127.0.0.1", port, timeout_s=5.0, alive=lambda: True)
     assert not port_in_use("127.0.0.1", free_port())
-
-
-def test_waiting_for_a_port_ends_when_the_process_is_dead():
-    with pytest.raises(TransportError, match="ended"):
-        wait_for_port("127.0.0.1", free_port(), timeout_s=60.0, alive=lambda: False)
 
 
 def test_program_is_refused_when_it_is_not_installed():

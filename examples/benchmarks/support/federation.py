@@ -142,9 +142,9 @@ class MadeUp:
 
     def answer(self, silo_id: str, write: Callable[[Path], None]) -> None:
         """Let the silo's worker do everything but training: `write` writes the expert instead."""
-        site = self.sites[silo_id]
-        plan_id = self.plan.plan_id
-        shutil.copytree(self.federation.bundle(plan_id), site.inbox / plan_id / "bundle")
+        site, plan_id = self.sites[silo_id], self.plan.plan_id
+        if not (site.inbox / plan_id / "bundle").exists():
+            shutil.copytree(self.federation.bundle(plan_id), site.inbox / plan_id / "bundle")
         worker = Worker(site, SigningKey.load(site.key_path, PASSPHRASE), lambda state: None)
         worker.begin()
         while worker.state.state != "in_outbox":

@@ -75,6 +75,7 @@ def running(
     plan_id: str = PLAN,
     port: int | None = None,
     address: str | None = None,
+    restart: bool = True,
     **settings: object,
 ) -> Iterator[Callable[[Callable[[], bool], float], None]]:
     """Run Flower for a federation; yields what waits for a condition and looks after every process meanwhile."""
@@ -93,7 +94,8 @@ def running(
             while not condition():
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"not within {timeout_s:.0f} s")
-                runtime.check()
+                if restart:
+                    runtime.check()
                 for courier in couriers:
                     courier.check()
                 time.sleep(0.05)

@@ -1,0 +1,110 @@
+"""How long does it take to verify and open a release, against reading and hashing the same bytes?
+
+Eight experts of 1 GiB each, made up, in a genuine release: keys, signatures, documents, router. Both are done in this
+process, on one thread, in turns, after one round that is not counted; the figure is the median of the rounds' ratios.
+The release is hashed as any program would do it: every file once, through one buffer. Target: at most 1.2 times that.
+Needs 9 GiB of memory and, for a while, 25 GiB of disk. Writes build/bench/open_release.csv.
+"""
+
+import gc
+import hashlib
+import shutil
+import statistics
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from support.federation import ARCHITECTURES, PASSPHRASE, MadeUp, expert_bytes, write_expert
+from support.measuring import parse, report, require_memory, require_space, say
+
+from aggregator.inventory import take_inventory
+from aggregator.pages import PAGE_NAMES
+from aggregator.publish import publish
+from aggregator.router import train_router
+from ddm.artifact import open_ensemble
+from ddm.files import link_or_copy, write_atomic
+from ddm.protocol.plan import Dit
+
+NUM_EXPERTS = 8
+TARGET = 1.2
+
+
+def make_release(work: Path, architecture: Dit) -> tuple[Path, bytes]:
+    """Publish made-up experts; return the release and the root that its reader pins."""
+    made = MadeUp.create(work, NUM_EXPERTS, architecture)
+    plan_id = made.plan.plan_id
+    for number, silo_id in enumerate(made.sites):
+        say(f"{silo_id} makes its expert")
+        made.answer(silo_id, lambda path, seed=number: write_expert(path, architecture, seed=seed))
+        outbox = made.sites[silo_id].outbox / plan_id / "1"
+        for path in outbox.rglob("*.*"):
+            if path.is_file():
+                link_or_copy(path, made.federation.accepted / plan_id / silo_id / path.relative_to(outbox))
+    train_router(made.federation, take_inventory(made.federation), seed=0)
+    say("publishing")
+    # Pages show samples, which experts that nobody trained cannot draw; opening the release is what is measured below.
+    with (
+        patch("aggregator.publish.build_ensemble"),
+        patch("aggregator.publish.load_ensemble"),
+        patch("aggregator.publish.write_pages", lambda content, folder, progress: _pages(folder)),
+    ):
+        publish(made.federation, PASSPHRASE, work / "release")
+    return work / "release", (made.federation.tuf / "1.root.json").read_bytes()
+
+
+def _pages(folder: Path) -> None:
+    for name in PAGE_NAMES:
+        write_atomic(folder / name, b"none")
+
+
+def hash_files(folder: Path) -> None:
+    """Read and hash every file once."""
+    buffer = memoryview(bytearray(2**20))
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as handle:
+            while size := handle.readinto(buffer):
+                digest.update(buffer[:size])
+        digest.hexdigest()
+
+
+def measured(work: Path, root: bytes, release: Path) -> tuple[float, float, float, float]:
+    """Wall and processor seconds of hashing the release, then of verifying and opening it."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    hash_files(release)
+    hashed = (time.perf_counter() - wall, time.process_time() - cpu)
+    wall, cpu = time.perf_counter(), time.process_time()
+    ensemble = open_ensemble(release, root=root, state=work / "state")
+    opened = (time.perf_counter() - wall, time.process_time() - cpu)
+    del ensemble
+    gc.collect()
+    return (*hashed, *opened)
+
+
+def main() -> None:
+    """Command line: --rounds N --quick --json --out FOLDER --work FOLDER."""
+    arguments = parse(__doc__, rounds=3)
+    architecture = ARCHITECTURES["64 MiB" if arguments.quick else "1 GiB"]
+    total = NUM_EXPERTS * expert_bytes(architecture)
+    require_space(arguments.work, 2 * total)
+    require_memory(total + 2**30)
+    torch.set_num_threads(1)
+    work = arguments.work / "open"
+    shutil.rmtree(work, ignore_errors=True)
+    release, root = make_release(work, architecture)
+    measured(work, root, release)
+    rows = []
+    for number in range(arguments.rounds):
+        found = measured(work, root, release)
+        rows.append((number, total, *(round(value, 2) for value in found), round(found[2] / found[0], 3)))
+        say(f"round {number}: hashed in {found[0]:.1f} s, verified and opened in {found[2]:.1f} s")
+    shutil.rmtree(work)
+    header = ("round", "bytes", "hash_s", "hash_cpu_s", "open_s", "open_cpu_s", "ratio")
+    report("open_release", header, rows, arguments)
+    cpu = statistics.median(row[5] / row[3] for row in rows)
+    say(f"median: {statistics.median(row[6] for row in rows):.2f} of the time, {cpu:.2f} of the processor time")
+
+
+if __name__ == "__main__":
+    main()
