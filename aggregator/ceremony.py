@@ -14,7 +14,9 @@ from typing import Literal
 from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.invitation import make_invitation
+from aggregator.quarantine import held
 from aggregator.registry import cards, signing_key, taking_part
+from aggregator.withdrawal import withdrawn_silos
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.files import locked, read_bounded, write_atomic
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Document, PlanId, ShortText, now_utc, sha256_hex
@@ -175,7 +177,16 @@ def check_replaceable(federation: Federation) -> None:
     accepted = federation.accepted / plan.plan_id
     releases = [path for path in federation.releases.glob("[0-9]*") if path.name.isdigit()]
     published = {path.name for release in releases for path in release.glob(f"targets/{plan.plan_id}/silos/*")}
-    waiting = {silo_id for silo_id in taking_part(federation, plan) if (accepted / silo_id).is_dir()} - published
+    remaining = taking_part(federation, plan).keys() - withdrawn_silos(federation, plan)
+    undecided = {each.why.silo_id for each in held(federation, plan.plan_id)} & remaining
+    if undecided:
+        raise SetupError(
+            f"plan {plan.plan_id}",
+            expected="no submission in quarantine before the next plan",
+            got=f"that of {', '.join(sorted(undecided))}",
+            remedy="Decide: aggregator admit or refuse, then aggregator run, which signs it; or withdraw the silo.",
+        )
+    waiting = {silo_id for silo_id in remaining if (accepted / silo_id).is_dir()} - published
     if waiting:
         raise SetupError(
             f"plan {plan.plan_id}",

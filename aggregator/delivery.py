@@ -47,6 +47,8 @@ _SEQUENCE = re.compile(r"[1-9][0-9]{0,6}")
 _MAX_BUNDLE_BYTES = 2**40
 # A batch is read into memory when it is offered, so no more than can be under way.
 _MAX_AT_ONCE = 4
+# Many silos may join at once, and each is sent a plan of its own.
+_OFFER_BYTES = 4 * 1024 * 1024
 # What comes along with the news of a submission: enough that a small one needs no further message.
 _FIRST_BYTES = 4 * 1024 * 1024
 
@@ -129,8 +131,8 @@ class SiloDelivery:
             return []
         busy = {request.sequence for request in in_flight if isinstance(request, Deliver)}
         found = [self._receipt(sequence) for sequence in self._undelivered() if sequence not in busy]
-        if not self._bundle_complete:
-            found += self._offers([request for request in in_flight if isinstance(request, Offer)])
+        if not self._bundle_complete and len(found) < room:
+            found += self._offers([one for one in in_flight if isinstance(one, Offer)], room - len(found))
         if self._part is not None:
             found += self._pulls(in_flight, min(pull_bytes or self._shard_bytes, self._shard_bytes))
         elif not found and not self._awaiting_receipt():
@@ -186,13 +188,14 @@ class SiloDelivery:
                 raise FormatError(f"answer of silo {self.silo_id}", expected=f"one to {request.kind}", got=reply.kind)
         return 0
 
-    def _offers(self, in_flight: list[Offer]) -> list[Envelope[Request]]:
+    def _offers(self, in_flight: list[Offer], room: int) -> list[Envelope[Request]]:
         sent = {span for request in in_flight for span in request.spans}
-        batches = self._batches([span for span in self._cut(self._lacking) if span not in sent], self._shard_bytes)
+        most = min(self._shard_bytes, _OFFER_BYTES)
+        batches = self._batches([span for span in self._cut(self._lacking, most) if span not in sent], most)
         if not batches and not in_flight:
             # Nothing is left to send, yet the silo has not said that it is complete: let it say what it holds.
             batches = [[]]
-        return [self._offer(batch) for batch in batches[:_MAX_AT_ONCE]]
+        return [self._offer(batch) for batch in batches[: min(room, _MAX_AT_ONCE)]]
 
     def _offer(self, spans: Sequence[Span]) -> Envelope[Request]:
         return Envelope(
@@ -208,8 +211,7 @@ class SiloDelivery:
             raise FormatError(f"answer of silo {self.silo_id}", expected="ranges that do not overlap", got="others")
         return list(missing)
 
-    def _cut(self, spans: Sequence[Span]) -> list[Span]:
-        step = self._shard_bytes
+    def _cut(self, spans: Sequence[Span], step: int) -> list[Span]:
         return [
             Span(path=span.path, offset=span.offset + at, num_bytes=min(step, span.num_bytes - at))
             for span in spans

@@ -14,6 +14,7 @@ from aggregator.config import Federation
 from aggregator.inventory import Inventory
 from aggregator.planning import PUBLIC_NAME
 from aggregator.quarantine import Decision, decision_on
+from aggregator.registry import taking_part
 from aggregator.screening import (
     ExpertFigures,
     Probe,
@@ -23,6 +24,7 @@ from aggregator.screening import (
     num_images,
     relative_faults,
 )
+from aggregator.withdrawal import withdrawn_silos
 from ddm.errors import RefusedError
 from ddm.files import read_bounded, write_atomic
 from ddm.models import training_flops
@@ -96,7 +98,9 @@ class Examiner:
     def accepted(self) -> dict[str, Examination]:
         """Measure what was accepted, by silo."""
         accepted = self.federation.accepted / self.plan.plan_id
-        present = [silo_id for silo_id in self.plan.silos if (accepted / silo_id).is_dir()]
+        gone = withdrawn_silos(self.federation, self.plan)
+        taking = [silo_id for silo_id in taking_part(self.federation, self.plan) if silo_id not in gone]
+        present = [silo_id for silo_id in taking if (accepted / silo_id).is_dir()]
         found = {}
         for silo_id in present:
             document = read_bounded(accepted / silo_id / submission_path(silo_id), MAX_DOCUMENT_BYTES)

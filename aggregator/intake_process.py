@@ -26,6 +26,7 @@ from ddm.protocol.receipt import Accepted, Receipt
 HEARTBEAT = "intake.alive"
 _CHECK_S = 1.0
 _BEAT_S = 5.0
+_REFUSED_S = 30.0
 # How long one step may take: screening runs experts, and a slow disk copies and hashes at this rate.
 _STEP_S = 3600.0
 _BYTES_PER_S = 10_000_000
@@ -78,8 +79,17 @@ def take_in(
         pulse.start()
         while not stop.is_set():
             pulse.step()
-            desk.step()
-            stop.wait(_CHECK_S)
+            stop.wait(_step(desk))
+
+
+def _step(desk: IntakeDesk) -> float:
+    """Answer what is there; return how long to wait until the next look."""
+    try:
+        desk.step()
+    except OSError as error:  # a full disk: what arrived stays where it is
+        say(f"intake waits: {error.strerror or type(error).__name__}")
+        return _REFUSED_S
+    return _CHECK_S
 
 
 def _say_verdict(receipt: Receipt) -> None:

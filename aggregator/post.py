@@ -234,7 +234,10 @@ class Post:
         idle_s = max(_IDLE_TICK_S, _TICK_S * len(self._lines))
         try:
             while not line.done:
-                line.step(self._nodes.get(key))
+                try:
+                    line.step(self._nodes.get(key))
+                except MemoryError:  # the answer to another line holds it; this one goes on
+                    _log.warning("silo %s waits for memory", line.delivery.silo_id)
                 if self._over.wait(idle_s if line.idle else _TICK_S):
                     return
         except BaseException as error:

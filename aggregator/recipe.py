@@ -74,7 +74,7 @@ class PublicRecipe(Settings):
 class Recipe(Settings):
     """One TOML file: the parts of a plan that an operator chooses."""
 
-    valid_days: PositiveInt = 90
+    valid_days: Annotated[int, Field(gt=0, le=90)] = 90  # the timestamp that silos are sent holds no longer
     public: PublicRecipe = PublicRecipe()
     data: DataSpec
     encoder: Annotated[PcaRecipe | TimmRecipe, Field(discriminator="kind")]

@@ -1,6 +1,7 @@
 """Who takes part: enrolment cards, checked and kept as they came; and how far each silo's ledger was seen."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -91,7 +92,10 @@ def enroll(federation: Federation, card_path: Path) -> Card:
 def cards(federation: Federation) -> Mapping[str, Card]:
     """Read every enrolled card, by silo id."""
     paths = sorted(path for path in federation.registry.glob("*.json"))
-    found = [read_card(read_bounded(path, MAX_CARD_BYTES)) for path in paths]
+    found = []
+    for path in paths:
+        with suppress(MissingFileError):  # removed a moment ago
+            found.append(read_card(read_bounded(path, MAX_CARD_BYTES)))
     return {card.silo_id: card for card in found}
 
 

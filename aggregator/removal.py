@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from aggregator.ceremony import conduct
 from aggregator.changes import Change
 from aggregator.config import Federation
-from aggregator.registry import MAX_CARD_BYTES, Removed, card_of, cards, removed
+from aggregator.registry import MAX_CARD_BYTES, Removed, card_of, cards, removed, signing_key
 from ddm.errors import SetupError
 from ddm.files import read_bounded, write_atomic
 from ddm.protocol.base import now_utc, sha256_hex
@@ -49,7 +49,10 @@ def remove(federation: Federation, silo_id: str, reason: str, passphrase: bytes)
     with federation.signing_lock():
         repository = Repository(federation.tuf)
         delegates = repository.delegates()
-        if silo_id in cards(federation):
+        card = cards(federation).get(silo_id)
+        # Enrolled anew since an earlier call, whose delegation is still there: that one is finished first.
+        renewed = card is not None and delegates.silos.get(silo_id, signing_key(card)) != signing_key(card)
+        if card is not None and not renewed:
             _remove_card(federation, silo_id, reason)
         elif silo_id not in delegates.silos:
             card_of(federation, silo_id)  # says who is enrolled

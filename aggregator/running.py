@@ -2,16 +2,18 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from aggregator.config import Federation
+from aggregator.delivery import plan_done
 from aggregator.intake import submission_bytes
 from aggregator.proxy import choose_proxy
 from aggregator.registry import taking_part
 from aggregator.runtime import FlowerRuntime
 from aggregator.supervisor import Heartbeat, Program
 from ddm.console import say
-from ddm.errors import DocumentError
+from ddm.errors import DocumentError, SetupError
 from ddm.files import locked, write_atomic
 from ddm.processes import Child, spawn, stop_on_signals
 from ddm.protocol.base import check_json
@@ -41,6 +43,10 @@ def run_federation(federation: Federation, passphrase: bytes) -> None:
     federation.accepted.mkdir(parents=True, exist_ok=True)
     with locked(federation.accepted, "intake"):
         pass
+    silos_now = taking_part(federation, plan)
+    if not silos_now:
+        remedy = "Sign another plan: aggregator plan."
+        raise SetupError(f"plan {plan.plan_id}", expected="a silo that takes part", got="none", remedy=remedy)
     if nginx is None:
         say("nginx is not installed: Flower's own server takes the address, which only this machine reaches.")
     silos, intake = SiloNews(federation, plan), IntakeNews(federation.path / "flower" / "logs" / "intake.log")
@@ -50,7 +56,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> None:
         host=settings.host,
         port=settings.port,
         plan_id=plan.plan_id,
-        nodes={silo_id: card.node_key for silo_id, card in taking_part(federation, plan).items()},
+        nodes={silo_id: card.node_key for silo_id, card in silos_now.items()},
         shard_bytes=settings.shard_bytes,
         max_submission_bytes=submission_bytes(plan),
         nginx=nginx,
@@ -59,15 +65,21 @@ def run_federation(federation: Federation, passphrase: bytes) -> None:
         # Only from here on: while Flower starts, a signal need not wait for it.
         stop = stop_on_signals()
         restarts = RestartNews(runtime)
-        while not runtime.finished:
+        while not (runtime.finished or _all_done(federation, plan)):
             if stop.wait(CHECK_S):
                 raise KeyboardInterrupt
             runtime.check()
-            write_atomic(federation.path / "flower" / "info.json", json.dumps(runtime.info()).encode())
+            with suppress(OSError):  # a full disk; the next second tries again
+                write_atomic(federation.path / "flower" / "info.json", json.dumps(runtime.info()).encode())
             for source in (silos, intake, restarts):
                 source.tell()
         intake.tell()
     say(f"Every silo has its receipt: {', '.join(plan.silos)}. Next: aggregator router, then aggregator publish.")
+
+
+def _all_done(federation: Federation, plan: Plan) -> bool:
+    """Whether nothing is left to do for those who take part by now: a silo may have been removed meanwhile."""
+    return plan_done(federation.path, plan.plan_id, list(taking_part(federation, plan)))
 
 
 def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Program:

@@ -102,12 +102,16 @@ class FlowerRuntime:
     ) -> None:
         self.stop()
 
+    def _nginx_works(self) -> bool:
+        """Whether nginx came up: later, one full of strangers' connections does not hang, and killing it helps them."""
+        return self._supervisor.ready("nginx") or answers(*self._public, self._tls("ca.pem"))
+
     def _programs(self) -> list[Program]:
         ca_path = self._tls("ca.pem")
         superlink = Program(
             "superlink", self._start_superlink, lambda: answers(*self._superlink, ca_path), silent_s=_SUPERLINK_SILENT_S
         )
-        nginx = Program("nginx", self._start_nginx, lambda: answers(*self._public, ca_path), silent_s=_NGINX_SILENT_S)
+        nginx = Program("nginx", self._start_nginx, self._nginx_works, silent_s=_NGINX_SILENT_S)
         superexec = Program("superexec", self._start_superexec, self._server_app_works, silent_s=_SERVER_APP_SILENT_S)
         return [superlink, *([nginx] if self._nginx else []), superexec]
 

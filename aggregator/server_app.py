@@ -34,6 +34,8 @@ LOCK_NAME = "serverapp"
 HEARTBEAT = "serverapp.alive"
 # What a lying answer may make this process allocate before Flower has put it together and it can be checked.
 _MEMORY_BYTES = 2 * 1024**3
+# The stacks of a line's threads, which count although nothing is in them.
+_LINE_BYTES = 32 * 1024**2
 # What Flower raises when it puts together objects that a silo made up; its own failures are of other kinds.
 _GARBAGE = (DecodeError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, MemoryError)
 _log = logging.getLogger("archipelago")
@@ -89,7 +91,10 @@ class FlowerCarrier:
             return None
         if messages[0].has_error():
             raise TransportError("message", expected="an answer", got=f"Flower's code {int(messages[0].error.code)}")
-        return decode_reply(messages[0].content, max_bytes=self._max_bytes)
+        try:
+            return decode_reply(messages[0].content, max_bytes=self._max_bytes)
+        except MemoryError as error:
+            raise TransportError("message", expected="an answer", got="one too large") from error
 
 
 def make_post(grid: Grid, fed: Path, settings: RunSettings) -> Post:
@@ -165,9 +170,10 @@ def main(grid: Grid, context: Context) -> None:
     """
     fed = Path(os.environ[FEDERATION_VARIABLE])
     _log_to(fed / "flower" / "logs" / "serverapp.log")
-    # An array of one chunk named a million times is small on the wire; it fails here in its own silo's line.
-    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     settings = RunSettings.model_validate_json(read_bounded(fed / "flower" / "run.json", 1024 * 1024))
+    # An array of one chunk named a million times is small on the wire; it fails here in its own silo's line.
+    limit = _MEMORY_BYTES + len(settings.nodes) * _LINE_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
         while not (fed / "flower" / "stop").exists():
             try:

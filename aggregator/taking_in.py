@@ -143,7 +143,8 @@ class IntakeDesk:
         verdict: Accepted | Refused
         try:
             self._check_fetched(silo_id, path, sequence)
-            shutil.rmtree(part, ignore_errors=True)
+            for stale in (self._accepted(silo_id), part):  # kept before a crash, never answered
+                shutil.rmtree(stale, ignore_errors=True)
             most = submission_entries(self.plan)
             copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
             taken = self._verify(silo_id, part, sequence)
@@ -152,6 +153,9 @@ class IntakeDesk:
                 return
             self._keep(silo_id, taken, part)
             verdict = Accepted()
+        except OSError:
+            shutil.rmtree(part, ignore_errors=True)  # half a copy gives its room back
+            raise
         except ArchipelagoError as error:
             shutil.rmtree(part, ignore_errors=True)
             verdict = Refused(code=error.exit_code, reason=str(error)[:400])

@@ -72,13 +72,19 @@ class RotatingLog:
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._num_bytes = os.fstat(self._fd).st_size
 
+    def _rotate(self) -> None:
+        """Begin a new file; where that is refused, the old one goes on."""
+        old = self._fd
+        with contextlib.suppress(OSError):
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+            self._open()
+            os.close(old)
+
     def write(self, data: bytes) -> None:
         """Append; a full disk must not end the program, so errors are swallowed."""
         with contextlib.suppress(OSError):
             if self._num_bytes + len(data) > self._max_bytes:
-                os.close(self._fd)
-                self._path.replace(self._path.with_name(self._path.name + ".1"))
-                self._open()
+                self._rotate()
             os.write(self._fd, data)
             self._num_bytes += len(data)
 

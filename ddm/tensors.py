@@ -6,7 +6,6 @@ each block of it is hashed, and its values checked, while the processor still ho
 included, are the very bytes that become tensors, and a file that is only checked takes one block of memory.
 """
 
-import hashlib
 import json
 import math
 import mmap
@@ -18,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ddm.errors import DigestError, DocumentError, TensorFileError, TrustError
+from ddm.errors import DocumentError, TensorFileError, TrustError
 from ddm.files import sync_folder
+from ddm.once import Once
 from ddm.protocol.base import check_json
 from ddm.trust.folder import open_regular
 
@@ -81,7 +81,7 @@ def read_header(path: Path, *, max_bytes: int) -> Mapping[str, TensorSpec]:
         TensorFileError: not a regular file, too large, a pickle, or a header that breaks any rule of the format.
     """
     with _open_bounded(path, max_bytes) as (handle, size):
-        return _read_header(_Once(handle, size, None), None, path.name)[0]
+        return _read_header(Once(handle, size, None), None, path.name)[0]
 
 
 def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], subject: str) -> None:
@@ -129,7 +129,7 @@ def load_tensors(
     subject = path.name
     with _open_bounded(path, max_bytes) as (handle, size):
         # Memory of our own that is never written twice; a mapped file would be whatever its host says later.
-        data, file = memoryview(mmap.mmap(-1, max(size, 1))), _Once(handle, size, digest)
+        data, file = memoryview(mmap.mmap(-1, max(size, 1))), Once(handle, size, digest)
         with file.verified(subject):
             header, offset = _read_header(file, expected, subject)
             for name, block in _blocks(header, offset):
@@ -167,7 +167,7 @@ def check_file(
     """
     subject, room = path.name, memoryview(bytearray(_BLOCK_BYTES))
     with _open_bounded(path, max_bytes) as (handle, size):
-        file = _Once(handle, size, digest)
+        file = Once(handle, size, digest)
         with file.verified(subject):
             header, offset = _read_header(file, expected, subject)
             for name, block in _blocks(header, offset):
@@ -176,50 +176,8 @@ def check_file(
                 _check_values(view, header[name].dtype, f"{subject}, tensor {name}", max_abs)
 
 
-class _Once:
-    """A file read from its first byte to its last, once, and hashed on the way if somebody listed its digest."""
-
-    def __init__(self, handle: BinaryIO, size: int, digest: str | None) -> None:
-        self._handle, self.size, self._digest = handle, size, digest
-        self._sha256 = hashlib.sha256()
-
-    def read(self, num_bytes: int) -> bytes:
-        data = self._handle.read(num_bytes)
-        self._hash(data)
-        return data
-
-    def readinto(self, view: memoryview, subject: str) -> None:
-        if self._handle.readinto(view) != len(view):  # type: ignore[attr-defined]
-            raise TensorFileError(subject, expected="as many bytes as when it was opened", got="fewer")
-        self._hash(view)
-
-    def _hash(self, data: bytes | memoryview) -> None:
-        if self._digest is not None:
-            self._sha256.update(data)
-
-    @contextmanager
-    def verified(self, subject: str) -> Iterator[None]:
-        """Other bytes than the listed ones are reported as that, and as nothing else that may be wrong with them."""
-        try:
-            yield
-        except TensorFileError:
-            self._compare(subject)
-            raise
-        self._compare(subject)
-
-    def _compare(self, subject: str) -> None:
-        if self._digest is None:
-            return
-        left = self.size - self._handle.tell()
-        while left > 0 and (chunk := self._handle.read(min(left, _BLOCK_BYTES))):
-            self._sha256.update(chunk)
-            left -= len(chunk)
-        if (found := self._sha256.hexdigest()) != self._digest:
-            raise DigestError(subject, expected=f"sha256 {self._digest[:16]}...", got=f"{found[:16]}...")
-
-
 def _read_header(
-    file: _Once, expected: Mapping[str, TensorSpec] | None, subject: str
+    file: Once, expected: Mapping[str, TensorSpec] | None, subject: str
 ) -> tuple[Mapping[str, TensorSpec], int]:
     """Return what the header says, and where the tensors begin."""
     length = _header_length(file.read(8), file.size, subject)

@@ -15,6 +15,7 @@ from silo.state import State
 from silo.worker import Worker
 
 LINGER_S = 8.0
+_CLOSE_S = 30.0
 
 
 class Narrator:
@@ -49,9 +50,15 @@ class CourierNews:
         self._courier = courier
         self._told: str | None = None
 
+    def refused(self, error: OSError) -> None:
+        """Print what the operating system refused, a full disk perhaps; the next second tries again."""
+        self._tell(error.strerror or type(error).__name__)
+
     def tell(self) -> None:
         """Print what changed since the last time."""
-        problem = self._courier.problem
+        self._tell(self._courier.problem)
+
+    def _tell(self, problem: str | None) -> None:
         if problem != self._told:
             say(f"courier: {problem}" if problem else "courier: connected")
             self._told = problem
@@ -77,11 +84,13 @@ class CourierWatch(threading.Thread):
                 self._failure = error
                 say(f"courier: {error} - {error.remedy}", error=True)
                 return
+            except OSError as error:
+                news.refused(error)
 
     def close(self) -> None:
         """Stop looking."""
         self._ended.set()
-        self.join()
+        self.join(timeout=_CLOSE_S)
 
     def raise_failure(self) -> None:
         """Raise what ended the courier, if anything did."""
@@ -111,8 +120,11 @@ def run_courier(site: Site) -> None:
         say(f"courier of {site.settings().silo_id}: {courier.info()}")
         news = CourierNews(courier)
         while True:
-            courier.check()
-            news.tell()
+            try:
+                courier.check()
+                news.tell()
+            except OSError as error:
+                news.refused(error)
             time.sleep(1.0)
 
 

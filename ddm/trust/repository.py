@@ -36,6 +36,7 @@ from ddm.trust.metadata import (
 )
 from ddm.trust.paths import PLANS, RELEASE, check_path, owner, silo_role
 from ddm.trust.silo_role import read_silo_metadata
+from ddm.trust.wire import MAX_VERSION
 
 Files = Mapping[str, tuple[int, str]]
 
@@ -284,7 +285,8 @@ class Repository:
         """Say which versions belong together; the timestamp last, since it makes them current."""
         old = self._read("snapshot", Snapshot) if (self.folder / "snapshot.json").exists() else Snapshot(meta={})
         # One version on where a role leaves: what it signed before is then older than the snapshot says.
-        meta = {name: MetaFile(entry.version + (entry.hashes is not None)) for name, entry in old.meta.items()}
+        left = {name: entry.version + (entry.hashes is not None) for name, entry in old.meta.items()}
+        meta = {name: MetaFile(min(version, MAX_VERSION)) for name, version in left.items()}
         for role in roles:
             data = self._bytes(f"{role}.json")
             version = parse_metadata(data, Targets, f"{role}.json").signed.version

@@ -12,7 +12,8 @@ from ddm.errors import DocumentError
 from ddm.protocol.base import Digest, Model, misfit
 
 _Hex128 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{128}$")]
-_Version = Annotated[int, Field(gt=0, le=2**31)]
+MAX_VERSION = 2**31
+_Version = Annotated[int, Field(gt=0, le=MAX_VERSION)]
 _Length = Annotated[int, Field(ge=0, le=2**50)]
 _Spec = Annotated[str, StringConstraints(pattern=r"^1\.0\.[0-9]{1,3}$")]
 _Expires = Annotated[str, StringConstraints(pattern=r"^2[0-9]{3}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")]

@@ -1,16 +1,20 @@
 """How long does it take to verify and open a release, against reading and hashing the same bytes?
 
-Eight experts of 1 GiB each, made up, in a genuine release: keys, signatures, documents, router. Both are done in this
-process, on one thread, in turns, after one round that is not counted; the figure is the median of the rounds' ratios.
-The release is hashed as any program would do it: every file once, through one buffer. Target: at most 1.2 times that.
+Eight experts of 1 GiB each, made up, in a genuine release: keys, signatures, documents, router. All is done in this
+process, in turns, after one round that is not counted; the figure is the median of the rounds' ratios. The release is
+hashed as any program would do it: every file once, through one buffer. Target: at most 1.2 times that. An opened
+release has to lie somewhere, though, and new memory is dear on some virtual machines; so the files are also hashed
+while they are read into new memory, all of them, one after the other.
 Needs 9 GiB of memory and, for a while, 25 GiB of disk. Writes build/bench/open_release.csv.
 """
 
 import gc
 import hashlib
+import mmap
 import shutil
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -69,17 +73,26 @@ def hash_files(folder: Path) -> None:
         digest.hexdigest()
 
 
-def measured(work: Path, root: bytes, release: Path) -> tuple[float, float, float, float]:
-    """Wall and processor seconds of hashing the release, then of verifying and opening it."""
+def hash_into_memory(folder: Path) -> None:
+    """Read every file into memory of its own, and hash it there, a block at a time."""
+    kept = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        memory, digest, start = mmap.mmap(-1, path.stat().st_size), hashlib.sha256(), 0
+        with path.open("rb", buffering=0) as handle, memoryview(memory) as view:
+            while size := handle.readinto(view[start : start + 2**20]):
+                digest.update(view[start : start + size])
+                start += size
+        kept.append((memory, digest.hexdigest()))
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall and processor seconds of some work; what it returns is thrown away after the clock stopped."""
     wall, cpu = time.perf_counter(), time.process_time()
-    hash_files(release)
-    hashed = (time.perf_counter() - wall, time.process_time() - cpu)
-    wall, cpu = time.perf_counter(), time.process_time()
-    ensemble = open_ensemble(release, root=root, state=work / "state")
-    opened = (time.perf_counter() - wall, time.process_time() - cpu)
-    del ensemble
+    result = work()
+    found = (time.perf_counter() - wall, time.process_time() - cpu)
+    del result
     gc.collect()
-    return (*hashed, *opened)
+    return found
 
 
 def main() -> None:
@@ -93,17 +106,19 @@ def main() -> None:
     work = arguments.work / "open"
     shutil.rmtree(work, ignore_errors=True)
     release, root = make_release(work, architecture)
-    measured(work, root, release)
     rows = []
-    for number in range(arguments.rounds):
-        found = measured(work, root, release)
-        rows.append((number, total, *(round(value, 2) for value in found), round(found[2] / found[0], 3)))
-        say(f"round {number}: hashed in {found[0]:.1f} s, verified and opened in {found[2]:.1f} s")
+    for number in range(arguments.rounds + 1):
+        hashed, kept = timed(lambda: hash_files(release)), timed(lambda: hash_into_memory(release))
+        opened = timed(lambda: open_ensemble(release, root=root, state=work / "state"))
+        say(f"hashed in {hashed[0]:.1f} s, into memory in {kept[0]:.1f} s, verified and opened in {opened[0]:.1f} s")
+        if number:
+            times = (round(value, 2) for value in (*hashed, *kept, *opened))
+            rows.append((number, total, *times, round(opened[0] / hashed[0], 3), round(opened[0] / kept[0], 3)))
     shutil.rmtree(work)
-    header = ("round", "bytes", "hash_s", "hash_cpu_s", "open_s", "open_cpu_s", "ratio")
-    report("open_release", header, rows, arguments)
-    cpu = statistics.median(row[5] / row[3] for row in rows)
-    say(f"median: {statistics.median(row[6] for row in rows):.2f} of the time, {cpu:.2f} of the processor time")
+    times = ("hash_s", "hash_cpu_s", "into_memory_s", "into_memory_cpu_s", "open_s", "open_cpu_s")
+    report("open_release", ("round", "bytes", *times, "of_hash", "of_into_memory"), rows, arguments)
+    medians = [statistics.median(row[column] for row in rows) for column in (-2, -1)]
+    say(f"median: {medians[0]:.2f} of hashing (target {TARGET}), {medians[1]:.2f} of hashing into memory")
 
 
 if __name__ == "__main__":

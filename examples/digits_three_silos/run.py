@@ -86,7 +86,7 @@ def run(demo: Demo, port: int, recipe: Path) -> None:
 
 
 def set_up_aggregator(demo: Demo, port: int) -> None:
-    """Make the federation; its root of trust travels out of band."""
+    """Make the federation; its root of trust and the key of `model.sig` travel out of band."""
     out = demo.out
     write_passphrase(out / "fed.pass")
     address = f"127.0.0.1:{port}"
@@ -95,6 +95,7 @@ def set_up_aggregator(demo: Demo, port: int) -> None:
         "--passphrase-file", out / "fed.pass",
     )  # fmt: skip
     shutil.copyfile(out / "fed" / "tuf" / "metadata" / "1.root.json", out / "root.json")
+    shutil.copyfile(out / "fed" / "model-signing.pub.pem", out / "model-signing.pub.pem")
     # Small shards, so that even this small expert travels in several.
     settings = out / "fed" / "federation.toml"
     settings.write_text(settings.read_text().replace("shard_bytes = 67108864", "shard_bytes = 524288"))
