@@ -61,13 +61,13 @@ def take_in(work: Path, num_silos: int, size: str, *, sparse: bool, shard_bytes:
 
 
 def main() -> None:
-    """Command line: --silos N --shard MIB --only 1|12 --quick --json --out FOLDER --work FOLDER."""
-    arguments = parse(__doc__, silos=8, shard=64, only=0)
+    """Command line: --silos N --size "64 MiB" (or 1, 12 GiB) --shard MIB --quick --json --out FOLDER --work FOLDER."""
+    arguments = parse(__doc__, silos=8, shard=64, size="")
     runs = [(arguments.silos, "1 GiB", False), (1, "12 GiB", True)]
     if arguments.quick:
         runs = [(2, "64 MiB", False)]
-    elif arguments.only:
-        runs = [run for run in runs if run[1].startswith(f"{arguments.only} ")]
+    elif arguments.size:
+        runs = [(arguments.silos, arguments.size, arguments.size == "12 GiB")]
     rows: list[tuple[object, ...]] = []
     for num_silos, size, sparse in runs:
         # On the site, on its way, and verified; the database and nginx hold shards.

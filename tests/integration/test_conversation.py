@@ -173,7 +173,11 @@ def test_shards_are_refused_when_more_is_asked_for_than_the_site_gives_at_once(l
 
 def test_receipt_is_refused_when_it_is_for_no_submission_or_replaces_one(limits):
     submit(limits)
-    for sequence, receipt, code in ((2, b"a", ReplayError.exit_code), (1, b"a", 0), (1, b"b", ReplayError.exit_code)):
+    refused = ReplayError.exit_code
+    assert answer(Envelope(Deliver(plan_id=PLAN, sequence=1), b"a"), limits).message.code == refused  # no such plan
+    (limits.site / "inbox" / PLAN).mkdir(parents=True)
+    # One after the last submission is a notice that the silo was withdrawn.
+    for sequence, receipt, code in ((3, b"a", refused), (1, b"a", 0), (1, b"b", refused), (2, b"a", 0)):
         assert answer(Envelope(Deliver(plan_id=PLAN, sequence=sequence), receipt), limits).message.code == code
     assert (limits.site / "inbox" / PLAN / "receipts" / "1.json").read_bytes() == b"a"
 

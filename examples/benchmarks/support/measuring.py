@@ -81,8 +81,8 @@ class Processes(threading.Thread):
 PROCESS_COLUMNS = ("run", "process", "peak_mib", "cpu_s")
 
 
-def parse(description: str | None, **defaults: float) -> argparse.Namespace:
-    """Read --quick, --json, --out, --work and one number for each default."""
+def parse(description: str | None, **defaults: float | str) -> argparse.Namespace:
+    """Read --quick, --json, --out, --work and what each default names."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small size, to see that it works")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
