@@ -4,6 +4,9 @@ The SuperNode connects out to the aggregator (TLS against `courier/ca.pem`, auth
 for as long as it takes, and starts the ClientApp for every message. Flower believes a SuperNode that was killed alive
 for up to a minute and does not let it connect again meanwhile; so the courier signs such a one off before it starts the
 next, and where that fails it tries again until it may.
+
+On a machine that was very busy for a moment, a SuperNode answers a message twice, first with an error, and from then on
+sends with every message the answer to the one before, which comes too late. It never recovers, and is started anew.
 """
 
 import os
@@ -29,6 +32,7 @@ _SETTLED_S = 30.0
 _LOOK_EVERY_S = 2.0
 _SIGN_OFF_S = 15.0
 _NODE_ID = re.compile(r"SuperNode ID: ([0-9]{1,20})\b")
+_STEP = re.compile(r"(Receiving|Sending): \S+ message|(Start) `flwr-clientapp`")
 _PROBLEMS = {
     "Failed to activate SuperNode": "the aggregator does not let this node in: it has not enrolled the node key, or "
     "still believes an earlier connection alive (for a minute at most)",
@@ -64,6 +68,21 @@ def make_node_key(path: Path) -> str:
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode("ascii")
+
+
+def answers_late(log: str) -> bool:
+    """Whether a SuperNode's last answer was sent before anything was started that could have made it.
+
+    Args:
+        log: the end of its log.
+    """
+    steps = [found[1] or found[2] for found in _STEP.finditer(log)]
+    while steps and steps[-1] != "Sending":
+        steps.pop()
+    if "Receiving" not in steps:
+        return False
+    last = len(steps) - steps[::-1].index("Receiving")
+    return "Start" not in steps[last:]
 
 
 class Courier:
@@ -199,7 +218,7 @@ class Courier:
             write_atomic(path, found[-1].encode())
         if now - node.started_at > _SETTLED_S:
             self._num_failures, self._wrong_clock = 0, None
-            if node.num_descendants() == 0:
+            if node.num_descendants() == 0 or answers_late(node.log_tail()):
                 node.kill()
 
     def stop(self) -> None:

@@ -10,7 +10,7 @@ from aggregator.server_app import node_identity
 from ddm.errors import MissingFileError, SetupError
 from ddm.protocol.enrolment import Card
 from silo.answers import SiteLimits
-from silo.courier import Courier, make_node_key
+from silo.courier import Courier, answers_late, make_node_key
 
 
 def test_node_key_fits_its_public_line_and_the_card_when_made(tmp_path):
@@ -44,3 +44,29 @@ def test_limits_come_back_when_the_site_path_holds_unusual_characters(tmp_path):
     config["site"] = config["site"].strip('"')
     limits = SiteLimits.of(config)
     assert limits.site == site and limits.bundle_bytes == 7
+
+
+RECEIVED = "INFO :      Receiving: query message (ID: 5da3)\nINFO :      Received successfully\n"
+STARTED = "INFO :      Start `flwr-clientapp` process\n"
+SENT = "INFO :      Sending: query message (ID: 2e73)\nINFO :      Sent successfully\n"
+EARLY = RECEIVED.replace("INFO :      Received", STARTED + "INFO :      Received")
+
+
+@pytest.mark.parametrize(
+    ("log", "late"),
+    [
+        ("", False),
+        (RECEIVED, False),
+        (RECEIVED + STARTED, False),
+        (RECEIVED + STARTED + SENT, False),
+        (EARLY + SENT, False),
+        (SENT, False),
+        (RECEIVED + STARTED + SENT + RECEIVED, False),
+        (RECEIVED + STARTED + SENT + RECEIVED + SENT, True),
+        (RECEIVED + STARTED + SENT + RECEIVED + SENT + STARTED, True),
+        (RECEIVED + SENT + STARTED + RECEIVED + SENT + STARTED, True),
+        (RECEIVED + SENT + STARTED + EARLY + SENT, False),
+    ],
+)
+def test_supernode_counts_as_late_when_it_sends_an_answer_that_nothing_can_have_made(log, late):
+    assert answers_late(log) is late
