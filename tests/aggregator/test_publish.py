@@ -65,7 +65,7 @@ def test_changed_content_or_an_aged_timestamp_makes_a_new_version(
     settle(published.tiny, licence="CC0-1.0")
     assert again(published.tiny, tmp_path / "licence").manifest.version == 2
     assert not again(published.tiny, tmp_path / "same").fresh
-    monkeypatch.setattr(aggregator.publish, "RENEWED_BEFORE", aggregator.publish.RENEWED_BEFORE * 3)
+    monkeypatch.setattr(aggregator.publish, "RENEWED_BEFORE", aggregator.publish.RENEWED_BEFORE * 4)
     assert again(published.tiny, tmp_path / "aged").manifest.version == 3
 
 

@@ -1,5 +1,6 @@
 """A real published release: what one flipped byte does, what python-tuf's own client says, how an ensemble behaves."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -137,7 +138,8 @@ def test_public_model_signing_package_accepts_the_release_and_refuses_one_change
     report.write_bytes(report.read_bytes().replace(b"<", b">", 1))
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode != 0
-    assert "Hash mismatch for 'report.html'" in done.stdout + done.stderr
+    # Which quotes surround the name depends on the digest.
+    assert re.search(r"Hash mismatch for \\?'report\.html", done.stdout + done.stderr)
 
 
 def client(release: Path, root: Path, folder: Path) -> Updater:
