@@ -95,7 +95,7 @@ def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> No
     secret = federation_passphrase(federation, passphrase_file)
     load_key(federation, "receipts", secret)
 
-    from aggregator.running import run_federation
+    from aggregator.runtime.running import run_federation
 
     run_federation(federation, secret)
 
@@ -106,7 +106,7 @@ def router(
     seed: Annotated[int, typer.Option(min=0, help="Of batches and initial weights.")] = 0,
 ) -> None:
     """Train the router on the noised sketches and judge it on public data."""
-    from aggregator.inventory import take_inventory
+    from aggregator.intake.inventory import take_inventory
     from aggregator.router import train_router
     from aggregator.router_report import describe
 

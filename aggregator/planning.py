@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aggregator.ceremony import check_replaceable, conduct
 from aggregator.changes import Change
 from aggregator.config import CurrentPlan, Federation
+from aggregator.keys.ceremony import check_replaceable, conduct
+from aggregator.keys.rotation import next_receipts_key, use_next_receipts_key
 from aggregator.recipe import PcaRecipe, Recipe
 from aggregator.registry import card_of, cards, signing_key
-from aggregator.rotation import next_receipts_key, use_next_receipts_key
 from ddm.clustering import fit_clustering
 from ddm.encoders import Encoder, PcaEncoder, Progress
 from ddm.errors import DataError, SetupError

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from aggregator.config import Federation
-from aggregator.examination import public_images, refuse_outliers
-from aggregator.inventory import Inventory
+from aggregator.intake.examination import public_images, refuse_outliers
+from aggregator.intake.inventory import Inventory
 from aggregator.router_report import Band, CalibrationBand, Family, Interval, RouterReport
 from ddm.errors import MissingFileError
 from ddm.files import write_atomic

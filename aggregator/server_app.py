@@ -1,7 +1,7 @@
 """How does the aggregator speak through Flower? The ServerApp: it moves files between folders and silos, no torch.
 
 It finds the federation folder in the environment and everything else in `flower/run.json`, both from
-`aggregator.runtime`, but for the caps in `federation.toml`; nothing about this machine goes into the run's
+`aggregator.runtime.flower`, but for the caps in `federation.toml`; nothing about this machine goes into the run's
 configuration, which silos see. One ServerApp
 works on a folder at a time. A silo is known by the Flower node of its registered key. Intake runs elsewhere.
 """
@@ -21,8 +21,8 @@ from google.protobuf.message import DecodeError
 from pydantic import Field
 
 from aggregator.config import Federation
-from aggregator.delivery import SiloDelivery, load_bundle
-from aggregator.post import IN_FLIGHT, Node, Post
+from aggregator.transfer.delivery import SiloDelivery, load_bundle
+from aggregator.transfer.post import IN_FLIGHT, Node, Post
 from ddm.errors import BusyError, MissingFileError, SetupError, TransportError
 from ddm.exchange import MAX_WAIT_S, Envelope, Reply, Request
 from ddm.files import locked, read_bounded
@@ -42,7 +42,7 @@ _log = logging.getLogger("archipelago")
 
 
 class RunSettings(Model):
-    """What `aggregator.runtime` tells the ServerApp: `flower/run.json`."""
+    """What `aggregator.runtime.flower` tells the ServerApp: `flower/run.json`."""
 
     plan_id: PlanId
     nodes: dict[SiloId, str]

@@ -12,10 +12,10 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from aggregator.ceremony import HOLDER_KEYS, conduct
 from aggregator.changes import Change
 from aggregator.config import KEY_NAMES, Federation, FederationSettings
-from aggregator.tls import make_tls
+from aggregator.keys.ceremony import HOLDER_KEYS, conduct
+from aggregator.keys.tls import make_tls
 from ddm.errors import BusyError, PassphraseError, SetupError
 from ddm.files import read_bounded, write_atomic
 from ddm.protocol.base import now_utc

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from aggregator.config import Federation, FederationSettings
-from aggregator.inventory import take_inventory
+from aggregator.intake.desk import IntakeDesk
+from aggregator.intake.inventory import take_inventory
 from aggregator.planning import draft_plan, sign_plan
-from aggregator.publish import publish
 from aggregator.recipe import Recipe
 from aggregator.registry import enroll
+from aggregator.release.publish import publish
 from aggregator.router import train_router
 from aggregator.setup import init_federation, load_key
-from aggregator.taking_in import IntakeDesk
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.receipt import Receipt
 from ddm.trust.keys import SigningKey

@@ -21,8 +21,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
     """Check what commonly goes wrong; exit code 0 if nothing is found, 3 otherwise."""
-    from aggregator.doctor import examine
-    from aggregator.facts import Gathering
+    from aggregator.watch.doctor import examine
+    from aggregator.watch.facts import Gathering
 
     found = examine(Gathering(Federation(fed).require(), now_utc()).facts(against))
     num_findings = sum(map(len, found.values()))

@@ -39,7 +39,7 @@ def sign(
     passphrase_file: HolderPassphraseOption = None,
 ) -> None:
     """Show what a document means and sign it as one of its holders; needs no federation, only this file."""
-    from aggregator.ceremony import read_request, sign_document
+    from aggregator.keys.ceremony import read_request, sign_document
     from ddm.trust.ceremony import in_words
     from ddm.trust.keys import SigningKey
 
@@ -57,7 +57,7 @@ def complete(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Put into force what waited for signatures of holders."""
-    from aggregator import ceremony
+    from aggregator.keys import ceremony
 
     federation = Federation(fed).require()
     if abandon:
@@ -77,8 +77,8 @@ def rotate(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Put a new key in the place of an old one."""
-    from aggregator.rotation import check_name
-    from aggregator.rotation import rotate as put_new_key
+    from aggregator.keys.rotation import check_name
+    from aggregator.keys.rotation import rotate as put_new_key
 
     name = check_name(key)
     federation = Federation(fed).require()

@@ -50,7 +50,7 @@ def remove(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Take a silo out of the federation: nothing of its is taken in, and no later plan names it."""
-    from aggregator.removal import remove as take_out
+    from aggregator.keys.removal import remove as take_out
 
     federation = Federation(fed).require()
     removal = take_out(federation, silo_id, reason, federation_passphrase(federation, passphrase_file))

@@ -10,7 +10,7 @@ from aggregator.config import Federation
 from ddm.console import progress, say
 
 if TYPE_CHECKING:
-    from aggregator.publish import Publication
+    from aggregator.release.publish import Publication
 
 
 def publish(
@@ -23,7 +23,7 @@ def publish(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Publish the accepted experts and the router as a signed release; where nothing changed, copy the newest one."""
-    from aggregator.publish import publish as publish_release
+    from aggregator.release.publish import publish as publish_release
 
     federation = Federation(fed).require()
     secret = federation_passphrase(federation, passphrase_file)
@@ -59,8 +59,8 @@ def withdraw(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Take a silo out of the present plan for good; the next version is without it."""
+    from aggregator.release.withdrawal import withdraw as take_out
     from aggregator.setup import load_key
-    from aggregator.withdrawal import withdraw as take_out
 
     federation = Federation(fed).require()
     key = load_key(federation, "receipts", federation_passphrase(federation, passphrase_file))

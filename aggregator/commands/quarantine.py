@@ -11,7 +11,7 @@ from ddm.console import say, table
 from ddm.errors import SetupError
 
 if TYPE_CHECKING:
-    from aggregator.quarantine import Held, Verdict
+    from aggregator.intake.quarantine import Held, Verdict
 
 SiloArgument = Annotated[str, typer.Argument(metavar="SILO", help="The silo's id.")]
 ReasonOption = Annotated[str, typer.Option(help="Why, for the record; 1 to 200 characters.")]
@@ -21,8 +21,8 @@ def quarantine(
     fed: FederationArgument, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
 ) -> None:
     """List what waits for a person, with reasons and figures beside those of the accepted experts."""
-    from aggregator.examination import Examiner
-    from aggregator.quarantine import held
+    from aggregator.intake.examination import Examiner
+    from aggregator.intake.quarantine import held
     from ddm.routers.evaluation import BANDS
 
     federation = Federation(fed).require()
@@ -61,7 +61,7 @@ def admit(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) -> 
         _record(federation, silo, waiting.why.submission_digest, "admitted", reason)
         say(f"Admitted {silo}, submission {waiting.why.sequence}. `aggregator run {fed}` signs the receipt.")
         return
-    from aggregator.examination import Examiner
+    from aggregator.intake.examination import Examiner
 
     examiner = Examiner(federation, federation.current_plan()[0])
     accepted = examiner.accepted()
@@ -82,14 +82,14 @@ def refuse(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) ->
 
 
 def _undecided(federation: Federation, waiting: list["Held"]) -> list["Held"]:
-    from aggregator.quarantine import decisions
+    from aggregator.intake.quarantine import decisions
 
     decided = {decision.submission_digest for decision in decisions(federation)}
     return [each for each in waiting if each.why.submission_digest not in decided]
 
 
 def _waiting(federation: Federation, silo_id: str) -> "Held | None":
-    from aggregator.quarantine import held
+    from aggregator.intake.quarantine import held
 
     waiting = _undecided(federation, held(federation, federation.current_plan()[0].plan_id))
     return next((each for each in waiting if each.why.silo_id == silo_id), None)
@@ -98,7 +98,7 @@ def _waiting(federation: Federation, silo_id: str) -> "Held | None":
 def _record(federation: Federation, silo_id: str, digest: str, verdict: "Verdict", reason: str) -> None:
     from pydantic import ValidationError
 
-    from aggregator.quarantine import Decision, decide
+    from aggregator.intake.quarantine import Decision, decide
     from ddm.protocol.base import now_utc
 
     plan, _ = federation.current_plan()

@@ -31,16 +31,16 @@ def status(
             raise SetupError("--json", expected="--serve without it", got="both", remedy="Read /status.json instead.")
         _serve(federation, address, expose)
         return
-    from aggregator.status import gather
-    from aggregator.status_words import describe
+    from aggregator.watch.status import gather
+    from aggregator.watch.words import describe
 
     found = gather(federation, now_utc())
     say(found.model_dump_json(indent=2) if as_json else describe(found))
 
 
 def _serve(federation: Federation, address: str, expose: bool) -> None:
-    from aggregator.live import parse_address
-    from aggregator.live import serve as serve_page
+    from aggregator.watch.live import parse_address
+    from aggregator.watch.live import serve as serve_page
 
     host, port = parse_address(address, expose=expose)
     if expose:

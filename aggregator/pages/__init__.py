@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from aggregator.inventory import Inventory
+from aggregator.intake.inventory import Inventory
 from aggregator.pages.charts import HEIGHT, WIDTH, Scale
 from aggregator.pages.content import (
     LIMITS,

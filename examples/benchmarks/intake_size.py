@@ -15,9 +15,9 @@ from support.federation import ARCHITECTURES, PASSPHRASE, MadeUp, expert_bytes, 
 from support.measuring import PROCESS_COLUMNS, Processes, parse, report, require_space, say
 from support.sites import running
 
-from aggregator.intake import submission_bytes
-from aggregator.proxy import find_nginx
-from aggregator.running import intake_program
+from aggregator.intake.checks import submission_bytes
+from aggregator.runtime.proxy import find_nginx
+from aggregator.runtime.running import intake_program
 
 TIMEOUT_S = 4 * 3600.0
 TARGET_MIB = 1024

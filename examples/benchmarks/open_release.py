@@ -22,9 +22,9 @@ import torch
 from support.federation import ARCHITECTURES, PASSPHRASE, MadeUp, expert_bytes, write_expert
 from support.measuring import parse, report, require_memory, require_space, say
 
-from aggregator.inventory import take_inventory
+from aggregator.intake.inventory import take_inventory
 from aggregator.pages import PAGE_NAMES
-from aggregator.publish import publish
+from aggregator.release.publish import publish
 from aggregator.router import train_router
 from ddm.artifact import open_ensemble
 from ddm.files import link_or_copy, write_atomic
@@ -49,9 +49,9 @@ def make_release(work: Path, architecture: Dit) -> tuple[Path, bytes]:
     say("publishing")
     # Pages show samples, which experts that nobody trained cannot draw; opening the release is what is measured below.
     with (
-        patch("aggregator.publish.build_ensemble"),
-        patch("aggregator.publish.load_ensemble"),
-        patch("aggregator.publish.write_pages", lambda content, folder, progress: _pages(folder)),
+        patch("aggregator.release.publish.build_ensemble"),
+        patch("aggregator.release.publish.load_ensemble"),
+        patch("aggregator.release.publish.write_pages", lambda content, folder, progress: _pages(folder)),
     ):
         publish(made.federation, PASSPHRASE, work / "release")
     return work / "release", (made.federation.tuf / "1.root.json").read_bytes()

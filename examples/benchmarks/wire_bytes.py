@@ -20,8 +20,8 @@ from support.federation import ARCHITECTURES, SHAPE, MadeUp, write_expert
 from support.measuring import parse, report, require_space, say
 from support.sites import running
 
-import aggregator.flower_commands
-from aggregator.intake import submission_bytes
+import aggregator.runtime.flower_commands
+from aggregator.intake.checks import submission_bytes
 from ddm.models import expected_tensors
 from ddm.processes import free_port
 from ddm.protocol.plan import Dit
@@ -75,7 +75,7 @@ def fedavg(work: Path, num_silos: int, architecture: Dit, num_rounds: int) -> li
     (fed.path / "fedavg.json").write_text(json.dumps(settings))
     sites = {silo_id: site.path for silo_id, site in made.sites.items()}
     counted = []
-    aggregator.flower_commands._APP = APP
+    aggregator.runtime.flower_commands._APP = APP
     with (
         Relay(port) as relay,
         running(

@@ -13,7 +13,7 @@ from shell import DemoError
 from torch import Tensor
 
 from aggregator.config import Federation
-from aggregator.inventory import Inventory, take_inventory
+from aggregator.intake.inventory import Inventory, take_inventory
 from aggregator.planning import PUBLIC_NAME
 from ddm.artifact import load_ensemble
 from ddm.console import human_bytes, table

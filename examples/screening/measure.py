@@ -16,7 +16,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from aggregator.screening import ExpertFigures, Probe, absolute_faults, copies, fresh_rms, relative_faults
+from aggregator.intake.screening import ExpertFigures, Probe, absolute_faults, copies, fresh_rms, relative_faults
 from ddm.console import table
 from ddm.models import build_expert
 from ddm.protocol.base import sha256_hex

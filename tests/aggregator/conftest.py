@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.inventory import take_inventory
+from aggregator.intake.inventory import take_inventory
 from aggregator.router import train_router
 from tests.federation import TinyFederation
 

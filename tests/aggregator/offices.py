@@ -9,11 +9,11 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from aggregator.ceremony import complete, sign_document
 from aggregator.config import Federation, FederationSettings
+from aggregator.keys.ceremony import complete, sign_document
+from aggregator.keys.rotation import next_receipts_key
 from aggregator.planning import Draft, sign_plan
 from aggregator.registry import enroll, taking_part
-from aggregator.rotation import next_receipts_key
 from aggregator.setup import init_federation, load_key
 from ddm.protocol.base import File, now_utc
 from ddm.protocol.enrolment import CARD_KIND, Card

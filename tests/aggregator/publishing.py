@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from aggregator.publish import Publication, publish
+from aggregator.release.publish import Publication, publish
 from aggregator.setup import load_key
 from ddm.protocol.base import sha256_file
 from ddm.protocol.manifest import Manifest

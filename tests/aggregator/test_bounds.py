@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from aggregator.bounds import FAILURE, cell_noise_bound, moments_bounds, sketch_norm_bound, total_noise_bound
+from aggregator.intake.bounds import FAILURE, cell_noise_bound, moments_bounds, sketch_norm_bound, total_noise_bound
 
 
 def law(epsilon: float, reach: int) -> np.ndarray:

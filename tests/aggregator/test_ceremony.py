@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.ceremony import abandon, read_request, sign_document
-from aggregator.removal import remove
-from aggregator.rotation import rotate
+from aggregator.keys.ceremony import abandon, read_request, sign_document
+from aggregator.keys.removal import remove
+from aggregator.keys.rotation import rotate
 from ddm.errors import (
     ArchipelagoError,
     BusyError,

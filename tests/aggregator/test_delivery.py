@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.delivery import MAX_SUBMISSIONS, SiloDelivery
+from aggregator.transfer.delivery import MAX_SUBMISSIONS, SiloDelivery
 from ddm.errors import FormatError
 from ddm.exchange import Ask, Envelope, FileEntry, Held, Offer, Report, Span, Status
 
@@ -61,7 +61,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from aggregator.delivery import SiloDelivery
+from aggregator.transfer.delivery import SiloDelivery
 from ddm.exchange import Envelope
 from silo.answers import SiteLimits, answer
 root, plan, shard, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

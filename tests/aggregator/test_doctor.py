@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 
 from aggregator.config import Federation
-from aggregator.doctor import Finding, examine
-from aggregator.facts import Gathering
-from aggregator.intake import submission_bytes
-from aggregator.tls import make_tls
+from aggregator.intake.checks import submission_bytes
+from aggregator.keys.tls import make_tls
+from aggregator.watch.doctor import Finding, examine
+from aggregator.watch.facts import Gathering
 from ddm.files import locked
 from ddm.processes import program
 from ddm.protocol.base import now_utc

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tuf.api.metadata import TargetFile, Targets
 
-from aggregator.bounds import cell_noise_bound
-from aggregator.delivery import MAX_SUBMISSIONS, plan_done
+from aggregator.intake.bounds import cell_noise_bound
 from aggregator.registry import card_of, signing_key
+from aggregator.transfer.delivery import MAX_SUBMISSIONS, plan_done
 from ddm.errors import (
     AbsentFileError,
     DigestError,

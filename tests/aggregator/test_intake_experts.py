@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aggregator.bounds import cell_noise_bound, moments_bounds
+from aggregator.intake.bounds import cell_noise_bound, moments_bounds
 from ddm.errors import PolicyError, TensorFileError
 from ddm.partition import silo_parts
 from ddm.plan_files import PlanFiles

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.inventory import take_inventory
+from aggregator.intake.inventory import take_inventory
 from ddm.errors import DigestError, SignatureError
 from ddm.protocol.base import now_utc
 from ddm.trust.keys import SigningKey

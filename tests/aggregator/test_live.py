@@ -19,7 +19,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from aggregator.config import Federation
-from aggregator.live import REFRESH_S, parse_address
+from aggregator.watch.live import REFRESH_S, parse_address
 from ddm.errors import PolicyError, SetupError
 from ddm.processes import program
 from ddm.protocol.receipt import Accepted, Refused

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aggregator.pacing import Pace
+from aggregator.transfer.pacing import Pace
 
 MIB = 2**20
 

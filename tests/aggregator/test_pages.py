@@ -21,7 +21,7 @@ from selenium.webdriver import Chrome
 from torch import Tensor
 from typer.testing import CliRunner
 
-from aggregator.inventory import take_inventory
+from aggregator.intake.inventory import take_inventory
 from aggregator.pages import CARD_NAME, PAGE_NAMES, REPORT_NAME, PageInput, charts, drawing, gather, pages, write_pages
 from aggregator.router import load_report
 from ddm.artifact import load_ensemble

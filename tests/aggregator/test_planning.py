@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from aggregator.cli import costs
+from aggregator.intake.desk import IntakeDesk
 from aggregator.planning import draft_plan
 from aggregator.recipe import ClusteringRecipe
 from aggregator.setup import load_key
-from aggregator.taking_in import IntakeDesk
 from ddm.console import human_seconds
 from ddm.errors import BusyError, PolicyError
 from ddm.privacy import DiscreteLaplaceMechanism, GaussianMechanism, gaussian_mu, total_epsilon

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.delivery import SiloDelivery, load_bundle
-from aggregator.pacing import Pace
-from aggregator.post import Line, Node, Post
+from aggregator.transfer.delivery import SiloDelivery, load_bundle
+from aggregator.transfer.pacing import Pace
+from aggregator.transfer.post import Line, Node, Post
 from ddm.errors import TransportError
 from ddm.exchange import Envelope, Held, Pull, Reply, Report, Request, Shards, Span
 from silo.answers import SiteLimits, answer
@@ -125,8 +125,8 @@ def no_space(limits: SiteLimits) -> Behaviour:
 def test_honest_silo_is_served_when_the_other_one_is_not(
     world: World, bad: Behaviour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aggregator.post._TICK_S", 0.01)
-    monkeypatch.setattr("aggregator.post._IDLE_TICK_S", 0.01)
+    monkeypatch.setattr("aggregator.transfer.post._TICK_S", 0.01)
+    monkeypatch.setattr("aggregator.transfer.post._IDLE_TICK_S", 0.01)
     behaviour = bad(world.silo("south")) if bad is no_space else bad
     flower = FakeFlower({b"south": behaviour, b"north": honest(world.silo("north"))})
     deliveries = {b"south": world.delivery("south"), b"north": world.delivery("north")}

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from aggregator import proxy
-from aggregator.proxy import (
+from aggregator.keys.tls import make_tls
+from aggregator.runtime import proxy
+from aggregator.runtime.proxy import (
     Limits,
     answers,
     choose_proxy,
@@ -24,7 +25,6 @@ from aggregator.proxy import (
     render_config,
     write_config,
 )
-from aggregator.tls import make_tls
 from ddm.errors import MissingFileError, SetupError
 from ddm.processes import free_port, spawn, terminate_all
 

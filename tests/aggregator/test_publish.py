@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-import aggregator.publish
+import aggregator.release.publish
 from aggregator.changes import Change, is_unsettled
 from aggregator.config import FederationSettings
-from aggregator.inventory import take_inventory
+from aggregator.intake.inventory import take_inventory
+from aggregator.release.versions import check_none_lost
 from aggregator.router import train_router
-from aggregator.versions import check_none_lost
 from ddm.errors import (
     ArchipelagoError,
     BusyError,
@@ -33,7 +33,7 @@ from tests.federation import TinyFederation
 
 @pytest.fixture(autouse=True)
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregator.publish, "_write_pages", write_short_pages)
+    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
 
 
 def versions(tiny: TinyFederation) -> list[str]:
@@ -65,7 +65,7 @@ def test_changed_content_or_an_aged_timestamp_makes_a_new_version(
     settle(published.tiny, licence="CC0-1.0")
     assert again(published.tiny, tmp_path / "licence").manifest.version == 2
     assert not again(published.tiny, tmp_path / "same").fresh
-    monkeypatch.setattr(aggregator.publish, "RENEWED_BEFORE", aggregator.publish.RENEWED_BEFORE * 4)
+    monkeypatch.setattr(aggregator.release.publish, "RENEWED_BEFORE", aggregator.release.publish.RENEWED_BEFORE * 4)
     assert again(published.tiny, tmp_path / "aged").manifest.version == 3
 
 
@@ -80,7 +80,7 @@ def test_metadata_that_were_signed_since_make_a_new_version(published: Published
     """The control is above: the same content under the same metadata makes none."""
     timestamp = published.tiny.federation.tuf / "timestamp.json"
     timestamp.write_bytes(timestamp.read_bytes() + b" ")
-    assert not aggregator.publish.is_current(published.tiny.federation, 1)
+    assert not aggregator.release.publish.is_current(published.tiny.federation, 1)
 
 
 # --out
@@ -154,7 +154,7 @@ def test_metadata_signed_before_the_release_is_there_would_be_noticed(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests below: publishing that writes the federation's own metadata first."""
-    honest = aggregator.publish._sign
+    honest = aggregator.release.publish._sign
 
     def hasty(source: Any, targets: Path, metadata: Path, passphrase: bytes) -> None:
         honest(source, targets, metadata, passphrase)
@@ -166,7 +166,7 @@ def test_metadata_signed_before_the_release_is_there_would_be_noticed(
     monkeypatch.setattr(Change, "commit", crash)
     check_listed(published.tiny)
     for sign in (honest, hasty):
-        monkeypatch.setattr(aggregator.publish, "_sign", sign)
+        monkeypatch.setattr(aggregator.release.publish, "_sign", sign)
         with pytest.raises(Crash):
             again(published.tiny, tmp_path / "out", renew=True)
         if sign is honest:
@@ -299,9 +299,11 @@ def test_published_model_signature_belongs_to_this_version_alone(published: Publ
 def test_model_signature_over_other_files_is_refused_although_tuf_lists_it(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = aggregator.publish._digests
+    honest = aggregator.release.publish._digests
     with monkeypatch.context() as patch, pytest.raises(DigestError, match=r"model\.sig"):
-        patch.setattr(aggregator.publish, "_digests", lambda manifest: {**honest(manifest), "plan.json": "0" * 64})
+        patch.setattr(
+            aggregator.release.publish, "_digests", lambda manifest: {**honest(manifest), "plan.json": "0" * 64}
+        )
         again(published.tiny, tmp_path / "lie", renew=True)
     assert versions(published.tiny) == ["1"]
     again(published.tiny, tmp_path / "truth", renew=True)

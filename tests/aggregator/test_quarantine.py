@@ -11,14 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aggregator import quarantine, taking_in
 from aggregator.cli import app
-from aggregator.delivery import SiloDelivery
-from aggregator.examination import Examiner
-from aggregator.inventory import take_inventory
-from aggregator.quarantine import Decision, decide, decision_on, decisions, held
+from aggregator.intake import desk as taking_in
+from aggregator.intake import quarantine
+from aggregator.intake.desk import IntakeDesk
+from aggregator.intake.examination import Examiner
+from aggregator.intake.inventory import take_inventory
+from aggregator.intake.quarantine import Decision, decide, decision_on, decisions, held
 from aggregator.router import train_router
-from aggregator.taking_in import IntakeDesk
+from aggregator.transfer.delivery import SiloDelivery
 from ddm.console import run_app
 from ddm.errors import RefusedError, SetupError
 from ddm.protocol.base import now_utc, sha256_file

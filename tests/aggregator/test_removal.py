@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from aggregator.keys.removal import remove
 from aggregator.registry import Removed, cards, read_card, taking_part
-from aggregator.removal import remove
 from ddm.errors import (
     ArchipelagoError,
     MissingFileError,
@@ -113,7 +113,7 @@ def test_removal_cut_short_after_the_card_is_finished_by_the_same_command(
         raise Crash
 
     with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr("aggregator.removal.conduct", stop)
+        patch.setattr("aggregator.keys.removal.conduct", stop)
         remove(offices.federation, "east", "stolen key", PASSPHRASE)
     plan, _ = offices.federation.current_plan()
     assert list(taking_part(offices.federation, plan)) == ["north"]

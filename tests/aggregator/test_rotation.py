@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-from aggregator.removal import remove
-from aggregator.rotation import ROTATED_KEYS, check_name, rotate
+from aggregator.keys.removal import remove
+from aggregator.keys.rotation import ROTATED_KEYS, check_name, rotate
 from aggregator.setup import load_key, load_model_signing_key
 from ddm.errors import BusyError, MissingFileError, PassphraseError, SetupError, SignatureError
 from ddm.trust.keys import PublicKey

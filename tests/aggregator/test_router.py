@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aggregator.inventory import Inventory, take_inventory
+from aggregator.intake.inventory import Inventory, take_inventory
 from aggregator.router import load_report, router_path, train_router
 from aggregator.router_report import RouterReport, describe
 from ddm.errors import MissingFileError, SetupError

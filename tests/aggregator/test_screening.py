@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aggregator.screening import (
+from aggregator.intake.screening import (
     BANDS,
     LEARNT,
     TRAVEL,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.delivery import SiloDelivery, load_bundle
-from aggregator.silo_status import Arrival, Standing, SubmissionStatus, Verdict, standing
-from aggregator.status import FederationStatus, gather
-from aggregator.status_words import attention, describe
+from aggregator.transfer.delivery import SiloDelivery, load_bundle
+from aggregator.watch.silo_status import Arrival, Standing, SubmissionStatus, Verdict, standing
+from aggregator.watch.status import FederationStatus, gather
+from aggregator.watch.words import attention, describe
 from ddm.exchange import Ask, Envelope, Report, Status
 from ddm.files import locked
 from ddm.processes import program

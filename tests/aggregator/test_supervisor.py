@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.supervisor import Attempts, Heartbeat, Program, Supervisor
+from aggregator.runtime.supervisor import Attempts, Heartbeat, Program, Supervisor
 from ddm.errors import TransportError
 from ddm.processes import Child, spawn
 from tests.processes import alive

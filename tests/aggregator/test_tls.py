@@ -5,7 +5,7 @@ import threading
 import pytest
 from cryptography import x509
 
-from aggregator.tls import make_tls
+from aggregator.keys.tls import make_tls
 from ddm.errors import SetupError
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import aggregator.cli
-import aggregator.publish
-from aggregator.inventory import take_inventory
+import aggregator.release.publish
+from aggregator.intake.inventory import take_inventory
+from aggregator.release.withdrawal import read_withdrawal, withdraw
 from aggregator.router import train_router
-from aggregator.withdrawal import read_withdrawal, withdraw
 from ddm.console import run_app
 from ddm.errors import (
     ArchipelagoError,
@@ -33,7 +33,7 @@ REASON = "consent was withdrawn"
 
 @pytest.fixture(autouse=True)
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregator.publish, "_write_pages", write_short_pages)
+    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
 
 
 def take_out(published: Published) -> None:

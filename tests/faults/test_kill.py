@@ -20,7 +20,7 @@ VICTIMS: dict[str, tuple[str, str]] = {
     "SuperLink": ("aggregator", "flower-superlink"),
     "superexec": ("aggregator", "flower-superexec"),
     "ServerApp": ("aggregator", "flwr-serverapp"),
-    "intake": ("aggregator", "aggregator.intake"),
+    "intake": ("aggregator", "aggregator.intake.checks"),
     "SuperNode": ("north-courier", "flower-supernode"),
     "courier": ("north-courier", ""),
     "worker": ("north-worker", ""),

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from aggregator.delivery import SiloDelivery, load_bundle, plan_done
+from aggregator.transfer.delivery import SiloDelivery, load_bundle, plan_done
 from ddm.errors import DigestError, FormatError, PolicyError, ReplayError, UnsafePathError
 from ddm.exchange import Ask, Deliver, Envelope, FileEntry, Held, Offer, Pull, Report, Shards, Span, Status
 from silo.answers import SiteLimits, answer

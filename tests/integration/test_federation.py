@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tomli_w
 
-from aggregator.proxy import find_nginx
+from aggregator.runtime.proxy import find_nginx
 from ddm.processes import Child, free_port, program, spawn, terminate_all
 from ddm.tensors import load_tensors
 from tests.federation import POLICY, images, recipe, write_policy

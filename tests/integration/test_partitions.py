@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import aggregator.publish
-from aggregator.inventory import take_inventory
+import aggregator.release.publish
+from aggregator.intake.inventory import take_inventory
 from aggregator.recipe import Recipe
 from ddm import Ensemble
 from ddm.errors import TrustError
@@ -50,7 +50,7 @@ def check_priors_are_refused(
     tiny: TinyFederation, monkeypatch: pytest.MonkeyPatch, priors: list[float], out: Path, who: str
 ) -> None:
     """Publish, properly signed, the same experts with other priors."""
-    honest = aggregator.publish._manifest
+    honest = aggregator.release.publish._manifest
 
     def lie(*arguments: object) -> Manifest:
         manifest = honest(*arguments)  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ def check_priors_are_refused(
         experts = tuple(expert.model_copy(update={"prior": prior}) for expert, prior in pairs)
         return manifest.model_copy(update={"experts": experts})
 
-    monkeypatch.setattr(aggregator.publish, "_manifest", lie)
+    monkeypatch.setattr(aggregator.release.publish, "_manifest", lie)
     with pytest.raises(TrustError, match=who):
         tiny.publish_only(out)
 

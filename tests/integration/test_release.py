@@ -14,10 +14,10 @@ from tuf.api.exceptions import RepositoryError
 from tuf.ngclient import Updater, UpdaterConfig
 from tuf.ngclient.fetcher import FetcherInterface
 
-import aggregator.publish
+import aggregator.release.publish
 import ddm.release
+from aggregator.release.withdrawal import withdraw
 from aggregator.setup import load_key
-from aggregator.withdrawal import withdraw
 from ddm import Ensemble
 from ddm.artifact import load_ensemble
 from ddm.errors import (
@@ -248,11 +248,11 @@ def publish_as_a_liar(
     published: Published, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Manifest], Manifest], out: Path
 ) -> None:
     """Publish, properly signed, a manifest that says something else, and skip the aggregator's own verification."""
-    honest = aggregator.publish._manifest
-    monkeypatch.setattr(aggregator.publish, "_manifest", lambda *arguments: lie(honest(*arguments)))
-    monkeypatch.setattr(aggregator.publish, "_write_pages", write_no_pages)
-    monkeypatch.setattr(aggregator.publish, "open_release", lambda *arguments, **named: None)
-    monkeypatch.setattr(aggregator.publish, "load_ensemble", lambda release: None)
+    honest = aggregator.release.publish._manifest
+    monkeypatch.setattr(aggregator.release.publish, "_manifest", lambda *arguments: lie(honest(*arguments)))
+    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_no_pages)
+    monkeypatch.setattr(aggregator.release.publish, "open_release", lambda *arguments, **named: None)
+    monkeypatch.setattr(aggregator.release.publish, "load_ensemble", lambda release: None)
     published.tiny.publish_only(out)
 
 
@@ -277,8 +277,8 @@ def test_release_is_accepted_when_the_liar_says_the_truth(
 def test_aggregator_publishes_nothing_that_a_researcher_would_refuse(
     published: Published, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    honest = aggregator.publish._manifest
-    monkeypatch.setattr(aggregator.publish, "_manifest", lambda *arguments: LIES["epsilon"](honest(*arguments)))
+    honest = aggregator.release.publish._manifest
+    monkeypatch.setattr(aggregator.release.publish, "_manifest", lambda *arguments: LIES["epsilon"](honest(*arguments)))
     with pytest.raises(TrustError, match="epsilon"):
         published.tiny.publish_only(tmp_path / "lie")
     assert not (tmp_path / "lie").exists()

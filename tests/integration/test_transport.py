@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.flower_commands import FlowerCommands
-from aggregator.proxy import find_nginx
-from aggregator.runtime import FlowerRuntime
-from aggregator.tls import make_tls
+from aggregator.keys.tls import make_tls
+from aggregator.runtime.flower import FlowerRuntime
+from aggregator.runtime.flower_commands import FlowerCommands
+from aggregator.runtime.proxy import find_nginx
 from ddm.errors import BusyError, TransportError
 from ddm.guard import descendants
 from ddm.processes import flower_environment, free_port
@@ -300,8 +300,8 @@ def test_courier_is_refused_when_another_one_works_on_the_site(tmp_path):
 SUPERVISOR = """
 import json, sys, time
 from pathlib import Path
-from aggregator.proxy import find_nginx
-from aggregator.runtime import FlowerRuntime
+from aggregator.runtime.proxy import find_nginx
+from aggregator.runtime.flower import FlowerRuntime
 arguments = json.loads(sys.argv[1])
 with FlowerRuntime(Path(arguments.pop("fed")), nginx=find_nginx(), **arguments) as runtime:
     while True:
@@ -400,7 +400,7 @@ def one_silo(folder):
 @pytest.mark.parametrize("pattern", ["flower-superlink", "flwr-serverapp"])
 def test_plan_completes_when_a_program_lives_on_without_working(pattern, tmp_path, monkeypatch):
     for name in ("_SUPERLINK_SILENT_S", "_SERVER_APP_SILENT_S"):
-        monkeypatch.setattr(f"aggregator.runtime.{name}", 30.0)
+        monkeypatch.setattr(f"aggregator.runtime.flower.{name}", 30.0)
     with one_silo(tmp_path) as (fed, site, runtime, check):
         pids = stopped(fed / "flower" / "home", pattern)
         assert pids

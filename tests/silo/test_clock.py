@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.tls import make_tls
+from aggregator.keys.tls import make_tls
 from ddm.processes import free_port
 from silo.clock import describe, seconds_ahead
 

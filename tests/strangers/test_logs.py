@@ -14,10 +14,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.app.message.message import Metadata
 
 from aggregator.config import Federation
+from aggregator.intake.desk import IntakeDesk
 from aggregator.registry import enroll
 from aggregator.server_app import FlowerCarrier
 from aggregator.setup import load_key
-from aggregator.taking_in import IntakeDesk
 from ddm.console import fail, say
 from ddm.errors import ArchipelagoError, DocumentError, FormatError, ReplayError
 from ddm.exchange import Report

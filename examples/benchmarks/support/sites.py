@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from aggregator.runtime import FlowerRuntime
-from aggregator.tls import make_tls
+from aggregator.keys.tls import make_tls
+from aggregator.runtime.flower import FlowerRuntime
 from ddm.processes import free_port
 from silo.courier import Courier, make_node_key
 

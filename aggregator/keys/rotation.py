@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from aggregator.ceremony import HOLDER_KEYS, conduct
 from aggregator.changes import Change
 from aggregator.config import Federation
+from aggregator.keys.ceremony import HOLDER_KEYS, conduct
+from aggregator.keys.tls import renew_server
 from aggregator.setup import MODEL_PUBLIC, load_key, make_key, make_model_signing_key
-from aggregator.tls import renew_server
 from ddm.errors import SetupError
 from ddm.files import write_atomic
 from ddm.protocol.base import now_utc, sha256_hex

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from aggregator.config import Federation
-from aggregator.processes import Processes, changed_at
+from aggregator.runtime.processes import Processes, changed_at
 from ddm.errors import ArchipelagoError
 from ddm.files import read_bounded
 from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, SiloId, Time, check_json

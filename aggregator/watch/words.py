@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
-from aggregator.doctor import NOTICE
-from aggregator.silo_status import SiloStatus, Standing, SubmissionStatus
-from aggregator.status import FederationStatus
+from aggregator.watch.doctor import NOTICE
+from aggregator.watch.silo_status import SiloStatus, Standing, SubmissionStatus
+from aggregator.watch.status import FederationStatus
 from ddm.console import human_bytes, human_seconds, table
 
 Tone = Literal["ok", "busy", "idle", "warn", "bad"]

@@ -3,7 +3,7 @@
 The SuperLink keeps its state in a database and starts no app by itself: a SuperExec of our own does, authenticated by a
 secret. So a SuperLink that dies is started again and the run goes on. All progress lies in the federation's folders;
 the database only has to remember the nodes. Where there is nginx, it alone listens on the federation's address
-(`aggregator.proxy`), and the SuperLink on a port of loopback that changes with every start.
+(`aggregator.runtime.proxy`), and the SuperLink on a port of loopback that changes with every start.
 """
 
 import json
@@ -15,10 +15,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
-from aggregator.delivery import plan_done
-from aggregator.flower_commands import FlowerCommands
-from aggregator.proxy import answers, nginx_command, render_config, write_config
-from aggregator.supervisor import MAX_PER_HOUR, Attempts, Heartbeat, Program, Supervisor
+from aggregator.runtime.flower_commands import FlowerCommands
+from aggregator.runtime.proxy import answers, nginx_command, render_config, write_config
+from aggregator.runtime.supervisor import MAX_PER_HOUR, Attempts, Heartbeat, Program, Supervisor
+from aggregator.transfer.delivery import plan_done
 from ddm.errors import BusyError, TransportError
 from ddm.files import locked, require_file, write_atomic
 from ddm.processes import Child, flower_environment, free_port, port_in_use, script_command, spawn

@@ -1,4 +1,4 @@
-"""What is wrong with a federation, or soon will be: rules over facts that `aggregator.facts` gathered, no I/O here."""
+"""What is wrong with a federation, or soon will be: rules over facts that `watch.facts` gathered, no I/O here."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from aggregator.config import FederationSettings
-from aggregator.processes import Process, Processes
-from aggregator.proxy import is_loopback
+from aggregator.runtime.processes import Process, Processes
+from aggregator.runtime.proxy import is_loopback
 from ddm.console import human_bytes, human_seconds
 from ddm.errors import ArchipelagoError
 from ddm.trust.health import RoleHealth

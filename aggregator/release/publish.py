@@ -8,14 +8,11 @@ from pathlib import Path
 
 from aggregator.changes import Change
 from aggregator.config import Federation
-from aggregator.handing_out import check_room, copy_out, reserve
-from aggregator.inventory import AcceptedSilo, Inventory, take_inventory
+from aggregator.intake.inventory import AcceptedSilo, Inventory, take_inventory
 from aggregator.pages import PAGE_NAMES, PageInput, write_pages
 from aggregator.registry import card_of, signing_key
-from aggregator.router import ROUTER_NAME, load_report, router_path
-from aggregator.router_report import RouterReport
-from aggregator.setup import load_key, load_model_signing_key
-from aggregator.versions import (
+from aggregator.release.handing_out import check_room, copy_out, reserve
+from aggregator.release.versions import (
     check_none_lost,
     is_current,
     manifest_path,
@@ -23,6 +20,9 @@ from aggregator.versions import (
     release_folder,
     timestamp_expiry,
 )
+from aggregator.router import ROUTER_NAME, load_report, router_path
+from aggregator.router_report import RouterReport
+from aggregator.setup import load_key, load_model_signing_key
 from ddm.artifact import build_ensemble, load_ensemble
 from ddm.errors import BusyError, PolicyError
 from ddm.files import link_or_copy, read_bounded, write_atomic
@@ -97,7 +97,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _Source:
-    """What a version is made of; `aggregator.publish` holds the signing lock while it looks at this."""
+    """What a version is made of; `aggregator.release.publish` holds the signing lock while it looks at this."""
 
     federation: Federation
     inventory: Inventory

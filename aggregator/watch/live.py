@@ -26,8 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from aggregator.config import Federation
-from aggregator.status import FederationStatus, gather
-from aggregator.status_words import page_values
+from aggregator.watch.status import FederationStatus, gather
+from aggregator.watch.words import page_values
 from ddm.console import say
 from ddm.errors import ArchipelagoError, BusyError, PolicyError, SetupError
 from ddm.pages import render

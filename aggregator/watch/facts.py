@@ -14,10 +14,10 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from aggregator.config import Federation, FederationSettings
-from aggregator.doctor import Facts, ServerCertificate, Trace
-from aggregator.machine import check_database, clock_of, flower_versions, memory_free, nginx_version, port_state
-from aggregator.processes import Process, Processes, is_held, read_processes
 from aggregator.registry import SeenLedger, cards
+from aggregator.runtime.processes import Process, Processes, is_held, read_processes
+from aggregator.watch.doctor import Facts, ServerCertificate, Trace
+from aggregator.watch.machine import check_database, clock_of, flower_versions, memory_free, nginx_version, port_state
 from ddm.errors import ArchipelagoError, FormatError, SetupError
 from ddm.files import read_bounded
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
@@ -27,7 +27,7 @@ from ddm.trust.health import RoleHealth, examine
 from ddm.trust.paths import split_silo_role
 
 _MAX_SMALL_BYTES = 1 << 20
-# `aggregator.tls` backdates certificates by this much.
+# `aggregator.keys.tls` backdates certificates by this much.
 _BACKDATED = timedelta(days=1)
 # Flower held about ten times the largest message, in its server and in the app, when that was measured.
 _SHARDS_IN_MEMORY = 20
@@ -165,7 +165,7 @@ class Gathering:
 
     def _bytes_to_come(self, plan: Plan) -> int:
         """What arrives and the verified copy beside it, for every silo without an accepted submission."""
-        from aggregator.intake import submission_bytes
+        from aggregator.intake.checks import submission_bytes
 
         waiting = [one for one in plan.silos if not (self._federation.accepted / plan.plan_id / one).exists()]
         return 2 * len(waiting) * submission_bytes(plan)

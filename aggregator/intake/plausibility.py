@@ -1,4 +1,4 @@
-"""Could honest noise have made these releases? Each is opened strictly, then held to `aggregator.bounds`.
+"""Could honest noise have made these releases? Each is opened strictly, then held to `aggregator.intake.bounds`.
 
 What is read here decides about experts and routers of everybody; the bounds keep one silo from sending just anything.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aggregator.bounds import cell_noise_bound, moments_bounds, sketch_norm_bound, total_noise_bound
+from aggregator.intake.bounds import cell_noise_bound, moments_bounds, sketch_norm_bound, total_noise_bound
 from ddm.errors import TensorFileError
 from ddm.plan_files import release_noise_level
 from ddm.protocol.plan import Plan

@@ -7,9 +7,9 @@ from pathlib import Path
 from torch import Tensor
 
 from aggregator.config import Federation
-from aggregator.plausibility import release_specs
+from aggregator.intake.plausibility import release_specs
 from aggregator.registry import card_of, signing_key, taking_part
-from aggregator.withdrawal import withdrawn_silos
+from aggregator.release.withdrawal import withdrawn_silos
 from ddm.errors import DigestError, ReplayError, SetupError
 from ddm.files import read_bounded
 from ddm.mechanisms import Kind

@@ -1,7 +1,8 @@
 """Who takes in what arrives? A process of its own beside Flower's, so that neither can bring the other down.
 
-`python -m aggregator.intake_process FED PLAN`; the passphrase of the receipts key comes on standard input and is kept
-nowhere else. `aggregator run` starts it, shows what it prints, and starts it again when it dies or hangs.
+`python -m aggregator.runtime.intake_process FED PLAN`; the passphrase of the receipts key comes on standard
+input and is kept nowhere else. `aggregator run` starts it, shows what it prints, and starts it again when it
+dies or hangs.
 """
 
 import sys
@@ -14,10 +15,10 @@ from typing import Annotated
 import typer
 
 from aggregator.config import Federation
-from aggregator.intake import submission_bytes
-from aggregator.quarantine import SetAside
+from aggregator.intake.checks import submission_bytes
+from aggregator.intake.desk import IntakeDesk
+from aggregator.intake.quarantine import SetAside
 from aggregator.setup import load_key
-from aggregator.taking_in import IntakeDesk
 from ddm.console import new_app, run_app, say
 from ddm.errors import BusyError
 from ddm.processes import stop_on_signals

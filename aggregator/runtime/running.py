@@ -6,12 +6,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from aggregator.config import Federation
-from aggregator.delivery import plan_done
-from aggregator.intake import submission_bytes
-from aggregator.proxy import choose_proxy
+from aggregator.intake.checks import submission_bytes
 from aggregator.registry import taking_part
-from aggregator.runtime import FlowerRuntime
-from aggregator.supervisor import Heartbeat, Program
+from aggregator.runtime.flower import FlowerRuntime
+from aggregator.runtime.proxy import choose_proxy
+from aggregator.runtime.supervisor import Heartbeat, Program
+from aggregator.transfer.delivery import plan_done
 from ddm.console import say
 from ddm.errors import DocumentError, SetupError
 from ddm.files import locked, write_atomic
@@ -91,7 +91,14 @@ def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Pro
         passphrase: opens the key that signs receipts.
     """
     flower = federation.path.absolute() / "flower"
-    command = [sys.executable, "-P", "-m", "aggregator.intake_process", str(federation.path.absolute()), plan.plan_id]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "aggregator.runtime.intake_process",
+        str(federation.path.absolute()),
+        plan.plan_id,
+    ]
 
     def start() -> Child:
         return spawn(command, name="intake", log_path=flower / "logs" / "intake.log", input_bytes=passphrase)

@@ -12,10 +12,10 @@ from cryptography import x509
 from pydantic import Field
 
 from aggregator.config import MAX_TUF_BYTES, Federation
-from aggregator.processes import Processes, read_processes
+from aggregator.release.versions import manifest_path, newest_version
 from aggregator.router_report import Family, RouterReport
-from aggregator.silo_status import Earlier, SiloStatus, read_silo
-from aggregator.versions import manifest_path, newest_version
+from aggregator.runtime.processes import Processes, read_processes
+from aggregator.watch.silo_status import Earlier, SiloStatus, read_silo
 from ddm.errors import ArchipelagoError
 from ddm.files import read_bounded
 from ddm.protocol.base import (

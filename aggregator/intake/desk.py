@@ -6,17 +6,18 @@ the verified copy stays, of a refused one its receipt. What screening finds impl
 answer, until a person has decided; in `incoming/` an empty folder says that it need not be fetched again.
 """
 
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from aggregator.config import Federation
-from aggregator.delivery import MAX_SUBMISSIONS, TOO_LARGE, TOO_MANY
-from aggregator.examination import Examiner
-from aggregator.intake import Expectation, Intake, submission_bytes, submission_entries, verify_submission
-from aggregator.quarantine import Decision, Held, SetAside, decision_on, held, set_aside
+from aggregator.intake.checks import Expectation, Intake, submission_bytes, submission_entries, verify_submission
+from aggregator.intake.examination import Examiner
+from aggregator.intake.quarantine import Decision, Held, SetAside, decision_on, held, set_aside
 from aggregator.registry import check_ledger, remember_ledger, signing_key, taking_part
+from aggregator.transfer.delivery import MAX_SUBMISSIONS, TOO_LARGE, TOO_MANY
 from ddm.errors import ArchipelagoError, PolicyError, RefusedError, ReplayError
 from ddm.files import copy_tree_bounded, locked, read_bounded, sync_folder, write_atomic
 from ddm.plan_files import PlanFiles
@@ -26,6 +27,7 @@ from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 
 MAX_RECEIPT_BYTES = 65536
+_SEQUENCE = re.compile("[1-9][0-9]{0,6}")
 
 
 class IntakeDesk:
@@ -88,7 +90,7 @@ class IntakeDesk:
     def _arrived(self, silo_id: str) -> list[Path]:
         """List what arrived, in order: whole submissions, and marks of those that were not fetched."""
         incoming = self.federation.incoming / self.plan.plan_id / silo_id
-        found = [path for path in incoming.glob("[0-9]*") if path.stem.isdigit()]
+        found = [path for path in incoming.glob("[0-9]*") if _SEQUENCE.fullmatch(path.stem)]
         return sorted(
             (path for path in found if path.suffix in ("", TOO_LARGE, TOO_MANY)), key=lambda path: int(path.stem)
         )
@@ -141,7 +143,8 @@ class IntakeDesk:
         verdict: Accepted | Refused
         try:
             self._check_fetched(silo_id, path, sequence)
-            shutil.rmtree(part, ignore_errors=True)
+            for stale in (self._accepted(silo_id), part):  # kept before a crash, never answered
+                shutil.rmtree(stale, ignore_errors=True)
             most = submission_entries(self.plan)
             copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
             taken = self._verify(silo_id, part, sequence)
@@ -150,6 +153,9 @@ class IntakeDesk:
                 return
             self._keep(silo_id, taken, part)
             verdict = Accepted()
+        except OSError:
+            shutil.rmtree(part, ignore_errors=True)  # half a copy gives its room back
+            raise
         except ArchipelagoError as error:
             shutil.rmtree(part, ignore_errors=True)
             verdict = Refused(code=error.exit_code, reason=str(error)[:400])

@@ -1,4 +1,4 @@
-"""Measuring submitted experts on the federation's public images, once each; `aggregator.screening` has the rules."""
+"""Measuring submitted experts on the federation's public images, once each; `intake.screening` has the rules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from aggregator.config import Federation
-from aggregator.inventory import Inventory
-from aggregator.planning import PUBLIC_NAME
-from aggregator.quarantine import Decision, decision_on
-from aggregator.registry import taking_part
-from aggregator.screening import (
+from aggregator.intake.inventory import Inventory
+from aggregator.intake.quarantine import Decision, decision_on
+from aggregator.intake.screening import (
     ExpertFigures,
     Probe,
     absolute_faults,
@@ -24,7 +22,9 @@ from aggregator.screening import (
     num_images,
     relative_faults,
 )
-from aggregator.withdrawal import withdrawn_silos
+from aggregator.planning import PUBLIC_NAME
+from aggregator.registry import taking_part
+from aggregator.release.withdrawal import withdrawn_silos
 from ddm.errors import RefusedError
 from ddm.files import read_bounded, write_atomic
 from ddm.models import training_flops

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from aggregator.plausibility import check_releases
+from aggregator.intake.plausibility import check_releases
 from ddm.errors import AbsentFileError, DigestError, PolicyError, ReplayError, UnlistedFileError
 from ddm.files import list_files, read_bounded
 from ddm.models import MAX_WEIGHT, expected_tensors

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from aggregator.delivery import SiloDelivery
-from aggregator.pacing import Pace
+from aggregator.transfer.delivery import SiloDelivery
+from aggregator.transfer.pacing import Pace
 from ddm.errors import ArchipelagoError
 from ddm.exchange import Ask, Envelope, Pull, Reply, Request
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from aggregator.config import Federation, FederationSettings
-from aggregator.proxy import answers, find_nginx
+from aggregator.runtime.proxy import answers, find_nginx
 from ddm.errors import SetupError, TransportError
 from ddm.processes import port_in_use
 

@@ -6,9 +6,9 @@ Then `targets` stops delegating to the silo's key, which its holders sign.
 
 from dataclasses import dataclass, replace
 
-from aggregator.ceremony import conduct
 from aggregator.changes import Change
 from aggregator.config import Federation
+from aggregator.keys.ceremony import conduct
 from aggregator.registry import MAX_CARD_BYTES, Removed, card_of, cards, removed, signing_key
 from ddm.errors import SetupError
 from ddm.files import read_bounded, write_atomic

@@ -1,0 +1,1 @@
+"""Published versions of the ensemble: made, handed out, withdrawn."""

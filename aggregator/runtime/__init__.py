@@ -1,0 +1,1 @@
+"""The programs of `aggregator run`: Flower's, nginx and intake, kept alive."""

@@ -1,0 +1,1 @@
+"""What travels to and from a silo through the ServerApp; no torch, no Flower."""

@@ -1,0 +1,1 @@
+"""What an operator looks at: status, the live page, the doctor."""
