@@ -1,6 +1,8 @@
 """From a published folder to a loaded ensemble: verify, check every digest, build, load. In that order."""
 
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ddm.ensemble import Ensemble
@@ -12,6 +14,8 @@ from ddm.release import Release, open_release
 from ddm.routers.loading import load_router
 from ddm.schedule import LinearPath
 
+_LOADERS = 4
+
 
 def open_ensemble(
     folder: Path,
@@ -21,13 +25,14 @@ def open_ensemble(
     silo_keys: Mapping[str, str] | None = None,
     archived: bool = False,
 ) -> Ensemble:
-    """Verify a release, then build its experts and router and load their weights.
+    """Verify a release, then build its experts and router and load their weights; every file is read once.
 
     Raises:
         TrustError, FormatError: see `open_release`.
         TensorFileError: a tensor file is not what the plan implies.
     """
-    return load_ensemble(open_release(folder, root=root, state=state, silo_keys=silo_keys, archived=archived))
+    release = open_release(folder, root=root, state=state, silo_keys=silo_keys, archived=archived, experts_later=True)
+    return load_ensemble(release)
 
 
 def load_ensemble(release: Release) -> Ensemble:
@@ -59,8 +64,11 @@ def build_ensemble(plan: Plan, manifest: Manifest, folder: Path) -> Ensemble:
     """
     architecture, shape = plan.expert.architecture, plan.data.shape
     sketch = PlanFiles.load(plan, folder).sketch
+    # Reading, hashing and checking leave the interpreter to others, so several experts load side by side.
+    with ThreadPoolExecutor(max_workers=min(_LOADERS, os.cpu_count() or 1)) as pool:
+        experts = list(pool.map(lambda expert: load_expert(architecture, shape, folder, expert.file), manifest.experts))
     return Ensemble(
-        experts=[load_expert(architecture, shape, folder, expert.file) for expert in manifest.experts],
+        experts=experts,
         router=load_router(manifest.router, folder, plan=plan, sketch=sketch, experts=manifest.experts),
         prior=[expert.prior for expert in manifest.experts],
         shape=shape,

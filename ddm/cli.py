@@ -138,7 +138,7 @@ def sample(
     from ddm.artifact import load_ensemble
     from ddm.strategies import strategy_named
 
-    opened = _open(release, root, state, silo_key, archived)
+    opened = _open(release, root, state, silo_key, archived, experts_later=True)
     ensemble = load_ensemble(opened)
     wanted = _prior(prior, [expert.silo_id for expert in opened.manifest.experts], list(ensemble.prior))
     chosen = strategy_named(strategy.value, tau=tau, prefix=prefix.value)
@@ -166,12 +166,25 @@ def sample(
     _warn_if_expired(opened)
 
 
-def _open(release: Path, root: Path, state: Path | None, silo_key: list[str] | None, archived: bool) -> "Release":
+def _open(
+    release: Path,
+    root: Path,
+    state: Path | None,
+    silo_key: list[str] | None,
+    archived: bool,
+    *,
+    experts_later: bool = False,
+) -> "Release":
     from ddm.release import open_release
     from ddm.trust.verify import default_state
 
     return open_release(
-        release, root=root, state=state or default_state(), silo_keys=_pins(silo_key), archived=archived
+        release,
+        root=root,
+        state=state or default_state(),
+        silo_keys=_pins(silo_key),
+        archived=archived,
+        experts_later=experts_later,
     )
 
 

@@ -13,7 +13,7 @@ from ddm.files import read_bounded
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.manifest import Manifest, PublishedSilo
 from ddm.protocol.plan import Plan, SiloClusterPartition
-from ddm.protocol.submission import Submission
+from ddm.protocol.submission import Submission, is_expert_path
 from ddm.trust.model_signature import MAX_MODEL_SIGNATURE_BYTES, MODEL_SIGNATURE_NAME, check_model_signature
 from ddm.trust.verify import VerifiedRelease, verify_release
 
@@ -67,6 +67,7 @@ def open_release(
     state: Path | None,
     silo_keys: Mapping[str, str] | None = None,
     archived: bool = False,
+    experts_later: bool = False,
 ) -> Release:
     """Verify a release and read its documents.
 
@@ -76,6 +77,7 @@ def open_release(
         state: where versions seen before are kept, so that a rollback shows; None keeps none.
         silo_keys: fingerprints to pin, by silo id.
         archived: accept an expired timestamp.
+        experts_later: do not read the experts yet; `load_expert` compares each with its digest on the bytes it loads.
 
     Raises:
         TrustError: a signature, digest, version, role or path is wrong, or the manifest contradicts what a silo signed.
@@ -85,7 +87,14 @@ def open_release(
     if not folder.is_dir():
         raise MissingFileError(str(folder), expected="a release folder", got="nothing there")
     pinned = root if isinstance(root, bytes) else read_root(root)
-    verified = verify_release(folder, pinned, state=state, silo_keys=silo_keys or {}, archived=archived)
+    verified = verify_release(
+        folder,
+        pinned,
+        state=state,
+        silo_keys=silo_keys or {},
+        archived=archived,
+        later=lambda name: experts_later and is_expert_path(name),
+    )
     plan = Plan.parse(_read(verified, "plan.json"), subject="plan.json")
     manifest = Manifest.parse(_read(verified, "manifest.json"), subject="manifest.json")
     submissions = {
@@ -130,6 +139,7 @@ def _check_together(
         _check_claims(silo, submissions[silo.silo_id])
     _check_experts(plan, manifest, submissions)
     _check_files(verified, plan, manifest)
+    _check_read(verified, manifest)
     _check_model_signature(verified)
 
 
@@ -194,6 +204,13 @@ def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
     extra = set(verified.files) - {file.path for file in listed} - {"manifest.json", MODEL_SIGNATURE_NAME}
     if extra:
         raise DigestError(min(extra), expected="a file that the manifest lists", got="one that it does not")
+
+
+def _check_read(verified: VerifiedRelease, manifest: Manifest) -> None:
+    """What was not read yet is read when the experts are loaded, or by nobody: so it must be one of them."""
+    unread = {name for name, file in verified.files.items() if not file.read} - {e.file.path for e in manifest.experts}
+    if unread:
+        raise DigestError(min(unread), expected="an expert that the manifest lists", got="another file")
 
 
 def _check_model_signature(verified: VerifiedRelease) -> None:

@@ -33,6 +33,11 @@ def expert_path(silo_id: str, expert_id: str) -> str:
     return f"silos/{silo_id}/experts/{expert_id}/expert.safetensors"
 
 
+def is_expert_path(path: str) -> bool:
+    """Whether a published path is an expert's."""
+    return path.startswith("silos/") and path.endswith("/expert.safetensors")
+
+
 def submission_path(silo_id: str) -> str:
     """The published path of a submission, relative to ``targets/<plan_id>/``."""
     return f"silos/{silo_id}/submission.json"

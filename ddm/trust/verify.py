@@ -5,13 +5,13 @@ file walks the folder, hands over the metadata, compares every file with what wa
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 
-from ddm.errors import AbsentFileError, RoleError, SignatureError, UnlistedFileError
+from ddm.errors import AbsentFileError, DigestError, RoleError, SignatureError, UnlistedFileError
 from ddm.trust.folder import Entry, check_digest, read_small, scan
 from ddm.trust.keys import group_fingerprint, parse_fingerprint
 from ddm.trust.metadata import LIMITS
@@ -24,6 +24,10 @@ MAX_METADATA_BYTES = 64 * 1024 * 1024
 _NO_PINS: Mapping[str, str] = MappingProxyType({})
 
 
+def _none(name: str) -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class VerifiedFile:
     """One file whose bytes are those that were signed.
@@ -33,12 +37,14 @@ class VerifiedFile:
         bytes: its length.
         digest: its sha256; check it again when the file is opened much later.
         role: who signed it.
+        read: whether its bytes were compared with the digest; else its length only, and whoever opens it compares.
     """
 
     path: Path
     bytes: int
     digest: str
     role: str
+    read: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ def verify_release(
     state: Path | None,
     silo_keys: Mapping[str, str] = _NO_PINS,
     archived: bool = False,
+    later: Callable[[str], bool] = _none,
     now: datetime | None = None,
 ) -> VerifiedRelease:
     """Verify a whole release, from the pinned root to the last byte.
@@ -81,6 +88,8 @@ def verify_release(
         state: where to remember versions; None notices no rollback.
         silo_keys: silo id to the fingerprint its key must have.
         archived: accept an expired timestamp (then `expired` is true), and only that.
+        later: which files, by path below ``targets/<plan_id>/``, the caller will compare with their digest itself when
+            it opens them, so that large ones are read once.
         now: the time to verify for; the present when None.
 
     Raises:
@@ -89,7 +98,7 @@ def verify_release(
         FormatError: a metadata file does not parse.
     """
     pins = {silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in silo_keys.items()}
-    return _verify(folder, root, Stage.RELEASE, state=state, pins=pins, archived=archived, now=now)
+    return _verify(folder, root, Stage.RELEASE, state=state, pins=pins, archived=archived, later=later, now=now)
 
 
 def verify_bundle(folder: Path, root: bytes, *, state: Path | None, now: datetime | None = None) -> VerifiedRelease:
@@ -106,7 +115,7 @@ def verify_bundle(folder: Path, root: bytes, *, state: Path | None, now: datetim
         TrustError: something does not hold; the subject names the file.
         FormatError: a metadata file does not parse.
     """
-    return _verify(folder, root, Stage.BUNDLE, state=state, pins=_NO_PINS, archived=False, now=now)
+    return _verify(folder, root, Stage.BUNDLE, state=state, pins=_NO_PINS, archived=False, later=_none, now=now)
 
 
 def _verify(
@@ -117,6 +126,7 @@ def _verify(
     state: Path | None,
     pins: Mapping[str, str],
     archived: bool,
+    later: Callable[[str], bool],
     now: datetime | None,
 ) -> VerifiedRelease:
     entries = scan(folder)
@@ -133,7 +143,7 @@ def _verify(
     if memory:
         memory.check(scope, resolved)
     _check_pins(resolved, pins)
-    files = _check_files(entries, resolved)
+    files = _check_files(entries, resolved, later)
     if memory:
         memory.record(scope, resolved)
     return VerifiedRelease(
@@ -174,7 +184,9 @@ def _check_pins(resolved: Resolved, pins: Mapping[str, str]) -> None:
             raise SignatureError(subject, expected=expected, got=group_fingerprint(found))
 
 
-def _check_files(entries: Mapping[str, Entry], resolved: Resolved) -> Mapping[str, VerifiedFile]:
+def _check_files(
+    entries: Mapping[str, Entry], resolved: Resolved, later: Callable[[str], bool]
+) -> Mapping[str, VerifiedFile]:
     """Compare the folder with what was signed: no file more, none less, the same bytes."""
     signed = {f"targets/{path}": target for path, target in resolved.targets.items()}
     for name in entries:
@@ -185,8 +197,10 @@ def _check_files(entries: Mapping[str, Entry], resolved: Resolved) -> Mapping[st
             raise AbsentFileError(name, expected="a signed file", got="nothing there")
     files: dict[str, VerifiedFile] = {}
     for name, target in signed.items():
-        path = entries[name].path
-        check_digest(path, name, target.bytes, target.digest)
-        relative = name.removeprefix(f"targets/{resolved.plan_id}/")
-        files[relative] = VerifiedFile(path, target.bytes, target.digest, target.role)
+        entry, relative = entries[name], name.removeprefix(f"targets/{resolved.plan_id}/")
+        if not (postponed := later(relative)):
+            check_digest(entry.path, name, target.bytes, target.digest)
+        elif entry.bytes != target.bytes:
+            raise DigestError(name, expected=f"{target.bytes} bytes", got=f"{entry.bytes} bytes")
+        files[relative] = VerifiedFile(entry.path, target.bytes, target.digest, target.role, read=not postponed)
     return files

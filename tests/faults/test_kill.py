@@ -20,7 +20,7 @@ VICTIMS: dict[str, tuple[str, str]] = {
     "SuperLink": ("aggregator", "flower-superlink"),
     "superexec": ("aggregator", "flower-superexec"),
     "ServerApp": ("aggregator", "flwr-serverapp"),
-    "intake": ("aggregator", "aggregator.intake.checks"),
+    "intake": ("aggregator", "aggregator.runtime.intake_process"),
     "SuperNode": ("north-courier", "flower-supernode"),
     "courier": ("north-courier", ""),
     "worker": ("north-worker", ""),
