@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from aggregator.transfer.delivery import SiloDelivery
@@ -113,8 +113,13 @@ class Line:
         look_at_all = self._clock() >= self._next_look
         if look_at_all:
             self._next_look = self._clock() + _LOOK_AT_ALL_S
+        unanswered: list[str] = []
         for message_id, sent in list(self._sent.items()):
-            if not self._receive(message_id, sent) and not look_at_all:
+            if self._receive(message_id, sent):
+                self._overtaken(unanswered)
+                continue
+            unanswered.append(message_id)
+            if not look_at_all:
                 break
 
     def _send(self, node: Node) -> None:
@@ -142,6 +147,13 @@ class Line:
             if reconnected or self._clock() > sent.deadline:
                 _log.info("no answer from silo %s to %s; asking again", self.delivery.silo_id, sent.request.kind)
                 del self._sent[message_id]
+
+    def _overtaken(self, message_ids: Sequence[str]) -> None:
+        """A later request was answered, so these are lost in all likelihood: wait for them a little longer only."""
+        soon = self._clock() + _TTL_S
+        for message_id in message_ids:
+            sent = self._sent[message_id]
+            self._sent[message_id] = replace(sent, deadline=min(sent.deadline, soon))
 
     def _receive(self, message_id: str, sent: _Sent) -> bool:
         """Take the answer to one request; False while there is none."""

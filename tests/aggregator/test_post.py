@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -237,6 +238,32 @@ def test_lost_answer_is_asked_for_again_when_its_time_is_over(world: World) -> N
     seconds = walk(line, clock, world.arrived("north").exists)
     asked = sum(span.num_bytes for pull in pulls(flower) for span in pull.spans)
     assert world.identical("north") and seconds < 200 and asked == SIZE, "one shard came with the news, one twice"
+
+
+def test_answer_that_later_ones_overtook_is_not_waited_for_to_its_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large answer may take its time; one that was lost on the way shows by the answers that came after it."""
+    monkeypatch.setattr("aggregator.transfer.post._BYTES_PER_S", SHARD / 600)
+    limits = world.silo("north")
+
+    def seconds_until_whole(lost_pull: int) -> float:
+        clock, seen = Clock(), []
+
+        def losing(request: Envelope[Request]) -> Envelope[Reply] | None:
+            if isinstance(request.message, Pull) and request not in seen:
+                seen.append(request)
+            lost = len(seen) >= lost_pull and request is seen[lost_pull - 1]
+            return None if lost else answer(request, limits)
+
+        line, _ = line_of(world, losing, clock, in_flight=3)
+        took = walk(line, clock, world.arrived("north").exists)
+        assert world.identical("north")
+        shutil.rmtree(world.fed / "incoming")
+        return took
+
+    overtaken, last = seconds_until_whole(lost_pull=1), seconds_until_whole(lost_pull=5)
+    assert overtaken < 100 < 600 < last, "nothing comes after the last shard, so it has its whole time"
 
 
 def test_answers_are_forgotten_when_the_supernode_connects_anew(world: World) -> None:
