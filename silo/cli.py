@@ -72,12 +72,15 @@ def run(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Take the plan, train, release, wait for approval, send; ends when the submission has its receipt."""
-    from silo import running
-
     place = Site(site).require()
     if only is Part.COURIER:
-        running.run_courier(place)
+        from silo.connection import run_courier
+
+        run_courier(place)
         return
+
+    from silo import running
+
     key = _open_key(place, passphrase_file)
     state = running.run_worker(place, key) if only is Part.WORKER else running.run_both(place, key)
     say(f"[{place.settings().silo_id}] done: submission {state.sequence} of plan {state.plan_id} is {state.state}.")
