@@ -36,8 +36,8 @@ test: $(STAMP)  ## The default tests: CPU, offline.
 test-slow: $(STAMP)  ## The slow tests as well.
 	$(BIN)/python -m pytest -m "not gpu"
 
-bench: $(STAMP)  ## Benchmarks, side by side; results in build/bench.
-	@for b in examples/benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
+bench: $(STAMP)  ## Benchmarks of the diffusion core, side by side; figures in build/bench/targets.csv.
+	@$(BIN)/python examples/benchmarks/run.py
 
 clean:  ## Remove what the targets above built.
 	rm -rf build $(VENV)

@@ -80,6 +80,16 @@ class Federation:
         return self.path / "withdrawn"
 
     @property
+    def screening(self) -> Path:
+        """What was measured of submitted experts on public images."""
+        return self.path / "screening"
+
+    @property
+    def attempts(self) -> Path:
+        """How often intake began with a submission that it has not answered yet."""
+        return self.path / "attempts"
+
+    @property
     def quarantine(self) -> Path:
         """Submissions that wait for a person."""
         return self.path / "quarantine"

@@ -15,22 +15,25 @@ from aggregator.changes import Change
 from aggregator.config import CurrentPlan, Federation
 from aggregator.keys.ceremony import check_replaceable, conduct
 from aggregator.keys.rotation import next_receipts_key, use_next_receipts_key
-from aggregator.recipe import PcaRecipe, Recipe
+from aggregator.recipe import AutoencoderKlRecipe, PcaRecipe, Recipe
 from aggregator.registry import card_of, cards, signing_key
 from ddm.clustering import fit_clustering
 from ddm.encoders import Encoder, PcaEncoder, Progress
+from ddm.engine import Engine
 from ddm.errors import DataError, SetupError
 from ddm.files import link_or_copy, locked, require_file, write_atomic
+from ddm.latents import AutoencoderKl, Identity, Latent, open_weights, spread
 from ddm.mechanisms import check_total, plan_epsilon
-from ddm.models import build_expert, num_parameters
-from ddm.partition import most_experts
+from ddm.models import MAX_WEIGHT, build_expert, empty_expert, expected_tensors, num_parameters
 from ddm.plan_files import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH, release_noise_level
 from ddm.protocol.base import File, now_utc
-from ddm.protocol.plan import Clustering, IdentityLatent, NoCondition, Objective, Plan, SketchSpec, TimmEncoder
+from ddm.protocol.latent import AUTOENCODER_PATH, AutoencoderSize
+from ddm.protocol.plan import AutoencoderKlLatent, Clustering, IdentityLatent, Plan, SketchSpec, TimmEncoder
 from ddm.protocol.plan import PcaEncoder as PcaSpec
-from ddm.schedule import LinearPath
+from ddm.schedule import path_named
+from ddm.sizes import most_experts
 from ddm.sketch import Sketch
-from ddm.tensors import save_tensors
+from ddm.tensors import load_tensors, save_tensors
 from ddm.training import train
 from ddm.trust.ceremony import Request
 from ddm.trust.repository import Repository
@@ -54,6 +57,7 @@ class Draft:
         expert_bytes: size of one expert.
         num_experts: most experts that a silo may have.
         train_s: seconds that training all of these would take here, one thread, measured on a few steps.
+        latents: of the images fitted on and of those kept back, as experts see them; None where they see the images.
     """
 
     plan: Plan
@@ -65,6 +69,7 @@ class Draft:
     expert_bytes: int
     num_experts: int
     train_s: float
+    latents: tuple[Tensor, Tensor] | None = None
 
 
 def draft_plan(
@@ -81,6 +86,7 @@ def draft_plan(
 
     Raises:
         SetupError: no silo is enrolled, or the encoder's weights are not there.
+        TensorFileError: the autoencoder's weights are not what the recipe's sizes imply.
         DataError: too few public images for the recipe.
         PolicyError: the releases cost more than the total that the recipe states.
     """
@@ -96,7 +102,16 @@ def draft_plan(
     fit, holdout = public[order[num_holdout:]], public[order[:num_holdout]]
     encoder, spec = _open_encoder(recipe, fit)
     num_fine = recipe.clustering.fine_for(len(fit), recipe.releases.counts.num_groups)
-    sketch = _fit_public_parts(recipe, encoder, num_fine, fit, folder, on_progress)
+    latent, latent_spec, latents = _open_latent(recipe, fit, holdout, on_progress)
+    seen = latents[0] if latents else fit
+    sketch = _fit_public_parts(recipe, encoder, num_fine, fit, seen, folder, on_progress)
+    paths = [CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH]
+    if isinstance(latent, AutoencoderKl):
+        save_tensors(folder / AUTOENCODER_PATH, latent.tensors())
+        paths.append(AUTOENCODER_PATH)
+    if recipe.base and recipe.expert.base:
+        save_tensors(folder / recipe.expert.base, _open_base(recipe, recipe.base, seen))
+        paths.append(recipe.expert.base)
     created = now_utc()
     plan = Plan(
         plan_id=f"{federation.settings().name}-{secrets.token_hex(4)}",
@@ -104,9 +119,9 @@ def draft_plan(
         expires_at=created + timedelta(days=recipe.valid_days),
         silos=silos,
         receipt_key=str(next_receipts_key(federation)),
-        files=tuple(File.of(path, folder / path) for path in (CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH)),
+        files=tuple(File.of(path, folder / path) for path in sorted(paths)),
         data=recipe.data,
-        latent=IdentityLatent(),
+        latent=latent_spec,
         encoder=spec,
         clustering=Clustering(
             path=CENTROIDS_PATH,
@@ -116,9 +131,9 @@ def draft_plan(
         ),
         sketch=SketchSpec(path=SKETCH_PATH, rank=recipe.sketch.rank),
         partition=recipe.partition,
-        objective=Objective(),
+        objective=recipe.objective,
         t_distribution=recipe.t_distribution,
-        condition=NoCondition(),
+        condition=recipe.condition,
         expert=recipe.expert,
         releases=recipe.releases,
         router=recipe.router,
@@ -126,7 +141,7 @@ def draft_plan(
         limits=recipe.limits,
     )
     check_total(plan)
-    expert = build_expert(plan.expert.architecture, plan.data.shape)
+    expert = empty_expert(plan.expert.architecture, plan.expert_shape, plan.condition)
     num_experts = most_experts(plan)
     return Draft(
         plan=plan,
@@ -137,7 +152,8 @@ def draft_plan(
         epsilon=plan_epsilon(plan),
         expert_bytes=4 * num_parameters(expert),
         num_experts=num_experts,
-        train_s=num_experts * _measure_training(plan, fit),
+        train_s=num_experts * _measure_training(plan, seen),
+        latents=latents,
     )
 
 
@@ -156,9 +172,38 @@ def _open_encoder(recipe: Recipe, fit: Tensor) -> tuple[Encoder, PcaSpec | TimmE
     return network, network.spec
 
 
+def _open_latent(
+    recipe: Recipe, fit: Tensor, holdout: Tensor, on_progress: Progress | None
+) -> tuple[Latent, IdentityLatent | AutoencoderKlLatent, tuple[Tensor, Tensor] | None]:
+    """Open the autoencoder, measure how wide its latents are on the images that the plan is fitted on, encode all."""
+    asked = recipe.latent
+    if not isinstance(asked, AutoencoderKlRecipe):
+        return Identity(), asked, None
+    weights = require_file(Path(asked.weights), "the weights of the autoencoder")
+    opened = open_weights(weights, asked, recipe.data.shape)
+    raw_fit, raw_holdout = opened.encode(fit, on_progress), opened.encode(holdout, on_progress)
+    scale = spread(raw_fit)
+    sizes = {name: getattr(asked, name) for name in AutoencoderSize.model_fields}
+    return opened, AutoencoderKlLatent(**sizes, scale=scale), (raw_fit / scale, raw_holdout / scale)
+
+
+def _open_base(recipe: Recipe, weights: str, seen: Tensor) -> dict[str, Tensor]:
+    """Load the public expert that training starts from; it must be what the recipe asks to be trained."""
+    path = require_file(Path(weights), "the public expert that training starts from")
+    specs = expected_tensors(recipe.expert.architecture, tuple(seen.shape[1:]), recipe.condition)
+    return load_tensors(path, specs, max_bytes=path.stat().st_size, max_abs=MAX_WEIGHT)
+
+
 def _fit_public_parts(
-    recipe: Recipe, encoder: Encoder, num_fine: int, fit: Tensor, folder: Path, on_progress: Progress | None
+    recipe: Recipe,
+    encoder: Encoder,
+    num_fine: int,
+    fit: Tensor,
+    seen: Tensor,
+    folder: Path,
+    on_progress: Progress | None,
 ) -> Sketch:
+    """Fit clusters on features of images, and the sketch on what experts see of them; write all three."""
     releases, clustering = recipe.releases, recipe.clustering
     num_groups = releases.counts.num_groups
     features = encoder.encode(fit, on_progress)
@@ -167,30 +212,31 @@ def _fit_public_parts(
     )
     group_N = clusters.group_F[clusters.assign(features)]
     released = max((part.rank for part in (releases.sketch, releases.moments) if part), default=recipe.sketch.rank)
-    sketch = Sketch.fit(fit, group_N, recipe.sketch.rank, num_groups, released_rank=released)
+    sketch = Sketch.fit(seen, group_N, recipe.sketch.rank, num_groups, released_rank=released)
     for path, part in ((ENCODER_PATH, encoder), (CENTROIDS_PATH, clusters), (SKETCH_PATH, sketch)):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         save_tensors(folder / path, part.tensors())
     return sketch
 
 
-def _measure_training(plan: Plan, images: Tensor) -> float:
+def _measure_training(plan: Plan, seen: Tensor) -> float:
     """Time a few real training steps here, one thread, and scale; what a silo's machine needs may differ."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         settings = plan.expert.training.model_copy(update={"num_steps": TIMED_STEPS, "checkpoint_steps": TIMED_STEPS})
-        expert = build_expert(plan.expert.architecture, plan.data.shape)
+        expert = build_expert(plan.expert.architecture, plan.expert_shape, condition=plan.condition)
         with tempfile.TemporaryDirectory() as scratch:
             trained = train(
                 expert,
-                images,
+                seen,
                 settings,
-                LinearPath(),
+                path_named(plan.objective.path),
                 plan.t_distribution,
                 checkpoint_dir=Path(scratch),
                 on_progress=lambda progress: None,
                 should_stop=lambda: False,
+                engine=Engine(device="cpu"),
             )
     finally:
         torch.set_num_threads(threads)
@@ -236,5 +282,8 @@ def _lay_out(draft: Draft, home: Path) -> None:
         link_or_copy(draft.folder / file.path, targets / file.path)
     write_atomic(targets / "plan.json", draft.plan.encode())
     public = io.BytesIO()
-    np.savez_compressed(public, fitted=draft.fitted.numpy(), holdout=draft.holdout.numpy())
+    arrays = {"fitted": draft.fitted, "holdout": draft.holdout}
+    if draft.latents:
+        arrays |= {"fitted_latents": draft.latents[0], "holdout_latents": draft.latents[1]}
+    np.savez_compressed(public, **{name: array.numpy() for name, array in arrays.items()})  # type: ignore[arg-type]
     write_atomic(home / PUBLIC_NAME, public.getvalue())

@@ -5,12 +5,16 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ddm.protocol.base import PositiveInt
+from ddm.protocol.latent import AutoencoderSize, IdentityLatent
 from ddm.protocol.plan import (
     Audit,
+    Condition,
     DataSpec,
     Expert,
     Limits,
     LogitNormalT,
+    NoCondition,
+    Objective,
     Partition,
     Releases,
     Router,
@@ -46,6 +50,13 @@ class TimmRecipe(Settings):
         return self
 
 
+class AutoencoderKlRecipe(AutoencoderSize):
+    """A public autoencoder, with weights from a file on this machine (from where the command is run)."""
+
+    kind: Literal["autoencoder_kl"] = "autoencoder_kl"
+    weights: str
+
+
 class ClusteringRecipe(Settings):
     """How many fine centroids and coarse clusters; by default 1,024 fine ones where the public images allow it."""
 
@@ -77,13 +88,23 @@ class Recipe(Settings):
     valid_days: Annotated[int, Field(gt=0, le=90)] = 90  # the timestamp that silos are sent holds no longer
     public: PublicRecipe = PublicRecipe()
     data: DataSpec
+    latent: Annotated[IdentityLatent | AutoencoderKlRecipe, Field(discriminator="kind")] = IdentityLatent()
     encoder: Annotated[PcaRecipe | TimmRecipe, Field(discriminator="kind")]
     clustering: ClusteringRecipe
     sketch: SketchRecipe
     partition: Partition
     t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")] = UniformT()
+    condition: Condition = NoCondition()
+    objective: Objective = Objective()
     expert: Expert
+    base: str | None = None  # the public expert that training starts from: a file on this machine
     releases: Releases
     router: Router
     audit: Audit
     limits: Limits
+
+    @model_validator(mode="after")
+    def _base_is_there(self) -> "Recipe":
+        if (self.base is None) != (self.expert.base is None):
+            raise ValueError("base is needed where the expert is adapted from one, and only there")
+        return self

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aggregator.config import Federation
 from aggregator.intake.examination import public_images, refuse_outliers
 from aggregator.intake.inventory import Inventory
 from aggregator.router_report import Band, CalibrationBand, Family, Interval, RouterReport
+from ddm.artifact import on_path
 from ddm.errors import MissingFileError
 from ddm.files import write_atomic
 from ddm.models import load_expert
@@ -30,7 +31,7 @@ from ddm.routers.moments import MomentsRouter, moments_noise_std
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.residual import PublicSketches
 from ddm.routers.samples import SamplesRouter, draw_from_experts, fit_samples
-from ddm.schedule import LinearPath
+from ddm.schedule import Velocity, path_named
 from ddm.tensors import save_tensors
 
 # Shape legend: K silos, E experts, G public groups.
@@ -77,15 +78,18 @@ def train_router(
     """
     refuse_outliers(federation, inventory)
     plan, layout = inventory.plan, inventory.layout()
+    path = path_named(plan.objective.path)
     noisy_KG = torch.stack(list(inventory.counts().values()))
     num_units, epsilon = list(inventory.num_units.values()), plan.releases.counts.epsilon
     share_K = capped_shares(num_units, federation.settings().max_influence)
-    by_silo = CountsRouter.from_counts(inventory.files.sketch, noisy_KG, num_units, epsilon, LinearPath())
+    by_silo = CountsRouter.from_counts(
+        inventory.files.sketch, noisy_KG, num_units, epsilon, path_named(plan.objective.path)
+    )
     public = PublicData(
         *_public_images(federation, inventory, "holdout"),
         evidence=Evidence(noisy_KG, num_units, epsilon, layout, share_K),
         prior_E=_expert_priors(by_silo, share_K, layout),
-        path=LinearPath(),
+        path=path,
         seed=seed,
     )
     chosen = counts = _Fitted.of("counts", by_silo.split(layout), public)
@@ -139,7 +143,7 @@ def _fit(
     on_progress: Progress | None,
 ) -> tuple[AnyRouter, HeldOut | None]:
     """Fit the plan's family; return it with the released sketches that it was not trained on."""
-    plan, path, layout = inventory.plan, LinearPath(), inventory.layout()
+    plan, path, layout = inventory.plan, path_named(inventory.plan.objective.path), inventory.layout()
     num_units, sketches, settings = list(inventory.num_units.values()), inventory.sketches(), plan.router
     t_release = inventory.t_release()
     if isinstance(settings, LearnedSettings) and t_release is not None:
@@ -151,7 +155,7 @@ def _fit(
         router: AnyRouter = learned.split(layout)
     elif isinstance(settings, SamplesSettings):
         num = settings.images_per_expert
-        drawn_EN = draw_from_experts(_experts(inventory), plan.data.shape, num, seed, path, on_progress)
+        drawn_EN = draw_from_experts(_experts(inventory), plan.expert_shape, num, seed, path, on_progress)
         router = fit_samples(drawn_EN, settings, path, seed, on_progress)
     else:
         released = inventory.moments().values()
@@ -220,12 +224,17 @@ def _expert_priors(counts: CountsRouter, weight_K: Sequence[float], layout: Layo
     return tuple(share / sum(found) for share in found)
 
 
-def _experts(inventory: Inventory) -> list[nn.Module]:
+def _experts(inventory: Inventory) -> list[Velocity]:
     """Load every accepted expert, in the manifest's order."""
-    architecture, shape = inventory.plan.expert.architecture, inventory.plan.data.shape
+    plan = inventory.plan
+    architecture, shape, path = plan.expert.architecture, plan.expert_shape, path_named(plan.objective.path)
     return [
-        load_expert(architecture, shape, silo.folder, expert.file)
-        for silo in inventory.silos.values()
+        on_path(
+            load_expert(architecture, shape, silo.folder, expert.file, plan.condition),
+            plan.objective.of(silo_id),
+            path,
+        )
+        for silo_id, silo in inventory.silos.items()
         for expert in silo.submission.experts
     ]
 
@@ -248,7 +257,7 @@ def _digests(inventory: Inventory) -> dict[str, str]:
 def _public_images(
     federation: Federation, inventory: Inventory, part: Literal["fitted", "holdout"]
 ) -> tuple[Tensor, Tensor]:
-    """Return the public images that the plan was fitted on, or those held out, and their groups."""
-    images = public_images(federation, inventory.plan.plan_id, part)
-    files = inventory.files
-    return images, files.clusters.groups(files.encoder.encode(images))
+    """Return what experts see of the public images that the plan was fitted on, or held out, and their groups."""
+    plan_id, files = inventory.plan.plan_id, inventory.files
+    images = public_images(federation, plan_id, part, seen=False)
+    return public_images(federation, plan_id, part), files.clusters.groups(files.encoder.encode(images))

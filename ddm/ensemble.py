@@ -8,52 +8,53 @@ velocity of all the data together is a weighted mean of theirs, exactly:
 w_k is the probability that a sample x noised to time t came from silo k; a router models it. A sample may follow this
 mean (K evaluations a step), or one expert drawn with these probabilities (one evaluation); both have the law of the
 pooled data. Following the most probable expert does not: near t = 1 that is always the largest silo.
+
+Given a condition c, every letter is given c as well, and with guidance g a sample follows
+
+    (1 + g) sum_k w_k(x, t | c) u_k(x, t | c) - g sum_k w_k(x, t) u_k(x, t)
+
+How velocities are mixed stands in `ddm.mixture`, what a condition changes in `ddm.guidance`, what a sample follows in
+`ddm.strategies`, how it travels in `ddm.trajectories`; the solvers are in `ddm.sampling`.
 """
 
-# Shape legend: K experts, B batch, N samples, S steps, ... all data dimensions.
+# Shape legend: K experts, B batch, N samples, ... all data dimensions.
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import count, pairwise
+from dataclasses import dataclass, field, replace
+from math import inf, prod
 from pathlib import Path as FilePath
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ddm.errors import MathError, ShapeError
-from ddm.routers.base import Router, log_prior, posterior
-from ddm.sampling import SolverName, Step, filled, solver_named, uniform_times
-from ddm.schedule import LinearPath, Path, Velocity, expand_time
-from ddm.strategies import Follow, Full, Lock, Sample, Strategy, TopOne, draw_expert, strategy_named
-from ddm.streams import stream
+from ddm.guidance import Asked, Given, GivenClass, conditional_log_prior, told
+from ddm.latents import Identity, Latent
+from ddm.mixture import Branch, Experts, Mixture, mix_velocity
+from ddm.protocol.plan import Condition, NoCondition
+from ddm.routers.base import Router, log_prior
+from ddm.sampling import SolverName, solver_named, uniform_times
+from ddm.schedule import LinearPath, Path, expand_time
+from ddm.strategies import Full, Lock, Nucleus, Sample, Strategy, Threshold, TopK, TopOne, strategy_named
+from ddm.trajectories import Journey, randomness
 
-__all__ = ["Ensemble", "Full", "Lock", "Sample", "Samples", "Strategy", "TopOne", "mix_velocity", "strategy_named"]
+__all__ = [
+    "Ensemble",
+    "Full",
+    "Given",
+    "Lock",
+    "Nucleus",
+    "Sample",
+    "Samples",
+    "Strategy",
+    "Threshold",
+    "TopK",
+    "TopOne",
+    "mix_velocity",
+    "strategy_named",
+]
 
-
-def mix_velocity(u_KB: Tensor, w_BK: Tensor) -> Tensor:
-    """Mix expert velocities into the velocity of the pooled data.
-
-    ``u(x, t) = sum_k w_k(x, t) u_k(x, t)``
-
-    Args:
-        u_KB: every expert's velocity at the same (x_t, t), shape (K, B, ...), data units per unit t.
-        w_BK: router posterior; entries in [0, 1], rows sum to 1.
-
-    Returns:
-        Shape (B, ...), dtype and device of ``u_KB``.
-
-    Raises:
-        ShapeError: the two disagree on K or B.
-
-    Source:
-        McAllister et al. 2025, marginal flow over a partition.
-    """
-    if u_KB.dim() < 2 or w_BK.dim() != 2 or w_BK.T.shape != u_KB.shape[:2]:
-        got = f"velocities {tuple(u_KB.shape)} and weights {tuple(w_BK.shape)}"
-        raise ShapeError("mixture", expected="velocities (K, B, ...) and weights (B, K)", got=got)
-    return torch.einsum("kb...,bk->b...", u_KB, w_BK.to(u_KB))
+_TRAVELLING_BYTES = 1 << 26  # samples that are under way at the same time
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,16 @@ class Samples:
     """What an ensemble drew.
 
     Args:
-        images: float32, shape (N, C, H, W), on the CPU, in the data's range but not clipped to it.
-        expert_N: the last expert that each sample followed; under `Full`, one drawn from the last posterior.
+        images: float32, shape (N, C, H, W) or (N, C, D, H, W), on the CPU, in the data's range but not clipped to it.
+        expert_N: the last expert that each sample followed; of a mixture, one drawn from its last weights.
         num_experts: K.
+        seen: what the experts drew: the images themselves, or their latents.
     """
 
     images: Tensor
     expert_N: Tensor
     num_experts: int
+    seen: Tensor
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -82,20 +85,24 @@ class Ensemble:
     """Experts and a router that together are one generative model.
 
     Args:
-        experts: velocities on `path`, called as ``expert(x_B, t_B)``; see `ddm.schedule.as_velocity` for others.
+        experts: velocities on `path`, called as ``expert(x_B, t_B)``, or ``expert(x_B, t_B, c_B)`` where a condition is
+            asked for; see `ddm.schedule.as_velocity` for others.
         router: who could have made x_t; None leaves lock with t_lock = 1.
         prior: the weight of every expert, in any unit; 0 withdraws it.
-        shape: one sample, usually (C, H, W).
+        shape: what experts see of one sample, usually (C, H, W).
         path: the canonical path.
         expert_ids: the experts' names, in order.
         device: where the experts live.
-        chunk_size: samples simulated together, always this many; part of what a seed means.
+        chunk_size: most samples that an expert is given at once; more need more memory.
+        condition: what the experts can be told.
+        given_class: who holds a class and who could have made x_t given it; None where nobody knows.
+        latent: what turns the experts' samples into images.
 
     Raises:
         ShapeError: prior, names or router disagree with the number of experts.
     """
 
-    experts: Sequence[Velocity]
+    experts: Experts
     router: Router | None
     prior: Sequence[float]
     shape: Sequence[int]
@@ -103,6 +110,9 @@ class Ensemble:
     expert_ids: Sequence[str] = ()
     device: torch.device | str = "cpu"
     chunk_size: int = 64
+    condition: Condition = field(default_factory=NoCondition)
+    given_class: GivenClass | None = None
+    latent: Latent = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
         log_prior(self.prior, len(self.experts))
@@ -122,7 +132,7 @@ class Ensemble:
             folder: the release.
             root: the root of trust, obtained out of band: its file, or its bytes.
             state: where versions seen before are kept, so that a rollback shows.
-            options: passed on.
+            options: passed on; `memory_bytes` bounds what experts may take of memory, which loads them when needed.
 
         Raises:
             TrustError: anything about the release does not verify.
@@ -132,44 +142,67 @@ class Ensemble:
         pinned = FilePath(root) if isinstance(root, str) else root
         return open_ensemble(FilePath(folder), root=pinned, state=state, **options)
 
-    def velocity(self, x_B: Tensor, t_B: Tensor, prior: Sequence[float] | None = None) -> Tensor:
+    def velocity(
+        self,
+        x_B: Tensor,
+        t_B: Tensor,
+        prior: Sequence[float] | None = None,
+        *,
+        condition: Asked | None = None,
+        condition_prior: Sequence[float] | None = None,
+        guidance: float = 0.0,
+    ) -> Tensor:
         """The velocity of the pooled data at (x, t): the exact mixture, all experts evaluated.
 
         Args:
             x_B: samples on the canonical path, shape (B, ...).
             t_B: times in [0, 1], shape (B,).
-            prior: weights other than the ensemble's own.
+            prior: see `sample`, as are the others.
+            condition: a class or a text.
+            condition_prior: who holds it.
+            guidance: g.
 
         Returns:
             Shape (B, ...).
         """
         expand_time(t_B, x_B)
-        log_prior_K = log_prior(self.prior if prior is None else prior, len(self.experts))
-        return self._mean(x_B, t_B, log_prior_K=log_prior_K)
+        mixture = self._mixture(prior, condition, condition_prior, guidance)
+        return mixture.velocity(x_B, t_B, mixture.weights(x_B, t_B))
 
     def sample(
         self,
         num: int,
         *,
         strategy: str | Strategy = "lock",
-        tau: float = 1.0,
+        tau: float | None = None,
         steps: int = 50,
         solver: SolverName = "heun",
         seed: int = 0,
         prior: Sequence[float] | None = None,
+        condition: Asked | None = None,
+        condition_prior: Sequence[float] | None = None,
+        guidance: float = 0.0,
+        router_every: int = 1,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Samples:
-        """Draw samples; the same seed gives the same bytes, and sample i is the same for every `num`.
+        """Draw samples: the same call gives the same bytes.
+
+        Sample i has its own noise and its own draws, whatever `num` and `chunk_size`. Only the last digits of floating
+        point depend on which samples an expert is given together.
 
         Args:
             num: how many, N.
-            strategy: a `Strategy`, or its name: full, sample, lock, top-1.
-            tau: with the name lock, from which time on a sample keeps its expert.
+            strategy: a `Strategy`, or its name: full, sample, lock, top-1, top-k, nucleus, threshold.
+            tau: with the name lock, from which time on a sample keeps its expert; 1 when omitted.
             steps: solver steps, evenly spaced in t.
-            solver: `heun` (two evaluations a step) or `euler`.
+            solver: see `ddm.sampling`.
             seed: any integer >= 0.
             prior: weights other than the ensemble's own: equal silos, or 0 to withdraw one.
-            on_progress: told (solver steps done, solver steps in all).
+            condition: a class, or a text (L, D), that all samples shall have.
+            condition_prior: every expert's share of the data with that condition, where the release does not say.
+            guidance: g; exact with the strategy full alone, see docs/explanation/strategies.md.
+            router_every: ask the router at every n-th step, and let its last answer hold until then.
+            on_progress: told (steps taken by all samples, steps in all).
 
         Raises:
             MathError: an argument out of range, or a strategy that needs a router where there is none.
@@ -177,80 +210,61 @@ class Ensemble:
         if num < 1 or seed < 0:
             raise MathError("sample", expected="num >= 1 and seed >= 0", got=f"{num} and {seed}")
         chosen = strategy_named(strategy, tau=tau) if isinstance(strategy, str) else strategy
-        log_prior_K = log_prior(self.prior if prior is None else prior, len(self.experts))
-        if chosen.needs_router and self.router is None and int(log_prior_K.isfinite().sum()) > 1:
+        mixture, done = self._mixture(prior, condition, condition_prior, guidance), 0
+        if chosen.needs_router and self.router is None and mixture.num_active > 1:
             remedy = "Use the strategy lock with t_lock = 1, or an ensemble that has a router."
             raise MathError(f"strategy {type(chosen).__name__}", expected="a router", got="none", remedy=remedy)
-        recipe = _Recipe(chosen, uniform_times(steps), solver_named(solver), log_prior_K, seed)
-        num_chunks = -(-num // self.chunk_size)
-        done = count(1)
 
-        def tick() -> None:
+        def tick(samples: int) -> None:
+            nonlocal done
+            done += samples
             if on_progress:
-                on_progress(next(done), num_chunks * steps)
+                on_progress(done, num * steps)
 
+        journey = Journey(mixture, chosen, uniform_times(steps), solver_named(solver, self.path), router_every, tick)
+        under_way = max(self.chunk_size, _TRAVELLING_BYTES // (4 * prod(self.shape)))
         with torch.inference_mode():
-            chunks = [self._chunk(recipe, chunk * self.chunk_size, tick) for chunk in range(num_chunks)]
-        images, expert_N = (torch.cat(parts)[:num].cpu() for parts in zip(*chunks, strict=True))
-        return Samples(images, expert_N, len(self.experts))
+            parts = [
+                self._carried(journey, range(first, min(first + under_way, num)), seed)
+                for first in range(0, num, under_way)
+            ]
+        seen, expert_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        return Samples(self.latent.decode(seen), expert_N, len(self.experts), seen)
 
-    def _chunk(self, recipe: "_Recipe", first: int, tick: Callable[[], None]) -> tuple[Tensor, Tensor]:
-        """Simulate one whole chunk, so that batches never depend on how many samples were asked for."""
-        times = recipe.times
-        x_B, uniform_BS = self._randomness(range(first, first + self.chunk_size), recipe.seed, len(times) - 1)
-        k_B = torch.zeros(self.chunk_size, dtype=torch.int64, device=x_B.device)
-        mean = partial(self._mean, log_prior_K=recipe.log_prior_K)
-        for n, (t, t_next) in enumerate(pairwise(times)):
-            follow = recipe.strategy.follow(t, times[n - 1] if n else float("inf"))
-            if follow is Follow.ARGMAX:
-                k_B = self._weights(x_B, filled(x_B, t), recipe.log_prior_K).argmax(dim=-1)
-            elif follow is Follow.DRAW or (follow is Follow.MEAN and n == len(times) - 2):
-                k_B = draw_expert(self._weights(x_B, filled(x_B, t), recipe.log_prior_K), uniform_BS[:, n])
-            x_B = recipe.step(mean if follow is Follow.MEAN else self._following(k_B), x_B, t, t_next)
-            tick()
-        return x_B, k_B
+    def _carried(self, journey: Journey, samples: range, seed: int) -> tuple[Tensor, Tensor]:
+        noise, uniform_BS = randomness(samples, self.shape, seed, len(journey.times) - 1)
+        x_1 = noise.to(self.device) * self.path.sigma(torch.ones(()))
+        images, expert_B = journey.carry(x_1, uniform_BS.to(self.device))
+        return images.cpu(), expert_B.cpu()
 
-    def _randomness(self, samples: range, seed: int, steps: int) -> tuple[Tensor, Tensor]:
-        """Everything random about some samples: x_1, and one uniform number a step, each sample from its own stream."""
-        streams = [stream("sample", seed, i) for i in samples]
-        noise = np.stack([own.standard_normal(tuple(self.shape), dtype=np.float32) for own in streams])
-        uniform = np.stack([own.random(steps) for own in streams])
-        x_1 = torch.from_numpy(noise).to(self.device) * self.path.sigma(torch.ones(()))
-        return x_1, torch.from_numpy(uniform).to(self.device)
+    def _mixture(
+        self,
+        prior: Sequence[float] | None,
+        condition: Asked | None,
+        condition_prior: Sequence[float] | None,
+        guidance: float,
+    ) -> Mixture:
+        """The experts under no condition, or under the one asked for and, with guidance, under none beside it."""
+        alone = Branch(1.0, log_prior(self.prior if prior is None else prior, len(self.experts)), self.router)
+        if condition is None:
+            if guidance or condition_prior is not None:
+                raise MathError("guidance", expected="a condition with it", got="none")
+            return Mixture(self.experts, (alone,), self.chunk_size)
+        if not 0 <= guidance < inf:
+            raise MathError("guidance", expected="a finite number of at least 0", got=str(guidance))
+        told_with, told_without = told(self.condition, condition)
+        given = self._given(condition, condition_prior)
+        log_prior_K = conditional_log_prior(given.prior, self.prior, prior)
+        with_it = Branch(1 + guidance, log_prior_K, given.router or self.router, told_with.to(self.device))
+        without = replace(alone, factor=-guidance, condition=told_without.to(self.device))
+        return Mixture(self.experts, (with_it, without) if guidance else (with_it,), self.chunk_size)
 
-    def _weights(self, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> Tensor:
-        """The posterior (B, K); at t = 1, and with one expert left, it is the prior whatever x is."""
-        if bool((t_B >= 1).all()) or int(log_prior_K.isfinite().sum()) == 1:
-            return log_prior_K.exp().to(x_B.device).expand(x_B.shape[0], -1)
-        if self.router is None:
-            raise MathError("mixture at t < 1", expected="a router", got="none")
-        return posterior(self.router, x_B, t_B, log_prior_K)
-
-    def _mean(self, x_B: Tensor, t_B: Tensor, *, log_prior_K: Tensor) -> Tensor:
-        """Every expert that has a weight, mixed; one without is never asked."""
-        active = log_prior_K.isfinite().nonzero()[:, 0].tolist()
-        u_KB = torch.stack([self.experts[k](x_B, t_B) for k in active])
-        return mix_velocity(u_KB, self._weights(x_B, t_B, log_prior_K)[:, active])
-
-    def _following(self, k_B: Tensor) -> Velocity:
-        """Each sample follows its own expert, held for the whole step; each expert is asked once."""
-        groups = [(k, (k_B == k).nonzero()[:, 0]) for k in sorted(set(k_B.tolist()))]
-
-        def followed(x_B: Tensor, t_B: Tensor) -> Tensor:
-            u_B = torch.empty_like(x_B)
-            for k, members in groups:
-                u_B[members] = self.experts[k](x_B[members], t_B[members])
-            return u_B
-
-        return followed
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """How one call of `Ensemble.sample` draws, checked."""
-
-    strategy: Strategy
-    times: Sequence[float]
-    step: Step
-    log_prior_K: Tensor
-    seed: int
+    def _given(self, condition: Asked, declared: Sequence[float] | None) -> Given:
+        """Who holds the condition: as the caller declares, else as the release says."""
+        known = self.given_class(condition) if self.given_class and isinstance(condition, int) else None
+        if declared is not None:
+            return Given(declared, known.router if known else None)
+        if known is None:
+            remedy = "Declare condition_prior; the ensemble's own prior says that all experts hold it alike."
+            raise MathError("condition", expected="to be known who holds it", got="no histogram of it", remedy=remedy)
+        return known

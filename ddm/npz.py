@@ -16,12 +16,12 @@ def read_images(path: Path, spec: DataSpec) -> Tensor:
     """Read the array `images` of an npz.
 
     Args:
-        path: the file; the array is (N, C, H, W) or (N, H, W), floating point in the plan's range, or
-            uint8 or uint16, whose whole range is then spread over the plan's.
+        path: the file; the array is (N, C, H, W) or (N, H, W), or (N, C, D, H, W) of volumes, floating point in the
+            plan's range, or uint8 or uint16, whose whole range is then spread over the plan's.
         spec: the plan's shape and range.
 
     Returns:
-        Shape (N, C, H, W), float32, in the plan's range.
+        Shape (N, C, H, W) or (N, C, D, H, W), float32, in the plan's range.
 
     Raises:
         MissingFileError: nothing at `path`.
@@ -61,7 +61,7 @@ def _fit(array: np.ndarray, spec: DataSpec) -> np.ndarray:
     low, high = spec.range
     if array.ndim == 3:
         array = array[:, None]
-    if array.ndim != 4 or tuple(array.shape[1:]) != spec.shape:
+    if tuple(array.shape[1:]) != spec.shape:
         raise DataError("image shape", expected=str(spec.shape), got=str(tuple(array.shape[1:])))
     if not len(array):
         raise DataError("images", expected="at least one", got="none")

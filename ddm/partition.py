@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddm.clustering import Clusters
-from ddm.protocol.plan import Partition, Plan, RandomPartition, SiloClusterPartition
+from ddm.protocol.plan import Partition, RandomPartition, SiloClusterPartition
 
 # Shape legend: N images, F fine centroids, G public groups, C coarse clusters, K silos, E experts, D feature values.
 
@@ -48,14 +48,6 @@ def silo_parts(partition: Partition, silo_id: str, clusters: Clusters, noisy_G: 
     owner_G = _owners(clusters, noisy_G, partition.min_images)
     kept = sorted(set(owner_G.tolist()))
     return tuple(Part(f"{silo_id}-{c}", c, tuple(torch.nonzero(owner_G == c)[:, 0].tolist())) for c in kept)
-
-
-def most_experts(plan: Plan) -> int:
-    """Return the most experts that one silo may have."""
-    partition = plan.partition
-    if isinstance(partition, SiloClusterPartition):
-        return plan.clustering.num_coarse
-    return partition.num_parts if isinstance(partition, RandomPartition) else 1
 
 
 def part_of_images(partition: Partition, parts: Sequence[Part], group_N: Tensor, seed: int) -> Tensor:

@@ -24,11 +24,15 @@ PALETTE = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114
 
 
 def to_pixels(images: "Tensor") -> np.ndarray:
-    """Turn images in [-1, 1], shape (N, C, H, W) with C 1 or 3, into uint8 (N, H, W, 3).
+    """Turn images in [-1, 1], shape (N, C, H, W) with C 1 or 3, into uint8 (N, H, W, 3); of a volume, its middle slice.
 
     Raises:
         SetupError: another number of channels.
     """
+    if images.dim() == 5:  # (N, C, D, H, W)
+        images = images[:, :, images.shape[2] // 2]
+    if images.ndim == 5:
+        images = images[:, :, images.shape[2] // 2]
     array = ((images.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
     if array.shape[-1] not in (1, 3):
         raise SetupError("pictures", expected="1 or 3 channels", got=f"{array.shape[-1]}", remedy="Write .npz instead.")

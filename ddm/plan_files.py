@@ -1,16 +1,17 @@
 """A plan's public tensors, loaded strictly: exactly the names, dtypes and shapes that the plan implies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
 from ddm.clustering import Clusters, cluster_specs
 from ddm.encoders import Encoder, PcaEncoder, pca_specs
+from ddm.latents import Identity, Latent, open_latent
 from ddm.privacy import gaussian_mu, t_release
+from ddm.protocol.plan import AutoencoderKlLatent, Plan
 from ddm.protocol.plan import PcaEncoder as PcaSpec
-from ddm.protocol.plan import Plan
-from ddm.schedule import LinearPath
+from ddm.schedule import path_named
 from ddm.sketch import Sketch, sketch_specs
 from ddm.tensors import TensorSpec, load_tensors
 
@@ -26,12 +27,14 @@ class PlanFiles:
     Attributes:
         encoder: public features of an image.
         clusters: fine centroids, their coarse clusters and their groups.
-        sketch: the public projection and its group statistics.
+        sketch: the public projection of what experts see, and its group statistics.
+        latent: what experts see of a sample.
     """
 
     encoder: Encoder
     clusters: Clusters
     sketch: Sketch
+    latent: Latent = field(default_factory=Identity)
 
     @classmethod
     def load(cls, plan: Plan, folder: Path) -> "PlanFiles":
@@ -60,10 +63,17 @@ class PlanFiles:
             )
         cluster_shapes = cluster_specs(plan.clustering.num_fine, dim)
         clusters = Clusters.from_tensors(load(plan.clustering.path, cluster_shapes))
-        sketch = Sketch.from_tensors(load(plan.sketch.path, sketch_specs(plan.data, plan.sketch.rank, num_groups)))
+        seen = plan.data.model_copy(update={"shape": plan.expert_shape})
+        sketch = Sketch.from_tensors(load(plan.sketch.path, sketch_specs(seen, plan.sketch.rank, num_groups)))
         sketch.check()
         clusters.check(plan.clustering.num_coarse, num_groups)
-        return cls(encoder=encoder, clusters=clusters, sketch=sketch)
+        return cls(encoder=encoder, clusters=clusters, sketch=sketch, latent=cls.load_latent(plan, folder))
+
+    @staticmethod
+    def load_latent(plan: Plan, folder: Path) -> Latent:
+        """Open the plan's latent alone; see `ddm.latents.open_latent`."""
+        listed = plan.file(plan.latent.path) if isinstance(plan.latent, AutoencoderKlLatent) else None
+        return open_latent(plan.latent, plan.data.shape, listed, folder)
 
 
 def release_noise_level(plan: Plan, sketch: Sketch) -> float | None:
@@ -71,4 +81,4 @@ def release_noise_level(plan: Plan, sketch: Sketch) -> float | None:
     asked = plan.releases.sketch
     if asked is None:
         return None
-    return t_release(gaussian_mu(asked.epsilon, asked.delta), sketch.scale, LinearPath(), asked.rank)
+    return t_release(gaussian_mu(asked.epsilon, asked.delta), sketch.scale, path_named(plan.objective.path), asked.rank)

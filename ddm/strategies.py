@@ -1,10 +1,13 @@
-"""Which expert a sample follows at every solver step: the strategies, and which of them keep the silos' shares."""
+"""Which experts a sample follows at every solver step: the strategies, and which of them keep the silos' shares."""
 
 # Shape legend: K experts, B batch.
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from ddm.errors import MathError
@@ -17,8 +20,8 @@ class Follow(Enum):
 
     MEAN = auto()  # the mixture of all experts
     DRAW = auto()  # one expert, drawn from the posterior at the step's start
-    KEEP = auto()  # the expert of the step before
-    ARGMAX = auto()  # the most probable expert
+    KEEP = auto()  # what it followed during the step before
+    SELECT = auto()  # the mixture of the experts that the posterior at the step's start selects
 
 
 @dataclass(frozen=True)
@@ -73,36 +76,168 @@ class Lock:
 
 
 @dataclass(frozen=True)
-class TopOne:
-    """Follow the most probable expert at every step: biased towards large silos, here as the control."""
+class TopK:
+    """Follow the mixture of the k most probable experts, weights renormalised: biased towards large silos."""
 
+    k: int = 2
     needs_router = True
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise MathError("top-k", expected="at least 1 expert", got=str(self.k))
 
     def follow(self, t: float, t_before: float) -> Follow:
         """See `Full.follow`."""
-        return Follow.ARGMAX
+        return Follow.SELECT
+
+    def select(self, w_BK: Tensor) -> Tensor:
+        """Say which experts are mixed, at least one a sample: bool (B, K)."""
+        chosen_BK = torch.zeros_like(w_BK, dtype=torch.bool)
+        chosen_BK.scatter_(1, _descending(w_BK)[:, : self.k], True)
+        return chosen_BK & (w_BK > 0)
 
 
-Strategy = Full | Sample | Lock | TopOne
+@dataclass(frozen=True)
+class TopOne(TopK):
+    """Follow the most probable expert, at every step: the most biased of all, here as the control."""
+
+    k: int = 1
 
 
-def strategy_named(name: str, *, tau: float = 1.0, prefix: Prefix = "sample") -> Strategy:
+@dataclass(frozen=True)
+class Nucleus:
+    """Follow the mixture of the fewest experts that together have the probability `mass`: biased as `TopK` is."""
+
+    mass: float = 0.9
+    needs_router = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mass <= 1:
+            raise MathError("nucleus", expected="a probability above 0, at most 1", got=str(self.mass))
+
+    def follow(self, t: float, t_before: float) -> Follow:
+        """See `Full.follow`."""
+        return Follow.SELECT
+
+    def select(self, w_BK: Tensor) -> Tensor:
+        """See `TopK.select`."""
+        order_BK = _descending(w_BK)
+        sorted_BK = w_BK.double().gather(1, order_BK)
+        needed_BK = sorted_BK.cumsum(1) - sorted_BK < self.mass  # those before it do not suffice
+        return torch.zeros_like(needed_BK).scatter(1, order_BK, needed_BK) & (w_BK > 0)
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Follow the mixture of the experts at least this probable, or of the most probable one: biased as `TopK` is."""
+
+    least: float = 0.1
+    needs_router = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= 1:
+            raise MathError("threshold", expected="a probability in [0, 1]", got=str(self.least))
+
+    def follow(self, t: float, t_before: float) -> Follow:
+        """See `Full.follow`."""
+        return Follow.SELECT
+
+    def select(self, w_BK: Tensor) -> Tensor:
+        """See `TopK.select`."""
+        return ((w_BK >= self.least) | TopK(1).select(w_BK)) & (w_BK > 0)
+
+
+Selecting = TopK | Nucleus | Threshold
+Strategy = Full | Sample | Lock | Selecting
+
+# What each strategy can be told besides its name.
+SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "full": (),
+    "sample": (),
+    "lock": ("tau", "prefix"),
+    "top-1": (),
+    "top-k": ("k",),
+    "nucleus": ("mass",),
+    "threshold": ("least",),
+}
+
+
+def strategy_named(
+    name: str,
+    *,
+    tau: float | None = None,
+    prefix: Prefix | None = None,
+    k: int | None = None,
+    mass: float | None = None,
+    least: float | None = None,
+) -> Strategy:
     """Return the strategy that the command line calls `name`; `tau` is the lock's time.
 
     Raises:
-        MathError: there is no such strategy, or `tau` is not in [0, 1].
+        MathError: there is no such strategy, a setting out of range, or one that means nothing to it.
     """
+    settings = {"tau": tau, "prefix": prefix, "k": k, "mass": mass, "least": least}
+    given: dict[str, Any] = {setting: value for setting, value in settings.items() if value is not None}
+    if name not in SETTINGS:
+        raise MathError("strategy", expected=", ".join(SETTINGS), got=repr(name))
+    for setting in given:
+        if setting not in SETTINGS[name]:
+            raise MathError(f"strategy {name}", expected=" and ".join(SETTINGS[name]) or "no setting", got=setting)
     match name:
         case "full":
             return Full()
         case "sample":
             return Sample()
         case "lock":
-            return Lock(tau, prefix)
+            return Lock(given.get("tau", 1.0), given.get("prefix", "sample"))
         case "top-1":
             return TopOne()
+        case "top-k":
+            return TopK(**given)
+        case "nucleus":
+            return Nucleus(**given)
         case _:
-            raise MathError("strategy", expected="full, sample, lock or top-1", got=repr(name))
+            return Threshold(**given)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some solver steps during which no sample changes what it follows.
+
+    Args:
+        first: the number of its first step.
+        follow: what is followed, decided where it begins; never KEEP.
+        times: where its steps begin, and where the last one ends.
+    """
+
+    first: int
+    follow: Follow
+    times: tuple[float, ...]
+
+
+def segments(strategy: Strategy, times: Sequence[float], router_every: int = 1) -> list[Segment]:
+    """Cut a trajectory where its samples may change what they follow.
+
+    Args:
+        strategy: says what each step follows.
+        times: S + 1 times, descending.
+        router_every: a router that would be asked at every step is asked at every n-th; what it said holds until then.
+
+    Raises:
+        MathError: `router_every` below 1.
+    """
+    if router_every < 1:
+        raise MathError("router_every", expected="at least 1 step", got=str(router_every))
+    found: list[Segment] = []
+    befores = [float("inf"), *times]
+    for n, (t, t_next) in enumerate(pairwise(times)):
+        wanted = strategy.follow(t, befores[n])
+        lasting = wanted is Follow.KEEP or (n % router_every > 0 and wanted is found[-1].follow)
+        if lasting:
+            found[-1] = replace(found[-1], times=(*found[-1].times, t_next))
+        else:
+            found.append(Segment(n, wanted, (t, t_next)))
+    return found
 
 
 def draw_expert(w_BK: Tensor, uniform_B: Tensor) -> Tensor:
@@ -119,3 +254,8 @@ def draw_expert(w_BK: Tensor, uniform_B: Tensor) -> Tensor:
     # Dividing makes the last positive entry, and all after it, exactly 1, which no uniform number reaches.
     cumulative_BK = cumulative_BK / cumulative_BK[:, -1:]
     return (cumulative_BK <= uniform_B.double()[:, None]).sum(dim=-1)
+
+
+def _descending(w_BK: Tensor) -> Tensor:
+    """The experts of each sample by probability; of two that are equal, the first comes first."""
+    return w_BK.argsort(dim=1, descending=True, stable=True)

@@ -31,7 +31,7 @@ class Part(StrEnum):
 def init(
     site: SiteArgument,
     silo_id: Annotated[str, typer.Option("--id", help="This silo's name: a-z, then a-z and 0-9.")],
-    data: Annotated[Path, typer.Option(help="npz of private images; it stays where it is.")],
+    data: Annotated[Path, typer.Option(help="npz of private images or folder of NIfTI volumes; stays where it is.")],
     invitation: Annotated[Path, typer.Option(help="invitation.json from the aggregator.")],
     root_fingerprint: Annotated[str, typer.Option(help="The root's sha256, received by another way.")],
     passphrase_file: PassphraseOption = None,

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ddm.engine import Engine
 from ddm.errors import MissingFileError
 from ddm.files import require_file
 from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
@@ -26,6 +27,7 @@ class SiloSettings(Settings):
     poll_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     max_bundle_bytes: Annotated[int, Field(gt=0)] = 2 * 1024**3
     max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
+    training: Engine = Engine()
 
 
 class PrivacyPolicy(Settings):
@@ -49,7 +51,7 @@ class TrainingPolicy(Settings):
     max_release_bytes: Annotated[int, Field(gt=0)] = 256 * 1024**2
     max_train_s: Annotated[int, Field(gt=0)] = 7 * 24 * 3600
     max_gpu_hours: Annotated[float, Field(ge=0)] = 1000.0
-    architectures: tuple[Literal["dit"], ...] = ("dit",)
+    architectures: tuple[Literal["dit", "mmdit", "unet"], ...] = ("dit",)
 
 
 class WaiverPolicy(Settings):

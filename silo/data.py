@@ -14,6 +14,7 @@ from ddm.errors import DataError
 from ddm.npz import read_array, read_images
 from ddm.protocol.base import Unit
 from ddm.protocol.plan import DataSpec
+from silo.volumes import are_volumes, read_volume_column, read_volumes
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
 _MAX_COLUMN_HEADER_BYTES = 4096
@@ -26,7 +27,7 @@ class Cohort:
     """The images this site trains on.
 
     Attributes:
-        images: shape (N, C, H, W), float32, in the plan's range.
+        images: shape (N, C, H, W), or (N, C, D, H, W) of volumes, float32, in the plan's range.
         digest: see `dataset_digest`.
         unit_N: the privacy unit of each image, int64: its patient, numbered by first appearance, or the image itself.
         num_units: how many units there are.
@@ -48,7 +49,8 @@ def load_cohort(
     Args:
         path: an npz with `images`, as `ddm.npz.read_images` takes them; `patients`, shape (N,), numbers or text, read
             where the patient is the unit; `labels`, shape (N,), whole numbers in [0, num_classes), read where the plan
-            asks for classes.
+            asks for classes. Or a folder of NIfTI volumes, as `silo.volumes` reads them, with these columns in its
+            table.
         spec: the plan's shape and range.
         min_images: fewest images that the plan and this site accept.
         salt: this site's, for the digest.
@@ -60,12 +62,13 @@ def load_cohort(
         DataError: not an npz of images, of another shape or range, not finite, or too few; or patients or labels that
             are not there, not one for each image, missing or out of range.
     """
-    images = read_images(path, spec)
+    read, column = (read_volumes, read_volume_column) if are_volumes(path) else (read_images, _read_column)
+    images = read(path, spec)
     num = len(images)
     if num < min_images:
         raise DataError("images", expected=f"at least {min_images}, as plan and policy ask", got=f"{num}")
-    unit_N = _numbered(_read_column(path, "patients", num)) if unit == "patient" else np.arange(num)
-    label_N = None if num_classes is None else _labels(_read_column(path, "labels", num), num_classes)
+    unit_N = _numbered(column(path, "patients", num)) if unit == "patient" else np.arange(num)
+    label_N = None if num_classes is None else _labels(column(path, "labels", num), num_classes)
     if int(unit_N.max()) < 1:
         raise DataError(f"{unit}s", expected="at least 2", got="1")
     columns = {"patients": unit_N if unit == "patient" else None, "labels": label_N}

@@ -7,20 +7,24 @@ nearest to the cluster as well, as many as plan and policy ask of an expert.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ddm.adaptation import adapt, merged
 from ddm.clustering import Clusters
-from ddm.errors import PolicyError
+from ddm.engine import Engine
+from ddm.errors import DataError, MissingFileError, PolicyError
 from ddm.files import write_atomic
-from ddm.models import build_expert
+from ddm.models import build_expert, load_expert
 from ddm.partition import Part, part_of_images, silo_parts
 from ddm.plan_files import PlanFiles
-from ddm.protocol.plan import Plan, RandomPartition, SiloClusterPartition
+from ddm.protocol.plan import ClassCondition, NoCondition, Plan, RandomPartition, SiloClusterPartition
 from ddm.protocol.submission import ExpertTraining
 from ddm.routers.counts import counts_specs
-from ddm.schedule import LinearPath
+from ddm.schedule import path_named
 from ddm.tensors import load_tensors, save_tensors
 from ddm.training import Progress, train
 from silo.config import Policy
@@ -42,6 +46,13 @@ def fewest_in_all(plan: Plan, policy: Policy) -> int:
     """Return the fewest images that this site needs: a random partition deals them to all its experts."""
     num_parts = plan.partition.num_parts if isinstance(plan.partition, RandomPartition) else 1
     return num_parts * fewest_images(plan, policy)
+
+
+def num_classes(plan: Plan) -> int | None:
+    """Return how many classes images may have, where the plan needs them: for its experts or for a release."""
+    if isinstance(plan.condition, ClassCondition):
+        return plan.condition.num_classes
+    return plan.releases.class_counts.num_classes if plan.releases.class_counts else None
 
 
 def counts_tell_experts(plan: Plan) -> bool:
@@ -69,6 +80,8 @@ def train_experts(
     *,
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
+    bundle: Path | None = None,
+    engine: Engine = Engine(),
 ) -> None:
     """Train every expert of this silo, resuming exactly where an earlier process stopped; write each and its record.
 
@@ -82,9 +95,12 @@ def train_experts(
         silo_id: this silo.
         on_progress: called with the steps taken and the steps to take, all experts together.
         should_stop: asked before every step.
+        bundle: the folder with the plan's files, for a plan whose experts start from a public one.
+        engine: how this machine trains.
 
     Raises:
         PolicyError: the experts together took longer than the plan's limit.
+        DataError: the plan's experts are told what this site's images do not have.
         KeyboardInterrupt: `should_stop` answered yes; the last checkpoint stands.
     """
     parts = find_parts(plan, files, work, silo_id)
@@ -100,7 +116,8 @@ def train_experts(
 
             fewest = fewest_images(plan, policy)
             chosen = images_of_part(part, part_N == number, fine_N, files.clusters, fewest)
-            _train_expert(plan, cohort, chosen, number, part.expert_id, work, watch, should_stop)
+            recipe = ExpertRecipe(plan, silo_id, number, bundle, engine)
+            _train_expert(recipe, cohort, chosen, part.expert_id, work, watch, should_stop)
         seconds += work.record(part.expert_id).training.seconds
 
 
@@ -127,29 +144,85 @@ def _check_time(plan: Plan, seconds: float) -> None:
         raise PolicyError("training time", expected=limit, got=f"{seconds:.0f} s")
 
 
+@dataclass(frozen=True)
+class ExpertRecipe:
+    """What one expert of a silo starts from and learns.
+
+    Attributes:
+        plan: the accepted plan.
+        silo_id: the silo.
+        number: which of the silo's experts.
+        bundle: the folder with the plan's files; None where no expert starts from one of them.
+        engine: how this machine trains.
+    """
+
+    plan: Plan
+    silo_id: str
+    number: int
+    bundle: Path | None
+    engine: Engine
+
+    @property
+    def seed(self) -> int:
+        """No two experts of a silo share it."""
+        return (self.plan.expert.training.seed + self.number) % _MAX_SEED
+
+    def start(self) -> nn.Module:
+        """Build what is trained, from random weights or from the plan's public expert.
+
+        Raises:
+            MissingFileError, DigestError, TensorFileError: the public expert is not the one that the plan lists.
+            SetupError: the adaptation names weights that the expert does not have.
+        """
+        expert, shape, condition = self.plan.expert, self.plan.expert_shape, self.plan.condition
+        if expert.base is None:
+            return build_expert(expert.architecture, shape, condition=condition, seed=self.seed)
+        if self.bundle is None:
+            raise MissingFileError(
+                expert.base, expected="the plan's public expert", got="no folder with the plan's files"
+            )
+        base = load_expert(expert.architecture, shape, self.bundle, self.plan.file(expert.base), condition)
+        return adapt(base, expert.adaptation, seed=self.seed)
+
+    def labels(self, cohort: Cohort, chosen: Tensor) -> Tensor | None:
+        """Return what the expert is told about each image; None where it is told nothing.
+
+        Raises:
+            DataError: the site's images do not have it.
+        """
+        if isinstance(self.plan.condition, NoCondition):
+            return None
+        if not isinstance(self.plan.condition, ClassCondition) or cohort.label_N is None:
+            raise DataError("images", expected=f"a {self.plan.condition.kind} for each", got="none")
+        return cohort.label_N[chosen]
+
+
 def _train_expert(
-    plan: Plan,
+    recipe: ExpertRecipe,
     cohort: Cohort,
     chosen: Tensor,
-    number: int,
     expert_id: str,
     work: Workplace,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> None:
-    settings = plan.expert.training
-    settings = settings.model_copy(update={"seed": (settings.seed + number) % _MAX_SEED})
+    plan = recipe.plan
+    objective, condition = plan.objective.of(recipe.silo_id), plan.condition
     trained = train(
-        build_expert(plan.expert.architecture, plan.data.shape, seed=settings.seed),
+        recipe.start(),
         cohort.images[chosen],
-        settings,
-        LinearPath(),
+        plan.expert.training.model_copy(update={"seed": recipe.seed}),
+        path_named(objective.path),
         plan.t_distribution,
         checkpoint_dir=work.checkpoints(expert_id),
         on_progress=on_progress,
         should_stop=should_stop,
+        prediction=objective.prediction,
+        labels=recipe.labels(cohort, chosen),
+        drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
+        engine=recipe.engine,
     )
-    save_tensors(work.expert_path(expert_id), trained.ema)
+    save_tensors(work.expert_path(expert_id), merged(trained.ema, plan.expert.adaptation))
     record = TrainingRecord(
         plan_id=plan.plan_id,
         expert_id=expert_id,

@@ -5,8 +5,8 @@ from datetime import datetime
 
 from ddm.errors import PolicyError
 from ddm.mechanisms import check_total
-from ddm.partition import most_experts
 from ddm.protocol.plan import Plan
+from ddm.sizes import most_experts
 from silo.config import Policy
 
 

@@ -101,7 +101,7 @@ def _check_noise(accepted: AcceptedPlan) -> None:
 
 def _check_size(plan: Plan) -> None:
     """Hold the architecture to the size that the plan declares, before anything of that size is allocated."""
-    needed = stored_bytes(expected_tensors(plan.expert.architecture, plan.data.shape))
+    needed = stored_bytes(expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition))
     if needed > plan.limits.expert_bytes:
         limit = f"at most the plan's own limit of {plan.limits.expert_bytes} bytes"
         raise PolicyError(f"plan {plan.plan_id}: size of an expert", expected=limit, got=f"{needed} bytes")

@@ -15,6 +15,7 @@ from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey, parse_fingerprint
 from silo.config import Policy, SiloSettings, Site
 from silo.courier import make_node_key
+from silo.volumes import are_volumes, volume_files
 
 POLICY_HEADING = "What this site lets a plan ask for; docs/reference/policy.md explains every field."
 SETTINGS_HEADING = "This silo: who it is, where its data are, how it reaches the federation."
@@ -44,8 +45,12 @@ def init_site(
     Raises:
         BusyError: the folder already is a site; nothing is overwritten.
         MissingFileError: no data at `data`.
+        DataError: a folder without volumes.
     """
-    require_file(data, "an npz of images")
+    if are_volumes(data):
+        volume_files(data)
+    else:
+        require_file(data, "an npz of images, or a folder of volumes")
     if (site.path / "silo.toml").exists():
         raise BusyError(
             str(site.path),

@@ -27,7 +27,7 @@ from ddm.tensors import TensorSpec, stored_bytes
 from silo.audit import gate, measure
 from silo.config import Policy, Site
 from silo.data import Cohort, load_cohort
-from silo.experts import fewest_in_all
+from silo.experts import fewest_in_all, num_classes
 from silo.ledger import Ledger
 from silo.reception import AcceptedPlan
 from silo.releases import Source, draw
@@ -50,14 +50,13 @@ def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
         DataError: see `silo.data.load_cohort`.
     """
     plan, data_path = accepted.plan, Path(site.settings().data)
-    classes = plan.releases.class_counts
     return load_cohort(
         data_path,
         plan.data,
         min_images=fewest_in_all(plan, policy),
         salt=site.salt(),
         unit=plan.releases.unit,
-        num_classes=classes.num_classes if classes else None,
+        num_classes=num_classes(plan),
     )
 
 

@@ -21,6 +21,7 @@ from silo import experts, outbox, stages
 from silo.approval import approval_path, load_draft, person_approved, review_folder
 from silo.config import Isolation, Site
 from silo.data import Cohort
+from silo.latents import as_seen, keep_latents
 from silo.receipts import find_receipt
 from silo.reception import AcceptedPlan, load_accepted, receive_plan, waiting_plans
 from silo.state import IDLE, Problem, State, StateName, load_state, save_state, state_path
@@ -150,7 +151,9 @@ class Worker:
 
     def _assign(self) -> None:
         accepted = self._plan()
-        stages.assign(self._cohort(accepted), accepted.files(), self._cohort_path, self._encoded)
+        cohort, files = self._cohort(accepted), accepted.files()
+        stages.assign(cohort, files, self._cohort_path, self._encoded)
+        keep_latents(cohort, files.latent, accepted.plan, self.site.private, self._encoded)
         self._enter(self.state.to("assigned", step=0, num_steps=accepted.plan.expert.training.num_steps))
 
     def _begin_training(self) -> None:
@@ -167,13 +170,15 @@ class Worker:
         experts.train_experts(
             accepted.plan,
             accepted.files(),
-            cohort,
+            as_seen(cohort, accepted.plan, self.site.private),
             stages.read_assignment(cohort, accepted.files(), self._cohort_path),
             work,
             self.policy,
             self.settings.silo_id,
             on_progress=self._progress,
             should_stop=self.stopping.is_set,
+            bundle=accepted.folder,
+            engine=self.settings.training,
         )
         verdict = stages.audit_experts(accepted, work, self.policy)
         write_atomic(work.verdict_path, AuditRecord(verdict=verdict).model_dump_json().encode())
@@ -188,7 +193,8 @@ class Worker:
         cohort = self._cohort(accepted)
         fine_N = stages.read_assignment(cohort, accepted.files(), self._cohort_path)
         ledger = stages.open_ledger(self.site, self.policy)
-        stages.release(accepted, cohort, accepted.files(), fine_N, self._work(), ledger, kinds)
+        seen = as_seen(cohort, accepted.plan, self.site.private)
+        stages.release(accepted, seen, accepted.files(), fine_N, self._work(), ledger, kinds)
 
     def _draft(self) -> None:
         accepted, work = self._plan(), self._work()

@@ -265,7 +265,7 @@ def plan_words(tiny: TinyFederation, secret: Path, tmp_path: Path, **replace: st
     ("old", "new", "says"),
     [
         ("num_fine", "num_fein", "clustering.num_f"),
-        ('"dit"', '"vit"', "expert.architecture.kind"),
+        ('"dit"', '"vit"', "any of the expected tags: 'dit', 'mmdit', 'unet'"),
         ("patch = 2", "patch = 3", "patch"),
         ("heads = 2", "heads = 3", "heads"),
     ],

@@ -11,23 +11,23 @@ from pathlib import Path
 
 from torch import Tensor
 
+from aggregator.intake.limits import submission_entries
 from aggregator.intake.plausibility import check_releases
 from ddm.errors import AbsentFileError, DigestError, PolicyError, ReplayError, UnlistedFileError
 from ddm.files import list_files, read_bounded
 from ddm.models import MAX_WEIGHT, expected_tensors
-from ddm.partition import most_experts, silo_parts
+from ddm.partition import silo_parts
 from ddm.plan_files import PlanFiles, release_noise_level
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_file, sha256_hex
 from ddm.protocol.plan import Plan, RandomPartition, SiloPartition
 from ddm.protocol.submission import Submission, SubmittedSketch, expert_path, release_terms, submission_path
+from ddm.sizes import most_experts
 from ddm.tensors import check_file
 from ddm.trust.keys import PublicKey
 from ddm.trust.silo_role import read_silo_metadata
 
-MAX_OTHER_ENTRIES = 32
 MAX_ROLE_BYTES = 1 << 20
 LEAST_LIFE = timedelta(days=4 * 365)
-MAX_DOCUMENTS_BYTES = 16 << 20
 T_RELEASE_TOLERANCE = 1e-9
 
 
@@ -61,17 +61,6 @@ class Intake:
     submission: Submission
     digest: str
     files: Mapping[str, Path]
-
-
-def submission_bytes(plan: Plan) -> int:
-    """Return the most bytes that a submission of `plan` may have: its experts, its releases, its documents."""
-    releases = len(release_terms(plan.releases)) * plan.limits.release_bytes
-    return most_experts(plan) * plan.limits.expert_bytes + releases + MAX_DOCUMENTS_BYTES
-
-
-def submission_entries(plan: Plan) -> int:
-    """Return the most files and folders that a submission of `plan` may have: each expert has a folder of its own."""
-    return MAX_OTHER_ENTRIES + 2 * most_experts(plan)
 
 
 def verify_submission(folder: Path, expected: Expectation) -> Intake:
@@ -218,6 +207,6 @@ def _check_experts(submission: Submission, expected: Expectation, noisy_G: Tenso
 
 def _check_weights(submission: Submission, files: Mapping[str, Path], plan: Plan) -> None:
     """Open each expert strictly; its values are bounded, so that one silo cannot send anything at all."""
-    weights = expected_tensors(plan.expert.architecture, plan.data.shape)
+    weights = expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
     for expert in submission.experts:
         check_file(files[expert.file.path], weights, max_bytes=plan.limits.expert_bytes, max_abs=MAX_WEIGHT)

@@ -3,7 +3,8 @@
 What arrived lies in a folder that the ServerApp can write to. So a submission is first copied to where only this
 process writes, and verified there. Once its answer is on disk, what arrived is thrown away: of an accepted submission
 the verified copy stays, of a refused one its receipt. What screening finds implausible waits in quarantine, without an
-answer, until a person has decided; in `incoming/` an empty folder says that it need not be fetched again.
+answer, until a person has decided; in `incoming/` an empty folder says that it need not be fetched again. What kills
+this process is not begun with for ever (`intake.attempts`), and what `aggregator withdraw` notes is carried out here.
 """
 
 import re
@@ -13,10 +14,22 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from aggregator.config import Federation
-from aggregator.intake.checks import Expectation, Intake, submission_bytes, submission_entries, verify_submission
+from aggregator.intake.attempts import Attempts
+from aggregator.intake.checks import Expectation, Intake, verify_submission
 from aggregator.intake.examination import Examiner
-from aggregator.intake.quarantine import Decision, Held, SetAside, decision_on, held, set_aside
+from aggregator.intake.limits import submission_bytes, submission_entries
+from aggregator.intake.quarantine import (
+    MAX_REASONS,
+    Decision,
+    Held,
+    SetAside,
+    decision_on,
+    held,
+    is_admitted,
+    set_aside,
+)
 from aggregator.registry import check_ledger, remember_ledger, signing_key, taking_part
+from aggregator.release.withdrawal import finish_withdrawal, withdrawn_silos
 from aggregator.transfer.delivery import MAX_SUBMISSIONS, TOO_LARGE, TOO_MANY
 from ddm.errors import ArchipelagoError, PolicyError, RefusedError, ReplayError
 from ddm.files import copy_tree_bounded, locked, read_bounded, sync_folder, write_atomic
@@ -54,6 +67,7 @@ class IntakeDesk:
         self.plan, self.plan_digest = federation.current_plan()
         self.files = PlanFiles.load(self.plan, federation.plan_targets(self.plan.plan_id))
         self.examiner = Examiner(federation, self.plan)
+        self._gone: set[str] = set()
 
     def locked(self) -> AbstractContextManager[None]:
         """Hold intake for one process at a time.
@@ -70,6 +84,9 @@ class IntakeDesk:
         Returns:
             How many were answered.
         """
+        for silo_id in set(withdrawn_silos(self.federation, self.plan)) - self._gone:
+            finish_withdrawal(self.federation, self.plan.plan_id, self.plan_digest, silo_id, self.key)
+            self._gone.add(silo_id)
         answered = sum(self._settle(each) for each in held(self.federation, self.plan.plan_id))
         waiting = {(each.why.silo_id, each.why.sequence) for each in held(self.federation, self.plan.plan_id)}
         for silo_id in self.plan.silos:
@@ -129,8 +146,9 @@ class IntakeDesk:
             return Refused(code=RefusedError.exit_code, reason=reason)
         verified = each.submission if each.submission.is_dir() else self._accepted(silo_id)
         try:
-            self._check_fetched(silo_id, each.folder, sequence)
-            self._keep(silo_id, self._verify(silo_id, verified, sequence), verified)
+            with self._attempt(silo_id, sequence):
+                self._check_fetched(silo_id, each.folder, sequence)
+                self._keep(silo_id, self._verify(silo_id, verified, sequence), verified)
         except ArchipelagoError as error:
             return Refused(code=error.exit_code, reason=str(error)[:400])
         return Accepted()
@@ -145,13 +163,14 @@ class IntakeDesk:
             self._check_fetched(silo_id, path, sequence)
             for stale in (self._accepted(silo_id), part):  # kept before a crash, never answered
                 shutil.rmtree(stale, ignore_errors=True)
-            most = submission_entries(self.plan)
-            copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
-            taken = self._verify(silo_id, part, sequence)
-            digest = taken.digest
-            if self._set_aside(taken, sequence, part):
-                return
-            self._keep(silo_id, taken, part)
+            with self._attempt(silo_id, sequence):
+                most = submission_entries(self.plan)
+                copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
+                taken = self._verify(silo_id, part, sequence)
+                digest = taken.digest
+                if self._set_aside(taken, sequence, part):
+                    return
+                self._keep(silo_id, taken, part)
             verdict = Accepted()
         except OSError:
             shutil.rmtree(part, ignore_errors=True)  # half a copy gives its room back
@@ -166,15 +185,15 @@ class IntakeDesk:
         silo_id = taken.submission.silo_id
         examination = self.examiner.examine(silo_id, taken.submission, taken.digest, verified)
         reasons = self.examiner.faults(examination, self.examiner.accepted())
-        decision = decision_on(self.federation, examination.submission_digest)
-        if not reasons or (decision and decision.verdict == "admitted"):
+        if not reasons or is_admitted(self.federation, examination.submission_digest):
             return False
+        more = [f"and {len(reasons) - MAX_REASONS} more"] if len(reasons) > MAX_REASONS else []
         why = SetAside(
             plan_id=self.plan.plan_id,
             silo_id=silo_id,
             sequence=sequence,
             submission_digest=examination.submission_digest,
-            reasons=tuple(reasons),
+            reasons=(*reasons[:MAX_REASONS], *more),
             figures=self.examiner.ratios(examination),
             at=now_utc(),
         )
@@ -202,6 +221,9 @@ class IntakeDesk:
             raise PolicyError(f"submission {sequence}", expected=f"at most {MAX_SUBMISSIONS} for a plan", got="more")
         if path.suffix == TOO_LARGE:
             raise PolicyError(f"submission {sequence}", expected="a size within the plan's limits", got="a larger one")
+
+    def _attempt(self, silo_id: str, sequence: int) -> AbstractContextManager[None]:
+        return Attempts(self.federation.attempts / self.plan.plan_id / silo_id).attempt(sequence)
 
     def _verify(self, silo_id: str, folder: Path, sequence: int) -> Intake:
         card = taking_part(self.federation, self.plan).get(silo_id)

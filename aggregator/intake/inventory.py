@@ -1,13 +1,15 @@
 """What was accepted for the current plan, read back with the same strictness as at intake."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
 from aggregator.config import Federation
+from aggregator.intake.flags import Flags, flags_of
 from aggregator.intake.plausibility import release_specs
+from aggregator.intake.quarantine import is_admitted
 from aggregator.registry import card_of, signing_key, taking_part
 from aggregator.release.withdrawal import withdrawn_silos
 from ddm.errors import DigestError, ReplayError, SetupError
@@ -31,12 +33,16 @@ class AcceptedSilo:
         document: its bytes as signed.
         folder: every file as received; its digests stand in the document.
         role: the signed metadata, verbatim.
+        admitted: whether a person let it in although screening had found it implausible.
+        flags: the rules of screening that its experts broke, by expert.
     """
 
     submission: Submission
     document: bytes
     folder: Path
     role: bytes
+    admitted: bool = False
+    flags: Flags = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -146,4 +152,7 @@ def _read_silo(federation: Federation, plan_id: str, plan_digest: str, silo_id: 
     submission = Submission.parse(document, subject=f"submission of {silo_id}")
     if (submission.plan_id, submission.plan_digest, submission.silo_id) != (plan_id, plan_digest, silo_id):
         raise ReplayError(f"submission of {silo_id}", expected=f"one for plan {plan_id}", got="another")
-    return AcceptedSilo(submission=submission, document=document, folder=folder, role=role)
+    digest = sha256_hex(document)
+    admitted = is_admitted(federation, digest)
+    flags = flags_of(federation, plan_id, digest) if admitted else {}
+    return AcceptedSilo(submission, document, folder, role, admitted, flags)

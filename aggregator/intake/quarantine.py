@@ -22,6 +22,7 @@ from ddm.protocol.base import Digest, Document, PlanId, PositiveInt, SiloId, Tim
 
 MAX_DECISIONS_BYTES = 16 << 20
 MAX_REASON_BYTES = 1 << 20
+MAX_REASONS = 50
 
 Verdict = Literal["admitted", "refused"]
 ReasonText = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
@@ -38,7 +39,7 @@ class SetAside(Document):
     silo_id: SiloId
     sequence: PositiveInt
     submission_digest: Digest
-    reasons: Annotated[tuple[str, ...], Field(min_length=1)]
+    reasons: Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_REASONS + 1)]
     figures: Mapping[str, tuple[float, ...]]
     at: Time
 
@@ -99,6 +100,12 @@ def decisions(federation: Federation) -> list[Decision]:
 def decision_on(federation: Federation, submission_digest: str) -> Decision | None:
     """Return what was decided about a submission; the first decision stands."""
     return next((each for each in decisions(federation) if each.submission_digest == submission_digest), None)
+
+
+def is_admitted(federation: Federation, submission_digest: str) -> bool:
+    """Whether a person let a submission in although screening had found it implausible."""
+    decision = decision_on(federation, submission_digest)
+    return decision is not None and decision.verdict == "admitted"
 
 
 def decide(federation: Federation, decision: Decision) -> None:

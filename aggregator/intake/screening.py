@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aggregator.intake.flags import Fault
 from ddm.protocol.base import Digest, ExpertId, Model
 from ddm.protocol.plan import Training
 from ddm.routers.evaluation import BANDS
-from ddm.schedule import Path, velocity, x_t
+from ddm.schedule import Path, Prediction, velocity, x_t
 from ddm.training import WARMUP_STEPS
 
 # Shape legend: Z bands of t, N images, E experts.
@@ -70,34 +71,39 @@ class Probe:
     Attributes:
         x: noised images of all bands, shape (Z N, ...).
         t: their times.
-        u: their velocities.
-        mean: the public mean image.
+        target: what an expert learns to answer there.
+        constant: the best answer that knows t alone.
     """
 
     x: Tensor
     t: Tensor
-    u: Tensor
-    mean: Tensor
+    target: Tensor
+    constant: Tensor
 
     @classmethod
-    def of(cls, images: Tensor, mean: Tensor, path: Path) -> "Probe":
+    def of(cls, images: Tensor, mean: Tensor, path: Path, prediction: Prediction = "velocity") -> "Probe":
         """Noise held-out images, times spread evenly over each band.
 
         Args:
             images: shape (N, ...); at most as many as `num_images` says.
             mean: mean of the public images that the plan was fitted on.
             path: how images become noise.
+            prediction: what an expert learns to answer. It is judged by that: what an honest one says of eps near t = 1
+                is divided by next to nothing to become a velocity.
         """
         generator = torch.Generator().manual_seed(0)
         place_N = (torch.arange(len(images)) + 0.5) / len(images)
         t = torch.cat([low + (high - low) * place_N for low, high in BANDS])
         x_0 = images.repeat(len(BANDS), *[1] * (images.dim() - 1))
         eps = torch.randn(x_0.shape, generator=generator)
-        return cls(x_t(path, x_0, eps, t), t, velocity(path, x_0, eps, t), mean)
+        target = velocity(path, x_0, eps, t) if prediction == "velocity" else eps
+        known = velocity(path, mean.expand_as(x_0), torch.zeros_like(eps), t)
+        constant = known if prediction == "velocity" else torch.zeros_like(eps)
+        return cls(x_t(path, x_0, eps, t), t, target, constant)
 
     def losses(self, answer: Velocity) -> NDArray[np.float64]:
         """Return the mean squared error of every image in every band, shape (Z, N)."""
-        error = (answer(self.x, self.t) - self.u).double().square()
+        error = (answer(self.x, self.t) - self.target).double().square()
         loss_ZN = error.flatten(1).mean(1).view(len(BANDS), -1).numpy()
         return np.asarray(np.nan_to_num(loss_ZN, nan=_ENDLESS, posinf=_ENDLESS).clip(max=_ENDLESS))
 
@@ -108,8 +114,8 @@ class Probe:
 
     @property
     def constant_Z(self) -> NDArray[np.float64]:
-        """The loss of the best constant answer on the linear path: minus the mean image."""
-        return np.asarray(self.losses(lambda x, t: -self.mean.expand_as(x)).mean(1))
+        """The loss of the best answer that knows t alone: that of the mean image and of no noise."""
+        return np.asarray(self.losses(lambda x, t: self.constant).mean(1))
 
 
 def num_images(forward_flops: float) -> int:
@@ -123,12 +129,18 @@ def travel(training: Training) -> float:
     return training.learning_rate * (training.num_steps - warmup + warmup * (warmup + 1) / (2 * WARMUP_STEPS))
 
 
-def fresh_rms(shape: Sequence[int]) -> float:
-    """Return the most that a freshly drawn weight of this shape has as root mean square (Glorot); a bias has 0."""
-    return math.sqrt(2.0 / sum(shape)) * (1.0 + 4.0 / math.sqrt(math.prod(shape))) if len(shape) > 1 else 0.0
+def fresh_rms(shape: Sequence[int], kind: str = "dit") -> float:
+    """Return the most that a freshly drawn weight of this shape has as root mean square (Glorot); a bias has 0.
+
+    Args:
+        shape: the weight's.
+        kind: the architecture's; in a `unet` normalisations begin at 1, and so do the classes' vectors.
+    """
+    drawn = math.sqrt(2.0 / sum(shape)) * (1.0 + 4.0 / math.sqrt(math.prod(shape))) if len(shape) > 1 else 0.0
+    return max(drawn, 1.0 + 4.0 / math.sqrt(math.prod(shape))) if kind == "unet" else drawn
 
 
-def absolute_faults(figures: ExpertFigures, probe: Probe, training: Training) -> list[str]:
+def absolute_faults(figures: ExpertFigures, probe: Probe, training: Training) -> list[Fault]:
     """Say what is implausible of an expert by itself.
 
     Args:
@@ -136,39 +148,42 @@ def absolute_faults(figures: ExpertFigures, probe: Probe, training: Training) ->
         probe: on which they were measured.
         training: the plan's.
     """
-    name, found = f"expert {figures.expert_id}", []
+    name, found = figures.expert_id, list[Fault]()
     ratio_Z = figures.loss_Z / probe.silent_Z
     reach = travel(training)
     if figures.excess_rms > reach:
         beyond = f"grew by {figures.excess_rms:.3g} in root mean square, and training by {reach:.3g} at most"
-        found.append(f"{name}: tensor {figures.excess_tensor} {beyond}")
+        words = f": tensor {figures.excess_tensor} {beyond}"
+        found.append(Fault(expert_id=name, flag="large_weights", words=words))
     if bool(np.allclose(ratio_Z, 1.0, rtol=0.0, atol=1e-9)):
-        return [*found, f"{name} answers 0 to everything, as before its first step"]
+        silent = " answers 0 to everything, as before its first step"
+        return [*found, Fault(expert_id=name, flag="answers_zero", words=silent)]
     limit_Z = np.full(len(BANDS), SANE)
     limit_Z[-1] = SANE_AT_NOISE
     for band, ratio, limit in zip(BANDS, ratio_Z, limit_Z, strict=True):
         if not ratio <= limit:
-            found.append(f"{name}: {_at(band)} its loss is {ratio:.3g} times that of answering 0, above {limit:g}")
+            words = f": {_at(band)} its loss is {ratio:.3g} times that of answering 0, above {limit:g}"
+            found.append(Fault(expert_id=name, flag="high_loss", words=words))
     of_constant = float(figures.loss_Z[-1] / probe.constant_Z[-1])
     if reach >= TRAVEL and not of_constant <= LEARNT:
         learnt = f"{of_constant:.3g} times that of the best constant, above {LEARNT:g} after {training.num_steps} steps"
-        found.append(f"{name}: {_at(BANDS[-1])} its loss is {learnt}")
+        found.append(Fault(expert_id=name, flag="not_learnt", words=f": {_at(BANDS[-1])} its loss is {learnt}"))
     return found
 
 
-def copies(figures: ExpertFigures, others: Mapping[str, Sequence[ExpertFigures]], training: Training) -> list[str]:
+def copies(figures: ExpertFigures, others: Mapping[str, Sequence[ExpertFigures]], training: Training) -> list[Fault]:
     """Say whose expert this one repeats: byte for byte or, where the plan trains enough to tell, by its answers."""
     found = []
     for silo_id, theirs in others.items():
         for other in theirs:
             if other.digest == figures.digest:
-                found.append(f"expert {figures.expert_id} is byte for byte expert {other.expert_id} of {silo_id}")
+                found.append(f" is byte for byte expert {other.expert_id} of {silo_id}")
             elif travel(training) >= TRAVEL and _same(figures, other):
-                found.append(f"expert {figures.expert_id} answers as expert {other.expert_id} of {silo_id} does")
-    return found
+                found.append(f" answers as expert {other.expert_id} of {silo_id} does")
+    return [Fault(expert_id=figures.expert_id, flag="copy", words=words) for words in found]
 
 
-def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str, list[str]]:
+def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str, list[Fault]]:
     """Say which silos' experts stand apart from the others: log loss far above the median, in medians of deviations.
 
     Args:
@@ -184,12 +199,13 @@ def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str,
     median_Z = np.median(log_EZ, axis=0)
     spread_Z = np.maximum(_MAD_TO_STD * np.median(np.abs(log_EZ - median_Z), axis=0), SPREAD_Z)
     apart_EZ = (log_EZ - median_Z) / spread_Z
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[Fault]] = {}
     for (silo_id, figures), apart_Z, log_Z in zip(lined_up, apart_EZ, log_EZ, strict=True):
         for band, apart, times in zip(BANDS, apart_Z, np.exp(log_Z - median_Z), strict=True):
             if apart > DEVIATIONS:
                 told = f"its loss is {times:.3g} times the median of {len(lined_up)} experts, {apart:.1f} deviations"
-                found.setdefault(silo_id, []).append(f"expert {figures.expert_id}: {_at(band)} {told}")
+                fault = Fault(expert_id=figures.expert_id, flag="stands_apart", words=f": {_at(band)} {told}")
+                found.setdefault(silo_id, []).append(fault)
     return found
 
 

@@ -99,6 +99,6 @@ def gather(page: PageInput, drawing: Drawing | None) -> ReportContent:
 def _draw(page: PageInput, on_progress: Progress | None) -> Drawing | None:
     order = {silo.silo_id: index for index, silo in enumerate(page.manifest.silos)}
     silo_E = [order[expert.silo_id] for expert in page.manifest.experts]
-    flops = training_flops(page.plan.expert.architecture, page.plan.data.shape, 1) / 3
+    flops = training_flops(page.plan.expert.architecture, page.plan.expert_shape, 1, page.plan.condition) / 3
     effort = affordable(flops, len(order), len(silo_E))
     return draw(page.ensemble, silo_E, effort, on_progress=on_progress) if effort else None

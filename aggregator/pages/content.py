@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from aggregator.pages import charts
 from aggregator.pages.drawing import MAX_SILOS, Drawing
 from aggregator.router_report import RouterReport
-from ddm.protocol.manifest import Manifest, PublishedSilo
+from ddm.protocol.manifest import Flag, Manifest, PublishedSilo
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission
 
@@ -18,6 +18,14 @@ LIMITS = (  # what nobody should expect of a release
     "It cannot compose what no silo holds together: an image resembles the data of some silo.",
     "A signature says who sent an expert, not that it is good.",
 )
+FLAG_WORDS: Mapping[Flag, str] = {
+    "answers_zero": "answers 0 to everything",
+    "copy": "repeats another silo's expert",
+    "high_loss": "a higher loss on public images than saying nothing",
+    "large_weights": "larger weights than training makes",
+    "not_learnt": "no better than a constant where all is noise",
+    "stands_apart": "a much higher loss than the other experts",
+}
 STRATEGY_TITLES = {
     "lock": "lock (t_lock = 1): draw a silo by its share, follow its expert all the way",
     "sample": "sample: draw a silo anew at every step",
@@ -35,12 +43,14 @@ class SiloPart:
         published: what the manifest says of it.
         submission: what it signed.
         prior: its share.
+        flagged: its experts that screening flagged, each with the reasons in words.
     """
 
     index: int
     published: PublishedSilo
     submission: Submission
     prior: float
+    flagged: tuple[tuple[str, str], ...] = ()
 
     @property
     def silo_id(self) -> str:
@@ -132,6 +142,11 @@ class ReportContent:
         return tuple(part.silo_id for part in self.silos if part.published.isolation == "none")
 
     @property
+    def admitted(self) -> tuple[str, ...]:
+        """The silos that the operator let in although screening had flagged what they sent."""
+        return tuple(part.silo_id for part in self.silos if part.published.admitted)
+
+    @property
     def absent(self) -> tuple[tuple[str, str], ...]:
         """The plan's silos that are not in, each with the reason."""
         missing = [(silo_id, "missing") for silo_id in self.manifest.missing_silos]
@@ -146,6 +161,11 @@ def silo_parts(manifest: Manifest, submissions: Mapping[str, Submission]) -> tup
             published=silo,
             submission=submissions[silo.silo_id],
             prior=sum(expert.prior for expert in manifest.experts if expert.silo_id == silo.silo_id),
+            flagged=tuple(
+                (expert.expert_id, "; ".join(FLAG_WORDS[flag] for flag in expert.flags))
+                for expert in manifest.experts
+                if expert.silo_id == silo.silo_id and expert.flags
+            ),
         )
         for index, silo in enumerate(manifest.silos)
     )

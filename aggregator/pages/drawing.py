@@ -6,7 +6,7 @@ so that the same release gives the same pages.
 
 # Shape legend: N images, D draws of noise, E experts, T times.
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,10 +60,12 @@ class Drawn:
     Attributes:
         images: float32, shape (N, C, H, W), in the data's range.
         silo_N: the silo that each followed last.
+        seen: what experts and router see of them, latents perhaps; None where they see the images.
     """
 
     images: Tensor
     silo_N: tuple[int, ...]
+    seen: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -108,16 +110,18 @@ def draw(
 
     def draw_some(num: int, strategy: str, prior: Sequence[float]) -> Drawn:
         nonlocal done
-        small = replace(ensemble, chunk_size=min(num, ensemble.chunk_size))  # a chunk is always simulated whole
-        samples = small.sample(num, strategy=strategy, steps=effort.steps, seed=seed, prior=prior)
+        samples = ensemble.sample(num, strategy=strategy, steps=effort.steps, seed=seed, prior=prior)
         done += 1
         if on_progress:
             on_progress(done, total)
-        return Drawn(samples.images, tuple(silo_E[k] for k in samples.expert_N.tolist()))
+        return Drawn(samples.images, tuple(silo_E[k] for k in samples.expert_N.tolist()), samples.seen)
 
     own = {k: draw_some(effort.own, "lock", _alone(ensemble.prior, silo_E, k)) for k in shown}
     mixed = {name: draw_some(effort.mixed, name, ensemble.prior) for name in effort.strategies}
-    posterior = {k: _posterior(ensemble, silo_E, drawn.images, seed) for k, drawn in own.items()}
+    posterior = {
+        k: _posterior(ensemble, silo_E, drawn.images if drawn.seen is None else drawn.seen, seed)
+        for k, drawn in own.items()
+    }
     return Drawing(seed=seed, steps=effort.steps, own=own, mixed=mixed, posterior=posterior)
 
 

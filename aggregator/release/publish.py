@@ -184,7 +184,12 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
         silos=tuple(_published_silo(federation, silo_id, silo, targets) for silo_id, silo in inventory.silos.items()),
         experts=tuple(
             PublishedExpert(
-                expert_id=expert.expert_id, silo_id=silo_id, cluster=expert.cluster, prior=prior, file=expert.file
+                expert_id=expert.expert_id,
+                silo_id=silo_id,
+                cluster=expert.cluster,
+                prior=prior,
+                file=expert.file,
+                flags=inventory.silos[silo_id].flags.get(expert.expert_id, ()),
             )
             for (silo_id, expert), prior in zip(experts, report.expert_priors, strict=True)
         ),
@@ -211,6 +216,7 @@ def _published_silo(federation: Federation, silo_id: str, silo: AcceptedSilo, ta
         delta=submission.spent.delta,
         audit=submission.audit.verdict,
         isolation=submission.isolation,
+        admitted=silo.admitted,
     )
 
 

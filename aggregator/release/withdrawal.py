@@ -1,14 +1,16 @@
 """Taking a silo out of the present plan: its submission aside, no further one taken, and a signed notice to the silo.
 
-`withdrawal.json` is written first, and from then on the silo is withdrawn, whatever else lies about; the same command
+`withdrawal.json` is written first, and from then on the silo is withdrawn, whatever else lies about. The rest is done
+by whoever takes submissions in: intake, where `aggregator run` is at work, else the command itself. Either of them
 finishes what a crash left undone. The next version of the ensemble is made without the silo; older ones stay.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from aggregator.config import Federation
-from ddm.errors import SetupError
+from ddm.errors import BusyError, SetupError
 from ddm.files import locked, read_bounded, sync_folder, write_atomic
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, SiloId, Time, now_utc, sha256_hex
 from ddm.protocol.plan import Plan
@@ -42,21 +44,30 @@ def withdraw(federation: Federation, silo_id: str, reason: str, receipt_key: Sig
 
     Raises:
         SetupError: the plan has no such silo, or no reason is given.
-        BusyError: `aggregator run` takes submissions in, or somebody publishes.
+        BusyError: somebody signs or publishes.
     """
     if not reason.strip() or len(reason) > 400:
         raise SetupError("--reason", expected="1 to 400 characters", got=f"{len(reason.strip())}")
-    with locked(federation.accepted, "intake"), federation.signing_lock():
+    with federation.signing_lock():
         plan, plan_digest = federation.current_plan()
         if silo_id not in plan.silos:
             raise SetupError(f"silo {silo_id}", expected=f"one of {', '.join(plan.silos)}", got="another")
         record = _record(federation, plan, silo_id, reason)
-        _end(federation, record, plan_digest, receipt_key)
-        accepted = federation.accepted / plan.plan_id / silo_id
-        if accepted.exists():
-            accepted.rename(_folder(federation, plan.plan_id, silo_id) / "submission")
-            sync_folder(accepted.parent)
+        federation.accepted.mkdir(parents=True, exist_ok=True)
+        with suppress(BusyError), locked(federation.accepted, "intake"):
+            finish_withdrawal(federation, plan.plan_id, plan_digest, silo_id, receipt_key)
         return record
+
+
+def finish_withdrawal(federation: Federation, plan_id: str, plan_digest: str, silo_id: str, key: SigningKey) -> None:
+    """Carry out a withdrawal that is on record, whole or what is left of it; the caller holds the lock of intake."""
+    record = read_withdrawal(federation, plan_id, silo_id)
+    _end(federation, record, plan_digest, key)
+    accepted, kept = federation.accepted / plan_id / silo_id, _folder(federation, plan_id, silo_id) / "submission"
+    if accepted.exists() and not kept.exists():
+        accepted.rename(kept)
+        sync_folder(kept.parent)
+        sync_folder(accepted.parent)
 
 
 def withdrawn_silos(federation: Federation, plan: Plan) -> tuple[str, ...]:
@@ -97,9 +108,10 @@ def _end(federation: Federation, record: Withdrawal, plan_digest: str, key: Sign
     """Expect nothing more of the silo, then tell it so in the place of its next receipt."""
     folder = federation.receipts / record.plan_id / record.silo_id
     write_atomic(folder / "final", b"")
-    last = max((int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdigit()), default=0)
-    if last and isinstance(_answer(folder / f"{last}.json", key).verdict, Withdrawn):
+    answered = [int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdigit()]
+    if any(isinstance(_answer(folder / f"{n}.json", key).verdict, Withdrawn) for n in answered):
         return
+    last = max(answered, default=0)
     notice = Receipt(
         plan_id=record.plan_id,
         plan_digest=plan_digest,

@@ -1,9 +1,18 @@
-"""What does the aggregator ask Flower's own command for? Registering nodes, submitting a run, asking how it stands."""
+"""What does the aggregator ask Flower's own command for? Registering nodes, submitting a run, asking how it stands.
+
+The command is a program that may hang, crash or write without end, like any other: its time and its output are bounded,
+and whatever it does becomes an answer or an error of ours.
+"""
 
 import json
+import os
+import selectors
+import signal
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import tomli_w
@@ -13,6 +22,9 @@ from ddm.files import write_atomic
 from ddm.processes import program
 
 _TIMEOUT_S = 60.0
+_MAX_OUTPUT_BYTES = 1 << 20
+# Each takes a second of processor time and 100 MiB; there may be hundreds of silos.
+_AT_ONCE = 4
 _CONNECTION = "archipelago"
 _APP = Path(__file__).parent / "flower_app"
 
@@ -49,17 +61,17 @@ class FlowerCommands:
         if (self._flower / "superlink.db").exists() and known_path.exists():
             with suppress(ValueError, TypeError):
                 known = set(json.loads(known_path.read_text()))
-        started: dict[str, subprocess.Popen[str]] = {}
-        for silo_id, key in nodes.items():
-            if key not in known:
-                path = self._flower / "keys" / f"{silo_id}.pub"
-                path.write_text(key + "\n")
-                started[silo_id] = self._start("supernode", "register", str(path), _CONNECTION)
-        for silo_id, output in _outputs(started).items():
-            if not _parse(output).get("success") and "already" not in output:
-                raise self._failure(f"registering silo {silo_id}", "a registered node", output)
-            known.add(nodes[silo_id])
-        write_atomic(known_path, json.dumps(sorted(known)).encode())
+        new = iter({silo_id: key for silo_id, key in nodes.items() if key not in known})
+        while some := list(islice(new, _AT_ONCE)):
+            paths = [self._flower / "keys" / f"{silo_id}.pub" for silo_id in some]
+            for path, silo_id in zip(paths, some, strict=True):
+                path.write_text(nodes[silo_id] + "\n")
+            outputs = self._ask([("supernode", "register", str(path), _CONNECTION) for path in paths])
+            for silo_id, output in zip(some, outputs, strict=True):
+                if not _parse(output).get("success") and "already" not in output:
+                    raise self._failure(f"registering silo {silo_id}", "a registered node", output)
+                known.add(nodes[silo_id])
+            write_atomic(known_path, json.dumps(sorted(known)).encode())
 
     def submit(self, plan_id: str) -> str:
         """Submit the run that carries a plan; return its id.
@@ -68,7 +80,7 @@ class FlowerCommands:
             TransportError: the SuperLink does not take it.
         """
         settings = ("--run-config", f'plan-id="{plan_id}"')
-        output = _outputs({"run": self._start("run", str(_APP), _CONNECTION, *settings)})["run"]
+        (output,) = self._ask([("run", str(_APP), _CONNECTION, *settings)])
         run_id = _parse(output).get("run-id")
         if not run_id:
             raise self._failure("submitting the run", "a run id", output)
@@ -77,19 +89,53 @@ class FlowerCommands:
     def run_status(self, run_id: str) -> str:
         """Ask how a run stands, in Flower's words; what the command said when that is no answer."""
         try:
-            output = _outputs({"list": self._start("list", _CONNECTION, "--run-id", run_id)})["list"]
+            (output,) = self._ask([("list", _CONNECTION, "--run-id", run_id)])
         except TransportError as error:
             return str(error)
         runs = _parse(output).get("runs")
-        return str(runs[0].get("status", "")) if isinstance(runs, list) and runs else output.strip()
+        found = runs[0] if isinstance(runs, list) and runs else None
+        return str(found.get("status", "")) if isinstance(found, dict) else output.strip()
 
-    def _start(self, *arguments: str) -> "subprocess.Popen[str]":
+    def _ask(self, commands: Sequence[Sequence[str]]) -> list[str]:
+        """Run short commands at the same time; whatever happens, nothing that they started stays.
+
+        Raises:
+            TransportError: one does not start, does not end in time, or writes too much.
+        """
+        started: list[subprocess.Popen[bytes]] = []
+        deadline = time.monotonic() + _TIMEOUT_S
+        try:
+            for arguments in commands:
+                started.append(self._start(*arguments))
+            return [self._output(process, deadline) for process in started]
+        except OSError as error:
+            raise self._failure("flwr", "a program that starts", str(error.strerror)) from error
+        finally:
+            for process in started:
+                _end(process)
+
+    def _output(self, process: "subprocess.Popen[bytes]", deadline: float) -> str:
+        """Read what a command writes until it ends."""
+        said = bytearray()
+        with selectors.DefaultSelector() as ready:
+            pipe = ready.register(process.stdout, selectors.EVENT_READ).fd  # type: ignore[arg-type]  # it is a pipe
+            while ready.select(max(deadline - time.monotonic(), 0.0)):
+                piece = os.read(pipe, 65536)
+                said += piece
+                if not piece:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(max(deadline - time.monotonic(), 0.0))
+                    return said.decode(errors="replace")
+                if len(said) > _MAX_OUTPUT_BYTES:
+                    raise self._failure("flwr", f"an answer of at most {_MAX_OUTPUT_BYTES} bytes", "more")
+        raise self._failure("flwr", f"an answer within {_TIMEOUT_S:.0f} s", "none")
+
+    def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
             [str(program("flwr")), *arguments, "--format", "json"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
             env=self._environment,
             cwd=self._flower / "home",
             start_new_session=True,
@@ -101,23 +147,20 @@ class FlowerCommands:
         return TransportError(subject, expected=expected, got=said[-300:] or "no answer", remedy=remedy)
 
 
-def _outputs(commands: Mapping[str, "subprocess.Popen[str]"]) -> dict[str, str]:
-    """Wait for short commands that run at the same time; whatever happens, none of them stays."""
-    try:
-        return {name: process.communicate(timeout=_TIMEOUT_S)[0] for name, process in commands.items()}
-    except subprocess.TimeoutExpired as error:
-        raise TransportError("flwr", expected=f"an answer within {_TIMEOUT_S:.0f} s") from error
-    finally:
-        for process in commands.values():
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a command that has not ended and all that it started: its group keeps its number until it is waited for."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.stdout:
+        process.stdout.close()
 
 
 def _parse(output: str) -> dict[str, object]:
     """The JSON object in a command's output, empty when there is none."""
     start = output.find("{")
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         found = json.loads(output[start:]) if start >= 0 else {}
         return found if isinstance(found, dict) else {}
     return {}

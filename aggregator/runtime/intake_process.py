@@ -15,13 +15,12 @@ from typing import Annotated
 import typer
 
 from aggregator.config import Federation
-from aggregator.intake.checks import submission_bytes
 from aggregator.intake.desk import IntakeDesk
+from aggregator.intake.limits import submission_bytes
 from aggregator.intake.quarantine import SetAside
 from aggregator.setup import load_key
 from ddm.console import new_app, run_app, say
 from ddm.errors import BusyError
-from ddm.processes import stop_on_signals
 from ddm.protocol.receipt import Accepted, Receipt
 
 HEARTBEAT = "intake.alive"
@@ -67,20 +66,19 @@ def take_in(
     fed: Annotated[Path, typer.Argument(help="The federation's folder.")],
     plan_id: Annotated[str, typer.Argument(help="The plan that must be the current one.")],
 ) -> None:
-    """Answer every submission that arrives, until a signal comes."""
+    """Answer every submission that arrives, until a signal comes: it interrupts at once, and no attempt counts."""
     federation = Federation(fed).require()
     key = load_key(federation, "receipts", sys.stdin.buffer.read(_MAX_PASSPHRASE_BYTES))
     desk = IntakeDesk(federation, key, _say_verdict, _say_set_aside)
     if desk.plan.plan_id != plan_id:
         raise BusyError(f"plan {desk.plan.plan_id}", expected=f"plan {plan_id}", got="another one, signed since")
-    stop = stop_on_signals()
     most_bytes = submission_bytes(desk.plan) * len(desk.plan.silos)
-    with desk.locked():
+    with desk.locked(), suppress(KeyboardInterrupt):
         pulse = Pulse(federation.path / "flower" / HEARTBEAT, _STEP_S + most_bytes / _BYTES_PER_S)
         pulse.start()
-        while not stop.is_set():
+        while True:
             pulse.step()
-            stop.wait(_step(desk))
+            time.sleep(_step(desk))
 
 
 def _step(desk: IntakeDesk) -> float:

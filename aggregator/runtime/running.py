@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from aggregator.config import Federation
-from aggregator.intake.checks import submission_bytes
+from aggregator.intake.limits import submission_bytes
 from aggregator.registry import taking_part
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import choose_proxy

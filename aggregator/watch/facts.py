@@ -14,6 +14,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from aggregator.config import Federation, FederationSettings
+from aggregator.intake.limits import submission_bytes
 from aggregator.registry import SeenLedger, cards
 from aggregator.runtime.processes import Process, Processes, is_held, read_processes
 from aggregator.watch.doctor import Facts, ServerCertificate, Trace
@@ -29,10 +30,20 @@ from ddm.trust.paths import split_silo_role
 _MAX_SMALL_BYTES = 1 << 20
 # `aggregator.keys.tls` backdates certificates by this much.
 _BACKDATED = timedelta(days=1)
-# Flower held about ten times the largest message, in its server and in the app, when that was measured.
-_SHARDS_IN_MEMORY = 20
+# Peaks of one silo's transfer in MiB, by examples/benchmarks/{intake_size,transfer}.py (Flower 1.41.0, Linux, x86-64):
+#   whatever the shards: intake 468, superexec 128, aggregator run 53, four guards 52, nginx 36; 737 in all
+#   shards of 16 MiB:    SuperLink 331, ServerApp 221
+#   shards of 64 MiB:    SuperLink 432, ServerApp 372; and 727, 476 where 512 MiB came in eight of them
+# So these two grow by 5.25 bytes a byte of a shard; the longer transfer took 867 MiB more than that. With 737: 1604.
+_RUN_BYTES = 1604 << 20
+_RUN_BYTES_PER_SHARD_BYTE = 5.25
 
 T = TypeVar("T")
+
+
+def run_bytes(shard_bytes: int) -> int:
+    """Return the memory that `aggregator run` and all that it starts take together, for shards of this size."""
+    return _RUN_BYTES + int(_RUN_BYTES_PER_SHARD_BYTE * shard_bytes)
 
 
 class Gathering:
@@ -79,7 +90,7 @@ class Gathering:
             disk_free_bytes=shutil.disk_usage(federation.path).free,
             disk_needed_bytes=self._bytes_to_come(plan) if plan else 0,
             memory_free_bytes=memory_free(),
-            memory_needed_bytes=_SHARDS_IN_MEMORY * settings.shard_bytes if settings else 0,
+            memory_needed_bytes=run_bytes(settings.shard_bytes) if settings else 0,
             flower=flower_versions(),
             processes=processes,
             orphans=tuple(self._orphans(processes)),
@@ -165,8 +176,6 @@ class Gathering:
 
     def _bytes_to_come(self, plan: Plan) -> int:
         """What arrives and the verified copy beside it, for every silo without an accepted submission."""
-        from aggregator.intake.checks import submission_bytes
-
         waiting = [one for one in plan.silos if not (self._federation.accepted / plan.plan_id / one).exists()]
         return 2 * len(waiting) * submission_bytes(plan)
 

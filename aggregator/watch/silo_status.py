@@ -32,8 +32,9 @@ _MAX_ENTRIES = 1000
 _MAX_STATE = 40
 _MAX_REASONS = 8
 
+Gone = Literal["removed", "withdrawn"]
 Standing = Literal[
-    "absent", "working", "approval", "sending", "silent", "arrived", "quarantined", "refused", "accepted", "withdrawn"
+    "absent", "working", "approval", "sending", "silent", "arrived", "quarantined", "refused", "accepted", Gone
 ]
 Verdict = Literal["arrived", "quarantined", "accepted", "refused", "withdrawn", "unreadable"]
 
@@ -108,7 +109,14 @@ class SiloFolders:
 
 
 def read_silo(
-    federation: Federation, plan: Plan, silo_id: str, *, processes: Processes, now: datetime, earlier: Earlier | None
+    federation: Federation,
+    plan: Plan,
+    silo_id: str,
+    *,
+    processes: Processes,
+    now: datetime,
+    earlier: Earlier | None,
+    gone: Gone | None = None,
 ) -> SiloStatus:
     """Gather where a silo stands.
 
@@ -119,6 +127,7 @@ def read_silo(
         processes: what of the aggregator runs; while nothing does, silence says nothing about the silo.
         now: the present.
         earlier: when its submission on the way was seen before, and how much of it, to tell how fast it comes.
+        gone: whether it was taken out of the federation, or of this plan.
 
     Returns:
         Its standing, its last word, its submissions.
@@ -136,13 +145,13 @@ def read_silo(
     silent = last_seen is not None and processes.running and now - asked_since > SILENT_AFTER
     return SiloStatus(
         silo_id=silo_id,
-        standing=standing(submissions, arrival, state, seen=last_seen is not None, silent=silent),
+        standing=gone or standing(submissions, arrival, state, seen=last_seen is not None, silent=silent),
         state=state,
         progress=progress if type(progress) is int and 0 <= progress <= 100 else 0,
         last_seen=last_seen,
         arrival=arrival,
         submissions=submissions,
-        final=(folders.receipts / "final").exists(),
+        final=gone is not None or (folders.receipts / "final").exists(),
     )
 
 

@@ -12,10 +12,12 @@ from cryptography import x509
 from pydantic import Field
 
 from aggregator.config import MAX_TUF_BYTES, Federation
+from aggregator.registry import removed, taking_part
 from aggregator.release.versions import manifest_path, newest_version
+from aggregator.release.withdrawal import withdrawn_silos
 from aggregator.router_report import Family, RouterReport
 from aggregator.runtime.processes import Processes, read_processes
-from aggregator.watch.silo_status import Earlier, SiloStatus, read_silo
+from aggregator.watch.silo_status import Earlier, Gone, SiloStatus, read_silo
 from ddm.errors import ArchipelagoError
 from ddm.files import read_bounded
 from ddm.protocol.base import (
@@ -128,7 +130,7 @@ def gather(federation: Federation, now: datetime, earlier: FederationStatus | No
         at=now,
         plan_id=plan.plan_id if plan else None,
         processes=processes,
-        silos=_silos(federation, plan, processes, now, earlier) if plan else (),
+        silos=_silos(federation, plan, processes, now, earlier, problems) if plan else (),
         router=_router(federation, plan, problems) if plan else None,
         releases=tuple(_releases(federation, problems)),
         disk_free_bytes=disk.free,
@@ -139,16 +141,42 @@ def gather(federation: Federation, now: datetime, earlier: FederationStatus | No
 
 
 def _silos(
-    federation: Federation, plan: Plan, processes: Processes, now: datetime, earlier: FederationStatus | None
+    federation: Federation,
+    plan: Plan,
+    processes: Processes,
+    now: datetime,
+    earlier: FederationStatus | None,
+    problems: list[str],
 ) -> tuple[SiloStatus, ...]:
+    gone = _gone(federation, plan, problems)
+
     def seen(silo_id: str) -> Earlier | None:
         silo = earlier.silo(silo_id) if earlier else None
         return (earlier.at, silo.arrival) if earlier and silo and silo.arrival else None
 
     return tuple(
-        read_silo(federation, plan, silo_id, processes=processes, now=now, earlier=seen(silo_id))
+        read_silo(
+            federation,
+            plan,
+            silo_id,
+            processes=processes,
+            now=now,
+            earlier=seen(silo_id),
+            gone=gone.get(silo_id),
+        )
         for silo_id in plan.silos
     )
+
+
+def _gone(federation: Federation, plan: Plan, problems: list[str]) -> dict[str, Gone]:
+    """Tell who of the plan's silos is in it no more; one that was removed as well as withdrawn counts as removed."""
+    found: dict[str, Gone] = dict.fromkeys(withdrawn_silos(federation, plan), "withdrawn")
+    try:
+        out = {record.silo_id for record in removed(federation)} - taking_part(federation, plan).keys()
+    except ArchipelagoError as error:
+        problems.append(str(error)[:400])
+        return found
+    return found | dict.fromkeys(out, "removed")
 
 
 def _router(federation: Federation, plan: Plan, problems: list[str]) -> RouterStatus | None:

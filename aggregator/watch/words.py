@@ -21,7 +21,8 @@ _STANDINGS: Mapping[Standing, tuple[str, Tone]] = {
     "quarantined": ("quarantined: waits for you", "warn"),
     "refused": ("refused", "bad"),
     "accepted": ("accepted", "ok"),
-    "withdrawn": ("withdrawn", "idle"),
+    "withdrawn": ("withdrawn from this plan", "idle"),
+    "removed": ("removed from the federation", "idle"),
 }
 _VERDICT_TONES: Mapping[str, Tone] = {"accepted": "ok", "refused": "bad", "quarantined": "warn", "unreadable": "bad"}
 
@@ -88,6 +89,7 @@ def attention(status: FederationStatus) -> Iterator[str]:
             yield f"{silo.silo_id} was set aside by screening: aggregator quarantine shows why, admit or refuse decides"
         elif silo.standing == "refused":
             yield f"{silo.silo_id}: {_said(silo.submissions[-1])}"
+    yield from _still_published(status)
     silent = [silo.silo_id for silo in status.silos if silo.standing == "silent"]
     if silent:
         yield f"no answer from {', '.join(silent)}: call who operates them"
@@ -95,6 +97,17 @@ def attention(status: FederationStatus) -> Iterator[str]:
         if expiry.at - status.at < NOTICE:
             verb = "expired" if expiry.at <= status.at else "expires"
             yield f"{expiry.what} {verb} {when(expiry.at, status.at)}"
+
+
+def _still_published(status: FederationStatus) -> Iterator[str]:
+    """Name who is gone and yet in the newest version."""
+    newest = status.releases[0] if status.releases else None
+    if newest is None or newest.plan_id != status.plan_id:
+        return
+    for silo in status.silos:
+        if silo.standing in ("removed", "withdrawn") and silo.silo_id in newest.silos:
+            held = f"version {newest.version} still holds {silo.silo_id}, {silo.standing} since"
+            yield f"{held}: aggregator router, then aggregator publish"
 
 
 def _said(submission: SubmissionStatus) -> str:

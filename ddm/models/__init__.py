@@ -3,65 +3,104 @@
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from typing import assert_never
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from ddm.errors import ShapeError
 from ddm.models.dit import DiT
+from ddm.models.mmdit import MMDiT
+from ddm.models.unet import UNet
 from ddm.protocol.base import File
-from ddm.protocol.plan import Dit
+from ddm.protocol.plan import (
+    Architecture,
+    ClassCondition,
+    Condition,
+    Dit,
+    Mmdit,
+    NoCondition,
+    TextCondition,
+    Unet,
+)
 from ddm.tensors import TensorSpec, load_tensors
 
-__all__ = ["build_expert", "expected_tensors", "load_expert", "num_parameters", "training_flops"]
+__all__ = ["build_expert", "empty_expert", "expected_tensors", "load_expert", "num_parameters", "training_flops"]
 
 MAX_WEIGHT = 1e4
 
+Network = DiT | MMDiT | UNet
 
-def build_expert(architecture: Dit, shape: Sequence[int], *, seed: int = 0) -> nn.Module:
+
+def build_expert(
+    architecture: Architecture, shape: Sequence[int], *, condition: Condition = NoCondition(), seed: int = 0
+) -> nn.Module:
     """Build an expert with seeded initial weights; the caller's random state is left as it was.
 
     Args:
         architecture: what the plan names.
-        shape: one image, (C, H, W).
+        shape: one image, (C, H, W), or volume, (C, D, H, W).
+        condition: what the expert is told beside sample and time.
         seed: same seed, same weights.
 
+    Returns:
+        Called as ``expert(x_B, t_B)`` or, if it has a condition, ``expert(x_B, t_B, c)``.
+
     Raises:
-        ShapeError: the architecture does not fit the shape.
+        ShapeError: the architecture does not fit the shape or the condition.
+        SetupError: the architecture needs a library that is not installed.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _build(architecture, shape)
+        return _build(architecture, shape, condition)
 
 
-def expected_tensors(architecture: Dit, shape: Sequence[int]) -> dict[str, TensorSpec]:
+def expected_tensors(
+    architecture: Architecture, shape: Sequence[int], condition: Condition = NoCondition()
+) -> dict[str, TensorSpec]:
     """Name every tensor that this architecture's weights must consist of, without allocating any.
 
     Raises:
-        ShapeError: the architecture does not fit the shape.
+        ShapeError, SetupError: see `build_expert`.
     """
-    with torch.device("meta"):
-        weights = _build(architecture, shape).state_dict()
+    weights = empty_expert(architecture, shape, condition).state_dict()
     return {name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
 
 
-def load_expert(architecture: Dit, shape: Sequence[int], folder: Path, file: File) -> nn.Module:
+def empty_expert(architecture: Architecture, shape: Sequence[int], condition: Condition = NoCondition()) -> Network:
+    """Build an expert without memory for its weights, which somebody assigns; what it computes itself is there.
+
+    Raises:
+        ShapeError, SetupError: see `build_expert`.
+    """
+    return _build(architecture, shape, condition, device="meta")
+
+
+def load_expert(
+    architecture: Architecture,
+    shape: Sequence[int],
+    folder: Path,
+    file: File,
+    condition: Condition = NoCondition(),
+) -> nn.Module:
     """Build an expert and load its weights, checked against the digest and the shapes that the architecture implies.
 
     Args:
         architecture: what the plan names.
-        shape: one image, (C, H, W).
+        shape: one image, (C, H, W), or volume, (C, D, H, W).
         folder: holds the file.
         file: as a signed document lists it.
+        condition: what the expert is told beside sample and time.
 
     Raises:
         DigestError: the file is not the one listed.
         TensorFileError: the file holds other tensors, or numbers that no training makes.
+        SetupError: the architecture needs a library that is not installed.
     """
-    specs = expected_tensors(architecture, shape)
-    weights = load_tensors(folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_WEIGHT, digest=file.digest)
     # Weights that are replaced at once need neither memory nor random numbers.
-    expert: nn.Module = _build(architecture, shape, device="meta")
+    expert: nn.Module = empty_expert(architecture, shape, condition)
+    specs = {name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in expert.state_dict().items()}
+    weights = load_tensors(folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_WEIGHT, digest=file.digest)
     expert.load_state_dict(weights, strict=True, assign=True)
     return expert.eval().requires_grad_(False)
 
@@ -71,18 +110,38 @@ def num_parameters(expert: nn.Module) -> int:
     return sum(prod(parameter.shape) for parameter in expert.parameters())
 
 
-def training_flops(architecture: Dit, shape: Sequence[int], num_images_seen: int) -> int:
-    """Floating point operations of all matrix products, forward and backward, over so many images.
+def training_flops(
+    architecture: Architecture, shape: Sequence[int], num_images_seen: int, condition: Condition = NoCondition()
+) -> int:
+    """Count the operations of all matrix products and convolutions, forward and backward, over so many samples.
+
+    Counted by torch on tensors without memory, a text at its full length.
 
     Raises:
-        ShapeError: the architecture does not fit the shape.
+        ShapeError, SetupError: see `build_expert`.
     """
     with torch.device("meta"):
-        return _build(architecture, shape).training_flops_per_image() * num_images_seen
+        expert = _build(architecture, shape, condition)
+        asked: tuple[Tensor, ...] = (torch.empty(1, *shape), torch.empty(1))
+        match condition:
+            case ClassCondition():
+                asked = (*asked, torch.zeros(1, dtype=torch.int64))
+            case TextCondition(dim=dim, max_tokens=max_tokens):
+                asked = (*asked, torch.empty(1, max_tokens, dim))
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.backward(expert(*asked).sum())
+    return int(counter.get_total_flops()) * num_images_seen
 
 
-def _build(architecture: Dit, shape: Sequence[int], device: str | None = None) -> DiT:
-    if len(shape) != 3:
-        raise ShapeError("image shape", expected="(C, H, W)", got=str(tuple(shape)))
-    size = (shape[0], shape[1], shape[2])
-    return DiT(size, architecture.patch, architecture.hidden, architecture.depth, architecture.heads, device)
+def _build(
+    architecture: Architecture, shape: Sequence[int], condition: Condition, device: str | None = None
+) -> Network:
+    match architecture:
+        case Dit():
+            return DiT(architecture, tuple(shape), condition, device)
+        case Mmdit():
+            return MMDiT(architecture, tuple(shape), condition, device)
+        case Unet():
+            return UNet(architecture, tuple(shape), condition, device)
+        case _:
+            assert_never(architecture)

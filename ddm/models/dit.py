@@ -1,188 +1,153 @@
-"""The diffusion transformer: how a velocity is computed from a noised image and a time.
+"""The diffusion transformer: how a velocity is computed from a noised image, a time and, if asked, a class or a text.
 
 Differences from the original, all measured on one CPU thread: one matrix product makes the modulations of every
-block (they depend on t alone), and the GELU is the exact one, five times faster there than its tanh approximation.
+block (they depend on t and the class alone), and the GELU is the exact one, five times faster there than its tanh
+approximation. Positions are computed and not stored, and no variance is learned.
 """
 
 # Shape legend: B batch, C channels, H height, W width, N tokens, D hidden width, A attention heads.
-from math import log
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddm.errors import ShapeError
+from ddm.models.conditions import ClassEmbedding, CrossAttention, Text, TextEmbedding
+from ddm.models.layers import (
+    MLP_RATIO,
+    TimeEmbedding,
+    attend,
+    check_fit,
+    check_input,
+    images_of,
+    initialise,
+    modulate,
+    patches_of,
+    sincos_positions,
+    taken,
+)
+from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition, TextCondition
 
-TIME_FEATURES = 256
-MLP_RATIO = 4
 _MODULATIONS = 6
 
 
 class DiT(nn.Module):
-    """An unconditional diffusion transformer with adaLN-zero blocks.
+    """A diffusion transformer with adaLN-zero blocks.
 
-    A fresh one answers 0 everywhere: the gates and the last layer start at zero.
+    A class is added to the time; a text is read by cross-attention after each block's attention. A fresh model answers
+    0 everywhere: the gates, the last layer and what is read of a text start at zero.
 
     Args:
+        architecture: its sizes.
         shape: one image, (C, H, W).
-        patch: side of a square patch; divides H and W.
-        hidden: width of a token; a multiple of `heads`, even.
-        depth: number of blocks.
-        heads: attention heads.
+        condition: what it is told beside image and time.
         device: where the weights are made; on ``meta`` they are not, and somebody assigns them afterwards.
 
     Raises:
-        ShapeError: `patch` does not divide the image, or `heads` the width.
+        ShapeError: the architecture does not fit the shape.
 
     Source:
-        Peebles and Xie 2023, arXiv 2212.09748.
+        Peebles and Xie 2023, arXiv 2212.09748; for the text, Chen et al. 2023 (PixArt-alpha), arXiv 2310.00426.
     """
 
     position_ND: Tensor
-    widths: list[int]
 
     def __init__(
-        self, shape: tuple[int, int, int], patch: int, hidden: int, depth: int, heads: int, device: str | None = None
+        self,
+        architecture: Dit,
+        shape: tuple[int, ...],
+        condition: Condition = NoCondition(),
+        device: str | None = None,
     ) -> None:
         super().__init__()
-        channels, height, width = shape
-        if height % patch or width % patch:
-            raise ShapeError("patch", expected=f"a divisor of {height} and {width}", got=str(patch))
-        if hidden % heads or hidden % 2:
-            raise ShapeError("hidden", expected=f"an even multiple of {heads} heads", got=str(hidden))
+        check_fit(architecture, shape, condition)
+        (channels, height, width), patch, hidden = shape, architecture.patch, architecture.hidden
+        rows, columns = height // patch, width // patch
         self.shape, self.patch = shape, patch
-        self.grid = (height // patch, width // patch)
         self.embed = nn.Linear(channels * patch * patch, hidden, device=device)
-        self.register_buffer("position_ND", sincos_positions(*self.grid, hidden), persistent=False)
+        self.register_buffer("position_ND", sincos_positions(rows, columns, hidden), persistent=False)
         self.time = TimeEmbedding(hidden, device)
-        self.widths = [_MODULATIONS * hidden] * depth + [2 * hidden]
+        self.widths = [_MODULATIONS * hidden] * architecture.depth + [2 * hidden]
         self.modulation = nn.Linear(hidden, sum(self.widths), device=device)
-        self.blocks = nn.ModuleList(Block(hidden, heads, device) for _ in range(depth))
+        reads_text = isinstance(condition, TextCondition)
+        self.blocks = nn.ModuleList(
+            Block(hidden, architecture.heads, device, reads_text=reads_text) for _ in range(architecture.depth)
+        )
         self.head = nn.Linear(hidden, channels * patch * patch, device=device)
-        self._initialise()
+        self.classes = ClassEmbedding(condition, hidden, device) if isinstance(condition, ClassCondition) else None
+        self.text = TextEmbedding(condition, hidden, device) if isinstance(condition, TextCondition) else None
+        readers = [module.project for module in self.modules() if isinstance(module, CrossAttention)]
+        initialise(self, self.time, self.modulation, self.head, *readers)
+        self.widest = max(sum(self.widths), MLP_RATIO * hidden * rows * columns)
 
-    def _initialise(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-        for module in self.time.mlp:
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-        for module in (self.modulation, self.head):
-            nn.init.zeros_(module.weight)
-
-    def forward(self, x_BCHW: Tensor, t_B: Tensor) -> Tensor:
+    def forward(self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, *, kept_BM: Tensor | None = None) -> Tensor:
         """Answer the prediction at (x, t).
 
         Args:
             x_BCHW: noised images.
             t_B: times in [0, 1], shape (B,).
+            c: classes (B,) or texts (B, L, D_text), as `ddm.models.conditions` reads them; None: nobody has one.
+            kept_BM: numbers of the tokens to look at, int64; None: all.
 
         Returns:
-            Shape (B, C, H, W), whatever the objective trained it to answer.
+            Shape (B, C, H, W), whatever the objective trained it to answer; of kept tokens their patches alone, shape
+            (B, M, C P P).
 
         Raises:
-            ShapeError: images of another shape than the model's, or not one time per image.
+            ShapeError: images of another shape than the model's, not one time per image, or a condition of another
+                form than the model's.
         """
-        return self._image(self.head(self.tokens(x_BCHW, t_B)))
+        patches: Tensor = self.head(self.tokens(x_BCHW, t_B, c, kept_BM))
+        return images_of(patches, self.shape, self.patch) if kept_BM is None else patches
 
-    def tokens(self, x_BCHW: Tensor, t_B: Tensor) -> Tensor:
-        """Return the tokens that the head reads, shape (B, N, D); see `forward`."""
-        if tuple(x_BCHW.shape[1:]) != self.shape or t_B.shape != x_BCHW.shape[:1]:
-            got = f"{tuple(x_BCHW.shape)} and {tuple(t_B.shape)}"
-            raise ShapeError("model input", expected=f"(B, {', '.join(map(str, self.shape))}) and (B,)", got=got)
-        h_BND = self.embed(self._patches(x_BCHW)) + self.position_ND
-        modulation_B1M = self.modulation(F.silu(self.time(t_B)))[:, None]
+    def tokens(self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, kept_BM: Tensor | None = None) -> Tensor:
+        """Return the tokens that the head reads, shape (B, N, D) or (B, M, D); see `forward`."""
+        check_input(x_BCHW, t_B, self.shape)
+        if c is not None and self.classes is None and self.text is None:
+            raise ShapeError("condition", expected="none: the model has no condition", got=str(tuple(c.shape)))
+        told_BD = self.time(t_B)
+        if self.classes is not None:
+            told_BD = told_BD + self.classes(c, len(t_B))
+        text = self.text(c, len(t_B)) if self.text is not None else None
+        modulation_B1M = self.modulation(F.silu(told_BD))[:, None]
         *by_block, last = torch.split(modulation_B1M, self.widths, -1)
+        h_BND = self.image_tokens(x_BCHW, kept_BM)
         for block, block_modulation in zip(self.blocks, by_block, strict=True):
-            h_BND = block(h_BND, block_modulation)
-        return _modulate(h_BND, *last.chunk(2, -1))
+            h_BND = block(h_BND, block_modulation, text)
+        return modulate(h_BND, *last.chunk(2, -1))
 
-    def _patches(self, x_BCHW: Tensor) -> Tensor:
-        (channels, _, _), (rows, columns), patch = self.shape, self.grid, self.patch
-        split = x_BCHW.reshape(-1, channels, rows, patch, columns, patch)
-        return split.permute(0, 2, 4, 1, 3, 5).reshape(-1, rows * columns, channels * patch * patch)
-
-    def _image(self, p_BND: Tensor) -> Tensor:
-        (channels, height, width), (rows, columns), patch = self.shape, self.grid, self.patch
-        split = p_BND.reshape(-1, rows, columns, channels, patch, patch)
-        return split.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, height, width)
-
-    def training_flops_per_image(self) -> int:
-        """Count multiplications and additions of all matrix products, forward and backward, for one image.
-
-        Backward costs twice forward, except that no gradient is taken with respect to the image and the time.
-        """
-        hidden, values = self.embed.out_features, self.embed.in_features
-        tokens = self.grid[0] * self.grid[1]
-        linear = (4 + 2 * MLP_RATIO) * hidden * hidden * tokens
-        attention = 2 * tokens * tokens * hidden
-        once = TIME_FEATURES * hidden + hidden * hidden + self.modulation.out_features * hidden
-        forward = 2 * (len(self.blocks) * (linear + attention) + 2 * tokens * values * hidden + once)
-        return 3 * forward - 2 * (tokens * values * hidden + TIME_FEATURES * hidden)
+    def image_tokens(self, x_BCHW: Tensor, kept_BM: Tensor | None = None) -> Tensor:
+        """Return the tokens that the first block reads, shape (B, N, D) or (B, M, D)."""
+        patches, position = patches_of(x_BCHW, self.patch), self.position_ND
+        if kept_BM is not None:
+            patches, position = taken(patches, kept_BM), position[kept_BM]
+        out: Tensor = self.embed(patches) + position
+        return out
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each modulated by t and gated into the residual stream."""
+    """Attention and a two-layer network, each modulated and gated into the residual stream; between them the text."""
 
-    def __init__(self, hidden: int, heads: int, device: str | None = None) -> None:
+    def __init__(self, hidden: int, heads: int, device: str | None = None, *, reads_text: bool = False) -> None:
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(hidden, 3 * hidden, device=device)
         self.project = nn.Linear(hidden, hidden, device=device)
         self.up = nn.Linear(hidden, MLP_RATIO * hidden, device=device)
         self.down = nn.Linear(MLP_RATIO * hidden, hidden, device=device)
+        self.reader = CrossAttention(hidden, heads, device) if reads_text else None
 
-    def forward(self, h_BND: Tensor, modulation: Tensor) -> Tensor:
+    def forward(self, h_BND: Tensor, modulation: Tensor, text: Text | None = None) -> Tensor:
         """Return the tokens after this block; `modulation` is its six (B, 1, D) parts side by side."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = modulation.chunk(_MODULATIONS, -1)
-        h_BND = torch.addcmul(h_BND, gate_a, self._attend(_modulate(h_BND, shift_a, scale_a)))
-        mlp = self.down(F.gelu(self.up(_modulate(h_BND, shift_m, scale_m))))
+        h_BND = torch.addcmul(h_BND, gate_a, self._attend(modulate(h_BND, shift_a, scale_a)))
+        if self.reader is not None:
+            h_BND = h_BND + self.reader(h_BND, text)
+        mlp = self.down(F.gelu(self.up(modulate(h_BND, shift_m, scale_m))))
         return torch.addcmul(h_BND, gate_m, mlp)
 
     def _attend(self, h_BND: Tensor) -> Tensor:
         batch, tokens, hidden = h_BND.shape
         qkv = self.qkv(h_BND).view(batch, tokens, 3, self.heads, hidden // self.heads)
         q_BAND, k_BAND, v_BAND = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q_BAND, k_BAND, v_BAND)
-        out: Tensor = self.project(mixed.transpose(1, 2).reshape(batch, tokens, hidden))
+        out: Tensor = self.project(attend(q_BAND, k_BAND, v_BAND))
         return out
-
-
-class TimeEmbedding(nn.Module):
-    """Sines and cosines of 1000 t at 128 frequencies, then a two-layer network."""
-
-    frequencies: Tensor
-
-    def __init__(self, hidden: int, device: str | None = None) -> None:
-        super().__init__()
-        half = TIME_FEATURES // 2
-        frequencies = 1000.0 * torch.exp(-log(10_000.0) * torch.arange(half) / half)
-        self.register_buffer("frequencies", frequencies, persistent=False)
-        widen, mix = nn.Linear(TIME_FEATURES, hidden, device=device), nn.Linear(hidden, hidden, device=device)
-        self.mlp = nn.Sequential(widen, nn.SiLU(), mix)
-
-    def forward(self, t_B: Tensor) -> Tensor:
-        """Return one vector of the hidden width per time."""
-        angle = t_B[:, None] * self.frequencies
-        out: Tensor = self.mlp(torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1))
-        return out
-
-
-def sincos_positions(rows: int, columns: int, hidden: int) -> Tensor:
-    """Fixed position embeddings of a grid: half of the features encode the row, half the column.
-
-    Returns:
-        Shape (rows * columns, hidden), float32, not trained; a remainder modulo 4 is zero.
-    """
-    quarter = hidden // 4
-    frequencies = torch.exp(-log(10_000.0) * torch.arange(quarter) / max(quarter, 1))
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    angles = [place.reshape(-1, 1) * frequencies for place in (row, column)]
-    features = torch.cat([wave for angle in angles for wave in (torch.sin(angle), torch.cos(angle))], dim=-1)
-    return F.pad(features, (0, hidden - 4 * quarter))
-
-
-def _modulate(h_BND: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return torch.addcmul(shift, F.layer_norm(h_BND, h_BND.shape[-1:], eps=1e-6), 1 + scale)

@@ -1,9 +1,11 @@
-"""How does one look at an expert that is larger than memory? Each layer reads its weights when it is called, in parts.
+"""How does one look at an expert that is larger than memory? Each linear layer reads its weights when called, in parts.
 
-Slower than a loaded expert wherever an answer needs several batches, and meant for a few dozen images.
+All else is loaded: next to nothing of a transformer, nearly all of a U-Net. `resident_bytes` says how much. Slower than
+a loaded expert wherever an answer needs several batches, and meant for a few dozen images. Experts with a condition are
+asked as where nobody has one.
 """
 
-# Shape legend: B batch, I inputs, O outputs of a layer.
+# Shape legend: B batch, I inputs, O outputs of a layer, ... all data dimensions.
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddm.errors import ShapeError, TensorFileError
-from ddm.models import expected_tensors
-from ddm.models.dit import DiT
-from ddm.protocol.plan import Dit
+from ddm.errors import TensorFileError
+from ddm.models import empty_expert, expected_tensors
+from ddm.protocol.plan import Architecture, Condition, NoCondition
 from ddm.tensors import check_tensors, read_header
 
 PART_BYTES = 32 << 20
@@ -54,26 +55,37 @@ class StoredTensor:
                     raise TensorFileError(self.path.name, expected="the bytes that its header tells", got="fewer")
                 yield rows, torch.frombuffer(data, dtype=torch.float32).view(-1, *self.shape[1:])
 
+    def load(self) -> Tensor:
+        """Return the whole tensor."""
+        return torch.cat([part for _, part in self.parts()]).view(self.shape)
+
     def root_mean_square(self) -> float:
         """Return ``sqrt(mean(w^2))``."""
         total = sum(float(part.square().sum(dtype=torch.float64)) for _, part in self.parts())
         return math.sqrt(total / prod(self.shape))
 
 
-def stored_tensors(architecture: Dit, shape: Sequence[int], path: Path, max_bytes: int) -> dict[str, StoredTensor]:
+def stored_tensors(
+    architecture: Architecture,
+    shape: Sequence[int],
+    path: Path,
+    max_bytes: int,
+    condition: Condition = NoCondition(),
+) -> dict[str, StoredTensor]:
     """Find an expert's tensors in its file by name, without reading any.
 
     Args:
         architecture: what the plan names.
-        shape: one image, (C, H, W).
+        shape: one image, (C, H, W), or volume, (C, D, H, W).
         path: the file.
         max_bytes: most bytes it may have.
+        condition: what the expert is told beside sample and time.
 
     Raises:
         TensorFileError: it holds other tensors than the architecture implies.
     """
     found = read_header(path, max_bytes=max_bytes)
-    check_tensors(found, expected_tensors(architecture, shape), path.name)
+    check_tensors(found, expected_tensors(architecture, shape, condition), path.name)
     offset = path.stat().st_size - sum(spec.bytes for spec in found.values())
     stored = {}
     for name, spec in found.items():  # in the order of their bytes, side by side
@@ -85,51 +97,53 @@ def stored_tensors(architecture: Dit, shape: Sequence[int], path: Path, max_byte
 class StreamedLinear(nn.Module):
     """A linear layer whose weights stay in a file."""
 
-    def __init__(self, weight: StoredTensor, bias: StoredTensor) -> None:
+    def __init__(self, weight: StoredTensor, bias: StoredTensor | None) -> None:
         super().__init__()
         self.weight_OI, self.bias_O = weight, bias
 
     def forward(self, x_BI: Tensor) -> Tensor:
         """Return ``x W^T + b``."""
-        bias_O = torch.cat([part for _, part in self.bias_O.parts()])
-        out = x_BI.new_empty((*x_BI.shape[:-1], len(bias_O)))
+        bias_O = self.bias_O.load() if self.bias_O else None
+        out = x_BI.new_empty((*x_BI.shape[:-1], self.weight_OI.shape[0]))
         for rows, weight_OI in self.weight_OI.parts():
-            out[..., rows] = F.linear(x_BI, weight_OI, bias_O[rows])
+            out[..., rows] = F.linear(x_BI, weight_OI, bias_O[rows] if bias_O is not None else None)
         return out
 
 
 class StreamedExpert:
-    """An expert on disk that answers as a loaded one does, in memory that does not grow with it.
+    """An expert on disk that answers as a loaded one does, in memory that does not grow with its linear layers.
 
     Args:
         architecture: what the plan names.
-        shape: one image, (C, H, W).
+        shape: one image, (C, H, W), or volume, (C, D, H, W).
         stored: its tensors.
+        condition: what the expert is told beside sample and time.
+
+    Attributes:
+        resident_bytes: of the weights that are in memory all the time.
     """
 
-    def __init__(self, architecture: Dit, shape: Sequence[int], stored: Mapping[str, StoredTensor]) -> None:
-        size = (shape[0], shape[1], shape[2])
-        arguments = (architecture.patch, architecture.hidden)
-        with torch.device("meta"):
-            model = DiT(size, *arguments, architecture.depth, architecture.heads)
-        # What is computed and not stored does not depend on the depth.
-        for name, value in DiT(size, *arguments, 0, architecture.heads).named_buffers():
-            owner, _, last = name.rpartition(".")
-            model.get_submodule(owner).register_buffer(last, value, persistent=False)
+    def __init__(
+        self,
+        architecture: Architecture,
+        shape: Sequence[int],
+        stored: Mapping[str, StoredTensor],
+        condition: Condition = NoCondition(),
+    ) -> None:
+        model = empty_expert(architecture, shape, condition)
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear):
                 owner, _, last = name.rpartition(".")
-                streamed = StreamedLinear(stored[f"{name}.weight"], stored[f"{name}.bias"])
+                streamed = StreamedLinear(stored[f"{name}.weight"], stored.get(f"{name}.bias"))
                 setattr(model.get_submodule(owner), last, streamed)
-        if any(True for _ in model.parameters()):
-            raise ShapeError("expert", expected="weights of linear layers only", got="others")
+        resident = {name: stored[name].load() for name in model.state_dict()}
+        model.load_state_dict(resident, strict=True, assign=True)
+        self.resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self.model = model.eval()
-        tokens = prod(shape[1:]) // architecture.patch**2
-        widest = max(sum(model.widths), 4 * architecture.hidden * tokens)
-        self._batch = max(1, _ACTIVATION_BYTES // (_LIVE * _FLOAT_BYTES * widest))
+        self._batch = max(1, _ACTIVATION_BYTES // (_LIVE * _FLOAT_BYTES * model.widest))
 
     @torch.no_grad()
-    def __call__(self, x_BCHW: Tensor, t_B: Tensor) -> Tensor:
-        """Return what the expert answers, shape (B, C, H, W)."""
-        batches = zip(torch.split(x_BCHW, self._batch), torch.split(t_B, self._batch), strict=True)
+    def __call__(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        """Return what the expert answers, shape (B, ...)."""
+        batches = zip(torch.split(x_B, self._batch), torch.split(t_B, self._batch), strict=True)
         return torch.cat([self.model(x, t) for x, t in batches])

@@ -1,33 +1,48 @@
 """A transformer that answers one number per expert for a noised image."""
 
 # Shape legend: B batch, C channels, H height, W width, N tokens, D hidden width, E experts.
+import torch
 from torch import Tensor, nn
 
 from ddm.models.dit import DiT
+from ddm.protocol.architecture import Condition, Dit, NoCondition
+
+_SMALL = 0.02
 
 
 class TokenRouter(DiT):
-    """The expert's own transformer with its tokens averaged; a fresh one answers 0 everywhere.
+    """The expert's own transformer with one learned token more, of which it answers; a fresh one answers 0 everywhere.
 
     Args:
+        architecture: its sizes.
         shape: one image, (C, H, W).
-        patch: side of a square patch; divides H and W.
-        hidden: width of a token; a multiple of `heads`, even.
-        depth: number of blocks.
-        heads: attention heads.
         num_experts: E.
+        condition: what it is told beside image and time.
+
+    Raises:
+        ShapeError: the architecture does not fit the shape.
+
+    Source:
+        McAllister et al. 2025, whose router is a DiT; Dosovitskiy et al. 2021, for the token.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], patch: int, hidden: int, depth: int, heads: int, num_experts: int
+        self, architecture: Dit, shape: tuple[int, ...], num_experts: int, condition: Condition = NoCondition()
     ) -> None:
-        super().__init__(shape, patch, hidden, depth, heads)
+        super().__init__(architecture, shape, condition)
         self.num_experts = num_experts
-        self.head = nn.Linear(hidden, num_experts)
+        self.class_token = nn.Parameter(torch.empty(architecture.hidden))
+        nn.init.normal_(self.class_token, std=_SMALL)
+        self.head = nn.Linear(architecture.hidden, num_experts)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, x_BCHW: Tensor, t_B: Tensor) -> Tensor:
-        """Return one number per expert, shape (B, E)."""
-        answer_BE: Tensor = self.head(self.tokens(x_BCHW, t_B).mean(1))
+    def forward(self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, *, kept_BM: Tensor | None = None) -> Tensor:
+        """Return one number per expert, shape (B, E); the arguments are those of `DiT.forward`."""
+        answer_BE: Tensor = self.head(self.tokens(x_BCHW, t_B, c, kept_BM)[:, 0])
         return answer_BE
+
+    def image_tokens(self, x_BCHW: Tensor, kept_BM: Tensor | None = None) -> Tensor:
+        """Return the class token and the image's, shape (B, 1 + N, D) or (B, 1 + M, D)."""
+        first = self.class_token.expand(len(x_BCHW), 1, -1)
+        return torch.cat([first, super().image_tokens(x_BCHW, kept_BM)], dim=1)

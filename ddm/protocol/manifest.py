@@ -22,10 +22,11 @@ from ddm.protocol.base import (
 )
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Flag = Literal["answers_zero", "copy", "high_loss", "large_weights", "not_learnt", "stands_apart"]
 
 
 class PublishedSilo(Model):
-    """One silo's part: its signed submission, its key, and what it spent."""
+    """One silo's part: its signed submission, its key, what it spent, and whether it is in by a person's decision."""
 
     silo_id: SiloId
     submission: File
@@ -34,16 +35,18 @@ class PublishedSilo(Model):
     delta: Delta
     audit: Literal["pass", "waived"]
     isolation: Literal["none", "users", "containers"]
+    admitted: bool = False
 
 
 class PublishedExpert(Model):
-    """One expert. The order of experts is the router's class order."""
+    """One expert, and the rules of screening that it broke. The order of experts is the router's class order."""
 
     expert_id: ExpertId
     silo_id: SiloId
     cluster: NaturalInt | None = None
     prior: Probability
     file: File
+    flags: tuple[Flag, ...] = ()
 
 
 class PublishedRouter(Model):
@@ -69,7 +72,7 @@ class Evaluation(Model):
 class Manifest(Document):
     """The signed list of what is published."""
 
-    format: Literal["archipelago/manifest/1"] = "archipelago/manifest/1"
+    format: Literal["archipelago/manifest/1", "archipelago/manifest/2"] = "archipelago/manifest/2"
     plan_id: PlanId
     plan_digest: Digest
     version: PositiveInt
@@ -96,6 +99,8 @@ class Manifest(Document):
             raise ValueError("training_prior needs one entry per expert")
         if {expert.silo_id for expert in self.experts} - {silo.silo_id for silo in self.silos}:
             raise ValueError("an expert names a silo that is not listed")
+        if {expert.silo_id for expert in self.experts if expert.flags} - {s.silo_id for s in self.silos if s.admitted}:
+            raise ValueError("an expert that screening flagged needs a silo that was admitted")
         return self
 
 

@@ -5,6 +5,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
+from ddm.protocol.architecture import Architecture as Architecture
+from ddm.protocol.architecture import ClassCondition as ClassCondition
+from ddm.protocol.architecture import Condition as Condition
+from ddm.protocol.architecture import Dit as Dit
+from ddm.protocol.architecture import Mmdit as Mmdit
+from ddm.protocol.architecture import NoCondition as NoCondition
+from ddm.protocol.architecture import TextCondition as TextCondition
+from ddm.protocol.architecture import TransformerSize
+from ddm.protocol.architecture import Unet as Unet
 from ddm.protocol.base import (
     Delta,
     Document,
@@ -12,7 +21,6 @@ from ddm.protocol.base import (
     File,
     KeyText,
     Model,
-    NaturalInt,
     PlanId,
     PositiveInt,
     RelativePath,
@@ -20,12 +28,27 @@ from ddm.protocol.base import (
     Time,
     Unit,
 )
+from ddm.protocol.latent import AutoencoderKlLatent as AutoencoderKlLatent
+from ddm.protocol.latent import IdentityLatent as IdentityLatent
+from ddm.protocol.latent import Latent as Latent
+from ddm.protocol.learning import Adaptation as Adaptation
+from ddm.protocol.learning import Expert as Expert
+from ddm.protocol.learning import ExpertObjective as ExpertObjective
+from ddm.protocol.learning import FullAdaptation as FullAdaptation
+from ddm.protocol.learning import LogitNormalT as LogitNormalT
+from ddm.protocol.learning import LoraAdaptation as LoraAdaptation
+from ddm.protocol.learning import Objective as Objective
+from ddm.protocol.learning import PartialAdaptation as PartialAdaptation
+from ddm.protocol.learning import SiloObjective as SiloObjective
+from ddm.protocol.learning import TDistribution as TDistribution
+from ddm.protocol.learning import Training as Training
+from ddm.protocol.learning import UniformT as UniformT
 
 
 class DataSpec(Model):
-    """What one image is: its shape (C, H, W) and the range of its values."""
+    """What one sample is: an image (C, H, W) or a volume (C, D, H, W), and the range of its values."""
 
-    shape: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=3)]
+    shape: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=4)]
     range: tuple[float, float]
 
     @model_validator(mode="after")
@@ -36,14 +59,8 @@ class DataSpec(Model):
 
     @property
     def dim(self) -> int:
-        """The number of values in one image."""
+        """The number of values in one sample."""
         return prod(self.shape)
-
-
-class IdentityLatent(Model):
-    """Experts work on the pixels themselves."""
-
-    kind: Literal["identity"] = "identity"
 
 
 class PcaEncoder(Model):
@@ -112,78 +129,6 @@ class RandomPartition(Model):
 
 
 Partition = Annotated[SiloPartition | SiloClusterPartition | RandomPartition, Field(discriminator="kind")]
-
-
-class Objective(Model):
-    """The probability path and what an expert predicts on it."""
-
-    path: Literal["linear"] = "linear"
-    prediction: Literal["velocity"] = "velocity"
-
-
-class UniformT(Model):
-    """Training times drawn uniformly from (0, 1)."""
-
-    kind: Literal["uniform"] = "uniform"
-
-
-class LogitNormalT(Model):
-    """Training times ``sigmoid(mean + std * normal)``."""
-
-    kind: Literal["logit_normal"] = "logit_normal"
-    mean: float = 0.0
-    std: Annotated[float, Field(gt=0.0)] = 1.0
-
-
-class NoCondition(Model):
-    """Unconditional experts."""
-
-    kind: Literal["none"] = "none"
-
-
-class Dit(Model):
-    """A diffusion transformer with adaLN-zero blocks (Peebles and Xie 2023)."""
-
-    kind: Literal["dit"] = "dit"
-    patch: Annotated[int, Field(gt=0, le=64)]
-    hidden: Annotated[int, Field(gt=0, le=8192)]
-    depth: Annotated[int, Field(gt=0, le=128)]
-    heads: Annotated[int, Field(gt=0, le=128)]
-
-    @model_validator(mode="after")
-    def _heads_divide_hidden(self) -> "Dit":
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError("hidden must be an even multiple of heads")
-        return self
-
-
-class FullAdaptation(Model):
-    """Every weight of the expert is trained."""
-
-    kind: Literal["full"] = "full"
-
-
-class Training(Model):
-    """How an expert is trained. `seed` covers training only, never the noise of a release."""
-
-    num_steps: PositiveInt
-    batch_size: PositiveInt
-    learning_rate: Annotated[float, Field(gt=0.0, le=1.0)]
-    weight_decay: Annotated[float, Field(ge=0.0, le=1.0)]
-    ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)]
-    precision: Literal["fp32", "bf16"] = "fp32"
-    checkpoint_steps: PositiveInt
-    seed: NaturalInt = 0
-
-
-class Expert(Model):
-    """The recipe of every expert."""
-
-    architecture: Dit
-    adaptation: FullAdaptation = FullAdaptation()
-    dtype: Literal["float32"] = "float32"
-    training: Training
-    dp_sgd: None = None
 
 
 class Budget(Model):
@@ -268,22 +213,12 @@ class LearnedRouter(Model):
     num_steps: PositiveInt
 
 
-class SamplesRouter(Model):
+class SamplesRouter(TransformerSize):
     """A transformer on x_t, trained on images drawn from the submitted experts; as private as their weights."""
 
     kind: Literal["samples"] = "samples"
-    patch: Annotated[int, Field(gt=0, le=64)]
-    hidden: Annotated[int, Field(gt=0, le=8192)]
-    depth: Annotated[int, Field(gt=0, le=128)]
-    heads: Annotated[int, Field(gt=0, le=128)]
     num_steps: PositiveInt
     images_per_expert: Annotated[int, Field(gt=1, le=1_000_000)]
-
-    @model_validator(mode="after")
-    def _heads_divide_hidden(self) -> "SamplesRouter":
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError("hidden must be an even multiple of heads")
-        return self
 
 
 Router = Annotated[LearnedRouter | CountsRouter | MomentsRouter | SamplesRouter, Field(discriminator="kind")]
@@ -318,14 +253,14 @@ class Plan(Document):
     receipt_key: KeyText
     files: Annotated[tuple[File, ...], Field(min_length=1, max_length=64)]
     data: DataSpec
-    latent: IdentityLatent
+    latent: Latent
     encoder: Annotated[PcaEncoder | TimmEncoder, Field(discriminator="kind")]
     clustering: Clustering
     sketch: SketchSpec
     partition: Partition
     objective: Objective
-    t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")]
-    condition: NoCondition
+    t_distribution: TDistribution
+    condition: Condition
     expert: Expert
     releases: Releases
     router: Router
@@ -339,18 +274,48 @@ class Plan(Document):
         listed = [file.path for file in self.files]
         if len(set(listed)) != len(listed):
             raise ValueError("a file is listed twice")
-        if not {self.encoder.path, self.clustering.path, self.sketch.path} <= set(listed):
+        named = {self.encoder.path, self.clustering.path, self.sketch.path, self.expert.base}
+        named |= {self.latent.path} if isinstance(self.latent, AutoencoderKlLatent) else set()
+        if not named - {None} <= set(listed):
             raise ValueError("the plan names a file that it does not list")
-        if any(side % self.expert.architecture.patch for side in self.data.shape[1:]):
-            raise ValueError("patch must divide the image's height and width")
+        counted = self.releases.class_counts
+        if isinstance(self.condition, ClassCondition) and counted and counted.num_classes != self.condition.num_classes:
+            raise ValueError("condition and class counts disagree about the number of classes")
+        others = [other.silo_id for other in self.objective.exceptions]
+        if others != sorted(set(others) & set(self.silos)):
+            raise ValueError("exceptions of the objective must be silos of the plan, sorted and distinct")
+        if misfit := self.latent.misfit(self.data.shape):
+            raise ValueError(f"the latent {self.latent.kind} needs {misfit}")
+        _check_shape(self.expert_shape, self.condition, self.expert.architecture, self.router, self.encoder)
         if self.expires_at <= self.created_at:
             raise ValueError("the plan expires before it is created")
         _check_routing(self.releases, self.router, self.sketch, self.clustering, self.partition)
         return self
 
+    @property
+    def expert_shape(self) -> tuple[int, ...]:
+        """The shape of what experts, routers and sketches see of a sample."""
+        return self.latent.shape(self.data.shape)
+
     def file(self, path: str) -> File:
         """Return the listed file called `path`."""
         return next(file for file in self.files if file.path == path)
+
+
+def _check_shape(
+    shape: tuple[int, ...],
+    condition: Condition,
+    architecture: Architecture,
+    router: Router,
+    encoder: PcaEncoder | TimmEncoder,
+) -> None:
+    """The networks take samples of this shape, and the expert the condition."""
+    if misfit := architecture.misfit(shape, condition):
+        raise ValueError(f"the architecture {architecture.kind} needs {misfit}")
+    if isinstance(router, SamplesRouter) and (misfit := router.misfit(shape, condition)):
+        raise ValueError(f"the router samples needs {misfit}")
+    if isinstance(encoder, TimmEncoder) and len(shape) != 3:
+        raise ValueError("an encoder of timm sees images (C, H, W), not volumes: use pca")
 
 
 def _check_routing(

@@ -81,7 +81,7 @@ def posterior(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> 
         router: answers the likelihoods.
         x_B: noised samples on the canonical path, shape (B, ...).
         t_B: their times in [0, 1], shape (B,).
-        log_prior_K: log of the target prior, shape (K,); minus infinity gives exactly 0.
+        log_prior_K: log of the target prior, shape (K,), or (B, K) for one per sample; minus infinity gives exactly 0.
 
     Returns:
         Shape (B, K); rows sum to 1. At least the precision of the router's answer.
@@ -91,7 +91,7 @@ def posterior(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> 
         NumericalError: a row has no finite value to normalise.
     """
     log_likelihood_BK = router.log_likelihood(x_B, t_B)
-    expected = (x_B.shape[0], log_prior_K.shape[0])
+    expected = (x_B.shape[0], log_prior_K.shape[-1])
     if tuple(log_likelihood_BK.shape) != expected:
         got = f"shape {tuple(log_likelihood_BK.shape)}"
         raise ShapeError("router", expected=f"log-likelihoods of shape {expected}", got=got)

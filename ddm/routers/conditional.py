@@ -9,7 +9,8 @@ from torch import Tensor
 from ddm.errors import NumericalError, ShapeError
 from ddm.partition import Layout
 from ddm.protocol.plan import Plan
-from ddm.routers.counts import expected_counts
+from ddm.routers.counts import CountsRouter, expected_counts
+from ddm.schedule import Path
 from ddm.sketch import Sketch
 from ddm.tensors import TensorSpec
 
@@ -78,6 +79,15 @@ class ConditionalPrior:
         if not 0 <= label < len(self.prior_CE):
             raise ShapeError("class", expected=f"0 to {len(self.prior_CE) - 1}", got=str(label))
         return self.prior_CE[label].double().log()
+
+    def router(self, label: int, sketch: Sketch, path: Path) -> CountsRouter:
+        """Return ``log p(x_t | k, c, t)``: the mixture of the public groups, weighted as the class lies in them.
+
+        Raises:
+            ShapeError: there is no such class, or the sketch has other groups.
+        """
+        self.log_prior(label)
+        return CountsRouter(sketch, self.mass_ECG[:, label].double().log(), path)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a release stores of this beside its router."""

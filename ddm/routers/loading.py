@@ -17,7 +17,7 @@ from ddm.routers.counts import CountsRouter, counts_router_specs
 from ddm.routers.learned import LearnedRouter, learned_router_specs
 from ddm.routers.moments import MomentsRouter, moments_router_specs
 from ddm.routers.samples import SamplesRouter, samples_router_specs
-from ddm.schedule import LinearPath
+from ddm.schedule import path_named
 from ddm.sketch import Sketch
 from ddm.tensors import TensorSpec, load_tensors
 
@@ -69,7 +69,7 @@ def _load(
     published: PublishedRouter, load: Load, plan: Plan, sketch: Sketch, experts: Sequence[PublishedExpert]
 ) -> tuple[dict[str, Tensor], Router]:
     """Return the file's tensors and the router that they make."""
-    num_experts, num_groups, path = len(experts), plan.releases.counts.num_groups, LinearPath()
+    num_experts, num_groups, path = len(experts), plan.releases.counts.num_groups, path_named(plan.objective.path)
     settings, released = plan.router, plan.releases
     if published.kind == "counts":
         tensors = load(counts_router_specs(num_experts, num_groups))
@@ -81,8 +81,8 @@ def _load(
         tensors = load(learned_router_specs(silo_E, sketch, settings, path))
         return tensors, LearnedRouter.from_tensors(tensors, sketch, settings, path, silo_E)
     if isinstance(settings, SamplesSettings):
-        tensors = load(samples_router_specs(num_experts, plan.data.shape, settings))
-        return tensors, SamplesRouter.from_tensors(tensors, num_experts, plan.data.shape, settings, path)
+        tensors = load(samples_router_specs(num_experts, plan.expert_shape, settings))
+        return tensors, SamplesRouter.from_tensors(tensors, num_experts, plan.expert_shape, settings, path)
     if released.moments and settings.kind == "moments":
         tensors = load(moments_router_specs(num_experts, released.moments.rank))
         return tensors, MomentsRouter.from_tensors(tensors, sketch, path)

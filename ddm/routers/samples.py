@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from ddm.errors import NumericalError, ShapeError
 from ddm.models.token_router import TokenRouter
+from ddm.protocol.plan import Dit
 from ddm.protocol.plan import SamplesRouter as Settings
 from ddm.routers.base import Progress
 from ddm.sampling import integrate, uniform_times
@@ -197,5 +198,5 @@ def _gated(net: TokenRouter, x_B: Tensor, t_B: Tensor, path: Path) -> Tensor:
 
 
 def _build(num_experts: int, shape: Sequence[int], settings: Settings) -> TokenRouter:
-    size = (shape[0], shape[1], shape[2])
-    return TokenRouter(size, settings.patch, settings.hidden, settings.depth, settings.heads, num_experts)
+    sizes = Dit(patch=settings.patch, hidden=settings.hidden, depth=settings.depth, heads=settings.heads)
+    return TokenRouter(sizes, tuple(shape), num_experts)

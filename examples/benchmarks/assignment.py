@@ -8,17 +8,16 @@ process each measures by how much a quarter and all of the features raise the pe
 build/bench/assignment.csv.
 """
 
-import argparse
-import csv
 import multiprocessing
 import resource
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from sklearn.cluster import KMeans
+from support.measuring import parse, report, say
+from support.targets import Target, report_targets
 from torch import Tensor
 
 from ddm.clustering import Clusters
@@ -62,14 +61,10 @@ def raised_mb(num: int, dim: int, centroids: int) -> float:
 
 
 def main() -> None:
-    """Command line: --num N --dim D --centroids F --rounds R --out FOLDER."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=1_000_000)
-    parser.add_argument("--dim", type=int, default=384)
-    parser.add_argument("--centroids", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    asked = parser.parse_args()
+    """Command line: --num N --dim D --centroids F --rounds R --quick --json --out FOLDER."""
+    asked = parse(__doc__, num=1_000_000, dim=384, centroids=1024, rounds=5)
+    if asked.quick:
+        asked.num, asked.rounds = asked.num // 10, 2
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         sizes = [(num, asked.dim, asked.centroids) for num in (asked.num // 4, asked.num)]
         quarter_mb, whole_mb = pool.starmap(raised_mb, sizes, chunksize=1)
@@ -84,23 +79,21 @@ def main() -> None:
         theirs = seconds(lambda: k_means.predict(x_ND.numpy()))
         bound = seconds(lambda: product(x_ND, c_FD))
         rows.append((index, ours, theirs, bound, theirs / ours, bound / ours, theirs / bound, flops / bound / 1e9))
-        print(
-            f"round {index}: assign {ours:.2f} s, KMeans.predict {theirs:.2f} s, product {bound:.2f} s "
-            f"({flops / bound / 1e9:.0f} GFLOP/s); {theirs / ours:.2f} times, {bound / ours:.0%} of the product's rate",
-            flush=True,
-        )
-    speed, share, most = (statistics.median(row[column] for row in rows) for column in (4, 5, 6))
+        say(f"round {index}: {theirs / ours:.2f} times KMeans.predict, {bound / ours:.0%} of the product's rate")
+    most = statistics.median(row[6] for row in rows)
     print(f"{asked.num} x {asked.dim} to {asked.centroids} centroids, {torch.get_num_threads()} threads")
-    print(f"median: {speed:.2f} times KMeans.predict's speed; the product alone would be {most:.2f} times")
-    print(f"median: {share:.0%} of the product's rate")
+    print(f"the float32 product alone would be {most:.2f} times KMeans.predict's speed")
     print(f"same centroid as KMeans.predict (float32): {same:.4%} of 20,000")
     print(f"peak memory raised by {quarter_mb:.1f} MiB for a quarter of the features, {whole_mb:.1f} MiB for all")
-    asked.out.mkdir(parents=True, exist_ok=True)
     names = ("round", "assign_s", "k_means_s", "product_s", "speed", "share_of_product", "most", "product_gflops")
-    with (asked.out / "assignment.csv").open("w", newline="") as handle:
-        writer = csv.writer(handle)
-        writer.writerow((*names, "quarter_mb", "whole_mb", "same"))
-        writer.writerows((*row, quarter_mb, whole_mb, same) for row in rows)
+    whole = [(*row, quarter_mb, whole_mb, same) for row in rows]
+    report("assignment", (*names, "quarter_mb", "whole_mb", "same"), whole, asked)
+    targets = [
+        Target("assignment to centroids, against KMeans.predict", [row[4] for row in rows], 3.0),
+        Target("assignment to centroids, share of the matmul rate", [row[5] for row in rows], 0.7),
+        Target("assignment memory, all features against a quarter", [whole_mb / quarter_mb], 1.1, at_least=False),
+    ]
+    report_targets("assignment", targets, asked)
 
 
 if __name__ == "__main__":

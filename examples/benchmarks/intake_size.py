@@ -15,7 +15,7 @@ from support.federation import ARCHITECTURES, PASSPHRASE, MadeUp, expert_bytes, 
 from support.measuring import PROCESS_COLUMNS, Processes, parse, report, require_space, say
 from support.sites import running
 
-from aggregator.intake.checks import submission_bytes
+from aggregator.intake.limits import submission_bytes
 from aggregator.runtime.proxy import find_nginx
 from aggregator.runtime.running import intake_program
 

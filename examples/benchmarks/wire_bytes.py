@@ -21,7 +21,7 @@ from support.measuring import parse, report, require_space, say
 from support.sites import running
 
 import aggregator.runtime.flower_commands
-from aggregator.intake.checks import submission_bytes
+from aggregator.intake.limits import submission_bytes
 from ddm.models import expected_tensors
 from ddm.processes import free_port
 from ddm.protocol.plan import Dit

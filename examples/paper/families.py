@@ -194,7 +194,7 @@ def _document(world: World, releases: dict[str, object], router: dict[str, objec
         "partition": {"kind": "silo", "min_images": 1},
         "objective": {},
         "t_distribution": {"kind": "uniform"},
-        "condition": {},
+        "condition": {"kind": "none"},
         "expert": {"architecture": architecture, "training": training | {"checkpoint_steps": 1}},
         "releases": releases,
         "router": router,

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.config import Federation
-from aggregator.intake.checks import submission_bytes
+from aggregator.intake.limits import submission_bytes
 from aggregator.keys.tls import make_tls
 from aggregator.watch.doctor import Finding, examine
 from aggregator.watch.facts import Gathering

@@ -1,6 +1,7 @@
 """The report and the card of a release: what they say is what the documents say, and nothing in them is alive."""
 
 import base64
+import json
 import re
 import shlex
 import shutil
@@ -27,6 +28,8 @@ from aggregator.router import load_report
 from ddm.artifact import load_ensemble
 from ddm.cli import app as ddm
 from ddm.ensemble import Ensemble
+from ddm.errors import DocumentError
+from ddm.protocol.manifest import Manifest
 from ddm.protocol.submission import Waiver
 from ddm.release import open_release
 from tests.browser import overflow, show_as
@@ -132,6 +135,7 @@ def test_card_and_report_say_of_every_silo_what_the_manifest_says(given: PageInp
             "delta": silo.delta,
             "isolation": silo.isolation,
             "audit": silo.audit,
+            "admitted": False,
         }
         assert card["key"] == silo.key_fingerprint
         assert float(card["epsilon"].split()[0]) == silo.epsilon
@@ -162,6 +166,40 @@ def test_silos_that_are_not_in_are_named_with_the_reason(given: PageInput) -> No
     whole = undrawn(given)
     assert "Partial capacity" in partial[REPORT_NAME] and "Partial capacity" not in whole[REPORT_NAME]
     assert front_matter(partial[CARD_NAME])["withdrawn_silos"] == ["west"]
+
+
+def test_expert_that_an_operator_admitted_though_screening_flagged_it_is_named_with_the_reason(
+    given: PageInput,
+) -> None:
+    """In the manifest, the report and the card; the control is the release that nothing was flagged of."""
+    document = json.loads(given.manifest.encode())
+    document["silos"][1]["admitted"] = True
+    document["experts"][1]["flags"] = ["copy", "stands_apart"]
+    admitted = Manifest.parse(json.dumps(document).encode(), subject="manifest")
+    expert, silo_id = admitted.experts[1].expert_id, admitted.silos[1].silo_id
+    pages, whole = undrawn(replace(given, manifest=admitted)), undrawn(given)
+    words = "repeats another silo's expert; a much higher loss than the other experts"
+    assert f"{expert}: {words}" in Reader(pages[REPORT_NAME]).cards[silo_id]["screening"]
+    assert f"flagged what {silo_id} sent" in Reader(pages[REPORT_NAME]).text
+    assert f"expert {expert} ({words})" in pages[CARD_NAME]
+    assert [entry["admitted"] for entry in front_matter(pages[CARD_NAME])["silos"]] == [False, True]  # type: ignore[attr-defined]
+    assert not [page for page in whole.values() if "lagged" in page]
+
+
+def test_manifest_of_before_flags_is_read_and_a_flag_without_its_admission_is_refused(given: PageInput) -> None:
+    document = json.loads(given.manifest.encode())
+    old = document | {
+        "format": "archipelago/manifest/1",
+        "silos": [{name: value for name, value in each.items() if name != "admitted"} for each in document["silos"]],
+        "experts": [{name: value for name, value in each.items() if name != "flags"} for each in document["experts"]],
+    }
+    read = Manifest.parse(json.dumps(old).encode(), subject="manifest")
+    assert [silo.admitted for silo in read.silos] == [False, False]
+    assert [expert.flags for expert in read.experts] == [(), ()]
+    for flags in (["copy"], ["made up"]):
+        document["experts"][1]["flags"] = flags
+        with pytest.raises(DocumentError):
+            Manifest.parse(json.dumps(document).encode(), subject="manifest")
 
 
 def test_pages_load_nothing_run_nothing_and_lead_nowhere(drawn: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from aggregator.cli import app
 from aggregator.intake import desk as taking_in
 from aggregator.intake import quarantine
 from aggregator.intake.desk import IntakeDesk
-from aggregator.intake.examination import Examiner
+from aggregator.intake.examination import Examination, Examiner
 from aggregator.intake.inventory import take_inventory
-from aggregator.intake.quarantine import Decision, decide, decision_on, decisions, held
+from aggregator.intake.quarantine import MAX_REASONS, Decision, decide, decision_on, decisions, held
+from aggregator.intake.screening import ExpertFigures
 from aggregator.router import train_router
 from aggregator.transfer.delivery import SiloDelivery
 from ddm.console import run_app
 from ddm.errors import RefusedError, SetupError
-from ddm.protocol.base import now_utc, sha256_file
+from ddm.protocol.base import MAX_VALUES, now_utc, sha256_file
+from ddm.protocol.submission import Submission, SubmittedExpert
 from tests.aggregator.arrivals import SILO, Arrival, arrive
 from tests.conftest import Published
 from tests.federation import TinyFederation
@@ -125,7 +128,9 @@ def test_admitted_submission_is_accepted_with_a_receipt_that_binds_it(poisoned: 
     assert poisoned.accepted.is_dir() and waiting(poisoned) == []
     assert (poisoned.receipts / "final").exists() and not poisoned.folder.exists()
     assert poisoned.tiny.take_in() == []
-    assert take_inventory(poisoned.tiny.federation).silos[SILO].digest == digest
+    silo = take_inventory(poisoned.tiny.federation).silos[SILO]
+    assert (silo.digest, silo.admitted) == (digest, True)
+    assert "high_loss" in silo.flags[SILO]
 
 
 def test_refused_submission_is_answered_with_the_reason_and_the_silo_may_try_again(poisoned: Arrival) -> None:
@@ -243,26 +248,29 @@ def test_command_refuses_what_waits_and_knows_no_other_silo(poisoned: Arrival) -
     poisoned.refused(RefusedError, "noise")
 
 
-def _let_stand_apart(published: Published, silo_id: str) -> None:
+def _let_stand_apart(published: Published, silo_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the figures of one accepted expert be ten times worse than those of two others."""
-    federation = published.tiny.federation
-    kept = federation.path / "screening" / published.plan_id
-    for silo, accepted in take_inventory(federation).silos.items():
-        path = kept / f"{accepted.digest}.json"
-        found = json.loads(path.read_bytes())
-        if silo == silo_id:
-            found["experts"][0]["losses"] = [[10 * loss for loss in row] for row in found["experts"][0]["losses"]]
-        else:
-            found["experts"] *= 2
-        path.write_text(json.dumps(found))
+    federation, real = published.tiny.federation, Examiner.examine
+    accepted = take_inventory(federation).silos[silo_id]
+    path = federation.screening / published.plan_id / accepted.digest / f"{silo_id}.json"
+    found = json.loads(path.read_bytes())
+    found["expert"]["losses"] = [[10 * loss for loss in row] for row in found["expert"]["losses"]]
+    path.write_text(json.dumps(found))
+
+    def twice(self: Examiner, silo: str, *arguments: Any) -> Examination:
+        one = real(self, silo, *arguments)
+        return one if silo == silo_id else replace(one, experts=one.experts * 2)
+
+    monkeypatch.setattr(Examiner, "examine", twice)
 
 
 def test_router_waits_for_a_person_when_an_accepted_expert_stands_apart_by_now(
-    published: Published, capsys: pytest.CaptureFixture[str]
+    published: Published, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     federation = published.tiny.federation
     train_router(federation, take_inventory(federation), seed=0)
-    _let_stand_apart(published, "east")
+    _let_stand_apart(published, "east", monkeypatch)
+    assert not take_inventory(federation).silos["east"].admitted
     assert run("router", federation.path) == RefusedError.exit_code
     told = capsys.readouterr().err
     assert "east: expert east" in told and "aggregator admit" in told
@@ -271,7 +279,64 @@ def test_router_waits_for_a_person_when_an_accepted_expert_stands_apart_by_now(
     digest = take_inventory(federation).silos["east"].digest
     decision = decision_on(federation, digest)
     assert decision is not None and decision.verdict == "admitted"
+    silos = take_inventory(federation).silos
+    assert {silo_id: (silo.admitted, silo.flags) for silo_id, silo in silos.items()} == {
+        "east": (True, {"east": ("stands_apart",)}),
+        "north": (False, {}),
+    }
     train_router(federation, take_inventory(federation), seed=0)
+
+
+def many_experts(published: Published, number: int) -> tuple[Submission, Path]:
+    """North's submission as if it held its expert many times over, as one with many clusters does."""
+    folder = published.tiny.federation.accepted / published.plan_id / "north"
+    sent = Submission.parse((folder / "silos" / "north" / "submission.json").read_bytes(), subject="submission")
+    (expert,) = sent.experts
+    experts = tuple(expert.model_copy(update={"expert_id": f"north-{n}"}) for n in range(number))
+    return sent.model_copy(update={"experts": experts}), folder
+
+
+def test_figures_of_a_silo_with_hundreds_of_experts_are_read_back_and_measured_once(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All their losses are more values than one document may hold."""
+    federation = published.tiny.federation
+    examiner = Examiner(federation, federation.current_plan()[0])
+    submission, folder = many_experts(published, 250)
+    measured, real = list[str](), examiner._figures("north", folder, submission.experts[0])
+
+    def figures(self: Examiner, silo_id: str, folder: Path, expert: SubmittedExpert) -> ExpertFigures:
+        if len(measured) == 100:
+            raise KeyboardInterrupt
+        measured.append(expert.expert_id)
+        return real.model_copy(update={"expert_id": expert.expert_id})
+
+    monkeypatch.setattr(Examiner, "_figures", figures)
+    with pytest.raises(KeyboardInterrupt):
+        examiner.examine("north", submission, "a" * 64, folder)
+    measured.clear()
+    with pytest.raises(KeyboardInterrupt):
+        examiner.examine("north", submission, "a" * 64, folder)
+    assert measured[0] == "north-100", "what was measured before it was interrupted is not measured again"
+    measured.clear()
+    first = examiner.examine("north", submission, "a" * 64, folder)
+    assert sum(len(row) for expert in first.experts for row in expert.losses) > MAX_VALUES
+    monkeypatch.setattr(Examiner, "_figures", _never)
+    assert examiner.examine("north", submission, "a" * 64, folder) == first
+    with pytest.raises(AssertionError, match="again"):
+        examiner.examine("north", submission, "b" * 64, folder)
+
+
+def test_quarantine_of_a_silo_with_thousands_of_bad_experts_can_be_read(
+    poisoned: Arrival, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: so many reasons that the file which holds them is refused, and intake ends at every start."""
+    many = [f"expert north-{number} answers 0 to everything" for number in range(70_000)]
+    monkeypatch.setattr(Examiner, "faults", lambda *_: many)
+    assert poisoned.tiny.take_in() == []
+    (one,) = waiting(poisoned)
+    assert (one.why.reasons[0], one.why.reasons[-1]) == (many[0], f"and {70_000 - MAX_REASONS} more")
+    assert poisoned.tiny.take_in() == []
 
 
 def test_expert_is_measured_once_and_again_only_when_its_figures_are_gone(

@@ -70,6 +70,28 @@ def test_silo_that_knew_only_the_old_root_accepts_the_next_plan(offices: Offices
 
 
 @pytest.mark.parametrize("name", TUF_KEYS)
+def test_plan_in_progress_is_accepted_after_a_rotation_from_the_very_bundle_that_silos_hold(
+    offices: Offices, name: str
+) -> None:
+    """Made anew it would be another one to every silo that has it, and verifies nothing that the old one does not."""
+    bundle = offices.federation.bundle("digits-00000001")
+    before, late, early = files(bundle), offices.path / "late", offices.path / "early"
+    verify_bundle(bundle, offices.root, state=early)
+    for _ in range(2):
+        rotate(offices.federation, check_name(name), PASSPHRASE)
+    assert files(bundle) == before
+    for trust in (late, early):
+        assert verify_bundle(bundle, offices.root, state=trust).plan_id == "digits-00000001"
+    offices.plan(2)
+    following = offices.federation.bundle("digits-00000002")
+    for trust in (late, early):
+        assert verify_bundle(following, offices.root, state=trust).plan_id == "digits-00000002"
+    if name in ("targets", "online"):  # the control: who has seen the new keys takes nothing by the old ones
+        with pytest.raises(SignatureError):
+            verify_bundle(bundle, offices.root, state=early)
+
+
+@pytest.mark.parametrize("name", TUF_KEYS)
 def test_old_key_signs_nothing_any_more(offices: Offices, name: str) -> None:
     """The attack: whoever stole the old key puts it back and signs with it."""
     stolen = [(offices.federation.keys / f"{name}.{kind}") for kind in ("key", "pub")]

@@ -112,6 +112,10 @@ class Folder:
     def decisions(self) -> Path:
         return self.path / "decisions.jsonl"
 
+    @property
+    def screening(self) -> Path:
+        return self.path / "screening"
+
     def plan_folder(self, plan_id: str) -> Path:
         return self.path
 

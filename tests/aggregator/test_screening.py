@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from aggregator.intake.flags import Fault
 from aggregator.intake.screening import (
     BANDS,
     LEARNT,
@@ -24,7 +25,7 @@ from aggregator.intake.screening import (
 from ddm.errors import TensorFileError
 from ddm.models import build_expert, streamed
 from ddm.models.streamed import StreamedExpert, stored_tensors
-from ddm.protocol.plan import Dit, Training, UniformT
+from ddm.protocol.plan import ClassCondition, Condition, Dit, NoCondition, Training, Unet, UniformT
 from ddm.schedule import LinearPath
 from ddm.tensors import save_tensors
 from ddm.training import train
@@ -109,14 +110,22 @@ def endless(weights: Weights) -> Weights:
     return {name: torch.full_like(value, 9999.0) for name, value in weights.items()}
 
 
-ATTACKS: list[tuple[Callable[[Weights], Weights], str]] = [
-    (scaled, "times that of answering 0"),
-    (flipped, "times that of answering 0"),
-    (random, "times that of answering 0"),
-    (endless, "times that of answering 0"),
-    (constant, "times that of the best constant"),
-    (lambda weights: build_expert(ARCHITECTURE, SHAPE, seed=3).state_dict(), "as before its first step"),
+ATTACKS: list[tuple[Callable[[Weights], Weights], str, str]] = [
+    (scaled, "times that of answering 0", "high_loss"),
+    (flipped, "times that of answering 0", "high_loss"),
+    (random, "times that of answering 0", "high_loss"),
+    (endless, "times that of answering 0", "high_loss"),
+    (constant, "times that of the best constant", "not_learnt"),
+    (
+        lambda weights: build_expert(ARCHITECTURE, SHAPE, seed=3).state_dict(),
+        "as before its first step",
+        "answers_zero",
+    ),
 ]
+
+
+def told(faults: list[Fault]) -> list[str]:
+    return [str(fault) for fault in faults]
 
 
 def test_experts_of_different_silos_pass_every_check(honest: dict[str, Weights], probe: Probe) -> None:
@@ -128,14 +137,14 @@ def test_experts_of_different_silos_pass_every_check(honest: dict[str, Weights],
 
 
 @pytest.mark.parametrize(
-    ("attack", "words"), ATTACKS, ids=["scaled", "flipped", "random", "endless", "constant", "untrained"]
+    ("attack", "words", "flag"), ATTACKS, ids=["scaled", "flipped", "random", "endless", "constant", "untrained"]
 )
 def test_attack_on_a_trained_expert_is_found(
-    honest: dict[str, Weights], probe: Probe, attack: Callable[[Weights], Weights], words: str
+    honest: dict[str, Weights], probe: Probe, attack: Callable[[Weights], Weights], words: str, flag: str
 ) -> None:
     assert absolute_faults(figures(honest["north"], probe), probe, TRAINING) == []
     found = absolute_faults(figures(attack(honest["north"]), probe), probe, TRAINING)
-    assert any(words in fault for fault in found), found
+    assert any(words in str(fault) and fault.flag == flag for fault in found), found
 
 
 def test_expert_trained_on_other_images_stands_apart_from_the_rest(
@@ -159,7 +168,9 @@ def test_expert_of_few_steps_passes_where_the_plan_trains_for_few_steps(probe: P
 
 def test_weights_beyond_the_reach_of_training_are_found(honest: dict[str, Weights], probe: Probe) -> None:
     heavy = honest["north"] | {"head.bias": honest["north"]["head.bias"] + 2 * travel(TRAINING)}
-    assert any("tensor head.bias grew by" in fault for fault in absolute_faults(figures(heavy, probe), probe, TRAINING))
+    assert any(
+        "tensor head.bias grew by" in fault for fault in told(absolute_faults(figures(heavy, probe), probe, TRAINING))
+    )
 
 
 def test_travel_is_the_sum_of_all_learning_rates() -> None:
@@ -175,12 +186,21 @@ def test_no_fresh_expert_has_heavier_weights_than_a_fresh_one_may() -> None:
             assert float(value.square().mean().sqrt()) <= fresh_rms(value.shape), name
 
 
+@pytest.mark.parametrize("condition", [NoCondition(), ClassCondition(num_classes=3)], ids=["none", "class"])
+def test_no_fresh_unet_has_heavier_weights_than_a_fresh_one_may(condition: Condition) -> None:
+    unet = Unet(channels=(8, 8), attention=(False, True), num_res_blocks=1, head_channels=4, norm_groups=4)
+    for name, value in build_expert(unet, (1, 8, 8), condition=condition, seed=1).state_dict().items():
+        assert float(value.square().mean().sqrt()) <= fresh_rms(value.shape, "unet"), name
+
+
 def test_copy_is_found_byte_for_byte_and_by_its_answers(honest: dict[str, Weights], probe: Probe) -> None:
     mine, theirs = (figures(honest["north"], probe, name) for name in ("mine", "theirs"))
-    assert "byte for byte" in copies(mine, {"north": [theirs]}, TRAINING)[0]
+    assert "byte for byte" in told(copies(mine, {"north": [theirs]}, TRAINING))[0]
     nearly = {name: value * (1 + 1e-5) for name, value in honest["north"].items()}
     retouched = figures(nearly, probe, "mine", "b")
-    assert copies(retouched, {"north": [theirs]}, TRAINING) == ["expert mine answers as expert theirs of north does"]
+    found = copies(retouched, {"north": [theirs]}, TRAINING)
+    assert told(found) == ["expert mine answers as expert theirs of north does"]
+    assert [(fault.expert_id, fault.flag) for fault in found] == [("mine", "copy")]
     assert copies(figures(honest["east"], probe, "mine", "b"), {"north": [theirs]}, TRAINING) == []
 
 

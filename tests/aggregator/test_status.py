@@ -8,18 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from aggregator.keys.removal import remove
+from aggregator.release.withdrawal import withdraw
+from aggregator.setup import load_key
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
 from aggregator.watch.silo_status import Arrival, Standing, SubmissionStatus, Verdict, standing
 from aggregator.watch.status import FederationStatus, gather
-from aggregator.watch.words import attention, describe
+from aggregator.watch.words import attention, describe, page_values
 from ddm.exchange import Ask, Envelope, Report, Status
 from ddm.files import locked
+from ddm.pages import render
 from ddm.processes import program
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import Accepted, Refused
 from ddm.trust.keys import SigningKey
 from tests.aggregator.staged import SHARD, Stage
 from tests.conftest import Published
+from tests.federation import PASSPHRASE
 
 LONG_AGO = 90_000.0
 
@@ -120,6 +125,33 @@ def test_refusal_is_shown_with_code_and_reason_and_a_later_acceptance_ends_it(st
     stage.answer("north", Accepted(), sequence=2)
     assert [one.verdict for one in look(stage).submissions] == ["refused", "accepted"]
     assert look(stage).standing == "accepted"
+
+
+def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published_experts_are_named(
+    published: Published,
+) -> None:
+    federation = published.tiny.federation
+    assert not list(attention(gather(federation, now_utc())))
+    withdraw(federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE))
+    remove(federation, "east", "left", PASSPHRASE)
+    found = gather(federation, now_utc())
+    assert [(silo.standing, silo.final) for silo in found.silos] == [("removed", True), ("withdrawn", True)]
+    shown = describe(found)
+    assert "removed from the federation" in shown and "withdrawn from this plan" in shown
+    assert [text.split(":")[0] for text in attention(found)] == [
+        "version 1 still holds east, removed since",
+        "version 1 still holds north, withdrawn since",
+    ]
+    html = render("live.html.jinja", refresh_s=5, paused=False, **page_values(found))
+    assert "removed from the federation" in html and "withdrawn from this plan" in html
+    assert [silo["standing"] for silo in json.loads(found.model_dump_json())["silos"]] == ["removed", "withdrawn"]
+
+
+def test_silo_that_was_withdrawn_and_then_removed_counts_as_removed(published: Published) -> None:
+    federation = published.tiny.federation
+    withdraw(federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE))
+    remove(federation, "north", "left", PASSPHRASE)
+    assert [silo.standing for silo in gather(federation, now_utc()).silos] == ["accepted", "removed"]
 
 
 def test_receipt_by_another_key_is_not_shown_as_an_acceptance(stage: Stage) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import aggregator.cli
 import aggregator.release.publish
+from aggregator.intake.desk import IntakeDesk
 from aggregator.intake.inventory import take_inventory
 from aggregator.release.withdrawal import read_withdrawal, withdraw
 from aggregator.router import train_router
@@ -112,6 +113,43 @@ def test_withdrawal_refuses_a_strange_silo_no_reason_and_a_busy_intake(published
     with federation.signing_lock(), pytest.raises(BusyError):
         withdraw(federation, "north", REASON, key)
     assert take_inventory(federation).withdrawn == ()
+
+
+def test_silo_is_withdrawn_while_intake_is_at_work_and_intake_carries_it_out(
+    published: Published, tmp_path: Path
+) -> None:
+    tiny, plan_id = published.tiny, published.plan_id
+    desk = IntakeDesk(tiny.federation, receipts_key(tiny), lambda receipt: None)
+    folder = tiny.federation.withdrawn / plan_id / "north"
+    with desk.locked():
+        desk.step()
+        take_out(published)
+        assert take_inventory(tiny.federation).withdrawn == ("north",), "from the record on"
+        assert (tiny.federation.accepted / plan_id / "north").is_dir(), "not under the hands of intake"
+        desk.step()
+        assert (folder / "submission" / "silos").is_dir()
+        assert not (tiny.federation.accepted / plan_id / "north").exists()
+        shutil.copytree(tiny.sites["north"].outbox / plan_id / "1", tiny.federation.incoming / plan_id / "north" / "3")
+        desk.step()
+        take_out(published)
+        desk.step()
+    IntakeDesk(tiny.federation, receipts_key(tiny), lambda receipt: None).step()
+    assert [receipt.verdict.kind for receipt in receipts(published)] == ["accepted", "withdrawn", "refused"]
+
+
+def test_submission_accepted_while_its_silo_is_withdrawn_is_taken_out_again(late: tuple[TinyFederation, str]) -> None:
+    """The race: the record is written when intake is in the midst of this silo's submission."""
+    tiny, plan_id = late
+    tiny.collect("east", plan_id)
+    desk = IntakeDesk(tiny.federation, receipts_key(tiny), lambda receipt: None)
+    desk.on_verdict = lambda receipt: withdraw(tiny.federation, "east", REASON, receipts_key(tiny))
+    with desk.locked():
+        desk.step()
+        assert (tiny.federation.accepted / plan_id / "east").is_dir()
+        desk.step()
+    assert not (tiny.federation.accepted / plan_id / "east").exists()
+    assert (tiny.federation.withdrawn / plan_id / "east" / "submission").is_dir()
+    assert set(take_inventory(tiny.federation).silos) == {"north"}
 
 
 def test_withdrawal_killed_at_any_step_and_run_again_is_complete(published: Published, tmp_path: Path) -> None:

@@ -2,17 +2,31 @@
 
 # Shape legend: K experts, B batch.
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ddm.ensemble import Ensemble, Full, Lock, Sample, Strategy, TopOne, mix_velocity, strategy_named
+from ddm.ensemble import (
+    Ensemble,
+    Full,
+    Lock,
+    Nucleus,
+    Sample,
+    Samples,
+    Strategy,
+    Threshold,
+    TopK,
+    TopOne,
+    mix_velocity,
+    strategy_named,
+)
 from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.routers.base import log_prior, posterior
-from ddm.sampling import heun_step
+from ddm.sampling import SolverName
 from ddm.schedule import CosinePath, LinearPath, Velocity, as_velocity, x_t
-from ddm.strategies import Follow, draw_expert
+from ddm.strategies import Follow, draw_expert, segments
 from tests.ddm.gaussian_mixture import UninformedRouter, four_silos
 
 PRIOR = (0.7, 0.2, 0.08, 0.02)
@@ -55,8 +69,7 @@ def test_decomposition_is_exact_with_the_true_posterior_and_not_with_a_uniform_o
     truth = four_silos().velocity(x, t_B)
     assert (exact().velocity(x, t_B) - truth).abs().max() < 1e-10
     uniform = torch.full((len(x), 4), 0.25, dtype=torch.float64)
-    u_KB = torch.stack([expert(x, t_B) for expert in four_silos().experts()])
-    assert (mix_velocity(u_KB, uniform) - truth).abs().max() > 0.5
+    assert (mix_velocity(four_silos().experts(), x, t_B, uniform) - truth).abs().max() > 0.5
 
 
 def test_decomposition_fails_when_the_router_is_uninformed_or_the_prior_is_wrong() -> None:
@@ -133,19 +146,20 @@ def test_shares_are_lost_when_the_strategy_follows_an_uninformed_router(strategy
 @pytest.mark.parametrize("strategy", ["full", "sample", "lock"])
 def test_shares_follow_another_prior_when_one_is_asked_for(strategy: str) -> None:
     equal = (0.25,) * 4
-    drawn = exact().sample(2048, strategy=strategy, tau=0.7, prior=(3, 3, 3, 3), steps=25)
+    tau = 0.7 if strategy == "lock" else None
+    drawn = exact().sample(2048, strategy=strategy, tau=tau, prior=(3, 3, 3, 3), steps=25)
     assert deviation(shares_of(drawn.images), equal, 2048) < 4
     assert deviation(shares_of(drawn.images), PRIOR, 2048) > 12
 
 
-@pytest.mark.parametrize("strategy", ["full", "sample", "lock", "top-1"])
-def test_withdrawn_expert_is_never_asked_and_makes_nothing(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["full", "sample", Lock(0.7), "top-1", "top-k", "nucleus", Threshold(0.0)])
+def test_withdrawn_expert_is_never_asked_and_makes_nothing(strategy: str | Strategy) -> None:
     def withdrawn(x: Tensor, t: Tensor) -> Tensor:
         raise RuntimeError("a withdrawn expert was asked")
 
     experts = four_silos().experts()
     experts[0] = withdrawn
-    drawn = exact(experts=experts).sample(1024, strategy=strategy, tau=0.7, prior=(0, 0.2, 0.08, 0.02), steps=20)
+    drawn = exact(experts=experts).sample(1024, strategy=strategy, prior=(0, 0.2, 0.08, 0.02), steps=20)
     assert drawn.shares[0] == 0.0
     assert (four_silos().silo_of(drawn.images) == 0).double().mean() < 0.01
 
@@ -169,48 +183,83 @@ def test_sampling_is_refused_when_the_strategy_needs_a_router_and_there_is_none(
         exact(router=None).sample(4, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", ["full", "sample", "lock", "top-1"])
-def test_sample_i_has_the_same_bytes_for_every_num_and_others_for_another_seed(strategy: str) -> None:
-    ensemble = exact(chunk_size=64)
+def test_the_same_call_gives_the_same_bytes_and_another_seed_others() -> None:
+    def draw(seed: int) -> Tensor:
+        return exact().sample(100, strategy="sample", steps=6, seed=seed).images
 
-    def draw(num: int, seed: int = 3) -> Tensor:
-        return ensemble.sample(num, strategy=strategy, tau=0.8, steps=6, seed=seed).images
-
-    many = draw(150)
-    for num in (1, 64, 65, 100):
-        assert torch.equal(draw(num), many[:num])
-    assert not torch.equal(draw(64, seed=4), many[:64])
-    assert len(many.unique(dim=0)) == 150
+    assert torch.equal(draw(3), draw(3))
+    assert not torch.equal(draw(3), draw(4))
+    assert len(draw(3).unique(dim=0)) == 100
 
 
-def test_expert_is_held_within_a_step_and_asked_once_an_evaluation() -> None:
-    asked: dict[int, list[tuple[int, Tensor]]] = {}
+@pytest.mark.parametrize(
+    "strategy",
+    [Full(), Sample(), Lock(), Lock(0.8), Lock(0.8, prefix="full"), TopOne(), TopK(2), Nucleus(), Threshold()],
+)
+@pytest.mark.parametrize("solver", ["heun", "exponential"])
+def test_sample_i_is_the_same_for_every_num_and_grouping(strategy: Strategy, solver: SolverName) -> None:
+    """To rounding: which samples an expert is given together decides the order in which its products are summed."""
 
-    def watched(k: int) -> Velocity:
+    def draw(num: int, chunk_size: int) -> Samples:
+        return exact(chunk_size=chunk_size).sample(num, strategy=strategy, steps=6, seed=3, solver=solver)
+
+    many = draw(150, 64)
+    for num, chunk_size in ((1, 64), (64, 64), (100, 7), (150, 1024)):
+        few = draw(num, chunk_size)
+        assert torch.equal(few.expert_N, many.expert_N[:num])
+        torch.testing.assert_close(few.images, many.images[:num], atol=2e-5, rtol=0)
+    assert (many.images[:64] - draw(128, 64).images[64:]).abs().max() > 1
+
+
+def test_samples_are_the_same_when_not_all_of_them_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = exact(chunk_size=16).sample(100, strategy="sample", steps=5)
+    monkeypatch.setattr("ddm.ensemble._TRAVELLING_BYTES", 30 * 2 * 4)
+    apart = exact(chunk_size=16).sample(100, strategy="sample", steps=5)
+    assert torch.equal(together.expert_N, apart.expert_N)
+    torch.testing.assert_close(together.images, apart.images, atol=2e-5, rtol=0)
+
+
+class Watched(list[Velocity]):
+    """Exact experts that note who was asked about how many samples."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, float]] = []
+        super().__init__(self._watched(k) for k in range(4))
+
+    def _watched(self, k: int) -> Velocity:
         def expert(x: Tensor, t: Tensor) -> Tensor:
-            asked.setdefault(len(evaluations), []).append((k, x))
+            self.asked.append((k, len(x), float(t[0])))
             return four_silos().expert(k)(x, t)
 
         return expert
 
-    evaluations: list[float] = []
 
-    def counting(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
-        def counted(x: Tensor, t: Tensor) -> Tensor:
-            evaluations.append(float(t[0]))
-            return velocity(x, t)
+def test_expert_is_held_within_a_step_and_asked_once_an_evaluation() -> None:
+    experts = Watched()
+    exact(experts=experts).sample(640, strategy="sample", steps=5)
+    times = [1 - n / 5 for n in range(6)]
+    for n in range(5):
+        visits, experts.asked = experts.asked[: 2 * 4], experts.asked[2 * 4 :]
+        assert [t for _, _, t in visits] == pytest.approx([times[n], times[n + 1]] * 4)  # heun, expert by expert
+        assert [(k, num) for k, num, _ in visits[::2]] == [(k, num) for k, num, _ in visits[1::2]]
+        assert sum(num for _, num, _ in visits[::2]) == 640
+        assert len({k for k, _, _ in visits}) == 4
+    assert not experts.asked
 
-        return heun_step(counted, x, t, t_next)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddm.ensemble.solver_named", lambda name: counting)
-        exact(experts=[watched(k) for k in range(4)], chunk_size=64).sample(64, strategy="sample", steps=5)
-    assert len(evaluations) == 10
-    for first, second in zip(range(1, 11, 2), range(2, 11, 2), strict=True):
-        groups = [[(k, len(x)) for k, x in asked[n]] for n in (first, second)]
-        assert groups[0] == groups[1]
-        assert sum(size for _, size in groups[0]) == 64
-        assert len({k for k, _ in groups[0]}) == len(groups[0])
+def test_locked_samples_travel_expert_by_expert_all_the_way() -> None:
+    experts = Watched()
+    exact(experts=experts).sample(640, steps=5)
+    order = [k for k, _, _ in experts.asked]
+    assert order == sorted(order)
+    assert len(order) == 4 * 5 * 2
+
+
+def test_expert_is_given_no_more_samples_at_once_than_the_chunk_holds() -> None:
+    for strategy in ("full", "sample", "lock"):
+        experts = Watched()
+        exact(experts=experts, chunk_size=10).sample(95, strategy=strategy, steps=3)
+        assert max(num for _, num, _ in experts.asked) == 10
 
 
 @pytest.mark.parametrize(
@@ -218,7 +267,8 @@ def test_expert_is_held_within_a_step_and_asked_once_an_evaluation() -> None:
     [
         (Full(), "MMMMM"),
         (Sample(), "DDDDD"),
-        (TopOne(), "AAAAA"),
+        (TopOne(), "SSSSS"),
+        (Nucleus(0.5), "SSSSS"),
         (Lock(1.0), "DKKKK"),
         (Lock(0.6), "DDDKK"),
         (Lock(0.5, prefix="full"), "MMMDK"),
@@ -227,9 +277,12 @@ def test_expert_is_held_within_a_step_and_asked_once_an_evaluation() -> None:
 )
 def test_strategy_follows_what_it_promises_on_a_grid_of_five_steps(strategy: Strategy, expected: str) -> None:
     times = [1.0, 0.8, 0.6, 0.4, 0.2]
-    letters = {Follow.MEAN: "M", Follow.DRAW: "D", Follow.KEEP: "K", Follow.ARGMAX: "A"}
+    letters = {Follow.MEAN: "M", Follow.DRAW: "D", Follow.KEEP: "K", Follow.SELECT: "S"}
     befores = [float("inf"), *times]
     assert "".join(letters[strategy.follow(t, b)] for t, b in zip(times, befores, strict=False)) == expected
+    cut = segments(strategy, [*times, 0.0])
+    assert [segment.first for segment in cut] == [n for n, letter in enumerate(expected) if letter != "K"]
+    assert [t for segment in cut for t in segment.times[:-1]] == times
 
 
 def test_draw_expert_has_the_law_of_its_weights_and_never_draws_zero_weight() -> None:
@@ -241,10 +294,12 @@ def test_draw_expert_has_the_law_of_its_weights_and_never_draws_zero_weight() ->
     assert draw_expert(w_BK[:2], edges).tolist() == [1, 3]
 
 
-def test_sampling_reports_every_solver_step() -> None:
+@pytest.mark.parametrize("strategy", ["full", "sample", "lock"])
+def test_sampling_reports_the_steps_that_samples_have_taken(strategy: str) -> None:
     told: list[tuple[int, int]] = []
-    exact(chunk_size=8).sample(20, steps=3, on_progress=lambda done, total: told.append((done, total)))
-    assert told == [(n, 9) for n in range(1, 10)]
+    exact(chunk_size=8).sample(20, strategy=strategy, steps=3, on_progress=lambda *now: told.append(now))
+    assert told[-1] == (60, 60)
+    assert sorted(set(told)) == told
 
 
 def test_samples_can_be_used_with_autograd_afterwards() -> None:
@@ -269,9 +324,14 @@ def test_ensemble_is_refused_when_names_or_router_are_of_another_number() -> Non
 
 
 def test_arguments_out_of_range_are_refused() -> None:
-    for arguments in ({"strategy": "argmax"}, {"tau": 1.5}, {"steps": 0}, {"solver": "rk45"}, {"seed": -1}):
+    wrong: list[dict[str, Any]] = [{"strategy": "argmax"}, {"tau": 1.5}, {"steps": 0}, {"solver": "rk45"}, {"seed": -1}]
+    wrong += [{"router_every": 0}, {"strategy": "full", "tau": 0.5}, {"guidance": 1.0}, {"condition": 1}]
+    for arguments in wrong:
         with pytest.raises(MathError):
             exact().sample(4, **arguments)
+    for build in (lambda: TopK(0), lambda: Nucleus(0.0), lambda: Threshold(1.1)):
+        with pytest.raises(MathError):
+            build()
     with pytest.raises(MathError):
         exact().sample(0)
     with pytest.raises(MathError):
@@ -281,7 +341,7 @@ def test_arguments_out_of_range_are_refused() -> None:
 
 def test_mixing_is_refused_when_weights_and_velocities_disagree() -> None:
     with pytest.raises(ShapeError):
-        mix_velocity(torch.zeros(4, 10, 2), torch.zeros(4, 10))
+        mix_velocity(four_silos().experts(), torch.zeros(10, 2), torch.zeros(10), torch.zeros(4, 10))
     with pytest.raises(ShapeError):
         exact().velocity(torch.zeros(4, 2), torch.zeros(3))
 

@@ -14,12 +14,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import ddm.training
 from ddm.errors import DataError, NumericalError, SetupError, ShapeError
 from ddm.models import build_expert, training_flops
 from ddm.protocol.plan import Dit, LogitNormalT, Training, UniformT
 from ddm.schedule import CosinePath, LinearPath
-from ddm.training import Progress, Trained, averaging_weight, draw_times, train
+from ddm.training import (
+    WARMUP_STEPS,
+    Engine,
+    Examples,
+    Progress,
+    Trained,
+    averaging_weight,
+    draw_batch,
+    draw_times,
+    train,
+)
 
 SMALL = Dit(patch=2, hidden=16, depth=1, heads=2)
 SHAPE = (1, 4, 4)
@@ -52,6 +61,7 @@ class Run:
     data: Tensor = field(default_factory=images)
     model: nn.Module = field(default_factory=lambda: build_expert(SMALL, SHAPE, seed=3))
     told: list[Progress] = field(default_factory=list)
+    engine: Engine = Engine(device="cpu")
 
     def __call__(self, should_stop: Callable[[], bool] = lambda: False) -> Trained:
         return train(
@@ -63,6 +73,7 @@ class Run:
             checkpoint_dir=self.folder,
             on_progress=self.told.append,
             should_stop=should_stop,
+            engine=self.engine,
         )
 
 
@@ -159,12 +170,12 @@ def test_training_equals_a_plain_loop_written_out(tmp_path: Path) -> None:
     square = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     history: list[dict[str, Tensor]] = []
     for n in range(12):
-        x_0, eps, t_B = ddm.training._batch(images(), recipe, n, UniformT())
-        t = t_B[:, None, None, None]
+        batch = draw_batch(Examples(images()), recipe, n, UniformT())
+        x_0, eps, t_B, t = batch.x_0, batch.eps, batch.t_B, batch.t_B[:, None, None, None]
         loss = (model((1 - t) * x_0 + t * eps, t_B) - (eps - x_0)).square().mean()
         gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
         norm = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
-        rate = 0.01 * (n + 1) / ddm.training.WARMUP_STEPS
+        rate = 0.01 * (n + 1) / WARMUP_STEPS
         with torch.no_grad():
             for name, weight in weights.items():
                 gradient = gradients[name] / max(1.0, norm)

@@ -161,7 +161,7 @@ def test_ensemble_opens_samples_and_repeats_itself(published_once: Published) ->
     many = ensemble.sample(70, strategy="sample", steps=4, seed=5)
     again = ensemble.sample(3, strategy="sample", steps=4, seed=5)
     assert torch.equal(few.images, again.images)
-    assert torch.equal(few.images, many.images[:3])
+    torch.testing.assert_close(few.images, many.images[:3], atol=1e-5, rtol=0.0)
     assert not torch.equal(few.images, ensemble.sample(3, strategy="sample", steps=4, seed=6).images)
 
 

@@ -190,3 +190,13 @@ def test_digest_covers_the_grouping_by_patient_and_the_labels_that_are_used(tmp_
     assert digests[0] == dataset_digest(torch.from_numpy(IMAGES), SALT)
     renamed = ["x", "y", "x", "z", "y", "x"]
     assert by_patient(tmp_path, renamed).digest == digests[1]  # the same patients under other names
+
+
+def test_cohort_takes_volumes_from_an_npz_where_the_plan_asks_for_them_and_there_alone(tmp_path: Path) -> None:
+    array = np.linspace(-1, 1, 3 * 64, dtype=np.float32).reshape(3, 1, 4, 4, 4)
+    path = save(tmp_path / "a.npz", images=array)
+    spec = DataSpec(shape=(1, 4, 4, 4), range=(-1.0, 1.0))
+    cohort = load_cohort(path, spec, min_images=1, salt=SALT, unit="image", num_classes=None)
+    assert torch.equal(cohort.images, torch.from_numpy(array))
+    with pytest.raises(DataError, match="image shape"):
+        load(path)

@@ -142,7 +142,7 @@ def test_worker_stopped_on_the_way_ends_with_the_same_experts(
     assigned: Assigned, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     monkeypatch.setattr("silo.worker.NOTE_S", 0.0)
-    monkeypatch.setattr("ddm.training.PROGRESS_STEPS", 1)
+    monkeypatch.setattr("ddm.training.loop.PROGRESS_STEPS", 1)
     tiny, work = assigned("whole")
     tiny.work(SILO, until="training")
     shutil.copytree(tiny.path, tiny.path.with_name("stopped"))

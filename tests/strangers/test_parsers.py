@@ -14,7 +14,7 @@ from tests.strangers.samples import Door, doors, messages
 
 DOORS = {**doors(), **messages()}
 # What a program writes for itself, in a folder that is its own.
-OWN = {"CheckpointRecord", "_Record", "RouterReport"}
+OWN = {"CheckpointRecord", "_Record", "RouterReport", "Student"}
 quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 thorough = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
 

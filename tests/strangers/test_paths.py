@@ -83,6 +83,7 @@ FREE_TEXT = {
     # `ddm.trust.paths` judges these after the signature: see the tests of listed paths below.
     *("_Targets.targets", "_DelegatedRole.paths"),
     "_Record.roles",  # this computer's own memory
+    "PartialAdaptation.trained",  # beginnings of weights' names, compared with those of the expert
 }
 INSIDE = ("ddm.protocol.", "ddm.exchange", "ddm.trust.", "ddm.shards")
 

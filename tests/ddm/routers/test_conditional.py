@@ -9,6 +9,7 @@ from ddm.errors import NumericalError, ShapeError
 from ddm.noise import discrete_laplace
 from ddm.protocol.plan import Plan
 from ddm.routers.conditional import ConditionalPrior, class_counts_specs, conditional_specs
+from ddm.schedule import LinearPath
 from ddm.sketch import Sketch
 from ddm.tensors import TensorSpec, load_tensors, save_tensors
 from tests.ddm.routers.worlds import GROUPS, clustered, make_world, one_each
@@ -87,3 +88,25 @@ def test_conditional_prior_refuses_what_is_no_prior(sketch: Sketch) -> None:
     for label in (-1, CLASSES):
         with pytest.raises(ShapeError, match="class"):
             found.log_prior(label)
+
+
+def test_router_given_a_class_tells_experts_apart_by_where_the_class_lies_in_them(sketch: Sketch) -> None:
+    """Brute force at one point: the groups' Gaussians, weighted by where class 1 lies in each expert."""
+    found = ConditionalPrior.from_counts(sketch, _noised(2.0), NUM_UNITS, 2.0, one_each(2))
+    path, t = LinearPath(), 0.4
+    x_t = torch.randn(3, sketch.mean_D.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    s_BR = sketch.of(x_t, torch.full((3,), t), path).double()
+    noise = (t / sketch.scale) ** 2 * torch.eye(sketch.rank, dtype=torch.float64)
+    groups = [
+        torch.distributions.MultivariateNormal((1 - t) * mean, (1 - t) ** 2 * cov + noise).log_prob(s_BR)
+        for mean, cov in zip(sketch.group_mean_GR.double(), sketch.group_cov_GRR.double(), strict=True)
+    ]
+    density_BG = torch.stack(groups, 1)
+    expected_BK = torch.stack([(density_BG + found.mass_ECG[k, 1].log()).logsumexp(1) for k in (0, 1)], 1)
+    answer_BK = found.router(1, sketch, path).log_likelihood(x_t, torch.full((3,), t, dtype=torch.float64))
+    difference = (answer_BK - expected_BK).double()
+    assert float((difference - difference[:, :1]).abs().max()) < 1e-6
+    other = found.router(0, sketch, path).log_likelihood(x_t, torch.full((3,), t, dtype=torch.float64))
+    assert float(((other - answer_BK) - (other - answer_BK)[:, :1]).abs().max()) > 1e-3
+    with pytest.raises(ShapeError):
+        found.router(CLASSES, sketch, path)

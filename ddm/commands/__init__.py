@@ -1,0 +1,1 @@
+"""The researcher's longer commands, one a file; `ddm.cli` registers them."""

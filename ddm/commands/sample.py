@@ -1,0 +1,195 @@
+"""The command `ddm sample`: which flags go together, and images from a verified release."""
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ddm.commands.options import (
+    ArchivedOption,
+    ReleaseArgument,
+    RootOption,
+    SiloKeyOption,
+    StateOption,
+    open_verified,
+    warn_if_expired,
+)
+from ddm.console import say
+from ddm.errors import SetupError
+
+if TYPE_CHECKING:
+    from ddm.strategies import Strategy
+
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+class StrategyName(StrEnum):
+    """How experts are combined along a trajectory."""
+
+    FULL = "full"
+    SAMPLE = "sample"
+    LOCK = "lock"
+    TOP_1 = "top-1"
+    TOP_K = "top-k"
+    NUCLEUS = "nucleus"
+    THRESHOLD = "threshold"
+
+
+class SolverName(StrEnum):
+    """The ODE solver."""
+
+    EULER = "euler"
+    HEUN = "heun"
+    MIDPOINT = "midpoint"
+    RK4 = "rk4"
+    EXPONENTIAL = "exponential"
+
+
+class Prefix(StrEnum):
+    """What lock does before it locks."""
+
+    SAMPLE = "sample"
+    FULL = "full"
+
+
+Tau = Annotated[
+    float | None, typer.Option(min=0.0, max=1.0, help="t_lock of lock; at 1 (default) no router is needed.")
+]
+Mass = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="nucleus: their probability; default 0.9.")]
+Least = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="threshold: that of each; default 0.1.")]
+Guidance = Annotated[float | None, typer.Option(min=0.0, max=1000.0, help="g, with --class; exact with full alone.")]
+Every = Annotated[int | None, typer.Option("--router-every", min=1, help="Ask the router every N steps; default 1.")]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Most that experts may take of memory, as 2GiB.")]
+
+
+def sample(
+    release: ReleaseArgument,
+    root: RootOption,
+    num: Annotated[int, typer.Option(min=1, help="How many images.")],
+    out: Annotated[Path, typer.Option(help="FILE.png (grid), FILE.npz (float32) or a folder of PNG files.")],
+    strategy: Annotated[StrategyName, typer.Option(help="lock is exact; top-1 is biased.")] = StrategyName.LOCK,
+    tau: Tau = None,
+    prefix: Annotated[Prefix | None, typer.Option(help="What lock does before it locks.")] = None,
+    k: Annotated[int | None, typer.Option("--k", min=1, help="top-k: how many experts are mixed; default 2.")] = None,
+    mass: Mass = None,
+    least: Least = None,
+    router_every: Every = None,
+    label: Annotated[int | None, typer.Option("--class", min=0, help="The class of all images.")] = None,
+    class_prior: Annotated[str, typer.Option(help="Who holds the class: data, or ID=W,...")] = "data",
+    guidance: Guidance = None,
+    steps: Annotated[int, typer.Option(min=1, max=10_000, help="Solver steps.")] = 50,
+    solver: Annotated[SolverName, typer.Option(help="ODE solver.")] = SolverName.HEUN,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same images.")] = 0,
+    prior: Annotated[str, typer.Option(help="data, equal, or ID=W,... (0 leaves a silo out).")] = "data",
+    batch: Annotated[int, typer.Option(min=1, help="Most images that an expert is given at once.")] = 64,
+    memory: Memory = None,
+    state: StateOption = None,
+    silo_key: SiloKeyOption = None,
+    archived: ArchivedOption = False,
+) -> None:
+    """Sample images from a release; verifies first."""
+    from ddm.pictures import prepare, write_samples
+
+    settings = {"tau": tau, "prefix": prefix.value if prefix else None, "k": k, "mass": mass, "least": least}
+    chosen = _chosen(strategy.value, {name: value for name, value in settings.items() if value is not None})
+    _check_together(chosen, router_every, label, class_prior, guidance)
+    memory_bytes = None if memory is None else _bytes(memory)
+    prepare(out)
+
+    from dataclasses import replace
+
+    from ddm.artifact import load_ensemble
+
+    opened = open_verified(release, root, state, silo_key, archived, experts_later=True)
+    ensemble = replace(load_ensemble(opened, memory_bytes=memory_bytes), chunk_size=batch)
+    silo_ids, own = [expert.silo_id for expert in opened.manifest.experts], list(ensemble.prior)
+    wanted = _weights("--prior", prior, silo_ids, own)
+    with typer.progressbar(length=100, label=f"sampling {num} with {strategy.value}", width=30) as bar:
+        drawn = ensemble.sample(
+            num,
+            strategy=chosen,
+            steps=steps,
+            solver=solver.value,
+            seed=seed,
+            prior=wanted,
+            condition=label,
+            condition_prior=None if class_prior == "data" else _weights("--class-prior", class_prior, silo_ids, own),
+            guidance=guidance or 0.0,
+            router_every=router_every or 1,
+            on_progress=lambda done, total: bar.update(100 * done // total - bar.pos),
+        )
+    owners = drawn.expert_N.tolist()
+    written = write_samples(drawn.images, owners, out)
+    shares = ", ".join(
+        f"{name} {owners.count(index) / num:.2f} (prior {share:.2f})"
+        for index, (name, share) in enumerate(zip(ensemble.expert_ids, wanted, strict=True))
+    )
+    say(f"{num} samples in {out} ({written}). Experts: {shares}")
+    warn_if_expired(opened)
+
+
+def _chosen(name: str, given: dict[str, Any]) -> "Strategy":
+    """Return the strategy, and refuse settings that mean nothing to it."""
+    from ddm.strategies import SETTINGS, strategy_named
+
+    for setting in given:
+        if setting not in SETTINGS[name]:
+            owner = next(other for other, settings in SETTINGS.items() if setting in settings)
+            raise SetupError(f"--{setting}", expected=f"--strategy {owner} with it", got=f"--strategy {name}")
+    if given.get("prefix") and given.get("tau", 1.0) == 1.0:
+        raise SetupError("--prefix", expected="a --tau below 1 with it", got="a lock from the start")
+    return strategy_named(name, **given)
+
+
+def _check_together(
+    chosen: "Strategy", router_every: int | None, label: int | None, class_prior: str, guidance: float | None
+) -> None:
+    if router_every is not None and not chosen.needs_router:
+        raise SetupError("--router-every", expected="a strategy that asks a router", got="lock at 1, which asks none")
+    if label is None and guidance is not None:
+        raise SetupError("--guidance", expected="a --class with it", got="none")
+    if label is None and class_prior != "data":
+        raise SetupError("--class-prior", expected="a --class with it", got="none")
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,3})?) ?(KiB|MiB|GiB|TiB|)", text.strip())
+    if not match:
+        raise SetupError("--memory", expected="a size, as 2GiB or 500MiB", got=repr(text[:40]))
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _weights(flag: str, text: str, silo_ids: list[str], data_prior: list[float]) -> list[float]:
+    """Return a weight for each expert; a silo's weight goes to its experts in proportion to their data."""
+    if text == "data":
+        return data_prior
+    shares = dict.fromkeys(silo_ids, 0.0)
+    for silo_id, prior in zip(silo_ids, data_prior, strict=True):
+        shares[silo_id] += prior
+    weights = dict.fromkeys(silo_ids, 1.0) if text == "equal" else _silo_weights(flag, text, list(shares))
+    total = sum(weights.values())
+    return [
+        weights[silo_id] / total * prior / shares[silo_id] if weights[silo_id] else 0.0
+        for silo_id, prior in zip(silo_ids, data_prior, strict=True)
+    ]
+
+
+def _silo_weights(flag: str, text: str, silo_ids: list[str]) -> dict[str, float]:
+    weights = dict.fromkeys(silo_ids, 0.0)
+    given: set[str] = set()
+    for part in text.split(","):
+        silo_id, _, number = part.strip().partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = -1.0
+        if silo_id not in weights or silo_id in given or not 0.0 <= weight < float("inf"):
+            wanted = f"data, equal, or ID=WEIGHT,... with each ID once, among {', '.join(silo_ids)}"
+            raise SetupError(flag, expected=wanted, got=repr(part[:60]))
+        given.add(silo_id)
+        weights[silo_id] = weight
+    if sum(weights.values()) <= 0:
+        raise SetupError(flag, expected="a weight above 0", got="none")
+    return weights

@@ -1,0 +1,125 @@
+"""What the transformers share: patches, positions, times, modulation, attention, and the weights they start from."""
+
+# Shape legend: B batch, C channels, H height, W width, N tokens, D hidden width, A attention heads, P patch.
+from math import log
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ddm.errors import ShapeError
+from ddm.protocol.architecture import Architecture, Condition
+
+TIME_FEATURES = 256
+MLP_RATIO = 4
+
+
+class TimeEmbedding(nn.Module):
+    """Sines and cosines of 1000 t at 128 frequencies, then a two-layer network."""
+
+    frequencies: Tensor
+
+    def __init__(self, hidden: int, device: str | None = None) -> None:
+        super().__init__()
+        half = TIME_FEATURES // 2
+        frequencies = 1000.0 * torch.exp(-log(10_000.0) * torch.arange(half) / half)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        widen, mix = nn.Linear(TIME_FEATURES, hidden, device=device), nn.Linear(hidden, hidden, device=device)
+        self.mlp = nn.Sequential(widen, nn.SiLU(), mix)
+
+    def forward(self, t_B: Tensor) -> Tensor:
+        """Return one vector of the hidden width per time."""
+        angle = t_B[:, None] * self.frequencies
+        out: Tensor = self.mlp(torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1))
+        return out
+
+
+def check_fit(architecture: Architecture, shape: tuple[int, ...], condition: Condition) -> None:
+    """Refuse a network that cannot be built.
+
+    Raises:
+        ShapeError: the architecture does not take samples of this shape, or the condition.
+    """
+    if misfit := architecture.misfit(shape, condition):
+        got = f"shape {shape}, condition {condition.kind}"
+        raise ShapeError(f"architecture {architecture.kind}", expected=misfit, got=got)
+
+
+def check_input(x_B: Tensor, t_B: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse samples of another shape than the model's, or not one time per sample.
+
+    Raises:
+        ShapeError: on either.
+    """
+    if tuple(x_B.shape[1:]) != shape or t_B.shape != x_B.shape[:1]:
+        got = f"{tuple(x_B.shape)} and {tuple(t_B.shape)}"
+        raise ShapeError("model input", expected=f"(B, {', '.join(map(str, shape))}) and (B,)", got=got)
+
+
+def initialise(model: nn.Module, time: TimeEmbedding, *zeros: nn.Linear) -> None:
+    """Draw all linear layers (Glorot), those of the time smaller; `zeros` start at zero."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+    for module in time.mlp:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+    for module in zeros:
+        nn.init.zeros_(module.weight)
+
+
+def patches_of(x_BCHW: Tensor, patch: int) -> Tensor:
+    """Cut images into square patches, row by row, shape (B, N, C P P)."""
+    _, channels, height, width = x_BCHW.shape
+    rows, columns = height // patch, width // patch
+    split = x_BCHW.reshape(-1, channels, rows, patch, columns, patch)
+    return split.permute(0, 2, 4, 1, 3, 5).reshape(-1, rows * columns, channels * patch * patch)
+
+
+def taken(h_BND: Tensor, kept_BM: Tensor) -> Tensor:
+    """Take some of each sample's tokens, by their numbers, shape (B, M, D)."""
+    return h_BND.gather(1, kept_BM[..., None].expand(-1, -1, h_BND.shape[-1]))
+
+
+def images_of(p_BND: Tensor, shape: tuple[int, ...], patch: int) -> Tensor:
+    """Put patches together again, the inverse of `patches_of`."""
+    channels, height, width = shape
+    split = p_BND.reshape(-1, height // patch, width // patch, channels, patch, patch)
+    return split.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, height, width)
+
+
+def sincos_positions(rows: int, columns: int, hidden: int) -> Tensor:
+    """Fixed position embeddings of a grid: half of the features encode the row, half the column.
+
+    Returns:
+        Shape (rows * columns, hidden), float32, not trained; a remainder modulo 4 is zero.
+    """
+    quarter = hidden // 4
+    frequencies = torch.exp(-log(10_000.0) * torch.arange(quarter) / max(quarter, 1))
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    angles = [place.reshape(-1, 1) * frequencies for place in (row, column)]
+    features = torch.cat([wave for angle in angles for wave in (torch.sin(angle), torch.cos(angle))], dim=-1)
+    return F.pad(features, (0, hidden - 4 * quarter))
+
+
+def normalise(h_BND: Tensor) -> Tensor:
+    """Return every token with mean 0 and variance 1."""
+    return F.layer_norm(h_BND, h_BND.shape[-1:], eps=1e-6)
+
+
+def modulate(h_BND: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Return every token normalised, then scaled and shifted; `shift` and `scale` have shape (B, 1, D)."""
+    return torch.addcmul(shift, normalise(h_BND), 1 + scale)
+
+
+def heads_of(h_BND: Tensor, heads: int) -> Tensor:
+    """Split the width among heads, shape (B, A, N, D / A)."""
+    batch, tokens, hidden = h_BND.shape
+    return h_BND.view(batch, tokens, heads, hidden // heads).transpose(1, 2)
+
+
+def attend(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attend, and lay the heads side by side again, shape (B, N, D); `mask` is False where nothing is to be read."""
+    mixed = F.scaled_dot_product_attention(q_BAND, k_BAND, v_BAND, attn_mask=mask)
+    return mixed.transpose(1, 2).flatten(2)

@@ -1,0 +1,18 @@
+"""Training an expert: the loop, what a step sees, what changes from step to step, and the machine that it runs on."""
+
+from ddm.engine import Engine
+from ddm.training.batches import Examples, draw_batch, draw_times
+from ddm.training.loop import Progress, Trained, train
+from ddm.training.state import WARMUP_STEPS, averaging_weight
+
+__all__ = [
+    "WARMUP_STEPS",
+    "Engine",
+    "Examples",
+    "Progress",
+    "Trained",
+    "averaging_weight",
+    "draw_batch",
+    "draw_times",
+    "train",
+]

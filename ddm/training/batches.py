@@ -1,0 +1,111 @@
+"""What does training step n see? Images, noise, times, conditions and tokens are functions of seed, n and data."""
+
+# Shape legend: N images, B batch, M tokens kept, ... all data dimensions.
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddm.errors import DataError, ShapeError
+from ddm.protocol.plan import LogitNormalT, TDistribution, Training, UniformT
+from ddm.streams import stream
+from ddm.training.masking import draw_kept, leaves_out
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What an expert is made of.
+
+    Attributes:
+        images: shape (N, ...), float32, on the CPU.
+        labels: each image's class, int64 (N,), or text, float32 (N, L, D_text); None where the expert is told nothing.
+        drop: probability with which a step hides an image's class or text.
+    """
+
+    images: Tensor
+    labels: Tensor | None = None
+    drop: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.images.dim() < 2:
+            raise ShapeError("images", expected="shape (N, ...)", got=str(tuple(self.images.shape)))
+        if not len(self.images):
+            raise DataError("images", expected="at least one", got="none")
+        if self.labels is not None and len(self.labels) != len(self.images):
+            raise ShapeError("labels", expected=f"{len(self.images)}, one per image", got=str(len(self.labels)))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's images, noise and times, and where there are any, conditions and the tokens that are kept."""
+
+    x_0: Tensor
+    eps: Tensor
+    t_B: Tensor
+    told: Tensor | None = None
+    kept_BM: Tensor | None = None
+
+    def part(self, index: int, num: int, device: torch.device) -> "Batch":
+        """Return one of `num` parts of about equal size, on a device."""
+        fields = (self.x_0, self.eps, self.t_B, self.told, self.kept_BM)
+        parts = (None if each is None else each.tensor_split(num)[index].to(device) for each in fields)
+        return Batch(*parts)  # type: ignore[arg-type]  # three are never None
+
+    def __len__(self) -> int:
+        return len(self.t_B)
+
+
+def draw_batch(
+    examples: Examples, settings: Training, step: int, distribution: TDistribution, num_tokens: int = 0
+) -> Batch:
+    """Everything random about one step.
+
+    Args:
+        examples: the data.
+        settings: the plan's recipe.
+        step: its number, from 0.
+        distribution: of the times.
+        num_tokens: of one image; used where the recipe leaves tokens out.
+    """
+    random, num = stream("train", settings.seed, step), settings.batch_size
+    chosen = torch.from_numpy(random.integers(len(examples.images), size=num))
+    x_0 = examples.images[chosen]
+    eps = torch.from_numpy(random.standard_normal(tuple(x_0.shape), dtype=np.float32))
+    t_B = draw_times(distribution, num, random)
+    # Drawn last, so that without them the numbers above are what they always were.
+    told = None
+    if examples.labels is not None:
+        hidden_B = torch.from_numpy(random.random(num) < examples.drop)
+        told = hide(examples.labels[chosen], hidden_B)
+    kept_BM = draw_kept(num, num_tokens, settings.mask_ratio, random) if leaves_out(settings, step) else None
+    return Batch(x_0, eps, t_B, told, kept_BM)
+
+
+def hide(labels: Tensor, hidden_B: Tensor) -> Tensor:
+    """Return the labels with some hidden: a class becomes -1, a text zeros."""
+    nothing = 0.0 if labels.is_floating_point() else -1
+    return labels.masked_fill(hidden_B.view(-1, *[1] * (labels.dim() - 1)), nothing)
+
+
+def draw_times(distribution: TDistribution, num: int, random: np.random.Generator) -> Tensor:
+    """Draw training times, one in each of `num` equal quantiles, so that every batch covers the whole path.
+
+    Returns:
+        Shape (num,), float32, in [0, 1]; each entry by itself has the distribution asked for.
+
+    Source:
+        Kingma et al. 2021, the low-discrepancy sampler; Esser et al. 2024, section 5.3.2, the shift.
+    """
+    quantile_B = torch.from_numpy((random.random() + np.arange(num) / num) % 1.0)
+    match distribution:
+        case UniformT():
+            t_B = quantile_B
+        case LogitNormalT(mean=mean, std=std):
+            t_B = torch.sigmoid(mean + std * torch.special.ndtri(quantile_B))
+        case _:
+            assert_never(distribution)
+    if distribution.shift != 1.0:
+        t_B = distribution.shift * t_B / (1 + (distribution.shift - 1) * t_B)
+    return t_B.float()

@@ -1,0 +1,176 @@
+"""Everything that changes while training, how one step changes it, and what of it a checkpoint holds."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddm.checkpoints import Checkpoints
+from ddm.errors import NumericalError
+from ddm.protocol.plan import Training
+from ddm.schedule import Path, Prediction, velocity, x_t
+from ddm.training.batches import Batch
+from ddm.training.machine import Machine
+from ddm.training.masking import kept_patches
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+MAX_GRADIENT_NORM = 1.0
+WARMUP_STEPS = 100
+LOSS_DECAY = 0.99
+
+
+def averaging_weight(decay: float, n: int) -> float:
+    """The weight of the n-th value, n >= 1, that makes a running average the exact decayed mean of all n values.
+
+    ``mean_n = sum_i decay^(n-i) v_i / sum_i decay^(n-i)``: the first value enters whole, and the
+    value that the average was initialised with never counts.
+    """
+    return float((1 - decay) / (1 - decay**n))
+
+
+class State:
+    """What a step changes: weights, their average, the optimizer's moments, the smoothed loss, the number of steps.
+
+    Args:
+        model: freshly built; goes where the machine computes.
+        settings: the plan's recipe.
+        machine: this process's.
+        accumulate: parts that this process cuts its share of a batch into.
+    """
+
+    def __init__(self, model: nn.Module, settings: Training, machine: Machine, accumulate: int) -> None:
+        self.model, self.settings, self.machine = model.train(), settings, machine
+        self.call = machine.prepare(model)
+        self.accumulate = accumulate
+        self.named = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self.weights: list[Tensor] = list(self.named.values())
+        # One implementation, named: the default depends on the device and on the version of torch.
+        self.optimizer = torch.optim.AdamW(
+            self.weights, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+        )
+        self.ema = [weight.detach().clone() for weight in self.weights]
+        self.loss = torch.zeros((), device=machine.device)
+        self.step = 0
+        self.seconds = 0.0
+
+    def advance(self, batch: Batch, path: Path, prediction: Prediction) -> None:
+        """Take one step; every process is given the same batch, and takes its part of it."""
+        share = torch.zeros_like(self.loss)
+        num_parts = self.accumulate * self.machine.num_processes
+        self.optimizer.zero_grad()
+        for index in range(self.accumulate):
+            part = batch.part(self.machine.rank * self.accumulate + index, num_parts, self.machine.device)
+            with self.machine.gathering(last=index == self.accumulate - 1):
+                loss = self._loss(part, path, prediction) * (len(part) / len(batch))
+                # Processes come together by the mean of their gradients, and their shares by their sum.
+                torch.autograd.backward(loss * self.machine.num_processes)
+            share += loss.detach()
+        norm = whole(nn.utils.clip_grad_norm_(self.weights, MAX_GRADIENT_NORM))
+        warmup = min(1.0, (self.step + 1) / WARMUP_STEPS)
+        self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * warmup
+        self.optimizer.step()
+        self.step += 1
+        with torch.no_grad():
+            torch._foreach_lerp_(self.ema, self.weights, averaging_weight(self.settings.ema_decay, self.step))
+            # A gradient that is not finite makes this NaN too, and it stays NaN: one number to watch, read rarely.
+            self.loss.lerp_(share + 0.0 * norm, averaging_weight(LOSS_DECAY, self.step))
+
+    def _loss(self, part: Batch, path: Path, prediction: Prediction) -> Tensor:
+        """The mean squared error per value, of the tokens that are kept if only some are."""
+        target = velocity(path, part.x_0, part.eps, part.t_B) if prediction == "velocity" else part.eps
+        asked = (x_t(path, part.x_0, part.eps, part.t_B), part.t_B)
+        told = () if part.told is None else (part.told,)
+        kept = {} if part.kept_BM is None else {"kept_BM": part.kept_BM}
+        with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+            answer = self.call(*asked, *told, **kept)
+        if part.kept_BM is not None:
+            target = kept_patches(self.model, target, part.kept_BM)
+        return (answer.float() - target).square().mean()
+
+    def finite_loss(self) -> float:
+        """The smoothed loss; all processes ask together.
+
+        Raises:
+            NumericalError: at some step since the last call the loss or the gradient was not finite.
+        """
+        loss = float(self.machine.total(self.loss))
+        if not np.isfinite(loss):
+            remedy = "Ask the aggregator for a plan with a smaller learning rate, or with precision fp32."
+            raise NumericalError(f"loss at step {self.step}", expected="a finite number", got=str(loss), remedy=remedy)
+        return loss
+
+    def averaged(self) -> dict[str, Tensor]:
+        """The model's state with the averaged weights in place of the last ones, on the CPU; all processes ask."""
+        state = dict(self.model.state_dict()) | dict(zip(self.named, self.ema, strict=True))
+        return {name: whole(value.detach()).to("cpu", copy=True) for name, value in state.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that a later step depends on, by name; views, not copies."""
+        moments = [self.optimizer.state.get(weight) or _no_moments(weight) for weight in self.weights]
+        parts: Mapping[str, list[Tensor]] = {
+            "ema": self.ema,
+            "first_moment": [each["exp_avg"] for each in moments],
+            "second_moment": [each["exp_avg_sq"] for each in moments],
+        }
+        named = {f"model/{name}": value for name, value in self.model.state_dict().items()}
+        for part, values in parts.items():
+            named |= {f"{part}/{name}": value for name, value in zip(self.named, values, strict=True)}
+        return named
+
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Write a checkpoint, the first process for all; refuses to when the loss is not finite."""
+        loss, first = self.finite_loss(), self.machine.rank == 0
+        # Sharded tensors come together one at a time, and stay only where they are written.
+        tensors = {name: gathered(value, keep=first) for name, value in self.tensors().items()}
+        if first:
+            checkpoints.save(tensors, step=self.step, loss=loss, seconds=self.seconds)
+
+    def restore(self, checkpoints: Checkpoints) -> None:
+        """Continue from the last whole checkpoint, if there is one; however many processes wrote it."""
+        found = checkpoints.load(self.tensors())
+        if found is None:
+            return
+        record, tensors = found
+        self.step, self.seconds = record.step, record.seconds
+        self.loss.fill_(record.loss / self.machine.num_processes)
+        for weight in self.weights:
+            self.optimizer.state[weight] = _no_moments(weight) | {
+                "step": torch.tensor(float(self.step), device=self.machine.device)
+            }
+        with torch.no_grad():
+            # Copied in place, so that memory is laid out as in a run that never stopped.
+            for name, value in self.tensors().items():
+                if _is_shared(value):
+                    from torch.distributed.tensor import distribute_tensor
+
+                    placed = tensors[name].to(self.machine.device)
+                    value.copy_(distribute_tensor(placed, value.device_mesh, value.placements))
+                else:
+                    value.copy_(tensors[name])
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return a tensor that processes share as one that each of them has."""
+    return value.full_tensor() if _is_shared(value) else value
+
+
+def gathered(value: Tensor, *, keep: bool) -> Tensor:
+    """Return a tensor whole; if it was shared, on the CPU of those that keep it, and empty elsewhere."""
+    if not _is_shared(value):
+        return value
+    full = value.full_tensor()
+    return full.cpu() if keep else full.new_empty(0)
+
+
+def _is_shared(value: Tensor) -> "TypeIs[DTensor]":
+    """Whether processes share it; asked without the class, whose import takes a second of everyone who trains alone."""
+    return hasattr(value, "full_tensor")
+
+
+def _no_moments(weight: Tensor) -> dict[str, Tensor]:
+    return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}

@@ -1,0 +1,116 @@
+"""How much memory does lock take with eight experts and a budget of two, and how long does an expert take to load?
+
+The peak is that of a process of its own (VmHWM): one process draws from all eight with a budget of two, one with a
+budget of one expert that is the only one; what the second takes besides its expert (Python, torch, activations) is
+what the first is allowed on top of 2.2 experts. Loading is timed against safetensors' own loading and against hashing,
+file cache warm, in turns. Targets: at most 2.2 experts, and 1.1 times safetensors and hashing. Writes
+build/bench/memory.csv.
+"""
+
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from support.federation import ARCHITECTURES, SHAPE, expert_bytes, write_expert
+from support.measuring import parse, report, require_memory, require_space, say
+
+from ddm.ensemble import Ensemble
+from ddm.lazy import LazyExperts
+from ddm.mixture import Expert
+from ddm.models import load_expert
+from ddm.protocol.base import File
+from ddm.protocol.plan import Dit
+
+NUM_EXPERTS = 8
+BUDGET = 2
+MEMORY_TARGET, TIME_TARGET = 2.2, 1.1
+
+
+def listed(folder: Path, k: int) -> File:
+    """The file of an expert as a manifest lists it."""
+    path = folder / f"{k}.safetensors"
+    with path.open("rb") as handle:
+        digest = hashlib.file_digest(handle, "sha256").hexdigest()
+    return File(path=path.name, bytes=path.stat().st_size, digest=digest)
+
+
+def draw(folder: Path, size: str, num_experts: int, budget: int) -> None:
+    """In a process of its own: draw with lock, print the peak."""
+    torch.set_num_threads(1)
+    files = [listed(folder, k) for k in range(num_experts)]
+    architecture: Dit = ARCHITECTURES[size]
+
+    def load(k: int) -> Expert:
+        return load_expert(architecture, SHAPE, folder, files[k])
+
+    sizes = [file.bytes for file in files]
+    experts = LazyExperts(load, sizes, budget * max(sizes))
+    Ensemble(experts, None, [1.0] * num_experts, SHAPE).sample(16 * num_experts, steps=2, solver="euler")
+    status = Path("/proc/self/status").read_text().splitlines()
+    print(json.dumps(int(next(line for line in status if "VmHWM" in line).split()[1]) * 1024))
+
+
+def peak(folder: Path, size: str, num_experts: int, budget: int) -> int:
+    """The peak of `draw`, bytes."""
+    command = [sys.executable, __file__, "--draw", str(folder), size, str(num_experts), str(budget)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(json.loads(done.stdout))
+
+
+def load_times(folder: Path, architecture: Dit) -> tuple[float, float, float]:
+    """Seconds to load one expert our way, by safetensors alone, and to hash its file."""
+    file, path = listed(folder, 0), folder / "0.safetensors"
+    started = time.perf_counter()
+    ours = load_expert(architecture, SHAPE, folder, file)
+    after_ours = time.perf_counter()
+    del ours
+    before_theirs = time.perf_counter()
+    theirs = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
+    after_theirs = time.perf_counter()
+    del theirs
+    before_hash = time.perf_counter()
+    with path.open("rb") as handle:
+        hashlib.file_digest(handle, "sha256")
+    return after_ours - started, after_theirs - before_theirs, time.perf_counter() - before_hash
+
+
+def main() -> None:
+    """Command line: --rounds N --quick --json --out FOLDER --work FOLDER."""
+    if sys.argv[1:2] == ["--draw"]:
+        folder, size, num_experts, budget = sys.argv[2:]
+        draw(Path(folder), size, int(num_experts), int(budget))
+        return
+    arguments = parse(__doc__, rounds=5)
+    size = "64 MiB" if arguments.quick else "1 GiB"
+    architecture = ARCHITECTURES[size]
+    one = expert_bytes(architecture)
+    require_space(arguments.work, NUM_EXPERTS * one)
+    require_memory(4 * one + 2**30)
+    torch.set_num_threads(1)
+    folder = arguments.work / "memory"
+    for k in range(NUM_EXPERTS):
+        write_expert(folder / f"{k}.safetensors", architecture, seed=k)
+    alone, eight = peak(folder, size, 1, 1), peak(folder, size, NUM_EXPERTS, BUDGET)
+    experts = 1 + (eight - alone) / one
+    say(f"one expert {alone >> 20} MiB, eight within two {eight >> 20} MiB: {experts:.2f} experts and the rest")
+    times = [load_times(folder, architecture) for _ in range(arguments.rounds + 1)][1:]
+    ratio = statistics.median(ours / (theirs + hashed) for ours, theirs, hashed in times)
+    bounds = statistics.median(ours / (TIME_TARGET * theirs + hashed) for ours, theirs, hashed in times)
+    for k in range(NUM_EXPERTS):
+        (folder / f"{k}.safetensors").unlink()
+    rows = [
+        ("experts in memory at the peak", MEMORY_TARGET, experts, experts <= MEMORY_TARGET),
+        ("loading / (1.1 safetensors + hashing)", 1.0, bounds, bounds <= 1.0),
+        ("loading / (safetensors + hashing)", TIME_TARGET, ratio, ratio <= TIME_TARGET),
+    ]
+    report("memory", ("figure", "target", "value", "met"), rows, arguments)
+
+
+if __name__ == "__main__":
+    main()

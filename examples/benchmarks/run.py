@@ -1,0 +1,53 @@
+"""All figures of the diffusion core in one run: `make bench`.
+
+Each benchmark runs in a process of its own, one after the other, and says what it measured; what has something to
+reach goes to build/bench/targets.csv, written whole at the end. A benchmark that fails is named, and the others run
+on; the exit status is then 1. A missed target is no failure: it stands in the table.
+"""
+
+import argparse
+import csv
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from support.targets import write_rows
+
+HERE = Path(__file__).parent
+CORE = ("dit", "sampling", "masking", "training_loop", "memory", "assignment")
+
+
+def main() -> int:
+    """Command line: --only NAME ... --quick --out FOLDER."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CORE, default=CORE, help="some of them")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that all work")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    arguments = parser.parse_args()
+    folder = arguments.out / "targets"
+    for old in folder.glob("*.csv"):
+        old.unlink()
+    failed = []
+    for name in arguments.only:
+        started = time.monotonic()
+        print(f"== {name}", flush=True)
+        command = [sys.executable, str(HERE / f"{name}.py"), "--out", str(arguments.out)]
+        done = subprocess.run([*command, *(["--quick"] if arguments.quick else [])], check=False)
+        print(f"== {name}: {time.monotonic() - started:.0f} s\n", flush=True)
+        if done.returncode:
+            failed.append(name)
+    rows = []
+    for path in sorted(folder.glob("*.csv")):
+        with path.open(newline="") as handle:
+            rows += list(csv.reader(handle))[1:]
+    write_rows(arguments.out / "targets.csv", rows)
+    missed = sum(row[5] != "yes" for row in rows)
+    print(f"{len(rows)} figures in {arguments.out / 'targets.csv'}, {missed} missed.")
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

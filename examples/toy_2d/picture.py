@@ -1,0 +1,111 @@
+"""The picture of the toy: above, velocities half way between noise and data; below, what they lead to."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from torch import Tensor
+from world import SHARES, SILOS, World
+
+from ddm.ensemble import Ensemble, mix_velocity
+
+SEA, INK, PALE = "#0d1b2a", "#e8eef2", "#8fa3b3"
+SAND = ("#f2b84b", "#4cc9b0", "#f0718d")  # north, east, west
+WIDE, HALF_WAY, GRID, NUM_SAMPLES = 3.3, 0.4, 41, 1500
+Velocity = Callable[[Tensor, Tensor], Tensor]
+
+
+def draw_picture(
+    world: World,
+    ensemble: Ensemble,
+    uniform: Callable[[Tensor, Tensor], Tensor],
+    errors: Mapping[str, float],
+    out: Path,
+) -> Path:
+    """Draw experts, a wrong combination, the ensemble and the closed form side by side; return the file."""
+
+    def expert(k: int) -> Velocity:
+        return lambda x, t: ensemble.experts[k](x, t)
+
+    def wrong(x: Tensor, t: Tensor) -> Tensor:
+        return mix_velocity(ensemble.experts, x, t, uniform(x, t))
+
+    def exact(x: Tensor, t: Tensor) -> Tensor:
+        return world.velocity(x.double(), t.double()).float()
+
+    num = len(SILOS)
+    figure = Figure(figsize=(3.1 * (num + 3), 6.9), facecolor=SEA)
+    axes = figure.subplots(2, num + 3)
+    for k, (silo, share) in enumerate(zip(SILOS, SHARES, strict=True)):
+        panel(axes[0, k], world, expert(k), f"expert {silo}", f"saw its own {share:.0%} of the data alone", k)
+        prior = [float(j == k) for j in range(num)]
+        drawn = ensemble.sample(round(NUM_SAMPLES * share), prior=prior, steps=24)
+        scatter(axes[1, k], drawn.images, drawn.expert_N)
+    columns = (
+        ("all, weights 1/K", f"wrong: error {errors['uniform']:.2f}", wrong),
+        ("ensemble", f"error {errors['posterior']:.3f}", ensemble.velocity),
+        ("closed form", "the truth", exact),
+    )
+    for column, (title, subtitle, velocity) in enumerate(columns, start=num):
+        panel(axes[0, column], world, velocity, title, subtitle)
+    blind = Ensemble([wrong], None, [1.0], shape=(2,)).sample(NUM_SAMPLES, steps=24)
+    scatter(axes[1, num], blind.images, None)
+    drawn = ensemble.sample(NUM_SAMPLES, strategy="full", steps=24)
+    scatter(axes[1, num + 1], drawn.images, drawn.expert_N)
+    truth = world.draw(NUM_SAMPLES, seed=1)
+    scatter(axes[1, num + 2], truth, owners(world, truth))
+    axes[0, 0].set_ylabel(f"velocities at t = {HALF_WAY:g}", color=PALE, fontsize=12, labelpad=8)
+    axes[1, 0].set_ylabel("samples, t = 0", color=PALE, fontsize=12, labelpad=8)
+    figure.subplots_adjust(left=0.025, right=0.995, top=0.9, bottom=0.01, wspace=0.03, hspace=0.02)
+    path = out / "toy_2d.png"
+    figure.savefig(path, dpi=110, facecolor=SEA)
+    return path
+
+
+def panel(axes: Axes, world: World, velocity: Velocity, title: str, subtitle: str, silo: int | None = None) -> None:
+    """A field of velocities, drawn towards the data, over the density that it is about."""
+    side = torch.linspace(-WIDE, WIDE, GRID)
+    x_BD = torch.cartesian_prod(side, side)
+    with torch.inference_mode():
+        u_BD = -velocity(x_BD, torch.full((len(x_BD),), HALF_WAY))
+    u, v = (part.view(GRID, GRID).T.numpy() for part in u_BD.unbind(1))
+    fine = torch.linspace(-WIDE, WIDE, 161, dtype=torch.float64)
+    density = world.density(torch.cartesian_prod(fine, fine), HALF_WAY, silo).view(161, 161).T.numpy()
+    colour = SAND[silo] if silo is not None else "#9ab8cc"
+    shades = LinearSegmentedColormap.from_list("shades", [SEA, colour])
+    axes.imshow(density**0.6, origin="lower", extent=(-WIDE, WIDE, -WIDE, WIDE), cmap=shades, alpha=0.75)
+    speed = np.hypot(u, v)
+    # What an expert says where its data never come is no more than a guess: dim.
+    near = world.density(x_BD.double(), HALF_WAY, silo).view(GRID, GRID).T.numpy()
+    lines = LinearSegmentedColormap.from_list("lines", ["#2b4259", INK])
+    width = 0.35 + 1.1 * np.minimum(speed / 4, 1.0)
+    shade = (near / near.max()) ** 0.2
+    sides = side.numpy()
+    axes.streamplot(sides, sides, u, v, color=shade, cmap=lines, linewidth=width, density=1.1, arrowsize=0.75)
+    axes.set_title(f"{title}\n", color=INK, fontsize=15, pad=4)
+    axes.text(0.5, 1.03, subtitle, color=PALE, fontsize=10.5, ha="center", transform=axes.transAxes)
+    frame(axes)
+
+
+def scatter(axes: Axes, points_ND: Tensor, silo_N: Tensor | None) -> None:
+    """Samples, coloured by the silo that they come from where one can be named."""
+    colours = INK if silo_N is None else [SAND[k] for k in silo_N.tolist()]
+    axes.scatter(*points_ND.unbind(1), s=5, c=colours, alpha=0.75, linewidths=0)
+    frame(axes)
+
+
+def owners(world: World, points_ND: Tensor) -> Tensor:
+    """The silo of the most likely component of each point."""
+    zero_N = torch.zeros(len(points_ND), dtype=torch.float64)
+    return world.silo_C[world.log_joint(points_ND.double(), zero_N).argmax(1)]
+
+
+def frame(axes: Axes) -> None:
+    """The same square sea for every panel."""
+    axes.set(xlim=(-WIDE, WIDE), ylim=(-WIDE, WIDE), xticks=[], yticks=[], facecolor=SEA, aspect="equal")
+    for spine in axes.spines.values():
+        spine.set_color("#1f3346")

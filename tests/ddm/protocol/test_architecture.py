@@ -1,0 +1,96 @@
+"""Which networks a plan may name, for which samples and conditions; what was written before means what it meant."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ddm.errors import DocumentError
+from ddm.protocol.plan import ClassCondition, Dit, Mmdit, NoCondition, Plan, TextCondition, Unet
+from tests.documents import plan_document, to_bytes
+
+DIT = {"kind": "dit", "patch": 2, "hidden": 96, "depth": 4, "heads": 4}
+MMDIT = DIT | {"kind": "mmdit", "shared_depth": 1}
+UNET = {
+    "kind": "unet",
+    "channels": [32, 64],
+    "attention": [False, True],
+    "num_res_blocks": 1,
+    "head_channels": 32,
+    "norm_groups": 16,
+}
+CLASSES = {"kind": "class", "num_classes": 10, "drop": 0.2}
+TEXT = {"kind": "text", "dim": 16, "max_tokens": 8, "drop": 0.1}
+NONE = {"kind": "none"}
+VOLUME = [1, 8, 8, 4]
+SAMPLES = {"kind": "samples", "patch": 2, "hidden": 8, "depth": 1, "heads": 2, "num_steps": 5, "images_per_expert": 9}
+TIMM = {"kind": "timm", "dim": 8, "model": "net", "image_size": [8, 8], "mean": [0.5], "std": [0.5]}
+
+
+def document(architecture: dict[str, Any], condition: dict[str, Any], shape: list[int], **more: Any) -> dict[str, Any]:
+    plan = plan_document(condition=condition, data={"shape": shape, "range": [-1.0, 1.0]}, **more)
+    return plan | {"expert": plan["expert"] | {"architecture": architecture}}
+
+
+def parse(*arguments: Any, **more: Any) -> Plan:
+    return Plan.parse(to_bytes(document(*arguments, **more)), subject="plan")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "condition", "shape", "kinds"),
+    [
+        (DIT, NONE, [1, 8, 8], (Dit, NoCondition)),
+        (DIT, CLASSES, [1, 8, 8], (Dit, ClassCondition)),
+        (DIT, TEXT, [1, 8, 8], (Dit, TextCondition)),
+        (MMDIT, TEXT, [1, 8, 8], (Mmdit, TextCondition)),
+        (UNET, NONE, [1, 8, 8], (Unet, NoCondition)),
+        (UNET, CLASSES, VOLUME, (Unet, ClassCondition)),
+    ],
+)
+def test_every_architecture_survives_encoding_with_no_field_more(
+    architecture: dict[str, Any], condition: dict[str, Any], shape: list[int], kinds: tuple[type, type]
+) -> None:
+    plan = parse(architecture, condition, shape)
+    assert (type(plan.expert.architecture), type(plan.condition)) == kinds
+    written = json.loads(plan.encode())
+    assert written["expert"]["architecture"] == architecture
+    assert written["condition"] == condition
+    assert written["data"]["shape"] == shape
+
+
+@pytest.mark.parametrize(
+    ("architecture", "condition", "shape", "told"),
+    [
+        (DIT, NONE, VOLUME, "unet"),
+        (MMDIT, TEXT, VOLUME, "unet"),
+        (DIT, NONE, [1, 7, 8], "divides"),
+        (MMDIT, TEXT, [1, 8, 7], "divides"),
+        (MMDIT, NONE, [1, 8, 8], "take dit"),
+        (MMDIT, CLASSES, [1, 8, 8], "take dit"),
+        (UNET, NONE, [1, 8, 8, 7], "multiples of 2"),
+        (UNET, NONE, [1, 8], "data.shape"),
+        (UNET, NONE, [1, 8, 8, 8, 8], "data.shape"),
+        (UNET | {"attention": [True]}, NONE, [1, 8, 8], "attention"),
+        (UNET | {"channels": [32, 40]}, NONE, [1, 8, 8], "norm_groups"),
+        (UNET | {"channels": [32, 48]}, NONE, [1, 8, 8], "head_channels"),
+        (MMDIT | {"shared_depth": 5}, TEXT, [1, 8, 8], "shared_depth"),
+        (DIT | {"shared_depth": 0}, NONE, [1, 8, 8], "architecture"),
+        (DIT | {"kind": "cnn"}, NONE, [1, 8, 8], "unknown kind"),
+        (DIT, CLASSES | {"num_classes": 1}, [1, 8, 8], "num_classes"),
+        (DIT, CLASSES | {"drop": 1.0}, [1, 8, 8], "drop"),
+        (DIT, TEXT | {"dim": 0}, [1, 8, 8], "dim"),
+        (DIT, TEXT | {"max_tokens": 10**6}, [1, 8, 8], "max_tokens"),
+    ],
+)
+def test_architecture_that_cannot_be_built_is_refused_in_the_plan(
+    architecture: dict[str, Any], condition: dict[str, Any], shape: list[int], told: str
+) -> None:
+    with pytest.raises(DocumentError, match=told):
+        parse(architecture, condition, shape)
+
+
+def test_routers_and_encoders_that_see_images_alone_are_refused_for_volumes() -> None:
+    for more, told in (({"router": SAMPLES}, "samples"), ({"encoder": TIMM}, "timm")):
+        assert parse(UNET, NONE, [1, 8, 8], **more)
+        with pytest.raises(DocumentError, match=told):
+            parse(UNET, NONE, VOLUME, **more)
