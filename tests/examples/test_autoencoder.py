@@ -1,6 +1,5 @@
 """The recipe that trains a public autoencoder: it learns, it resumes exactly, and a plan can take what it leaves."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,10 +13,7 @@ import torch
 from aggregator.recipe import AutoencoderKlRecipe
 from ddm.latents import open_weights
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("monai") is None, reason="MONAI is not installed"),
-]
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "autoencoder" / "train.py"
 

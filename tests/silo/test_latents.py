@@ -1,6 +1,5 @@
 """Latents end to end: from a recipe with an autoencoder over silos that encode once to samples in pixels."""
 
-import importlib.util
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,6 @@ from ddm.tensors import save_tensors
 from silo.data import Cohort, load_cohort
 from silo.latents import as_seen, keep_latents
 from tests.federation import TinyFederation, recipe
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("monai") is None, reason="MONAI is not installed")
 
 SIZE = AutoencoderSize(channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4)
 PIXELS, SEEN = (1, 4, 4), (3, 2, 2)
