@@ -116,6 +116,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         operators.stop()
 
 
+@pytest.mark.slow  # tests/integration/test_federation.py kills intake as well, and is never left out
 def test_federation_ends_as_if_nothing_had_happened_when_intake_is_killed(operators: Operators) -> None:
     assert run_with_a_kill(operators, "intake", "the first shard arrived")
     check_published_once(operators, check_nothing_lost_or_doubled(operators))
