@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +74,8 @@ def killed_at(step: int, act: Callable[[], object]) -> bool:
                 setattr(os, name, deadly(getattr(os, name)))
             act()
             code = 0
+        except BaseException:
+            traceback.print_exc()  # nothing else tells why this process failed
         finally:
             os._exit(code)
     _, status = os.waitpid(pid, 0)
