@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import traceback
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from aggregator.intake.inventory import take_inventory
 from aggregator.release.versions import check_none_lost
 from aggregator.router import train_router
 from ddm.errors import (
-    ArchipelagoError,
     BusyError,
     DigestError,
     MissingFileError,
@@ -235,8 +235,10 @@ def operator(tiny: TinyFederation, out: Path, ready: tuple[int, int], go: tuple[
             os.read(go[0], 1)
             again(tiny, out)
             code = 0
-        except ArchipelagoError as error:
+        except BusyError as error:
             code = error.exit_code
+        except BaseException:
+            traceback.print_exc()  # nothing else tells why this process failed
         finally:
             os._exit(code)
     return pid
