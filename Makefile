@@ -30,8 +30,8 @@ check: $(STAMP)  ## Lint, format and type checks.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: $(STAMP)  ## The default tests: CPU, offline.
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## The default tests: CPU, offline, two files at a time.
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(STAMP)  ## The slow tests as well.
 	$(BIN)/python -m pytest -m "not gpu"

@@ -135,6 +135,7 @@ def costs(draft: "Draft") -> str:
     rows = [
         ("silos", ", ".join(made.silos)),
         ("encoder", _encoder(made)),
+        *_told(made),
         ("experts a silo", _experts(draft)),
         (
             "an expert",
@@ -156,6 +157,16 @@ def _encoder(plan: "Plan") -> str:
         return f"{encoder.dim} principal components of the public images"
     warning = ", RANDOM WEIGHTS: clusters mean little" if encoder.weights == "random" else ""
     return f"{encoder.model}, {encoder.dim} features{warning}"
+
+
+def _told(plan: "Plan") -> list[tuple[str, str]]:
+    condition = plan.condition
+    if condition.kind == "none":
+        return []
+    if condition.kind == "class":
+        return [("told", f"one of {condition.num_classes} classes")]
+    name = condition.encoder.name if condition.encoder else "vectors"
+    return [("told", f"a text, by {name}: {condition.max_tokens} tokens of {condition.dim} values; not in the bundle")]
 
 
 def _experts(draft: "Draft") -> str:

@@ -15,7 +15,7 @@ from aggregator.changes import Change
 from aggregator.config import CurrentPlan, Federation
 from aggregator.keys.ceremony import check_replaceable, conduct
 from aggregator.keys.rotation import next_receipts_key, use_next_receipts_key
-from aggregator.recipe import AutoencoderKlRecipe, PcaRecipe, Recipe
+from aggregator.recipe import AutoencoderKlRecipe, PcaRecipe, Recipe, TextRecipe
 from aggregator.registry import card_of, cards, signing_key
 from ddm.clustering import fit_clustering
 from ddm.encoders import Encoder, PcaEncoder, Progress
@@ -28,7 +28,16 @@ from ddm.models import MAX_WEIGHT, build_expert, empty_expert, expected_tensors,
 from ddm.plan_files import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH, release_noise_level
 from ddm.protocol.base import File, now_utc
 from ddm.protocol.latent import AUTOENCODER_PATH, AutoencoderSize
-from ddm.protocol.plan import AutoencoderKlLatent, Clustering, IdentityLatent, Plan, SketchSpec, TimmEncoder
+from ddm.protocol.plan import (
+    AutoencoderKlLatent,
+    Clustering,
+    Condition,
+    IdentityLatent,
+    Plan,
+    SketchSpec,
+    TextCondition,
+    TimmEncoder,
+)
 from ddm.protocol.plan import PcaEncoder as PcaSpec
 from ddm.schedule import path_named
 from ddm.sizes import most_experts
@@ -85,7 +94,7 @@ def draft_plan(
         on_progress: told of images encoded, which is long with a large network.
 
     Raises:
-        SetupError: no silo is enrolled, or the encoder's weights are not there.
+        SetupError: no silo is enrolled, the encoder's weights are not there, or no text encoder in the folder named.
         TensorFileError: the autoencoder's weights are not what the recipe's sizes imply.
         DataError: too few public images for the recipe.
         PolicyError: the releases cost more than the total that the recipe states.
@@ -100,6 +109,7 @@ def draft_plan(
         expected = f"at least {FEWEST_HELD_OUT} to hold out, as the share public.holdout_share"
         raise DataError("public images", expected=expected, got=f"{num_holdout} of {len(public)}")
     fit, holdout = public[order[num_holdout:]], public[order[:num_holdout]]
+    condition = _condition(recipe)
     encoder, spec = _open_encoder(recipe, fit)
     num_fine = recipe.clustering.fine_for(len(fit), recipe.releases.counts.num_groups)
     latent, latent_spec, latents = _open_latent(recipe, fit, holdout, on_progress)
@@ -110,7 +120,7 @@ def draft_plan(
         save_tensors(folder / AUTOENCODER_PATH, latent.tensors())
         paths.append(AUTOENCODER_PATH)
     if recipe.base and recipe.expert.base:
-        save_tensors(folder / recipe.expert.base, _open_base(recipe, recipe.base, seen))
+        save_tensors(folder / recipe.expert.base, _open_base(recipe, recipe.base, seen, condition))
         paths.append(recipe.expert.base)
     created = now_utc()
     plan = Plan(
@@ -133,7 +143,7 @@ def draft_plan(
         partition=recipe.partition,
         objective=recipe.objective,
         t_distribution=recipe.t_distribution,
-        condition=recipe.condition,
+        condition=condition,
         expert=recipe.expert,
         releases=recipe.releases,
         router=recipe.router,
@@ -172,6 +182,16 @@ def _open_encoder(recipe: Recipe, fit: Tensor) -> tuple[Encoder, PcaSpec | TimmE
     return network, network.spec
 
 
+def _condition(recipe: Recipe) -> Condition:
+    """Return what experts are told, a text's encoder pinned by the digests of its files."""
+    asked = recipe.condition
+    if not isinstance(asked, TextRecipe):
+        return asked
+    from ddm.text import pin  # takes seconds, and most recipes do without
+
+    return pin(Path(asked.encoder), max_tokens=asked.max_tokens, drop=asked.drop)
+
+
 def _open_latent(
     recipe: Recipe, fit: Tensor, holdout: Tensor, on_progress: Progress | None
 ) -> tuple[Latent, IdentityLatent | AutoencoderKlLatent, tuple[Tensor, Tensor] | None]:
@@ -187,10 +207,10 @@ def _open_latent(
     return opened, AutoencoderKlLatent(**sizes, scale=scale), (raw_fit / scale, raw_holdout / scale)
 
 
-def _open_base(recipe: Recipe, weights: str, seen: Tensor) -> dict[str, Tensor]:
+def _open_base(recipe: Recipe, weights: str, seen: Tensor, condition: Condition) -> dict[str, Tensor]:
     """Load the public expert that training starts from; it must be what the recipe asks to be trained."""
     path = require_file(Path(weights), "the public expert that training starts from")
-    specs = expected_tensors(recipe.expert.architecture, tuple(seen.shape[1:]), recipe.condition)
+    specs = expected_tensors(recipe.expert.architecture, tuple(seen.shape[1:]), condition)
     return load_tensors(path, specs, max_bytes=path.stat().st_size, max_abs=MAX_WEIGHT)
 
 
@@ -225,7 +245,12 @@ def _measure_training(plan: Plan, seen: Tensor) -> float:
     torch.set_num_threads(1)
     try:
         settings = plan.expert.training.model_copy(update={"num_steps": TIMED_STEPS, "checkpoint_steps": TIMED_STEPS})
-        expert = build_expert(plan.expert.architecture, plan.expert_shape, condition=plan.condition)
+        condition = plan.condition
+        expert = build_expert(plan.expert.architecture, plan.expert_shape, condition=condition)
+        told = None
+        if isinstance(condition, TextCondition):  # whose tokens cost as much as the image's
+            seen = seen[: plan.expert.training.batch_size]
+            told = torch.ones(len(seen), condition.max_tokens, condition.dim)
         with tempfile.TemporaryDirectory() as scratch:
             trained = train(
                 expert,
@@ -236,6 +261,7 @@ def _measure_training(plan: Plan, seen: Tensor) -> float:
                 checkpoint_dir=Path(scratch),
                 on_progress=lambda progress: None,
                 should_stop=lambda: False,
+                labels=told,
                 engine=Engine(device="cpu"),
             )
     finally:

@@ -4,11 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from ddm.protocol.architecture import MaxTokens, Probability
 from ddm.protocol.base import PositiveInt
 from ddm.protocol.latent import AutoencoderSize, IdentityLatent
 from ddm.protocol.plan import (
     Audit,
-    Condition,
+    ClassCondition,
     DataSpec,
     Expert,
     Limits,
@@ -57,6 +58,15 @@ class AutoencoderKlRecipe(AutoencoderSize):
     weights: str
 
 
+class TextRecipe(Settings):
+    """A text, as a frozen encoder in a folder on this machine sees it (from where the command is run)."""
+
+    kind: Literal["text"] = "text"
+    encoder: str
+    max_tokens: MaxTokens
+    drop: Probability = 0.1
+
+
 class ClusteringRecipe(Settings):
     """How many fine centroids and coarse clusters; by default 1,024 fine ones where the public images allow it."""
 
@@ -94,7 +104,7 @@ class Recipe(Settings):
     sketch: SketchRecipe
     partition: Partition
     t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")] = UniformT()
-    condition: Condition = NoCondition()
+    condition: Annotated[NoCondition | ClassCondition | TextRecipe, Field(discriminator="kind")] = NoCondition()
     objective: Objective = Objective()
     expert: Expert
     base: str | None = None  # the public expert that training starts from: a file on this machine

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path as FilePath
 
+import torch
 from torch import Tensor
 
 from ddm.ensemble import Ensemble
@@ -52,22 +53,30 @@ def open_ensemble(
     return load_ensemble(release, memory_bytes=memory_bytes)
 
 
-def load_ensemble(release: Release, *, memory_bytes: int | None = None) -> Ensemble:
+def load_ensemble(release: Release, *, memory_bytes: int | None = None, device: torch.device | str = "cpu") -> Ensemble:
     """Build the experts and the router of a verified release and load their weights.
 
     Args:
         release: as `open_release` returns it.
         memory_bytes: see `build_ensemble`.
+        device: where the experts shall compute.
 
     Raises:
         DigestError: a file changed after it was verified.
         DocumentError: the manifest describes a router that this version would not apply.
         TensorFileError: a tensor file is not what the plan implies.
     """
-    return build_ensemble(release.plan, release.manifest, release.folder, memory_bytes=memory_bytes)
+    return build_ensemble(release.plan, release.manifest, release.folder, memory_bytes=memory_bytes, device=device)
 
 
-def build_ensemble(plan: Plan, manifest: Manifest, folder: FilePath, *, memory_bytes: int | None = None) -> Ensemble:
+def build_ensemble(
+    plan: Plan,
+    manifest: Manifest,
+    folder: FilePath,
+    *,
+    memory_bytes: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Ensemble:
     """Build the experts and the router that a manifest lists, each file checked against its digest there.
 
     Whether plan and manifest are to be believed is the caller's business: `load_ensemble` knows it from signatures, the
@@ -80,6 +89,7 @@ def build_ensemble(plan: Plan, manifest: Manifest, folder: FilePath, *, memory_b
         memory_bytes: most bytes that experts may take of memory. They are loaded when they are asked for, and again
             when they had to leave, each time checked against their digests; so what is said of files below is then
             said while sampling. None loads all of them now.
+        device: where the experts shall compute.
 
     Raises:
         DigestError: a file is not the one that the documents list.
@@ -94,7 +104,7 @@ def build_ensemble(plan: Plan, manifest: Manifest, folder: FilePath, *, memory_b
 
     def load(k: int) -> Expert:
         published = manifest.experts[k]
-        expert = load_expert(plan.expert.architecture, shape, folder, published.file, condition)
+        expert = load_expert(plan.expert.architecture, shape, folder, published.file, condition).to(device)
         return on_path(expert, plan.objective.of(published.silo_id), path)
 
     return Ensemble(
@@ -103,6 +113,7 @@ def build_ensemble(plan: Plan, manifest: Manifest, folder: FilePath, *, memory_b
         prior=[expert.prior for expert in manifest.experts],
         shape=shape,
         path=path,
+        device=device,
         expert_ids=[expert.expert_id for expert in manifest.experts],
         condition=condition,
         given_class=_given_class(router, sketch, path),

@@ -1,4 +1,4 @@
-"""The researcher's commands: verify, info, sample, distill."""
+"""The researcher's commands: verify, info, sample, distill, sample-student."""
 
 import json
 from typing import Annotated
@@ -17,11 +17,14 @@ from ddm.commands.options import (
     warn_if_expired,
 )
 from ddm.commands.sample import sample
+from ddm.commands.sample_student import sample_student
 from ddm.console import new_app, run_app, say, table
+from ddm.protocol.architecture import TextCondition
 
 app = new_app("Verify a published ensemble of diffusion experts, and sample from it.")
 app.command("sample")(sample)
 app.command("distill")(distill)
+app.command("sample-student")(sample_student)
 
 
 @app.command()
@@ -66,6 +69,8 @@ def info(
     shape = " x ".join(str(side) for side in plan.data.shape)
     say(f"Ensemble {manifest.plan_id}, version {manifest.version}, published {manifest.published_at.isoformat()}")
     say(f"  images {shape}, {len(manifest.experts)} experts of kind {plan.expert.architecture.kind}")
+    if isinstance(plan.condition, TextCondition) and plan.condition.encoder:
+        say(f"  told a text, through your copy of the encoder {plan.condition.encoder.name}")
     say(f"  router {manifest.router.kind}, licence {manifest.licence}\n")
     priors: dict[str, list[float]] = {}
     for expert in manifest.experts:

@@ -10,58 +10,40 @@ step, no router. McAllister et al. 2025, section 3.6, do this with each training
 x_0 and its k are the ensemble's own samples. Images that are not distributed like the ensemble's have no such label:
 there k is drawn from the router's posterior at x_t, or the whole mixture is asked.
 
+Where experts have conditions, student and teacher are told the same, at a step where the student is told nothing both
+are, and every letter above is given it: the label of an image of a class has the posterior given x_t and the class.
+
 A teacher's answer is shown to the student as the x_0 and eps that it means at this x_t (`ddm.schedule.x_0_and_eps`), so
-that a step on it is an ordinary training step.
+that a step on it is an ordinary step of `ddm.training.train`, whose loop, checkpoints and machines these are.
 """
 
-# Shape legend: N images, B batch, K experts, ... all data dimensions.
+# Shape legend: B batch, K experts, ... all data dimensions.
 import hashlib
 import json
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Literal, assert_never
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from ddm.checkpoints import Checkpoints
 from ddm.engine import Engine
 from ddm.ensemble import Ensemble, mix_velocity
-from ddm.errors import MathError, SetupError, ShapeError
-from ddm.lessons import Lessons
-from ddm.mixture import Branch
+from ddm.errors import MathError, ShapeError
+from ddm.lessons import Lessons, check_told, holders
+from ddm.mixture import Expert
 from ddm.protocol.plan import TDistribution, Training, UniformT
-from ddm.routers.base import log_prior
 from ddm.schedule import x_0_and_eps, x_t
 from ddm.strategies import draw_expert
-from ddm.streams import stream
-from ddm.training import Examples, Progress, draw_batch
-from ddm.training.batches import Batch
-from ddm.training.loop import PROGRESS_STEPS
-from ddm.training.machine import machine_of
-from ddm.training.state import State
+from ddm.training import Batch, Progress, Trained, train
 
 Teacher = Literal["label", "drawn", "mixture"]
 """Who answers at x_t: the expert that x_0 belongs to; one drawn from the posterior at x_t; all, weighted by it."""
 
-
-@dataclass(frozen=True)
-class Distilled:
-    """A finished student.
-
-    Attributes:
-        ema: the averaged weights by name, float32, on the CPU.
-        loss: mean squared distance from the teacher's answers per value, averaged over about the last hundred steps.
-        seconds: time spent training, over all restarts.
-    """
-
-    ema: dict[str, Tensor]
-    loss: float
-    seconds: float
+Ask = Callable[[Tensor, Batch], Tensor]
+"""The weights (B, K) of the experts whose answers are mixed: at x_t, on the CPU, given the batch."""
 
 
 def distill(
@@ -77,109 +59,131 @@ def distill(
     should_stop: Callable[[], bool],
     t_distribution: TDistribution = UniformT(),
     engine: Engine = Engine(),
-) -> Distilled:
+) -> Trained:
     """Train a student on an ensemble's answers, from the last checkpoint where there is one.
 
     Args:
-        ensemble: the teacher; whatever conditions its experts have, they are told none.
-        student: freshly built; called as ``student(x_B, t_B)``.
-        lessons: images, and for the teacher `label` the expert that each belongs to.
+        ensemble: the teacher; it answers where its experts live, which is best where the engine computes.
+        student: freshly built; called as ``student(x_B, t_B)``, where lessons are told as ``student(x_B, t_B, c)``.
+        lessons: images, what is told of each, and for the teacher `label` the expert that each belongs to.
         settings: how; the same recipe as an expert's.
         teacher: who answers at x_t.
         source: names the ensemble; a run does not continue with another one.
-        checkpoint_dir: the run's own folder.
-        on_progress: as in `ddm.training.train`.
-        should_stop: as in `ddm.training.train`.
+        checkpoint_dir: as in `ddm.training.train`, as are the others.
+        on_progress: told of progress.
+        should_stop: asked before a step.
         t_distribution: of the training times.
         engine: this machine's.
 
     Raises:
         KeyboardInterrupt: `should_stop` said yes; a checkpoint was written first.
-        MathError: the teacher needs labels or a router that are not there.
+        MathError: the teacher needs labels, a router or a histogram of classes that are not there.
         NumericalError: loss or gradient is no longer finite.
-        SetupError: the checkpoints belong to another run, or several processes.
-        ShapeError: images of another shape, or labels of other experts.
+        SetupError: the checkpoints belong to another run.
+        ShapeError: images of another shape, labels of other experts, or conditions that the experts do not have.
     """
-    ask = asking(ensemble, lessons, teacher)
-    machine = machine_of(engine)
-    if machine.num_processes > 1:
-        raise SetupError("distillation", expected="one process", got=f"{machine.num_processes}")
-    state = State(student, settings, machine, engine.accumulate)
-    recipe = [settings.model_dump(), repr(ensemble.path), t_distribution.model_dump(), teacher, source]
-    checkpoints = Checkpoints(checkpoint_dir, _digest(recipe, lessons, student))
-    state.restore(checkpoints)
-    examples = Examples(lessons.images, lessons.expert_N)
-    started, first, before = time.monotonic(), state.step, state.seconds
-
-    while state.step < settings.num_steps:
-        if should_stop():
-            if state.step > first:
-                state.save(checkpoints)
-            raise KeyboardInterrupt
-        uniform_B = torch.from_numpy(stream("distill", settings.seed, state.step).random(settings.batch_size))
-        batch = draw_batch(examples, settings, state.step, t_distribution)
-        state.advance(answered(ensemble, ask, batch, uniform_B), ensemble.path, "velocity")
-        state.seconds = before + time.monotonic() - started
-        done = state.step == settings.num_steps
-        if done or state.step % PROGRESS_STEPS == 0:
-            rate = (state.step - first) / (time.monotonic() - started)
-            on_progress(Progress(state.step, settings.num_steps, state.finite_loss(), rate, state.seconds))
-        if done or state.step % settings.checkpoint_steps == 0:
-            state.save(checkpoints)
-    return Distilled(state.averaged(), state.finite_loss(), state.seconds)
+    return train(
+        student,
+        lessons.images,
+        settings,
+        ensemble.path,
+        t_distribution,
+        checkpoint_dir=checkpoint_dir,
+        on_progress=on_progress,
+        should_stop=should_stop,
+        labels=lessons.told,
+        drop=lessons.drop,
+        engine=engine,
+        teach=teaching(ensemble, lessons, teacher, source=source, precision=settings.precision),
+    )
 
 
-Ask = Callable[[Tensor, Tensor, Batch, Tensor], Tensor]
-"""The weights (B, K) of the experts whose answers are mixed: at x_t and t, given the batch and uniform numbers."""
+@dataclass(frozen=True)
+class Teaching:
+    """A teacher as the training loop asks it; see `ddm.training.Teach`.
+
+    Args:
+        ensemble: whose experts answer.
+        ask: whose answers count.
+        digest: names ensemble, teacher and the experts that images belong to.
+        precision: bf16 lets experts compute in it, as the student does; it is the teacher's time that counts.
+    """
+
+    ensemble: Ensemble
+    ask: Ask
+    digest: str
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+    def __call__(self, part: Batch) -> Batch:
+        """Return the part with the teacher's x_0 and eps: at the same x_t, their velocity is the teacher's answer."""
+        ensemble, (x_0, eps, t_B, told) = self.ensemble, (part.x_0, part.eps, part.t_B, part.told)
+        with torch.no_grad():
+            x_B = x_t(ensemble.path, x_0, eps, t_B)
+            w_BK = self.ask(x_B.cpu(), part)
+            asked_B, times_B, w_BK = (each.to(ensemble.device) for each in (x_B, t_B, w_BK.to(x_B.dtype)))
+            told_B = None if told is None else told.to(ensemble.device)
+            u_B = mix_velocity(self._experts(), asked_B, times_B, w_BK, told_B, together=ensemble.chunk_size)
+            x_0, eps = x_0_and_eps(ensemble.path, x_B, u_B.to(x_B), t_B)
+        return replace(part, x_0=x_0, eps=eps)
+
+    def _experts(self) -> Sequence[Expert]:
+        return [self._asked(k) for k in range(len(self.ensemble.experts))]
+
+    def _asked(self, k: int) -> Expert:
+        def answer(x_B: Tensor, *told_B: Tensor) -> Tensor:
+            with torch.autocast(x_B.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+                return self.ensemble.experts[k](x_B, *told_B).to(x_B)
+
+        return answer
 
 
-def answered(ensemble: Ensemble, ask: Ask, batch: Batch, uniform_B: Tensor) -> Batch:
-    """Return the batch with the teacher's x_0 and eps: at the same x_t, their velocity is the teacher's answer."""
-    with torch.inference_mode():
-        x_B = x_t(ensemble.path, batch.x_0, batch.eps, batch.t_B).to(ensemble.device)
-        t_B = batch.t_B.to(ensemble.device)
-        w_BK = ask(x_B, t_B, batch, uniform_B).to(x_B)
-        u_B = mix_velocity(ensemble.experts, x_B, t_B, w_BK, together=ensemble.chunk_size)
-        x_0, eps = x_0_and_eps(ensemble.path, x_B, u_B, t_B)
-    # Cloned, because tensors made in inference mode take no part in a backward pass.
-    return Batch(x_0.cpu().clone(), eps.cpu().clone(), batch.t_B)
-
-
-def asking(ensemble: Ensemble, lessons: Lessons, teacher: Teacher) -> Ask:
-    """Return who is asked, once it is clear that he can answer."""
-    num_experts = len(ensemble.experts)
+def teaching(
+    ensemble: Ensemble, lessons: Lessons, teacher: Teacher, *, source: str, precision: Literal["fp32", "bf16"] = "fp32"
+) -> Teaching:
+    """Return the teacher, once it is clear that he can answer; see `distill`."""
     if tuple(lessons.images.shape[1:]) != tuple(ensemble.shape):
         raise ShapeError("images", expected=str(tuple(ensemble.shape)), got=str(tuple(lessons.images.shape[1:])))
-    if teacher == "label":
-        if lessons.expert_N is None:
-            remedy = "Let the teacher be drawn or the mixture."
-            raise MathError("teacher label", expected="the expert of each image", got="none", remedy=remedy)
-        if not 0 <= int(lessons.expert_N.min()) <= int(lessons.expert_N.max()) < num_experts:
-            raise ShapeError("labels", expected=f"experts 0 to {num_experts - 1}", got="others")
-        return lambda x_B, t_B, batch, uniform_B: one_hot(torch.as_tensor(batch.told), num_experts)
-    branch = Branch(1.0, log_prior(ensemble.prior, num_experts), ensemble.router)
-    if ensemble.router is None and int(branch.log_prior_K.isfinite().sum()) > 1:
-        raise MathError(f"teacher {teacher}", expected="a router", got="none", remedy="Let the teacher be the label.")
-
-    def posterior(x_B: Tensor, t_B: Tensor, batch: Batch, uniform_B: Tensor) -> Tensor:
-        return branch.posterior(x_B, t_B, together=ensemble.chunk_size)
-
+    if lessons.told is not None:
+        check_told(lessons.told, ensemble.condition)
+    digest = hashlib.sha256(json.dumps([teacher, source]).encode())
     match teacher:
-        case "mixture":
-            return posterior
-        case "drawn":
-            return lambda x_B, t_B, batch, uniform_B: one_hot(
-                draw_expert(posterior(x_B, t_B, batch, uniform_B), uniform_B.to(x_B.device)), num_experts
-            )
+        case "label":
+            ask = _by_label(lessons, len(ensemble.experts))
+            digest.update(torch.as_tensor(lessons.expert_N).contiguous().numpy().data)
+        case "mixture" | "drawn":
+            ask = _by_posterior(ensemble, lessons, drawn=teacher == "drawn")
         case _:
             assert_never(teacher)
+    return Teaching(ensemble, ask, digest.hexdigest(), precision)
 
 
-def _digest(recipe: Sequence[object], lessons: Lessons, student: nn.Module) -> str:
-    """The sha256 of all that determines a run: recipe, teacher, lessons, and the weights it starts from."""
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
-    labels = {} if lessons.expert_N is None else {"labels": lessons.expert_N}
-    for name, value in ({"images": lessons.images} | labels | student.state_dict()).items():
-        digest.update(f"\0{name} {value.dtype} {tuple(value.shape)}\0".encode())
-        digest.update(np.ascontiguousarray(value.detach().cpu().numpy()).data)
-    return digest.hexdigest()
+def _by_label(lessons: Lessons, num_experts: int) -> Ask:
+    expert_N = lessons.expert_N
+    if expert_N is None:
+        remedy = "Let the teacher be drawn or the mixture."
+        raise MathError("teacher label", expected="the expert of each image", got="none", remedy=remedy)
+    if not 0 <= int(expert_N.min()) <= int(expert_N.max()) < num_experts:
+        raise ShapeError("labels", expected=f"experts 0 to {num_experts - 1}", got="others")
+    return lambda x_B, batch: one_hot(expert_N[torch.as_tensor(batch.chosen_B).cpu()], num_experts)
+
+
+def _by_posterior(ensemble: Ensemble, lessons: Lessons, *, drawn: bool) -> Ask:
+    """Weigh experts by the posterior at x_t, given the class; who holds a text nobody knows, so it tells nothing."""
+    classes = lessons.told if lessons.told is not None and lessons.told.dim() == 1 else torch.tensor([-1])
+    branches = {label: holders(ensemble, label) for label in {-1, *classes.tolist()}}
+    if any(each.router is None and int(each.log_prior_K.isfinite().sum()) > 1 for each in branches.values()):
+        raise MathError("teacher's posterior", expected="a router", got="none", remedy="Let the teacher be the label.")
+
+    def posterior(x_B: Tensor, batch: Batch) -> Tensor:
+        w_BK, t_B = torch.empty(len(x_B), len(ensemble.experts), dtype=torch.float64), batch.t_B.cpu()
+        told_B = batch.told if batch.told is not None and batch.told.dim() == 1 else torch.full((len(x_B),), -1)
+        for label in set(told_B.tolist()):
+            rows = (told_B == label).nonzero()[:, 0].cpu()
+            w_BK[rows] = branches[label].posterior(x_B[rows], t_B[rows], together=ensemble.chunk_size).double()
+        return w_BK
+
+    def one(x_B: Tensor, batch: Batch) -> Tensor:
+        uniform_B = torch.as_tensor(batch.uniform_B).cpu()
+        return one_hot(draw_expert(posterior(x_B, batch), uniform_B), len(ensemble.experts))
+
+    return one if drawn else posterior

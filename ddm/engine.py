@@ -12,6 +12,7 @@ class Engine(Settings):
 
     Attributes:
         device: where to train; auto is the GPU where there is one.
+        processes: how many share the work; auto is one a GPU, and one where there is none. `ddm.together` starts them.
         accumulate: parts that each process cuts its share of a batch into, for less memory.
         compile: whether torch compiles the expert; minutes before the first step, fewer seconds a step.
         recompute: whether a block's intermediate results are computed again in the backward pass, for less memory.
@@ -19,6 +20,7 @@ class Engine(Settings):
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    processes: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
     accumulate: Annotated[int, Field(ge=1, le=4096)] = 1
     compile: bool = False
     recompute: bool = False

@@ -260,7 +260,9 @@ class Ensemble:
         return Mixture(self.experts, (with_it, without) if guidance else (with_it,), self.chunk_size)
 
     def _given(self, condition: Asked, declared: Sequence[float] | None) -> Given:
-        """Who holds the condition: as the caller declares, else as the release says."""
+        """Who holds the condition: as the caller declares, else as the release says; one expert alone holds all."""
+        if declared is None and len(self.experts) == 1:
+            declared = [1.0]
         known = self.given_class(condition) if self.given_class and isinstance(condition, int) else None
         if declared is not None:
             return Given(declared, known.router if known else None)

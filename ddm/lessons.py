@@ -1,22 +1,39 @@
-"""What a student is shown: public images, or the ensemble's own samples, drawn once and kept on disk."""
+"""What a student is shown: public images, or the ensemble's own samples, drawn once and kept on disk.
 
-# Shape legend: N images, C coarse clusters, K experts.
+Own samples are those of `lock` at t_lock = 1: an expert drawn from the prior, followed from noise to data, no router
+asked. Under conditions, each sample has one of its own, and its expert is drawn among those that hold it. A share
+`drop` of them has none, and the law of the whole: so what the student learns without a condition is right, though
+nobody published how frequent each class is.
+"""
+
+# Shape legend: N images, B batch, C coarse clusters, K experts.
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from ddm.ensemble import Ensemble
-from ddm.errors import DataError, FormatError, SetupError, ShapeError
+from ddm.errors import DataError, FormatError, MathError, SetupError, ShapeError
+from ddm.files import require_file
+from ddm.mixture import Branch, mix_velocity
+from ddm.models.conditions import check_text
+from ddm.npz import read_array
 from ddm.plan_files import PlanFiles
 from ddm.protocol.manifest import PublishedExpert
+from ddm.protocol.plan import ClassCondition, Condition, NoCondition, TextCondition
+from ddm.routers.base import log_prior
+from ddm.sampling import integrate, uniform_times
 from ddm.strategies import draw_expert
 from ddm.streams import stream
 from ddm.tensors import TensorSpec, load_tensors, save_tensors, stored_bytes
+from ddm.trajectories import randomness
 
 _PART = 256  # own samples that are drawn, and kept, together
 
@@ -26,20 +43,79 @@ class Lessons:
     """What a student is shown.
 
     Args:
-        images: x_0, shape (N, ...), float32.
+        images: x_0 as experts see it, images or their latents, shape (N, ...), float32.
         expert_N: the expert that each image belongs to, int64; None where nobody knows.
+        told: what expert and student are told of each image, as `ddm.training.Examples.labels`; None: nothing, ever.
+        drop: probability with which a step tells nothing; 0 for images that were drawn under what is told.
     """
 
     images: Tensor
     expert_N: Tensor | None = None
+    told: Tensor | None = None
+    drop: float = 0.0
 
     def __post_init__(self) -> None:
         if not len(self.images):
             raise DataError("images", expected="at least one", got="none")
-        if self.expert_N is not None and self.expert_N.shape != self.images.shape[:1]:
-            raise ShapeError(
-                "labels", expected=f"{len(self.images)}, one per image", got=str(tuple(self.expert_N.shape))
-            )
+        for subject, rows in (("experts", self.expert_N), ("conditions", self.told)):
+            if rows is not None and len(rows) != len(self.images):
+                raise ShapeError(subject, expected=f"{len(self.images)}, one per image", got=str(tuple(rows.shape)))
+
+
+def check_told(told: Tensor, condition: Condition) -> None:
+    """Refuse what experts of this condition cannot be told.
+
+    Raises:
+        ShapeError: texts of another shape, classes out of range, or anything at all where there is no condition.
+    """
+    match condition:
+        case NoCondition():
+            raise ShapeError("conditions", expected="none: these experts have none", got="some")
+        case TextCondition():
+            check_text(told, len(told), condition)
+        case ClassCondition(num_classes=num):
+            if told.dtype != torch.int64 or told.dim() != 1 or not -1 <= int(told.min()) <= int(told.max()) < num:
+                got = f"{told.dtype} {tuple(told.shape)}, or classes out of range"
+                raise ShapeError("classes", expected=f"int64 (N,), -1 (none) to {num - 1}", got=got)
+
+
+def read_told(path: Path, condition: Condition) -> Tensor:
+    """Read what images or samples are told: the array `labels` of an npz.
+
+    Args:
+        path: the file; the array is (N,), whole numbers, of classes, -1 for none; or (N, L, D_text), floating point, of
+            texts, as the plan's encoder sees them, zeros for none and for padding.
+        condition: the experts'.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: not an npz, no such array in it, or numbers of another kind.
+        ShapeError: not what these experts can be told.
+    """
+    require_file(path, "an npz with labels")
+    array = read_array(path, "labels", max_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    kinds, kind = ("iu", np.int64) if isinstance(condition, ClassCondition) else ("f", np.float32)
+    if array.dtype.kind not in kinds or not len(array) or not np.isfinite(array).all():
+        raise DataError("labels", expected="whole numbers of classes, or finite ones of texts", got=str(array.dtype))
+    told = torch.from_numpy(array.astype(kind))
+    check_told(told, condition)
+    return told
+
+
+def holders(ensemble: Ensemble, label: int) -> Branch:
+    """Return who holds a class and who could have made x_t given it; -1: no class.
+
+    Raises:
+        MathError: nobody published who holds it.
+    """
+    num_experts = len(ensemble.experts)
+    if label < 0:
+        return Branch(1.0, log_prior(ensemble.prior, num_experts), ensemble.router)
+    if ensemble.given_class is None:
+        remedy = "Show the student images with their classes and let the teacher be the label, or distil without."
+        raise MathError("classes", expected="to be known who holds them", got="no histogram of them", remedy=remedy)
+    given = ensemble.given_class(label)
+    return Branch(1.0, log_prior(given.prior, num_experts), given.router or ensemble.router)
 
 
 def own_samples(
@@ -48,38 +124,91 @@ def own_samples(
     folder: Path,
     *,
     source: str,
-    strategy: str = "lock",
+    condition: Condition = NoCondition(),
+    texts: Tensor | None = None,
     steps: int = 50,
     seed: int = 0,
     on_progress: Callable[[int, int], None],
 ) -> Lessons:
-    """Draw lessons from the ensemble itself, each image with the expert that made it, and keep them for a later run.
+    """Draw lessons from the ensemble itself, each with the expert that made it, and keep them for a later run.
 
     Args:
         ensemble: the teacher.
-        num: how many images.
+        num: how many.
         folder: where they are kept, in parts; samples of another ensemble or seed there are left alone.
         source: names the ensemble.
-        strategy: an exact one: under lock with t_lock = 1 no router is asked; see docs/explanation/strategies.md.
+        condition: what the student will be told: what the experts are, or nothing.
+        texts: what to draw texts from, shape (M, L, D_text). Nobody knows who holds a text, so all do, alike.
         steps: of the solver.
         seed: any integer >= 0.
         on_progress: told (images there, images in all).
+
+    Raises:
+        MathError: nobody published who holds the classes.
+        ShapeError: texts that the experts cannot be told.
+        SetupError: no texts for experts that read them.
     """
-    key = hashlib.sha256(json.dumps([source, strategy, steps, seed]).encode()).hexdigest()[:16]
+    texts_digest = None if texts is None else hashlib.sha256(texts.contiguous().numpy().data).hexdigest()
+    recipe = [source, steps, seed, condition.model_dump(mode="json"), texts_digest]
+    key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     specs = {"images": TensorSpec("F32", (_PART, *ensemble.shape)), "expert": TensorSpec("I64", (_PART,))}
-    parts = []
+    parts, told = [], []
     for number in range(-(-num // _PART)):
-        path = folder / f"{key}-{number:05d}.safetensors"
+        path, samples = folder / f"{key}-{number:05d}.safetensors", range(number * _PART, (number + 1) * _PART)
+        noise, uniform_BS = randomness(samples, ensemble.shape, seed, 2)
+        told_B = _draw_told(condition, texts, uniform_BS[:, 1])
         found = _kept(path, specs)
         if found is None:
-            part_seed = int(stream("own samples", seed, number).integers(2**62))
-            drawn = ensemble.sample(_PART, strategy=strategy, steps=steps, seed=part_seed)
-            found = {"images": drawn.images.float(), "expert": drawn.expert_N}
+            found = _drawn(ensemble, noise, uniform_BS[:, 0], told_B, steps)
             folder.mkdir(parents=True, exist_ok=True)
             save_tensors(path, found)
         parts.append(found)
-        on_progress(min(num, (number + 1) * _PART), num)
-    return Lessons(*(torch.cat([part[name] for part in parts])[:num] for name in ("images", "expert")))
+        told += [] if told_B is None else [told_B]
+        on_progress(min(num, samples.stop), num)
+    images, expert_N = (torch.cat([part[name] for part in parts])[:num] for name in ("images", "expert"))
+    return Lessons(images, expert_N, torch.cat(told)[:num] if told else None)
+
+
+def _draw_told(condition: Condition, texts: Tensor | None, uniform_B: Tensor) -> Tensor | None:
+    """Draw what each sample is told: nothing with probability `drop`, else any class or text alike."""
+    match condition:
+        case NoCondition():
+            return None
+        case ClassCondition(num_classes=num, drop=drop):
+            choices = torch.arange(num)
+        case TextCondition(drop=drop):
+            if texts is None:
+                remedy = "Give texts, or images with texts, or distil without."
+                raise SetupError("texts", expected="some that samples are told", got="none", remedy=remedy)
+            check_told(texts, condition)
+            choices = texts
+    chosen_B = ((uniform_B - drop).clamp(min=0) / (1 - drop) * len(choices)).long().clamp(max=len(choices) - 1)
+    nothing = -1 if choices.dim() == 1 else 0
+    return choices[chosen_B].masked_fill((uniform_B < drop).view(-1, *[1] * (choices.dim() - 1)), nothing)
+
+
+def _drawn(
+    ensemble: Ensemble, noise: Tensor, uniform_B: Tensor, told_B: Tensor | None, steps: int
+) -> dict[str, Tensor]:
+    """Draw one sample from each noise, given what it is told."""
+    labels = told_B.tolist() if told_B is not None and told_B.dim() == 1 else [-1] * len(noise)
+    prior = {label: holders(ensemble, label).log_prior_K.exp() for label in set(labels)}
+    prior_BK = torch.stack([prior[label] for label in labels])
+    k_B = draw_expert(prior_BK, uniform_B)
+    w_BK = one_hot(k_B, prior_BK.shape[1]).to(ensemble.device, torch.float32)
+    if told_B is not None:
+        told_B = told_B.to(ensemble.device)
+    x_1 = noise.to(ensemble.device) * ensemble.path.sigma(torch.ones(()))
+    with torch.inference_mode():
+        images = integrate(
+            lambda x_B, t_B: mix_velocity(
+                ensemble.experts, x_B, t_B, w_BK.to(x_B), told_B, together=ensemble.chunk_size
+            ),
+            x_1,
+            uniform_times(steps),
+            path=ensemble.path,
+        )
+    return {"images": images.float().cpu().clone(), "expert": k_B}
 
 
 def _kept(path: Path, specs: dict[str, TensorSpec]) -> dict[str, Tensor] | None:
@@ -90,16 +219,19 @@ def _kept(path: Path, specs: dict[str, TensorSpec]) -> dict[str, Tensor] | None:
         return None
 
 
-def by_cluster(images: Tensor, files: PlanFiles, experts: Sequence[PublishedExpert], seed: int) -> Lessons:
+def by_cluster(
+    images: Tensor, files: PlanFiles, experts: Sequence[PublishedExpert], seed: int
+) -> tuple[Tensor, Tensor]:
     """Let each image belong to an expert of its coarse cluster; of several silos', to one drawn by their priors.
 
-    Images of clusters that no expert is made of are left out.
-
     Args:
-        images: shape (N, C, H, W), in the plan's range.
+        images: samples, not their latents, shape (N, ...), in the plan's range.
         files: the plan's encoder and clusters.
         experts: the manifest's.
         seed: of the draw.
+
+    Returns:
+        Which images belong to an expert, bool (N,): of some clusters no expert is made. And those images' experts.
 
     Raises:
         SetupError: these experts are not made of clusters.
@@ -116,4 +248,4 @@ def by_cluster(images: Tensor, files: PlanFiles, experts: Sequence[PublishedExpe
     if not bool(known_N.any()):
         raise DataError("images", expected="some of the experts' clusters", got="none")
     uniform_N = torch.from_numpy(stream("by cluster", seed, 0).random(int(known_N.sum())))
-    return Lessons(images[known_N], draw_expert(weight_NK[known_N], uniform_N))
+    return known_N, draw_expert(weight_NK[known_N], uniform_N)

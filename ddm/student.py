@@ -3,16 +3,29 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+import torch
+from pydantic import Field, model_validator
 
 from ddm.ensemble import Ensemble
 from ddm.files import read_bounded, require_file
+from ddm.guidance import Given
+from ddm.latents import open_latent
 from ddm.models import load_expert
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, File, Model, NaturalInt, PlanId, PositiveInt
-from ddm.protocol.plan import Architecture, DataSpec, TDistribution, Training
+from ddm.protocol.plan import (
+    Architecture,
+    AutoencoderKlLatent,
+    Condition,
+    DataSpec,
+    IdentityLatent,
+    Latent,
+    NoCondition,
+    TDistribution,
+    Training,
+)
 from ddm.schedule import path_named
 
-WEIGHTS_SUFFIX, RECORD_SUFFIX = ".safetensors", ".json"
+RECORD_SUFFIX, AUTOENCODER_SUFFIX = ".json", ".autoencoder.safetensors"
 
 
 class Source(Model):
@@ -32,12 +45,13 @@ class Source(Model):
 
 
 class OwnSamples(Model):
-    """The student saw samples of the ensemble, and no data."""
+    """The student saw samples of the ensemble, and no data; `texts` is the digest of the file of what it was told."""
 
     kind: Literal["own_samples"] = "own_samples"
     num: PositiveInt
     strategy: Literal["lock"] = "lock"
     seed: NaturalInt
+    texts: Digest | None = None
 
 
 class GivenImages(Model):
@@ -49,13 +63,33 @@ class GivenImages(Model):
 
 
 class Student(Document):
-    """What the record says. Nobody signs it: it is a researcher's own record."""
+    """What the record says. Nobody signs it: it is a researcher's own record.
+
+    Attributes:
+        source: the release.
+        images: what it saw.
+        teacher: who answered.
+        data: one sample.
+        latent: what it works on.
+        autoencoder: the weights that turn its latents into samples, a file of the same name beside it; None on pixels.
+        condition: what it is told.
+        architecture: of its network.
+        path: how samples become noise.
+        t_distribution: of the training times.
+        training: the recipe.
+        loss: mean squared distance from the teacher's answers per value, averaged over about the last hundred steps.
+        seconds: time spent training, over all restarts.
+        file: its weights.
+    """
 
     format: Literal["archipelago/student/1"] = "archipelago/student/1"
     source: Source
     images: Annotated[OwnSamples | GivenImages, Field(discriminator="kind")]
     teacher: Literal["label", "drawn", "mixture"]
     data: DataSpec
+    latent: Latent = IdentityLatent()
+    autoencoder: File | None = None
+    condition: Condition = NoCondition()
     architecture: Architecture
     path: Literal["linear", "cosine_vp"]
     t_distribution: TDistribution
@@ -64,25 +98,52 @@ class Student(Document):
     seconds: float
     file: File
 
+    @model_validator(mode="after")
+    def _latents_are_decoded(self) -> "Student":
+        if isinstance(self.latent, AutoencoderKlLatent) != (self.autoencoder is not None):
+            raise ValueError("latents and their autoencoder go together")
+        if misfit := self.latent.misfit(self.data.shape):
+            raise ValueError(f"the latent {self.latent.kind} needs {misfit}")
+        return self
 
-def load_student(weights: Path) -> tuple[Student, Ensemble]:
+
+def autoencoder_beside(weights: Path) -> Path:
+    """Return where a student's autoencoder lies."""
+    return weights.with_name(weights.stem + AUTOENCODER_SUFFIX)
+
+
+def load_student(weights: Path | str, *, device: torch.device | str = "cpu") -> tuple[Student, Ensemble]:
     """Read a student as an ensemble of one: what samples from an ensemble samples from it.
 
     Args:
-        weights: its file; the record lies beside it.
+        weights: its file; the record lies beside it, and what decodes its latents if it works on those.
+        device: where it shall compute.
 
     Raises:
         MissingFileError: there is no record.
         DocumentError: the record is not one.
-        DigestError: the weights are not those that it names.
+        DigestError: the weights, or the autoencoder's, are not those that it names.
         TensorFileError: the weights are not what its architecture implies.
     """
+    weights = Path(weights)
     path = require_file(weights.with_suffix(RECORD_SUFFIX), "a student's record")
     record = Student.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name)
-    # Found beside the record, whatever it was called when it was written: the digest says whether it is the one.
+    shape, latent = record.latent.shape(record.data.shape), record.latent
+    # Found beside the record, whatever they were called when it was written: the digests say whether it is these.
     file = record.file.model_copy(update={"path": weights.name})
-    expert = load_expert(record.architecture, record.data.shape, weights.parent, file)
+    if isinstance(latent, AutoencoderKlLatent):
+        latent = latent.model_copy(update={"path": autoencoder_beside(weights).name})
+    expert = load_expert(record.architecture, shape, weights.parent, file, record.condition).to(device)
     alone = Ensemble(
-        [expert], None, [1.0], record.data.shape, path=path_named(record.path), expert_ids=[record.source.plan_id]
+        [expert],
+        None,
+        [1.0],
+        shape,
+        path=path_named(record.path),
+        expert_ids=[record.source.plan_id],
+        device=device,
+        condition=record.condition,
+        given_class=lambda label: Given([1.0]),
+        latent=open_latent(latent, record.data.shape, record.autoencoder, weights.parent),
     )
     return record, alone

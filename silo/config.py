@@ -14,6 +14,12 @@ from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
 from ddm.settings import Settings, load_settings
 
 
+class TextSettings(Settings):
+    """How this silo turns captions into what experts are told."""
+
+    encoder: str
+
+
 class SiloSettings(Settings):
     """silo.toml: who this silo is, where its data are, how it reaches the federation."""
 
@@ -28,6 +34,7 @@ class SiloSettings(Settings):
     max_bundle_bytes: Annotated[int, Field(gt=0)] = 2 * 1024**3
     max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
     training: Engine = Engine()
+    text: TextSettings | None = None
 
 
 class PrivacyPolicy(Settings):

@@ -6,7 +6,7 @@ out would tell the true count; so that it does not learn a handful of images by 
 nearest to the cluster as well, as many as plan and policy ask of an expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,9 @@ from ddm.protocol.submission import ExpertTraining
 from ddm.routers.counts import counts_specs
 from ddm.schedule import path_named
 from ddm.tensors import load_tensors, save_tensors
+from ddm.together import do_together
 from ddm.training import Progress, train
+from ddm.training.machine import num_processes
 from silo.config import Policy
 from silo.data import Cohort
 from silo.releases import RELEASE_NAMES
@@ -192,9 +194,60 @@ class ExpertRecipe:
         """
         if isinstance(self.plan.condition, NoCondition):
             return None
-        if not isinstance(self.plan.condition, ClassCondition) or cohort.label_N is None:
+        told = cohort.label_N if isinstance(self.plan.condition, ClassCondition) else cohort.text_NLD
+        if told is None:
             raise DataError("images", expected=f"a {self.plan.condition.kind} for each", got="none")
-        return cohort.label_N[chosen]
+        return told if len(chosen) == len(told) else told[chosen]  # ascending: so all of them, read from their file
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The training of one expert, as one process does it or several do together; what it is made of comes beside it.
+
+    Attributes:
+        recipe: the expert's.
+        expert_id: its name.
+        work: this plan's folder.
+        num_units: the privacy units of the cohort.
+    """
+
+    recipe: ExpertRecipe
+    expert_id: str
+    work: Workplace
+    num_units: int
+
+    def __call__(
+        self, tensors: Mapping[str, Tensor], on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
+    ) -> None:
+        """Train on `images` and, where the expert is told something, `labels`; write the expert and its record."""
+        recipe, plan = self.recipe, self.recipe.plan
+        objective, condition = plan.objective.of(recipe.silo_id), plan.condition
+        trained = train(
+            recipe.start(),
+            tensors["images"],
+            plan.expert.training.model_copy(update={"seed": recipe.seed}),
+            path_named(objective.path),
+            plan.t_distribution,
+            checkpoint_dir=self.work.checkpoints(self.expert_id),
+            on_progress=on_progress,
+            should_stop=should_stop,
+            prediction=objective.prediction,
+            labels=tensors.get("labels"),
+            drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
+            engine=recipe.engine,
+        )
+        if not trained.ema:  # another process has it
+            return
+        save_tensors(self.work.expert_path(self.expert_id), merged(trained.ema, plan.expert.adaptation))
+        record = TrainingRecord(
+            plan_id=plan.plan_id,
+            expert_id=self.expert_id,
+            num_units=self.num_units,
+            num_images=len(tensors["images"]),
+            steps=trained.steps,
+            training=ExpertTraining(loss=trained.loss, seconds=trained.seconds, flops=trained.flops),
+        )
+        write_atomic(self.work.record_path(self.expert_id), record.encode())
 
 
 def _train_expert(
@@ -206,29 +259,11 @@ def _train_expert(
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> None:
-    plan = recipe.plan
-    objective, condition = plan.objective.of(recipe.silo_id), plan.condition
-    trained = train(
-        recipe.start(),
-        cohort.images[chosen],
-        plan.expert.training.model_copy(update={"seed": recipe.seed}),
-        path_named(objective.path),
-        plan.t_distribution,
-        checkpoint_dir=work.checkpoints(expert_id),
-        on_progress=on_progress,
-        should_stop=should_stop,
-        prediction=objective.prediction,
-        labels=recipe.labels(cohort, chosen),
-        drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
-        engine=recipe.engine,
-    )
-    save_tensors(work.expert_path(expert_id), merged(trained.ema, plan.expert.adaptation))
-    record = TrainingRecord(
-        plan_id=plan.plan_id,
-        expert_id=expert_id,
-        num_units=cohort.num_units,
-        num_images=len(chosen),
-        steps=trained.steps,
-        training=ExpertTraining(loss=trained.loss, seconds=trained.seconds, flops=trained.flops),
-    )
-    write_atomic(work.record_path(expert_id), record.encode())
+    lesson, labels = Lesson(recipe, expert_id, work, cohort.num_units), recipe.labels(cohort, chosen)
+    tensors = {"images": cohort.images[chosen]} | ({} if labels is None else {"labels": labels})
+    num = num_processes(recipe.engine)
+    if num == 1:
+        lesson(tensors, on_progress, should_stop)
+        return
+    folder = work.checkpoints(expert_id)
+    do_together(lesson, tensors, num, folder=folder, on_progress=on_progress, should_stop=should_stop)

@@ -17,6 +17,7 @@ from ddm.files import sync_folder
 from ddm.latents import AutoencoderKl, Latent
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import AutoencoderKlLatent, Plan
+from silo.captions import texts_of
 from silo.data import Cohort
 
 _PREFIX = "latents-"
@@ -55,11 +56,14 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
 
 
 def as_seen(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
-    """Return the cohort with what experts see in place of its images; its digest stays that of the pixels.
+    """Return the cohort with what experts see in place of its images and, where they are told texts, what they hear.
+
+    Its digest stays that of the pixels and captions.
 
     Raises:
-        DataError: the latents of these images are not there, or are others.
+        DataError: the latents of these images, or the vectors of these captions, are not there, or are others.
     """
+    cohort = replace(cohort, text_NLD=texts_of(cohort, plan, folder))
     path = _path(cohort, plan, folder)
     if path is None:
         return cohort

@@ -17,7 +17,7 @@ from ddm.files import write_atomic
 from ddm.mechanisms import Kind, mechanisms
 from ddm.plan_files import PlanFiles
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import Budget
+from ddm.protocol.plan import Budget, TextCondition
 from ddm.protocol.submission import AuditVerdict
 from ddm.routers.conditional import class_counts_specs
 from ddm.routers.counts import counts_specs
@@ -44,7 +44,7 @@ def open_ledger(site: Site, policy: Policy) -> Ledger:
 
 
 def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
-    """Read the private images, with patients and classes where the plan needs them, and check them against the plan.
+    """Read the private images, with patients, classes and captions where the plan needs them, and check them.
 
     Raises:
         DataError: see `silo.data.load_cohort`.
@@ -57,6 +57,7 @@ def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
         salt=site.salt(),
         unit=plan.releases.unit,
         num_classes=num_classes(plan),
+        captions=isinstance(plan.condition, TextCondition),
     )
 
 

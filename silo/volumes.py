@@ -35,7 +35,8 @@ _ENDINGS = (".nii", ".nii.gz")
 _PERCENTILES = (0.5, 99.5)
 _AXES = "SPL"
 _MAX_TABLE_BYTES = 1 << 26
-_COLUMNS = {"patients": "patient", "labels": "label"}
+_MAX_CELL = 4096  # characters; the widest cell decides how much memory a column takes
+_COLUMNS = {"patients": "patient", "labels": "label", "captions": "caption"}
 
 
 def are_volumes(path: Path) -> bool:
@@ -90,16 +91,17 @@ def volume_files(path: Path) -> list[Path]:
 def read_volume_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
     """Read what `volumes.csv` beside the volumes says of each, in the order of `read_volumes`.
 
-    The table has a column `file`, the name within the folder, once for each volume, and `patient` or `label`.
+    The table has a column `file`, the name within the folder, once for each volume, and `patient`, `label` or
+    `caption`.
 
     Args:
         path: see `read_volumes`.
-        name: `patients`, as text, or `labels`, whole numbers.
+        name: `patients` or `captions`, as text, or `labels`, whole numbers.
         num: how many volumes there are.
 
     Raises:
         MissingFileError: no table.
-        DataError: not a table, no such column, or not one row for each volume.
+        DataError: not a table, no such column, not one row for each volume, or a cell that is too long.
     """
     table_path = (path if path.is_dir() else path.parent) / TABLE_NAME
     data = read_bounded(require_file(table_path, "a table of the volumes"), _MAX_TABLE_BYTES)
@@ -115,7 +117,9 @@ def read_volume_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
     if len(wanted) != num or len(of_file) != len(table) or not set(wanted) <= set(of_file):
         raise DataError(TABLE_NAME, expected="one row for each volume", got="some without, or with two")
     cells = [of_file[each].strip() for each in wanted]
-    if name == "patients":
+    if max(map(len, cells)) > _MAX_CELL:
+        raise DataError(name, expected=f"at most {_MAX_CELL} characters each", got="a longer one")
+    if name != "labels":
         return np.array(cells)
     try:
         return np.array([int(cell) for cell in cells])

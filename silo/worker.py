@@ -19,6 +19,7 @@ from ddm.protocol.submission import Approval, submission_path
 from ddm.trust.keys import SigningKey
 from silo import experts, outbox, stages
 from silo.approval import approval_path, load_draft, person_approved, review_folder
+from silo.captions import check_encoder, keep_texts
 from silo.config import Isolation, Site
 from silo.data import Cohort
 from silo.latents import as_seen, keep_latents
@@ -144,6 +145,7 @@ class Worker:
     def _scan(self) -> None:
         accepted = self._plan()
         stages.check_auditable(accepted, self.policy)
+        check_encoder(accepted.plan, self.settings)
         cohort = stages.scan(self.site, accepted, self.policy)
         stages.check_sizes(accepted, cohort)
         stages.check_budget(accepted, cohort, stages.open_ledger(self.site, self.policy))
@@ -154,6 +156,7 @@ class Worker:
         cohort, files = self._cohort(accepted), accepted.files()
         stages.assign(cohort, files, self._cohort_path, self._encoded)
         keep_latents(cohort, files.latent, accepted.plan, self.site.private, self._encoded)
+        keep_texts(cohort, accepted.plan, self.settings, self.site.private, self._encoded)
         self._enter(self.state.to("assigned", step=0, num_steps=accepted.plan.expert.training.num_steps))
 
     def _begin_training(self) -> None:

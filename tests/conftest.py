@@ -5,9 +5,11 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.browser import browser, one_browser  # noqa: F401, fixtures for every test
 from tests.federation import TinyFederation
@@ -21,6 +23,29 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.outcome = "failed"  # type: ignore[attr-defined]
         report.longrepr = f"skipped in CI: {report.longrepr}"  # type: ignore[attr-defined]
     return report
+
+
+FEDERATIONS = ("tests/integration/test_federation.py", "tests/integration/test_transport.py")
+
+
+class FileByFile(LoadScopeScheduling):
+    """Each file on one process, in the order of collection; whole federations never beside one another."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "federations" if path in FEDERATIONS else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileByFile:
+    """Deal the tests to processes, where there are several: `make test`."""
+    config.option.loadscopereorder = False
+    return FileByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest, so that no process waits for it at the end."""
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in FEDERATIONS)
 
 
 @pytest.fixture(scope="session", autouse=True)

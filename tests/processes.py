@@ -1,5 +1,8 @@
 """Whether processes have really ended: a zombie that its parent has not collected yet has."""
 
+import select
+from contextlib import suppress
+from os import close, pidfd_open
 from pathlib import Path
 
 
@@ -9,3 +12,13 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return False
+
+
+def wait_for_end(pid: int, timeout_s: float = 10.0) -> None:
+    """Wait until a process that is nobody's child any more has ended."""
+    with suppress(ProcessLookupError):
+        descriptor = pidfd_open(pid)
+        try:
+            assert select.select([descriptor], [], [], timeout_s)[0], "the process lives on"
+        finally:
+            close(descriptor)

@@ -27,6 +27,8 @@ DOORS = {
     "nibabel": {"silo/volumes.py"},
     "accelerate": {"ddm/training/machine.py"},
     "timm": {"ddm/encoders/timm.py"},
+    "transformers": {"ddm/text.py"},
+    "tokenizers": {"ddm/text.py"},
     "torchvision": {"ddm/encoders/timm.py"},
     "opacus": {"silo/dp_sgd.py"},
 }

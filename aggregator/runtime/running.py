@@ -6,11 +6,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from aggregator.config import Federation
+from aggregator.intake.attempts import MOST_OF_A_SILO
 from aggregator.intake.limits import submission_bytes
 from aggregator.registry import taking_part
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import choose_proxy
-from aggregator.runtime.supervisor import Heartbeat, Program
+from aggregator.runtime.supervisor import MAX_PER_HOUR, Heartbeat, Program
 from aggregator.transfer.delivery import plan_done
 from ddm.console import say
 from ddm.errors import DocumentError, SetupError
@@ -103,7 +104,9 @@ def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Pro
     def start() -> Child:
         return spawn(command, name="intake", log_path=flower / "logs" / "intake.log", input_bytes=passphrase)
 
-    return Program("intake", start, works=Heartbeat(flower / "intake.alive").beats)
+    # Every silo may use up its own attempts, and no more: all of them together do not end the others' federation.
+    most = MAX_PER_HOUR + MOST_OF_A_SILO * len(plan.silos)
+    return Program("intake", start, works=Heartbeat(flower / "intake.alive").beats, max_per_hour=most)
 
 
 class SiloNews:

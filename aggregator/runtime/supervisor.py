@@ -34,6 +34,7 @@ class Program:
         works: whether it does its work now; asked only while it runs, and answers within a few seconds.
         silent_s: after how long without work it is killed; it must be able to start in this time.
         ask_every_s: how often it is asked.
+        max_per_hour: how often in any hour it may be started again.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Program:
     works: Callable[[], bool] = lambda: True
     silent_s: float = 120.0
     ask_every_s: float = 10.0
+    max_per_hour: int = MAX_PER_HOUR
 
 
 class Attempts:
@@ -115,19 +117,12 @@ class Supervisor:
 
     Args:
         programs: those to keep.
-        max_per_hour: how often in any hour each may be started again.
         clock: seconds that only go forward.
     """
 
-    def __init__(
-        self,
-        programs: Iterable[Program],
-        *,
-        max_per_hour: int = MAX_PER_HOUR,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock, self._max = clock, max_per_hour
-        self._kept = {program.name: _Kept(program, Attempts(max_per_hour, clock)) for program in programs}
+    def __init__(self, programs: Iterable[Program], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._kept = {program.name: _Kept(program, Attempts(program.max_per_hour, clock)) for program in programs}
 
     def start(self, name: str, *, timeout_s: float = 0.0) -> None:
         """Start a program for the first time.
@@ -192,7 +187,7 @@ class Supervisor:
             if self._lives(kept, kept.child):
                 return
             if not kept.restarts.allowed():
-                raise self._failure(kept, f"at most {self._max} restarts an hour")
+                raise self._failure(kept, f"at most {kept.program.max_per_hour} restarts an hour")
             kept.child, kept.ready, kept.start_at = None, False, self._clock() + kept.restarts.delay_s()
         if self._clock() >= kept.start_at:
             kept.restarts.count()

@@ -1,5 +1,6 @@
 """The command `ddm distill`: one dense student from a verified release, resumable, and a record of its origin."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,17 +17,17 @@ from ddm.commands.options import (
     warn_if_expired,
 )
 from ddm.console import human_seconds, progress, say
-from ddm.errors import SetupError
-from ddm.protocol.plan import Architecture, NoCondition
+from ddm.errors import DataError, SetupError
+from ddm.protocol.plan import Architecture, AutoencoderKlLatent, Condition, NoCondition, TextCondition
 from ddm.settings import Settings, load_settings
 
 if TYPE_CHECKING:
-    from ddm.distillation import Distilled
     from ddm.ensemble import Ensemble
     from ddm.lessons import Lessons
-    from ddm.protocol.plan import Plan, Training
+    from ddm.protocol.plan import Training
     from ddm.release import Release
     from ddm.student import GivenImages, OwnSamples, Source
+    from ddm.training import Trained
 
 _DEFAULT_NUM = 4096
 _WORK_SUFFIX, _SAMPLES, _CHECKPOINTS = ".work", "samples", "checkpoints"
@@ -46,13 +47,38 @@ class StudentSettings(Settings):
     architecture: Architecture
 
 
-Data = Annotated[Path | None, typer.Option(metavar="FILE", help="Public images, npz; without, its own samples.")]
+Data = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Public images, and what they show, npz; without, its own samples.")
+]
+Texts = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Texts that own samples are told, npz; for experts that read them.")
+]
 Teacher = Annotated[TeacherName | None, typer.Option(help="Default: label without --data, drawn with it.")]
 Num = Annotated[int | None, typer.Option(min=1, help=f"How many own samples; default {_DEFAULT_NUM}.")]
+Unconditional = Annotated[bool, typer.Option("--unconditional", help="A student of no condition, as experts are not.")]
 ArchitectureFile = Annotated[
     Path | None, typer.Option("--architecture", metavar="FILE", help="TOML; default: the experts' architecture.")
 ]
 Steps = Annotated[int | None, typer.Option(min=1, help="Training steps; default: as an expert.")]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What was asked for, and the release to make it from."""
+
+    opened: "Release"
+    ensemble: "Ensemble"
+    source: "Source"
+    teacher: TeacherName
+    condition: Condition
+    network: Architecture
+    training: "Training"
+    out: Path
+
+    @property
+    def work(self) -> Path:
+        """Where samples and checkpoints are kept."""
+        return self.out.with_suffix(_WORK_SUFFIX)
 
 
 def distill(
@@ -60,8 +86,10 @@ def distill(
     root: RootOption,
     out: Annotated[Path, typer.Option(metavar="FILE", help="FILE.safetensors; run again to go on.")],
     data: Data = None,
+    texts: Texts = None,
     teacher: Teacher = None,
     num: Num = None,
+    unconditional: Unconditional = False,
     architecture: ArchitectureFile = None,
     steps: Steps = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, samples and steps.")] = 0,
@@ -72,83 +100,37 @@ def distill(
     """Train one dense student on an ensemble's answers; verifies first."""
     if out.suffix != ".safetensors":
         raise SetupError("--out", expected="a file name that ends in .safetensors", got=out.name)
-    if data and num:
-        raise SetupError("--num", expected="no --data with it", got="both")
+    if data and (num or texts):
+        raise SetupError("--num" if num else "--texts", expected="no --data with it", got="both")
     chosen = teacher or (TeacherName.DRAWN if data else TeacherName.LABEL)
     asked = load_settings(StudentSettings, architecture).architecture if architecture else None
     opened = open_verified(release, root, state, silo_key, archived, experts_later=True)
     plan = opened.plan
-    network = asked or plan.expert.architecture
-    if misfit := network.misfit(plan.data.shape, NoCondition()):
-        raise SetupError("--architecture", expected=misfit, got=f"samples of shape {plan.data.shape}")
-    if plan.latent.kind != "identity":
-        raise SetupError("ddm distill", expected="experts that work on pixels", got=f"latents, {plan.latent.kind}")
-
-    from ddm.artifact import load_ensemble
-    from ddm.files import write_atomic
-    from ddm.protocol.base import File
-    from ddm.student import RECORD_SUFFIX, Student
-
-    work = out.with_suffix(_WORK_SUFFIX)
-    work.mkdir(parents=True, exist_ok=True)
-    ensemble, source = load_ensemble(opened), _source(opened)
-    lessons, images = _lessons(opened, ensemble, source, chosen, data, num or _DEFAULT_NUM, seed, work / _SAMPLES)
+    network, condition = asked or plan.expert.architecture, NoCondition() if unconditional else plan.condition
+    if misfit := network.misfit(plan.expert_shape, condition):
+        raise SetupError("--architecture", expected=misfit, got=f"shape {plan.expert_shape}, {condition.kind}")
+    if texts and not isinstance(condition, TextCondition):
+        raise SetupError("--texts", expected="a student that reads texts", got=f"condition {condition.kind}")
     # All tokens are shown: the teacher answers about whole images.
     changes = {"num_steps": steps or plan.expert.training.num_steps, "seed": seed, "mask_ratio": 0.0}
     training = plan.expert.training.model_copy(update=changes)
-    trained = _trained(plan, ensemble, lessons, network, training, chosen, source, out)
-    record = Student(
-        source=source,
-        images=images,
-        teacher=chosen.value,
-        data=plan.data,
-        architecture=network,
-        path=plan.objective.path,
-        t_distribution=plan.t_distribution,
-        training=training,
-        loss=trained.loss,
-        seconds=trained.seconds,
-        file=File.of(out.name, out),
-    )
-    write_atomic(out.with_suffix(RECORD_SUFFIX), record.encode())
+
+    import torch
+
+    from ddm.artifact import load_ensemble
+
+    ensemble = load_ensemble(opened, device="cuda" if torch.cuda.is_available() else "cpu")
+    wanted = _Wanted(opened, ensemble, _source(opened), chosen, condition, network, training, out)
+    lessons, images = _given(wanted, data) if data else _own(wanted, num or _DEFAULT_NUM, texts)
+    trained = _trained(wanted, lessons)
+    _keep(wanted, trained, images)
     say(
         f"Student in {out}: {len(lessons.images)} images, teacher {chosen.value}, {training.num_steps} steps in "
-        f"{human_seconds(trained.seconds)}, loss {trained.loss:.4f}. From {source.plan_id}, version {source.version}, "
-        f"manifest {source.manifest}."
+        f"{human_seconds(trained.seconds)}, loss {trained.loss:.4f}. From {wanted.source.plan_id}, version "
+        f"{wanted.source.version}, manifest {wanted.source.manifest}."
     )
+    say(f"Sample from it: ddm sample-student {out} --num 16 --out student.png")
     warn_if_expired(opened)
-
-
-def _trained(
-    plan: "Plan",
-    ensemble: "Ensemble",
-    lessons: "Lessons",
-    network: Architecture,
-    training: "Training",
-    teacher: TeacherName,
-    source: "Source",
-    out: Path,
-) -> "Distilled":
-    """Train the student and write its weights."""
-    from ddm.distillation import distill as train_student
-    from ddm.models import build_expert
-    from ddm.tensors import save_tensors
-
-    with progress("training the student") as tell:
-        trained = train_student(
-            ensemble,
-            build_expert(network, plan.data.shape, seed=training.seed),
-            lessons,
-            training,
-            teacher=teacher.value,
-            source=source.manifest,
-            checkpoint_dir=out.with_suffix(_WORK_SUFFIX) / _CHECKPOINTS,
-            on_progress=lambda told: tell(told.step, told.num_steps),
-            should_stop=lambda: False,
-            t_distribution=plan.t_distribution,
-        )
-    save_tensors(out, trained.ema)
-    return trained
 
 
 def _source(opened: "Release") -> "Source":
@@ -159,29 +141,96 @@ def _source(opened: "Release") -> "Source":
     return Source(plan_id=manifest.plan_id, version=manifest.version, manifest=digest, root=verified.root_fingerprint)
 
 
-def _lessons(
-    opened: "Release",
-    ensemble: "Ensemble",
-    source: "Source",
-    teacher: TeacherName,
-    data: Path | None,
-    num: int,
-    seed: int,
-    folder: Path,
-) -> "tuple[Lessons, OwnSamples | GivenImages]":
-    """What the student is shown, and what its record says of it."""
-    from ddm.lessons import Lessons, by_cluster, own_samples
+def _own(wanted: _Wanted, num: int, texts: Path | None) -> "tuple[Lessons, OwnSamples]":
+    """Draw what the student is shown from the ensemble itself."""
+    from ddm.lessons import own_samples, read_told
+    from ddm.protocol.base import sha256_file
+    from ddm.student import OwnSamples
+
+    seed = wanted.training.seed
+    with progress(f"drawing {num} samples") as tell:
+        drawn = own_samples(
+            wanted.ensemble,
+            num,
+            wanted.work / _SAMPLES,
+            source=wanted.source.manifest,
+            condition=wanted.condition,
+            texts=read_told(texts, wanted.condition) if texts else None,
+            seed=seed,
+            on_progress=tell,
+        )
+    return drawn, OwnSamples(num=num, seed=seed, texts=sha256_file(texts) if texts else None)
+
+
+def _given(wanted: _Wanted, data: Path) -> "tuple[Lessons, GivenImages]":
+    """Read what the student is shown from a file."""
+    from ddm.lessons import Lessons, by_cluster, read_told
     from ddm.npz import read_images
     from ddm.plan_files import PlanFiles
     from ddm.protocol.base import sha256_file
-    from ddm.student import GivenImages, OwnSamples
+    from ddm.student import GivenImages
 
-    if data is None:
-        with progress(f"drawing {num} samples") as tell:
-            drawn = own_samples(ensemble, num, folder, source=source.manifest, seed=seed, on_progress=tell)
-        return drawn, OwnSamples(num=num, seed=seed)
-    lessons = Lessons(read_images(data, opened.plan.data))
-    if teacher is TeacherName.LABEL:
+    opened, condition = wanted.opened, wanted.condition
+    images, expert_N = read_images(data, opened.plan.data), None
+    told = None if isinstance(condition, NoCondition) else read_told(data, condition)
+    if told is not None and len(told) != len(images):
+        raise DataError("labels", expected=f"{len(images)}, one per image", got=str(len(told)))
+    if wanted.teacher is TeacherName.LABEL:
         files = PlanFiles.load(opened.plan, opened.folder)
-        lessons = by_cluster(lessons.images, files, opened.manifest.experts, seed)
-    return lessons, GivenImages(num=len(lessons.images), digest=sha256_file(data))
+        known_N, expert_N = by_cluster(images, files, opened.manifest.experts, wanted.training.seed)
+        images, told = images[known_N], None if told is None else told[known_N]
+    with progress("encoding images") as tell:
+        seen = wanted.ensemble.latent.encode(images, tell)
+    drop = 0.0 if isinstance(condition, NoCondition) else condition.drop
+    return Lessons(seen, expert_N, told, drop), GivenImages(num=len(seen), digest=sha256_file(data))
+
+
+def _trained(wanted: _Wanted, lessons: "Lessons") -> "Trained":
+    from ddm.distillation import distill as train_student
+    from ddm.models import build_expert
+
+    plan = wanted.opened.plan
+    with progress("training the student") as tell:
+        return train_student(
+            wanted.ensemble,
+            build_expert(wanted.network, plan.expert_shape, condition=wanted.condition, seed=wanted.training.seed),
+            lessons,
+            wanted.training,
+            teacher=wanted.teacher.value,
+            source=wanted.source.manifest,
+            checkpoint_dir=wanted.work / _CHECKPOINTS,
+            on_progress=lambda told: tell(told.step, told.num_steps),
+            should_stop=lambda: False,
+            t_distribution=plan.t_distribution,
+        )
+
+
+def _keep(wanted: _Wanted, trained: "Trained", images: "OwnSamples | GivenImages") -> None:
+    """Write the student: its autoencoder if it needs one, its weights, and last the record that names both."""
+    from ddm.files import write_atomic
+    from ddm.protocol.base import File
+    from ddm.student import RECORD_SUFFIX, Student, autoencoder_beside
+    from ddm.tensors import save_tensors
+
+    plan, out, autoencoder = wanted.opened.plan, wanted.out, None
+    if isinstance(plan.latent, AutoencoderKlLatent):
+        autoencoder = plan.file(plan.latent.path)
+        write_atomic(autoencoder_beside(out), (wanted.opened.folder / autoencoder.path).read_bytes())
+    save_tensors(out, trained.ema)
+    record = Student(
+        source=wanted.source,
+        images=images,
+        teacher=wanted.teacher.value,
+        data=plan.data,
+        latent=plan.latent,
+        autoencoder=autoencoder,
+        condition=wanted.condition,
+        architecture=wanted.network,
+        path=plan.objective.path,
+        t_distribution=plan.t_distribution,
+        training=wanted.training,
+        loss=trained.loss,
+        seconds=trained.seconds,
+        file=File.of(out.name, out),
+    )
+    write_atomic(out.with_suffix(RECORD_SUFFIX), record.encode())

@@ -59,7 +59,13 @@ Tau = Annotated[
 ]
 Mass = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="nucleus: their probability; default 0.9.")]
 Least = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="threshold: that of each; default 0.1.")]
-Guidance = Annotated[float | None, typer.Option(min=0.0, max=1000.0, help="g, with --class; exact with full alone.")]
+Guidance = Annotated[
+    float | None, typer.Option(min=0.0, max=1000.0, help="g, with --class or --text; exact with full alone.")
+]
+Text = Annotated[str | None, typer.Option(metavar="PROMPT", help="The text that all images shall fit.")]
+EncoderFolder = Annotated[
+    Path | None, typer.Option("--text-encoder", metavar="FOLDER", help="With --text: the encoder that the plan pins.")
+]
 Every = Annotated[int | None, typer.Option("--router-every", min=1, help="Ask the router every N steps; default 1.")]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Most that experts may take of memory, as 2GiB.")]
 
@@ -77,7 +83,9 @@ def sample(
     least: Least = None,
     router_every: Every = None,
     label: Annotated[int | None, typer.Option("--class", min=0, help="The class of all images.")] = None,
-    class_prior: Annotated[str, typer.Option(help="Who holds the class: data, or ID=W,...")] = "data",
+    text: Text = None,
+    text_encoder: EncoderFolder = None,
+    class_prior: Annotated[str, typer.Option(help="Who holds the class or the text: data, or ID=W,...")] = "data",
     guidance: Guidance = None,
     steps: Annotated[int, typer.Option(min=1, max=10_000, help="Solver steps.")] = 50,
     solver: Annotated[SolverName, typer.Option(help="ODE solver.")] = SolverName.HEUN,
@@ -94,18 +102,23 @@ def sample(
 
     settings = {"tau": tau, "prefix": prefix.value if prefix else None, "k": k, "mass": mass, "least": least}
     chosen = _chosen(strategy.value, {name: value for name, value in settings.items() if value is not None})
-    _check_together(chosen, router_every, label, class_prior, guidance)
+    _check_together(chosen, router_every, class_prior, guidance, label is not None or text is not None)
+    _check_text(label, text, text_encoder)
     memory_bytes = None if memory is None else _bytes(memory)
     prepare(out)
 
     from dataclasses import replace
 
     from ddm.artifact import load_ensemble
+    from ddm.commands.asking import encoded, holders_of, shares_of
 
     opened = open_verified(release, root, state, silo_key, archived, experts_later=True)
+    asked = label if text is None or text_encoder is None else encoded(text, text_encoder, opened.plan.condition)
     ensemble = replace(load_ensemble(opened, memory_bytes=memory_bytes), chunk_size=batch)
     silo_ids, own = [expert.silo_id for expert in opened.manifest.experts], list(ensemble.prior)
     wanted = _weights("--prior", prior, silo_ids, own)
+    declared = None if class_prior == "data" else _weights("--class-prior", class_prior, silo_ids, own)
+    holders = holders_of(ensemble, asked, declared)
     with typer.progressbar(length=100, label=f"sampling {num} with {strategy.value}", width=30) as bar:
         drawn = ensemble.sample(
             num,
@@ -114,19 +127,16 @@ def sample(
             solver=solver.value,
             seed=seed,
             prior=wanted,
-            condition=label,
-            condition_prior=None if class_prior == "data" else _weights("--class-prior", class_prior, silo_ids, own),
+            condition=asked,
+            condition_prior=holders,
             guidance=guidance or 0.0,
             router_every=router_every or 1,
             on_progress=lambda done, total: bar.update(100 * done // total - bar.pos),
         )
-    owners = drawn.expert_N.tolist()
-    written = write_samples(drawn.images, owners, out)
-    shares = ", ".join(
-        f"{name} {owners.count(index) / num:.2f} (prior {share:.2f})"
-        for index, (name, share) in enumerate(zip(ensemble.expert_ids, wanted, strict=True))
-    )
-    say(f"{num} samples in {out} ({written}). Experts: {shares}")
+    written = write_samples(drawn.images, drawn.expert_N.tolist(), out)
+    say(f"{num} samples in {out} ({written}). Experts: {shares_of(ensemble, drawn.shares, wanted, holders, label)}")
+    if text is not None and declared is None:
+        say("Who holds images of such a text is not known: the prior is that of all images (see --class-prior).")
     warn_if_expired(opened)
 
 
@@ -144,14 +154,27 @@ def _chosen(name: str, given: dict[str, Any]) -> "Strategy":
 
 
 def _check_together(
-    chosen: "Strategy", router_every: int | None, label: int | None, class_prior: str, guidance: float | None
+    chosen: "Strategy", router_every: int | None, class_prior: str, guidance: float | None, conditioned: bool
 ) -> None:
     if router_every is not None and not chosen.needs_router:
         raise SetupError("--router-every", expected="a strategy that asks a router", got="lock at 1, which asks none")
-    if label is None and guidance is not None:
-        raise SetupError("--guidance", expected="a --class with it", got="none")
-    if label is None and class_prior != "data":
-        raise SetupError("--class-prior", expected="a --class with it", got="none")
+    if not conditioned and guidance is not None:
+        raise SetupError("--guidance", expected="a --class or --text with it", got="none")
+    if not conditioned and class_prior != "data":
+        raise SetupError("--class-prior", expected="a --class or --text with it", got="none")
+
+
+def _check_text(label: int | None, text: str | None, folder: Path | None) -> None:
+    if text is None and folder is not None:
+        raise SetupError("--text-encoder", expected="a --text with it", got="none")
+    if text is None:
+        return
+    if label is not None:
+        raise SetupError("--text", expected="no --class with it", got="both")
+    if folder is None:
+        raise SetupError("--text", expected="a --text-encoder with it", got="none")
+    if not text.strip():
+        raise SetupError("--text", expected="a text", got="a blank one")
 
 
 def _bytes(text: str) -> int:

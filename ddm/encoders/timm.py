@@ -37,7 +37,7 @@ def create_model(name: str, **options: Any) -> nn.Module:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of imports that neither we nor the operator can change
-        _import_torchvision()
+        import_torchvision()
         import timm
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, **options)
@@ -252,7 +252,7 @@ def _weights(net: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in net.state_dict().items() if not name.endswith(_COUNTERS)}
 
 
-def _import_torchvision() -> None:
+def import_torchvision() -> None:
     """Import torchvision; where its compiled part cannot be loaded, give two of its operators a schema.
 
     Not before it has failed: where it can be loaded, it defines them itself, and once is all that torch allows.

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from ddm.errors import ShapeError
-from ddm.protocol.base import Model
+from ddm.protocol.base import File, Model
 
 Shape = tuple[int, ...]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -25,13 +25,32 @@ class ClassCondition(Model):
     drop: Probability = 0.1
 
 
+MaxTokens = Annotated[int, Field(gt=0, le=4096)]
+
+
+class PinnedEncoder(Model):
+    """The frozen encoder of a plan's texts, by digest. Its files do not travel: whoever uses it brings the folder.
+
+    Attributes:
+        name: what the folder was called; for people.
+        files: its configuration, tokenizer and weights, by their names in that folder.
+    """
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+    files: Annotated[tuple[File, ...], Field(min_length=3, max_length=1024)]
+
+
 class TextCondition(Model):
-    """Experts that are told a text, as at most `max_tokens` vectors of `dim` values; `drop` as for classes."""
+    """Experts that are told a text, as at most `max_tokens` vectors of `dim` values; `drop` as for classes.
+
+    `encoder` was added after the first plans were signed and is left out of a document that names none.
+    """
 
     kind: Literal["text"] = "text"
     dim: Annotated[int, Field(gt=0, le=16384)]
-    max_tokens: Annotated[int, Field(gt=0, le=4096)]
+    max_tokens: MaxTokens
     drop: Probability = 0.1
+    encoder: Annotated[PinnedEncoder | None, Field(exclude_if=lambda pinned: pinned is None)] = None
 
 
 Condition = Annotated[NoCondition | ClassCondition | TextCondition, Field(discriminator="kind")]

@@ -11,6 +11,7 @@ from ddm.protocol.architecture import Condition as Condition
 from ddm.protocol.architecture import Dit as Dit
 from ddm.protocol.architecture import Mmdit as Mmdit
 from ddm.protocol.architecture import NoCondition as NoCondition
+from ddm.protocol.architecture import PinnedEncoder as PinnedEncoder
 from ddm.protocol.architecture import TextCondition as TextCondition
 from ddm.protocol.architecture import TransformerSize
 from ddm.protocol.architecture import Unet as Unet

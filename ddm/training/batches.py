@@ -2,7 +2,7 @@
 
 # Shape legend: N images, B batch, M tokens kept, ... all data dimensions.
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import numpy as np
 import torch
@@ -39,22 +39,40 @@ class Examples:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's images, noise and times, and where there are any, conditions and the tokens that are kept."""
+    """One step's images, noise and times, and where there are any, conditions and the tokens that are kept.
+
+    A teacher also needs to know which of the images these are, and a number in [0, 1) for each to draw by.
+    """
 
     x_0: Tensor
     eps: Tensor
     t_B: Tensor
     told: Tensor | None = None
     kept_BM: Tensor | None = None
+    chosen_B: Tensor | None = None
+    uniform_B: Tensor | None = None
 
     def part(self, index: int, num: int, device: torch.device) -> "Batch":
         """Return one of `num` parts of about equal size, on a device."""
-        fields = (self.x_0, self.eps, self.t_B, self.told, self.kept_BM)
+        fields = (self.x_0, self.eps, self.t_B, self.told, self.kept_BM, self.chosen_B, self.uniform_B)
         parts = (None if each is None else each.tensor_split(num)[index].to(device) for each in fields)
         return Batch(*parts)  # type: ignore[arg-type]  # three are never None
 
     def __len__(self) -> int:
         return len(self.t_B)
+
+
+class Teach(Protocol):
+    """What a step learns in place of the images' own."""
+
+    @property
+    def digest(self) -> str:
+        """Names all that its answers depend on beside the batch; a run does not continue under another one."""
+        ...
+
+    def __call__(self, part: Batch, /) -> Batch:
+        """Return part of a batch, which has been moved to where the step is computed, with another x_0 and eps."""
+        ...
 
 
 def draw_batch(
@@ -80,7 +98,7 @@ def draw_batch(
         hidden_B = torch.from_numpy(random.random(num) < examples.drop)
         told = hide(examples.labels[chosen], hidden_B)
     kept_BM = draw_kept(num, num_tokens, settings.mask_ratio, random) if leaves_out(settings, step) else None
-    return Batch(x_0, eps, t_B, told, kept_BM)
+    return Batch(x_0, eps, t_B, told, kept_BM, chosen, torch.from_numpy(random.random(num)))
 
 
 def hide(labels: Tensor, hidden_B: Tensor) -> Tensor:

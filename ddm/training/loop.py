@@ -23,7 +23,7 @@ from ddm.engine import Engine
 from ddm.errors import SetupError
 from ddm.protocol.plan import TDistribution, Training
 from ddm.schedule import Path, Prediction
-from ddm.training.batches import Examples, draw_batch
+from ddm.training.batches import Examples, Teach, draw_batch
 from ddm.training.machine import Machine, machine_of
 from ddm.training.masking import first_whole_step, num_kept, tokens_of
 from ddm.training.state import State
@@ -55,7 +55,8 @@ class Trained:
     """A finished run.
 
     Args:
-        ema: the averaged weights by name, float32, on the CPU; what is released.
+        ema: the averaged weights by name, float32, on the CPU; what is released. Of several processes the first has
+            them, the others nothing.
         steps: steps taken; always all of them.
         loss: as in `Progress`.
         seconds: time spent training, over all restarts.
@@ -83,6 +84,7 @@ def train(
     labels: Tensor | None = None,
     drop: float = 0.0,
     engine: Engine = Engine(),
+    teach: Teach | None = None,
 ) -> Trained:
     """Train a model to predict the velocity (or eps) of the images, from the last checkpoint where there is one.
 
@@ -100,6 +102,7 @@ def train(
         labels: each image's class, int64 (N,), or text, float32 (N, L, D_text).
         drop: probability with which a step hides an image's label from the model.
         engine: this machine's.
+        teach: changes what is learned at a step's x_t, as in `ddm.distillation`; None learns the images' own.
 
     Returns:
         The finished run.
@@ -114,7 +117,8 @@ def train(
     images = images.detach().to("cpu", torch.float32).contiguous()
     examples = Examples(images, None if labels is None else labels.detach().cpu().contiguous(), drop)
     machine, num_tokens = _machine(engine, settings), tokens_of(model, settings)
-    recipe = [settings.model_dump(), repr(path), t_distribution.model_dump(), prediction]
+    taught = [teach.digest] if teach else []
+    recipe = [settings.model_dump(), repr(path), t_distribution.model_dump(), prediction, *taught]
     checkpoints = Checkpoints(checkpoint_dir, _run_digest(recipe, examples, model))
     flops = _flops(model, examples, settings, num_tokens)
     state = State(model, settings, machine, engine.accumulate)
@@ -126,7 +130,7 @@ def train(
             if state.step > first:
                 state.save(checkpoints)
             raise KeyboardInterrupt
-        state.advance(draw_batch(examples, settings, state.step, t_distribution, num_tokens), path, prediction)
+        state.advance(draw_batch(examples, settings, state.step, t_distribution, num_tokens), path, prediction, teach)
         state.seconds = before + time.monotonic() - started
         done = state.step == settings.num_steps
         if done or state.step % PROGRESS_STEPS == 0:
@@ -145,7 +149,8 @@ def _machine(engine: Engine, settings: Training) -> Machine:
     if engine.accumulate * machine.num_processes > settings.batch_size:
         expected = f"at most {settings.batch_size} parts of a batch, one image each"
         got = f"{machine.num_processes} processes of {engine.accumulate} parts"
-        raise SetupError("training.accumulate", expected=expected, got=got, remedy="Accumulate less.")
+        remedy = "Accumulate less, or in fewer processes."
+        raise SetupError("training.accumulate", expected=expected, got=got, remedy=remedy)
     return machine
 
 

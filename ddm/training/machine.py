@@ -1,22 +1,28 @@
 """One process alone, or one of several: who computes which part of a batch, and how the parts come together.
 
-A process that torchrun or `accelerate launch` started finds the others through accelerate: device, process group, DDP,
-accumulation. A process alone needs none of it. Mixed precision is the loop's own, the same for both; see
-docs/adr/0014-one-process-trains-without-accelerate.md.
+A process that `ddm.together`, torchrun or `accelerate launch` started finds the others through accelerate: device,
+process group, DDP, accumulation. A process alone needs none of it. Mixed precision is the loop's own, the same for
+both; see docs/adr/0014-one-process-trains-without-accelerate.md.
 """
 
+import atexit
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from tempfile import mkdtemp
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ddm.engine import Engine
 from ddm.errors import SetupError
 
 Call = Callable[..., Tensor]
+_COMPILER_FILES = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Machine(Protocol):
@@ -55,7 +61,26 @@ def machine_of(engine: Engine) -> Machine:
         raise SetupError("training.device", expected="a GPU that torch sees", got="none", remedy="Set it to auto.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return Together(engine)
+    if num_processes(engine) > 1:
+        expected, remedy = f"{num_processes(engine)} processes", "Start them with ddm.together, or with torchrun."
+        raise SetupError("training.processes", expected=expected, got="a process alone", remedy=remedy)
     return Alone(engine)
+
+
+def num_processes(engine: Engine) -> int:
+    """Return how many processes shall train on this machine.
+
+    Raises:
+        SetupError: more than there are GPUs to train on.
+    """
+    num_gpus = torch.cuda.device_count() if engine.device != "cpu" and torch.cuda.is_available() else 0
+    if engine.processes == "auto":
+        return max(1, num_gpus)
+    if 0 < num_gpus < engine.processes:
+        remedy = 'Set it to "auto", or training.device to "cpu".'
+        expected, got = f"at most one a GPU, {num_gpus}", str(engine.processes)
+        raise SetupError("training.processes", expected=expected, got=got, remedy=remedy)
+    return engine.processes
 
 
 class Alone:
@@ -127,12 +152,18 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 def _saving_memory(model: nn.Module, engine: Engine) -> nn.Module:
     """Let each block compute its intermediate results again when they are needed, if that is asked for."""
     if engine.recompute:
-        from torch.distributed._composable.checkpoint_activation import checkpoint
-
         for block in blocks_of(model):
-            checkpoint(block)
+            # Inside the block: what shards it stays around, and torch compiles it whole.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return model
 
 
 def _compiled(call: Call, engine: Engine) -> Call:
-    return torch.compile(call) if engine.compile else call
+    """Compile if that is asked for, in this process's own folder: a kill leaves files there that nobody can load."""
+    if not engine.compile:
+        return call
+    if _COMPILER_FILES not in os.environ:
+        os.environ[_COMPILER_FILES] = mkdtemp(prefix="archipelago-compiled-")
+        atexit.register(shutil.rmtree, os.environ[_COMPILER_FILES], ignore_errors=True)
+    compiled: Call = torch.compile(call)
+    return compiled

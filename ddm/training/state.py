@@ -11,7 +11,7 @@ from ddm.checkpoints import Checkpoints
 from ddm.errors import NumericalError
 from ddm.protocol.plan import Training
 from ddm.schedule import Path, Prediction, velocity, x_t
-from ddm.training.batches import Batch
+from ddm.training.batches import Batch, Teach
 from ddm.training.machine import Machine
 from ddm.training.masking import kept_patches
 
@@ -58,15 +58,15 @@ class State:
         self.step = 0
         self.seconds = 0.0
 
-    def advance(self, batch: Batch, path: Path, prediction: Prediction) -> None:
-        """Take one step; every process is given the same batch, and takes its part of it."""
+    def advance(self, batch: Batch, path: Path, prediction: Prediction, teach: Teach | None = None) -> None:
+        """Take one step; every process is given the same batch, and takes its part of it, as taught."""
         share = torch.zeros_like(self.loss)
         num_parts = self.accumulate * self.machine.num_processes
         self.optimizer.zero_grad()
         for index in range(self.accumulate):
             part = batch.part(self.machine.rank * self.accumulate + index, num_parts, self.machine.device)
             with self.machine.gathering(last=index == self.accumulate - 1):
-                loss = self._loss(part, path, prediction) * (len(part) / len(batch))
+                loss = self._loss(teach(part) if teach else part, path, prediction) * (len(part) / len(batch))
                 # Processes come together by the mean of their gradients, and their shares by their sum.
                 torch.autograd.backward(loss * self.machine.num_processes)
             share += loss.detach()
@@ -92,6 +92,10 @@ class State:
             target = kept_patches(self.model, target, part.kept_BM)
         return (answer.float() - target).square().mean()
 
+    @property
+    def _first(self) -> bool:
+        return self.machine.rank == 0
+
     def finite_loss(self) -> float:
         """The smoothed loss; all processes ask together.
 
@@ -105,9 +109,13 @@ class State:
         return loss
 
     def averaged(self) -> dict[str, Tensor]:
-        """The model's state with the averaged weights in place of the last ones, on the CPU; all processes ask."""
-        state = dict(self.model.state_dict()) | dict(zip(self.named, self.ema, strict=True))
-        return {name: whole(value.detach()).to("cpu", copy=True) for name, value in state.items()}
+        """The model's state with the averaged weights in place of the last ones, on the CPU.
+
+        All processes ask; the first is given it, the others nothing.
+        """
+        state, first = dict(self.model.state_dict()) | dict(zip(self.named, self.ema, strict=True)), self._first
+        found = {name: gathered(value.detach(), keep=first) for name, value in state.items()}
+        return {name: value.to("cpu", copy=True) for name, value in found.items()} if first else {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that a later step depends on, by name; views, not copies."""
@@ -124,7 +132,7 @@ class State:
 
     def save(self, checkpoints: Checkpoints) -> None:
         """Write a checkpoint, the first process for all; refuses to when the loss is not finite."""
-        loss, first = self.finite_loss(), self.machine.rank == 0
+        loss, first = self.finite_loss(), self._first
         # Sharded tensors come together one at a time, and stay only where they are written.
         tensors = {name: gathered(value, keep=first) for name, value in self.tensors().items()}
         if first:

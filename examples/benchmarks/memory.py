@@ -3,22 +3,28 @@
 The peak is that of a process of its own (VmHWM): one process draws from all eight with a budget of two, one with a
 budget of one expert that is the only one; what the second takes besides its expert (Python, torch, activations) is
 what the first is allowed on top of 2.2 experts. Loading is timed against safetensors' own loading and against hashing,
-file cache warm, in turns. Targets: at most 2.2 experts, and 1.1 times safetensors and hashing. Writes
-build/bench/memory.csv.
+file cache warm, one thread, in turns, each time in another order. safetensors maps a file and reads nothing of it until
+somebody looks, so its tensors are copied to memory of their own, as ours lie. The bound is 1.1 times that and once
+hashing; what we do besides, looking at every value, has to fit into it. Processor time stands beside the wall's, which
+also tells of what else the machine was doing. Targets: at most 2.2 experts; at most the bound. Writes
+build/bench/memory.csv and targets/memory.csv.
 """
 
+import gc
 import hashlib
 import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import safetensors.torch
 import torch
 from support.federation import ARCHITECTURES, SHAPE, expert_bytes, write_expert
 from support.measuring import parse, report, require_memory, require_space, say
+from support.targets import Target, report_targets
 
 from ddm.ensemble import Ensemble
 from ddm.lazy import LazyExperts
@@ -63,21 +69,32 @@ def peak(folder: Path, size: str, num_experts: int, budget: int) -> int:
     return int(json.loads(done.stdout))
 
 
-def load_times(folder: Path, architecture: Dit) -> tuple[float, float, float]:
-    """Seconds to load one expert our way, by safetensors alone, and to hash its file."""
+def load_times(folder: Path, architecture: Dit, turn: int) -> dict[str, tuple[float, float]]:
+    """Wall and processor seconds to load one expert our way, by safetensors alone, and to hash its file."""
     file, path = listed(folder, 0), folder / "0.safetensors"
-    started = time.perf_counter()
-    ours = load_expert(architecture, SHAPE, folder, file)
-    after_ours = time.perf_counter()
-    del ours
-    before_theirs = time.perf_counter()
-    theirs = {name: tensor.clone() for name, tensor in safetensors.torch.load_file(path).items()}
-    after_theirs = time.perf_counter()
-    del theirs
-    before_hash = time.perf_counter()
-    with path.open("rb") as handle:
-        hashlib.file_digest(handle, "sha256")
-    return after_ours - started, after_theirs - before_theirs, time.perf_counter() - before_hash
+
+    def hashed() -> str:
+        with path.open("rb") as handle:
+            return hashlib.file_digest(handle, "sha256").hexdigest()
+
+    works: list[tuple[str, Callable[[], object]]] = [
+        ("ours", lambda: load_expert(architecture, SHAPE, folder, file)),
+        ("safetensors", lambda: {name: value.clone() for name, value in safetensors.torch.load_file(path).items()}),
+        ("hashing", hashed),
+    ]
+    found = {}
+    for name, work in works[turn % 3 :] + works[: turn % 3]:
+        wall, processor = time.perf_counter(), time.process_time()
+        result = work()
+        found[name] = (time.perf_counter() - wall, time.process_time() - processor)
+        del result
+        gc.collect()
+    return found
+
+
+def of_bound(times: dict[str, tuple[float, float]], clock: int) -> float:
+    """Our loading as a share of what it may take; clock 0 is the wall's, 1 the processor's."""
+    return times["ours"][clock] / (TIME_TARGET * times["safetensors"][clock] + times["hashing"][clock])
 
 
 def main() -> None:
@@ -99,17 +116,20 @@ def main() -> None:
     alone, eight = peak(folder, size, 1, 1), peak(folder, size, NUM_EXPERTS, BUDGET)
     experts = 1 + (eight - alone) / one
     say(f"one expert {alone >> 20} MiB, eight within two {eight >> 20} MiB: {experts:.2f} experts and the rest")
-    times = [load_times(folder, architecture) for _ in range(arguments.rounds + 1)][1:]
-    ratio = statistics.median(ours / (theirs + hashed) for ours, theirs, hashed in times)
-    bounds = statistics.median(ours / (TIME_TARGET * theirs + hashed) for ours, theirs, hashed in times)
+    rounds = [load_times(folder, architecture, turn) for turn in range(arguments.rounds + 1)][1:]
     for k in range(NUM_EXPERTS):
         (folder / f"{k}.safetensors").unlink()
     rows = [
-        ("experts in memory at the peak", MEMORY_TARGET, experts, experts <= MEMORY_TARGET),
-        ("loading / (1.1 safetensors + hashing)", 1.0, bounds, bounds <= 1.0),
-        ("loading / (safetensors + hashing)", TIME_TARGET, ratio, ratio <= TIME_TARGET),
+        (name, *(round(statistics.median(times[name][clock] for times in rounds), 3) for clock in (0, 1)))
+        for name in ("ours", "safetensors", "hashing")
     ]
-    report("memory", ("figure", "target", "value", "met"), rows, arguments)
+    report("memory", ("loading " + size, "wall_s", "processor_s"), rows, arguments)
+    say(f"of the bound by processor time: {statistics.median(of_bound(times, 1) for times in rounds):.3f}")
+    targets = [
+        Target("experts in memory at the peak, eight within two", [experts], MEMORY_TARGET, at_least=False),
+        Target("loading over 1.1 safetensors and hashing", [of_bound(t, 0) for t in rounds], 1.0, at_least=False),
+    ]
+    report_targets("memory", targets, arguments)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 
 from aggregator.intake import desk as taking_in
 from aggregator.intake.attempts import MOST, MOST_OF_A_SILO, Attempts
+from aggregator.runtime.running import intake_program
 from ddm.errors import PolicyError, RefusedError
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
 from ddm.trust.envelope import open_sealed
@@ -126,6 +127,9 @@ def test_silo_that_sends_poison_again_and_again_uses_up_few_restarts(
         assert answers(tiny, plan_id, "north")[sequence].verdict.kind == "refused"
         tiny.federation.incoming.joinpath(plan_id, "north", str(sequence + 1)).mkdir()
     assert deaths == MOST_OF_A_SILO
+    plan, _ = tiny.federation.current_plan()
+    program = intake_program(tiny.federation, plan, PASSPHRASE)
+    assert program.max_per_hour > MOST_OF_A_SILO * len(plan.silos), "though all silos do so"
 
 
 @contextmanager

@@ -111,14 +111,16 @@ def test_time_in_which_the_supervisor_stood_still_is_not_held_against_a_program(
 
 def test_supervisor_gives_up_on_a_program_that_cannot_run(tmp_path: Path) -> None:
     clock = Clock()
-    program = Program("broken", starter(tmp_path, "print('no such thing'); raise SystemExit(3)", "broken"))
-    with kept(program, clock=clock, max_per_hour=3) as supervisor:
+    start = starter(tmp_path, "print('no such thing'); raise SystemExit(3)", "broken")
+    program = Program("broken", start, max_per_hour=3)
+    with kept(program, clock=clock) as supervisor:
         supervisor.start("broken")
 
         def fail() -> None:
             while True:
-                clock.now += 120.0
                 supervisor.check()
+                if not supervisor.pids():  # it waits to be started again
+                    clock.now += 120.0
                 time.sleep(0.01)
 
         with pytest.raises(TransportError, match="broken: expected at most 3 restarts an hour, got no such thing"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddm.cli import app
 from ddm.clustering import Clusters
 from ddm.console import run_app
-from ddm.distillation import Distilled, Teacher, answered, asking, distill
+from ddm.distillation import Teacher, distill, teaching
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError, DigestError, MathError, SetupError, ShapeError
 from ddm.lessons import Lessons, by_cluster, own_samples
@@ -22,7 +22,7 @@ from ddm.protocol.manifest import PublishedExpert
 from ddm.protocol.plan import Training
 from ddm.schedule import LinearPath, velocity, x_t
 from ddm.student import Student, load_student
-from ddm.training.batches import Batch
+from ddm.training import Batch, Engine, Trained
 from tests.conftest import Published
 from tests.ddm.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
 
@@ -91,7 +91,8 @@ def taught(
     num_steps: int = 20,
     source: str = "test",
     should_stop: Callable[[], bool] = lambda: False,
-) -> Distilled:
+    engine: Engine = Engine(device="cpu"),
+) -> Trained:
     return distill(
         ensemble,
         small(),
@@ -102,10 +103,11 @@ def taught(
         checkpoint_dir=folder,
         on_progress=lambda progress: None,
         should_stop=should_stop,
+        engine=engine,
     )
 
 
-def relative_error(student: Distilled) -> float:
+def relative_error(student: Trained) -> float:
     """``sqrt(E |v - u|^2 / E |u|^2)`` over t uniform and x drawn from p_t."""
     network = small()
     network.load_state_dict(student.ema)
@@ -118,7 +120,7 @@ def relative_error(student: Distilled) -> float:
     return float(((found_BD - exact_BD).square().sum() / exact_BD.square().sum()).sqrt())
 
 
-def same_bytes(one: Distilled, other: Distilled) -> bool:
+def same_bytes(one: Trained, other: Trained) -> bool:
     return all(one.ema[name].numpy().tobytes() == value.numpy().tobytes() for name, value in other.ema.items())
 
 
@@ -127,21 +129,20 @@ def batch_of(lessons: Lessons, seed: int = 5) -> Batch:
     random = torch.Generator().manual_seed(seed)
     num = len(lessons.images)
     eps = torch.randn(num, 2, generator=random)
-    return Batch(lessons.images, eps, torch.rand(num, generator=random), lessons.expert_N)
+    t_B, uniform_B = torch.rand(num, generator=random), torch.rand(num, generator=random, dtype=torch.float64)
+    return Batch(lessons.images, eps, t_B, lessons.told, None, torch.arange(num), uniform_B)
 
 
-def answers(ensemble: Ensemble, lessons: Lessons, teacher: Teacher, batch: Batch, seed: int = 6) -> Tensor:
+def answers(ensemble: Ensemble, lessons: Lessons, teacher: Teacher, batch: Batch) -> Tensor:
     """What the teacher says at the batch's x_t, as the student is shown it."""
-    uniform_B = torch.rand(len(batch), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    shown = answered(ensemble, asking(ensemble, lessons, teacher), batch, uniform_B)
+    shown = teaching(ensemble, lessons, teacher, source="test")(batch)
     return velocity(LinearPath(), shown.x_0, shown.eps, shown.t_B)
 
 
 def test_a_teachers_answer_is_shown_at_the_same_x_t_and_as_its_velocity() -> None:
     lessons = data(500)
     batch = batch_of(lessons)
-    ensemble = ensemble_of()
-    shown = answered(ensemble, asking(ensemble, lessons, "mixture"), batch, torch.zeros(500))
+    shown = teaching(ensemble_of(), lessons, "mixture", source="test")(batch)
     x_B = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B)
     assert torch.allclose(x_t(LinearPath(), shown.x_0, shown.eps, shown.t_B), x_B, atol=1e-5)
     assert torch.allclose(
@@ -167,8 +168,8 @@ def test_one_experts_answer_is_an_unbiased_estimate_of_the_mixture(teacher: Teac
     assert not torch.allclose(found_BD, mixture_BD, atol=0.1)  # of each x_t it is an estimate, not the mixture
     assert float(standard_scores(found_BD - mixture_BD, x_B, batch.t_B).abs().max()) < 4.5
     # The control: labels dealt to other images, and experts drawn by a router that knows nothing.
+    assert lessons.expert_N is not None
     dealt = replace(lessons, expert_N=lessons.expert_N.roll(1))
-    batch = replace(batch, told=dealt.expert_N)
     wrong_BD = answers(blind() if teacher == "drawn" else ensemble_of(), dealt, teacher, batch)
     assert float(standard_scores(wrong_BD - mixture_BD, x_B, batch.t_B).abs().max()) > 20
 
@@ -220,6 +221,16 @@ def test_distillation_that_was_stopped_goes_on_to_the_same_bytes(tmp_path: Path,
         taught(tmp_path / "two", ensemble_of(), data(200), teacher, should_stop=lambda: next(asked, None) is None)
     assert same_bytes(whole, taught(tmp_path / "two", ensemble_of(), data(200), teacher))
     assert not same_bytes(whole, taught(tmp_path / "other", ensemble_of(), data(200, seed=1), teacher))
+
+
+def test_parts_of_a_batch_are_taught_what_they_are_taught_together(tmp_path: Path) -> None:
+    whole = taught(tmp_path / "whole", ensemble_of(), data(200), "drawn", num_steps=5)
+    parts = taught(
+        tmp_path / "parts", ensemble_of(), data(200), "drawn", num_steps=5, engine=Engine(device="cpu", accumulate=3)
+    )
+    for name, value in whole.ema.items():
+        torch.testing.assert_close(parts.ema[name], value, atol=1e-4, rtol=1e-3)
+    assert not same_bytes(whole, parts), "they were taken apart"
 
 
 def test_distillation_of_another_ensemble_or_other_labels_does_not_continue_from_these_checkpoints(
@@ -304,10 +315,10 @@ def test_public_images_belong_to_experts_of_their_cluster_by_their_priors_or_to_
     clusters = Clusters(centres_FD, coarse_F=torch.tensor([0, 1, 2]), group_F=torch.tensor([0, 1, 2]))
     files = PlanFiles(encoder=Pixels(), clusters=clusters, sketch=None)  # type: ignore[arg-type]
     images = centres_FD.repeat_interleave(3000, 0)
-    found = by_cluster(images, files, published_experts(0, 1, 1), seed=0)
-    assert torch.equal(found.images, images[:6000])  # nobody's expert is made of the third cluster
-    assert bool((found.expert_N[:3000] == 0).all())
-    share = float((found.expert_N[3000:] == 2).double().mean())
+    known_N, expert_N = by_cluster(images, files, published_experts(0, 1, 1), seed=0)
+    assert torch.equal(known_N.nonzero()[:, 0], torch.arange(6000))  # nobody's expert is made of the third cluster
+    assert bool((expert_N[:3000] == 0).all())
+    share = float((expert_N[3000:] == 2).double().mean())
     assert share == pytest.approx(3 / 5, abs=0.05)
     with pytest.raises(SetupError, match="cluster"):
         by_cluster(images, files, published_experts(0, None, 1), seed=0)

@@ -20,6 +20,7 @@ from ddm.models import build_expert
 from ddm.training import Progress
 from ddm.training.machine import blocks_of
 from tests.ddm.test_training import REPOSITORY, SHAPE, SMALL, Run, same_bytes, settings, stop_at
+from tests.ddm.two_processes import fresh, texts
 
 TOLERANCE = 2e-5  # of weights of about 0.1 after 30 steps
 CPU = {"device": "cpu"}
@@ -30,6 +31,9 @@ RUNS: dict[str, dict[str, object]] = {
     "stopped": {"engine": CPU, "stop": 20},
     "other_seed": {"engine": CPU, "recipe": {"seed": 4}},
     "half": {"engine": CPU, "recipe": {"precision": "bf16"}},
+    "joint": {"engine": CPU | {"shard": True}, "kind": "mmdit"},
+    "joint_stopped": {"engine": CPU | {"shard": True}, "kind": "mmdit", "stop": 20},
+    "joint_resumed": {"engine": CPU | {"shard": True}, "kind": "mmdit", "folder": "joint_stopped"},
 }
 
 
@@ -58,7 +62,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     with pytest.raises(KeyboardInterrupt):
         Run(folder / "continued")(stop_at(15))
-    runs = {name: {"recipe": {}, "stop": None} | asked for name, asked in RUNS.items()}
+    runs = {name: {"recipe": {}, "stop": None, "kind": "dit", "folder": None} | asked for name, asked in RUNS.items()}
     (folder / "runs.json").write_text(json.dumps(runs), "utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command = [*launcher, "--nproc-per-node=2", "-m", "tests.ddm.two_processes", str(folder)]
@@ -80,6 +84,14 @@ def test_two_processes_train_the_expert_and_the_loss_curve_of_one(two: Path, alo
     assert [loss for _, loss in curve] == pytest.approx([loss for _, loss in expected], rel=1e-5)
 
 
+def test_sharded_text_expert_resumes_to_the_same_bytes_and_is_that_of_one_process(two: Path, tmp_path: Path) -> None:
+    sharded = load_file(two / "joint.safetensors")
+    assert same_bytes(load_file(two / "joint_resumed.safetensors"), sharded)
+    one = Run(tmp_path, model=fresh("mmdit"), labels=texts("mmdit"))().ema
+    assert apart(sharded, one) < TOLERANCE
+    assert apart(fresh("mmdit").state_dict(), one) > 100 * TOLERANCE
+
+
 def test_checkpoint_of_two_processes_continues_in_one(two: Path, alone: Finished, tmp_path: Path) -> None:
     shutil.copytree(two / "stopped", tmp_path / "stopped")
     asked: list[int] = []
@@ -96,6 +108,16 @@ def test_two_processes_in_bf16_train_another_expert_of_the_same_precision(two: P
     assert all(value.dtype == torch.float32 for value in half.values())
 
 
+@pytest.mark.parametrize("kind", ["dit", "mmdit"])
+def test_expert_in_bf16_is_near_that_in_float32_and_kept_in_float32(tmp_path: Path, kind: str) -> None:
+    def run(folder: Path, precision: str) -> dict[str, Tensor]:
+        return Run(folder, settings(precision=precision), model=fresh(kind), labels=texts(kind))().ema
+
+    half, full = run(tmp_path / "half", "bf16"), run(tmp_path / "full", "fp32")
+    assert all(value.dtype == torch.float32 for value in half.values())
+    assert 0 < apart(half, full) < apart(dict(fresh(kind).state_dict()), full)
+
+
 @pytest.mark.parametrize("parts", [2, 3, 8])
 def test_batch_in_parts_trains_the_same_expert_even_when_the_parts_differ_in_size(
     alone: Finished, tmp_path: Path, parts: int
@@ -103,6 +125,12 @@ def test_batch_in_parts_trains_the_same_expert_even_when_the_parts_differ_in_siz
     run = Run(tmp_path, engine=Engine(device="cpu", accumulate=parts))
     assert apart(run().ema, alone.ema) < TOLERANCE
     assert [told.loss for told in run.told] == pytest.approx([told.loss for told in alone.told], rel=1e-5)
+
+
+def test_process_alone_is_refused_where_several_are_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="training.processes"):
+        Run(tmp_path, engine=Engine(device="cpu", processes=2))()
+    assert Run(tmp_path, engine=Engine(device="cpu", processes="auto"))().steps == 30
 
 
 def test_batch_in_more_parts_than_images_is_refused(tmp_path: Path) -> None:
@@ -123,12 +151,30 @@ def test_recomputed_blocks_train_the_same_bytes_and_run_their_forward_pass_twice
     assert len(calls) == 2 * 30 + counted_for_flops
 
 
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache for what is compiled: a process that was killed while it compiled leaves torn files in the common one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch, about parts of itself
+@pytest.mark.usefixtures("fresh_cache")
 def test_compiled_expert_trains_the_same_weights_up_to_rounding(alone: Finished, tmp_path: Path) -> None:
     compiled = Run(tmp_path, engine=Engine(device="cpu", compile=True))()
     assert 0 < apart(compiled.ema, alone.ema) < TOLERANCE
     assert apart(compiled.ema, build_expert(SMALL, SHAPE, seed=3).state_dict()) > 100 * TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.usefixtures("fresh_cache")
+def test_compiled_expert_that_recomputes_blocks_and_leaves_tokens_out_trains_the_same_weights(tmp_path: Path) -> None:
+    recipe = settings(mask_ratio=0.5, unmasked_share=0.2)
+    engine = Engine(device="cpu", compile=True, recompute=True, accumulate=3)
+    compiled = Run(tmp_path / "compiled", recipe, engine=engine)().ema
+    assert 0 < apart(compiled, Run(tmp_path / "plain", recipe)().ema) < TOLERANCE
+    assert apart(compiled, Run(tmp_path / "whole")().ema) > 10 * TOLERANCE, "leaving tokens out tells"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

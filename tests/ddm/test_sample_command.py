@@ -4,11 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from ddm.cli import app
+from ddm.commands.asking import holders_of, shares_of
 from ddm.commands.sample import _bytes
-from ddm.errors import SetupError
+from ddm.ensemble import Ensemble, Given
+from ddm.errors import MathError, SetupError
+from ddm.protocol.plan import ClassCondition, TextCondition
 from tests.conftest import Published
 
 
@@ -30,6 +34,9 @@ def sample(*words: object) -> BaseException | None:
         ("--router-every 3", "--router-every"),
         ("--guidance 2", "--guidance"),
         ("--class-prior equal", "--class-prior"),
+        ("--text left", "--text"),
+        ("--text left --text-encoder nowhere --class 1", "--text"),
+        ("--text-encoder nowhere", "--text-encoder"),
         ("--memory lots", "--memory"),
     ],
 )
@@ -76,3 +83,40 @@ def test_flags_reach_the_sampler(published: Published, tmp_path: Path) -> None:
 def test_class_is_refused_when_experts_know_none(published: Published, tmp_path: Path) -> None:
     words = (published.release, "--root", published.root, "--state", tmp_path / "state", "--num", 4)
     assert "condition" in str(sample(*words, "--out", tmp_path / "a.npz", "--class", 1))
+
+
+def two_experts(condition: ClassCondition | TextCondition) -> Ensemble:
+    """Experts of which the second holds most of all data, and the first most of class 1."""
+    experts = [lambda x_B, t_B, *c_B: x_B] * 2
+    return Ensemble(
+        experts=experts,  # type: ignore[arg-type]
+        router=None,
+        prior=[0.25, 0.75],
+        shape=(1, 4, 4),
+        expert_ids=["east", "north"],
+        condition=condition,
+        given_class=lambda label: Given([0.8, 0.2] if label else [0.1, 0.9]),
+    )
+
+
+def test_shares_stand_beside_the_prior_given_the_class_that_was_asked_for() -> None:
+    ensemble, own, equal = two_experts(ClassCondition(num_classes=2)), [0.25, 0.75], [0.5, 0.5]
+    held = holders_of(ensemble, 1, None)
+    given = "prior given class 1"
+    assert shares_of(ensemble, (0.7, 0.3), own, held, 1) == f"east 0.70 ({given} 0.80), north 0.30 ({given} 0.20)"
+    # Equal silos in place of 1 to 3: 0.8 / 0.25 to 0.2 / 0.75, as 12 to 1.
+    assert "east 0.70 (prior given class 1 0.92)" in shares_of(ensemble, (0.7, 0.3), equal, held, 1)
+    assert holders_of(ensemble, 1, equal) == equal
+    assert shares_of(ensemble, (0.7, 0.3), own, None, None) == "east 0.70 (prior 0.25), north 0.30 (prior 0.75)"
+    with pytest.raises(MathError, match="0 to 1"):
+        holders_of(ensemble, 2, None)
+
+
+def test_nobody_knows_who_holds_a_text_so_the_prior_is_that_of_all_images() -> None:
+    ensemble = two_experts(TextCondition(dim=3, max_tokens=2))
+    held = holders_of(ensemble, torch.ones(2, 3), None)
+    assert held == [0.25, 0.75]
+    assert (
+        shares_of(ensemble, (0.5, 0.5), [0.25, 0.75], held, None) == "east 0.50 (prior 0.25), north 0.50 (prior 0.75)"
+    )
+    assert "east 0.50 (prior 0.50)" in shares_of(ensemble, (0.5, 0.5), [0.5, 0.5], held, None)

@@ -62,6 +62,7 @@ class Run:
     model: nn.Module = field(default_factory=lambda: build_expert(SMALL, SHAPE, seed=3))
     told: list[Progress] = field(default_factory=list)
     engine: Engine = Engine(device="cpu")
+    labels: Tensor | None = None
 
     def __call__(self, should_stop: Callable[[], bool] = lambda: False) -> Trained:
         return train(
@@ -74,6 +75,7 @@ class Run:
             on_progress=self.told.append,
             should_stop=should_stop,
             engine=self.engine,
+            labels=self.labels,
         )
 
 

@@ -372,7 +372,7 @@ def test_worker_killed_in_training_ends_with_a_byte_identical_expert(tmp_path: P
 
 def recipe_of_many_steps():  # type: ignore[no-untyped-def]
     tables = recipe().model_dump(mode="json")
-    tables["expert"]["training"] |= {"num_steps": 400, "checkpoint_steps": 20}
+    tables["expert"]["training"] |= {"num_steps": 200, "checkpoint_steps": 10}
     return type(recipe()).model_validate_json(json.dumps(tables))
 
 
