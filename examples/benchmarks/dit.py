@@ -14,23 +14,22 @@ from support.measuring import parse, report, say
 from support.peers import NUM_CLASSES, diffusers_dit, reference_dit
 from support.targets import Target, report_targets
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from ddm.models import build_expert, num_parameters
+from ddm.models import build_expert, num_parameters, training_flops
 from ddm.protocol.architecture import ClassCondition, Dit
 
 SIZES = {
     "16M": (Dit(patch=2, hidden=384, depth=6, heads=6), (4, 32, 32), 8),
     "B/2": (Dit(patch=2, hidden=768, depth=12, heads=12), (4, 32, 32), 64),
 }
+CONDITION = ClassCondition(num_classes=NUM_CLASSES)
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
 def models(architecture: Dit, shape: tuple[int, int, int], device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
     """Ours and the peers."""
-    condition = ClassCondition(num_classes=NUM_CLASSES)
     found = {
-        "ours": build_expert(architecture, shape, condition=condition),
+        "ours": build_expert(architecture, shape, condition=CONDITION),
         "diffusers": diffusers_dit(architecture, shape),
         "timm": reference_dit(architecture, shape),
     }
@@ -83,13 +82,6 @@ def seconds(work: Callable[[], None], repeats: int) -> float:
     return (time.perf_counter() - started) / repeats
 
 
-def flops(work: Callable[[], None]) -> int:
-    """Operations of all matrix products of one call."""
-    with FlopCounterMode(display=False) as counter:
-        work()
-    return int(counter.get_total_flops())
-
-
 def main() -> None:
     """Command line: --rounds N --repeats N --quick --json --out FOLDER."""
     arguments = parse(__doc__, rounds=9, repeats=3)
@@ -109,7 +101,8 @@ def main() -> None:
         called = {n: m if kind == "eager" else torch.compile(m) for n, m in found.items()}
         for what, make in (("forward", forward), ("training step", training_step)):
             works = {name: make(model, batch) for name, model in called.items()}
-            operations = flops(make(found["ours"], batch))
+            # Backward, each product is followed by two of its size.
+            operations = training_flops(architecture, shape, size, CONDITION) // (3 if what == "forward" else 1)
             matmul = product(size, tokens, architecture, x)
             for work in (*works.values(), matmul):
                 seconds(work, 2)
