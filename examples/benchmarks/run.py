@@ -1,8 +1,8 @@
 """All figures of the diffusion core in one run: `make bench`.
 
 Each benchmark runs in a process of its own, one after the other, and says what it measured; what has something to
-reach goes to build/bench/targets.csv, written whole at the end. A benchmark that fails is named, and the others run
-on; the exit status is then 1. A missed target is no failure: it stands in the table.
+reach goes to build/bench/targets.csv, written whole at the end, and into one picture, targets.png. A benchmark that
+fails is named, and the others run on; the exit status is then 1. A missed target is no failure: it stands in the table.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from support.plot import draw
 from support.targets import write_rows
 
 HERE = Path(__file__).parent
@@ -42,6 +43,8 @@ def main() -> int:
         with path.open(newline="") as handle:
             rows += list(csv.reader(handle))[1:]
     write_rows(arguments.out / "targets.csv", rows)
+    if rows:
+        draw(rows, arguments.out / "targets.png")
     missed = sum(row[5] != "yes" for row in rows)
     print(f"{len(rows)} figures in {arguments.out / 'targets.csv'}, {missed} missed.")
     if failed:

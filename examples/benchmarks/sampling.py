@@ -7,12 +7,12 @@ expert is. The router is one of counts, 128 groups on a sketch of 32 dimensions.
 images a second, for lock and for sample. Writes build/bench/sampling.csv.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 
 import torch
 from support.measuring import parse, report, say
+from support.targets import Target, report_targets
 from torch import Tensor
 
 from ddm.ensemble import Ensemble
@@ -55,7 +55,7 @@ def dense(model: torch.nn.Module, num: int, steps: int, together: int) -> Tensor
 
 def main() -> None:
     """Command line: --rounds N --num N --steps N --quick --json --out FOLDER."""
-    arguments = parse(__doc__, rounds=5, num=512, steps=8)
+    arguments = parse(__doc__, rounds=5, num=256, steps=8)
     num, steps = (64, 2) if arguments.quick else (arguments.num, arguments.steps)
     torch.set_num_threads(1)
     experts = [build_expert(ARCHITECTURE, SHAPE, seed=k).eval().requires_grad_(False) for k in range(NUM_EXPERTS)]
@@ -70,9 +70,11 @@ def main() -> None:
             if number:  # the first round warms up
                 rows.append((number, strategy, num / alone, num / own, alone / own))
     report("sampling", ("round", "strategy", "dense_images_s", "images_s", "of_dense"), rows, arguments)
-    for strategy in ("lock", "sample"):
-        ratio = statistics.median(row[4] for row in rows if row[1] == strategy)
-        say(f"{strategy}: median {ratio:.3f} of the dense model's images a second (target {TARGET})")
+    targets = [
+        Target(f"{name}, images/s against one dense model", [row[4] for row in rows if row[1] == name], TARGET)
+        for name in ("lock", "sample")
+    ]
+    report_targets("sampling", targets, arguments)
 
 
 if __name__ == "__main__":
