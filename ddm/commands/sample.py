@@ -103,7 +103,7 @@ def sample(
     settings = {"tau": tau, "prefix": prefix.value if prefix else None, "k": k, "mass": mass, "least": least}
     chosen = _chosen(strategy.value, {name: value for name, value in settings.items() if value is not None})
     _check_together(chosen, router_every, class_prior, guidance, label is not None or text is not None)
-    _check_text(label, text, text_encoder)
+    check_text(label, text, text_encoder)
     memory_bytes = None if memory is None else _bytes(memory)
     prepare(out)
 
@@ -164,7 +164,12 @@ def _check_together(
         raise SetupError("--class-prior", expected="a --class or --text with it", got="none")
 
 
-def _check_text(label: int | None, text: str | None, folder: Path | None) -> None:
+def check_text(label: int | None, text: str | None, folder: Path | None) -> None:
+    """Refuse a text without its encoder, beside a class, or blank.
+
+    Raises:
+        SetupError: on any of them.
+    """
     if text is None and folder is not None:
         raise SetupError("--text-encoder", expected="a --text with it", got="none")
     if text is None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ddm.commands.sample import EncoderFolder, SolverName, Text
+from ddm.commands.sample import EncoderFolder, SolverName, Text, check_text
 from ddm.console import progress, say
 from ddm.errors import SetupError
 
@@ -26,10 +26,9 @@ def sample_student(
     """Sample images from a student; nobody signed it, its record says what it was made of."""
     from ddm.pictures import prepare, write_samples
 
-    if (text is None) != (text_encoder is None):
-        raise SetupError("--text", expected="--text and --text-encoder together", got="one of them")
-    if text is not None and label is not None:
-        raise SetupError("--text", expected="no --class with it", got="both")
+    check_text(label, text, text_encoder)
+    if guidance and label is None and text is None:
+        raise SetupError("--guidance", expected="a --class or --text with it", got="none")
     prepare(out)
 
     from dataclasses import replace
@@ -48,7 +47,6 @@ def sample_student(
             solver=solver.value,
             seed=seed,
             condition=asked,
-            condition_prior=None if asked is None else [1.0],
             guidance=guidance,
             on_progress=tell,
         )

@@ -53,9 +53,11 @@ def summarise(out: Path, silos: Sequence[str]) -> dict[str, object]:
         raise DemoError("The summary knows one expert a silo; `ddm info` shows what this recipe's release holds.")
     private = [_images(out / "data" / f"{silo}.npz") for silo in order]
     lessons = _lessons(federation, inventory)
+    print("Training a router without privacy, to compare with", flush=True)
     exact = _non_private_router(inventory, private, lessons)
     routers = _routers(inventory, release.manifest, ensemble, lessons, exact)
     held_out, owner = _evaluation_set(out, silos, order)
+    print("Judging the routers, and sampling with every strategy", flush=True)
     return {
         "silos": {silo: _left(out, inventory, silo) for silo in order},
         "router": _router_table(routers, held_out, owner, ensemble.prior),

@@ -121,6 +121,8 @@ def test_command_draws_from_a_student_and_says_where_it_comes_from(
     assert images[0].shape == (3, *PIXELS) and not np.array_equal(*images)
     assert command("sample-student", *asked, "--out", tmp_path / "c.npz", "--class", 2) == MathError.exit_code
     assert command("sample-student", *asked, "--out", tmp_path / "d.gif") == SetupError.exit_code
+    for lone in (("--guidance", 1), ("--text", "a"), ("--text-encoder", tmp_path), ("--class", 1, "--text", "a")):
+        assert command("sample-student", *asked, "--out", tmp_path / "d.npz", *lone) == SetupError.exit_code
 
 
 def test_given_images_are_encoded_and_told_their_classes(tiny: TinyFederation, tmp_path: Path) -> None:
