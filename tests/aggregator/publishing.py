@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from ddm.release import Release, open_release
 from ddm.trust.keys import SigningKey
 from tests.conftest import Published
 from tests.federation import PASSPHRASE, TinyFederation
+from tests.forked import ended, forked
 
 CHANGES = ("rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync")
 
@@ -54,32 +54,23 @@ def copied(published: Published, folder: Path) -> Published:
 
 def killed_at(step: int, act: Callable[[], object]) -> bool:
     """Act in a forked process that is killed right before its n-th change on disk; tell whether it got that far."""
-    pid = os.fork()
-    if pid == 0:
-        left = step
+    left = step
 
-        def deadly(real: Callable[..., object]) -> Callable[..., object]:
-            def call(*arguments: object, **named: object) -> object:
-                nonlocal left
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                left -= 1
-                return real(*arguments, **named)
+    def deadly(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            nonlocal left
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return real(*arguments, **named)
 
-            return call
+        return call
 
-        code = 1
-        try:
-            for name in CHANGES:
-                setattr(os, name, deadly(getattr(os, name)))
-            act()
-            code = 0
-        except BaseException:
-            traceback.print_exc()  # nothing else tells why this process failed
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        return True
-    assert os.waitstatus_to_exitcode(status) == 0, "it failed by itself"
-    return False
+    def act_until_killed() -> None:
+        for name in CHANGES:
+            setattr(os, name, deadly(getattr(os, name)))
+        act()
+
+    code = ended(forked(act_until_killed))
+    assert code in (0, -signal.SIGKILL), "it failed by itself"
+    return code != 0

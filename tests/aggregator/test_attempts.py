@@ -20,6 +20,7 @@ from ddm.protocol.receipt import RECEIPT_KIND, Receipt
 from ddm.trust.envelope import open_sealed
 from tests.aggregator.publishing import receipts_key
 from tests.federation import PASSPHRASE, TinyFederation
+from tests.forked import ended, forked
 
 STAYS = """
 import sys, time
@@ -62,13 +63,9 @@ def arrived(sent_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[Tiny
 
 def in_another_process(act: Callable[[], object]) -> int:
     """Act in a process of its own; return the signal that ended it, 0 for none."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            act()
-        finally:
-            os._exit(0)
-    return os.WTERMSIG(os.waitpid(pid, 0)[1])
+    code = ended(forked(act))
+    assert code in (0, -signal.SIGKILL)
+    return -code
 
 
 def deadly(silo_id: str | None) -> Callable[..., object]:

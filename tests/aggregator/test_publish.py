@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import traceback
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from ddm.settings import load_settings, save_settings
 from tests.aggregator.publishing import again, copied, files, killed_at, opened, write_short_pages
 from tests.conftest import Published
 from tests.federation import TinyFederation
+from tests.forked import ended, forked
 
 
 @pytest.fixture(autouse=True)
@@ -217,7 +217,7 @@ def test_two_operators_at_once_publish_one_version(published: Published, tmp_pat
     for _ in outs:
         assert os.read(ready[0], 1) == b"r"
     os.write(go[1], b"gg")
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    codes = [ended(pid) for pid in pids]
     assert sorted(codes) in ([0, 0], [0, BusyError.exit_code])
     assert versions(published.tiny) == ["1", "2"]
     for code, out in zip(codes, outs, strict=True):
@@ -227,21 +227,15 @@ def test_two_operators_at_once_publish_one_version(published: Published, tmp_pat
 
 
 def operator(tiny: TinyFederation, out: Path, ready: tuple[int, int], go: tuple[int, int]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
+    def publish_at_once() -> None:
+        os.write(ready[1], b"r")
+        os.read(go[0], 1)
         try:
-            os.write(ready[1], b"r")
-            os.read(go[0], 1)
             again(tiny, out)
-            code = 0
         except BusyError as error:
-            code = error.exit_code
-        except BaseException:
-            traceback.print_exc()  # nothing else tells why this process failed
-        finally:
-            os._exit(code)
-    return pid
+            os._exit(error.exit_code)
+
+    return forked(publish_at_once)
 
 
 # Quorum, lateness

@@ -29,6 +29,7 @@ from ddm.protocol.submission import Submission, SubmittedExpert
 from tests.aggregator.arrivals import SILO, Arrival, arrive
 from tests.conftest import Published
 from tests.federation import TinyFederation
+from tests.forked import ended, forked
 
 
 @pytest.fixture(scope="module")
@@ -163,21 +164,18 @@ def test_second_decision_about_the_same_submission_is_refused(poisoned: Arrival)
 
 def killed(tiny: TinyFederation, owner: Any, name: str, *, after: bool) -> None:
     """Take in by another process that kill -9 ends before or after one step; nothing where it never gets there."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            real = getattr(owner, name)
+    real = getattr(owner, name)
 
-            def step(*arguments: Any, **named: Any) -> None:
-                if after:
-                    real(*arguments, **named)
-                os.kill(os.getpid(), signal.SIGKILL)
+    def step(*arguments: Any, **named: Any) -> None:
+        if after:
+            real(*arguments, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-            setattr(owner, name, step)
-            tiny.take_in()
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
+    def take_in_until_killed() -> None:
+        setattr(owner, name, step)
+        tiny.take_in()
+
+    assert ended(forked(take_in_until_killed)) in (0, -signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

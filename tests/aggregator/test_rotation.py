@@ -20,6 +20,7 @@ from ddm.trust.keys import PublicKey
 from ddm.trust.verify import verify_bundle, verify_release
 from tests.aggregator.offices import PASSPHRASE, Offices
 from tests.aggregator.test_tls import handshake
+from tests.forked import ended, forked
 
 TUF_KEYS = ("root", "targets", "plans", "release", "online")
 
@@ -228,25 +229,21 @@ def killed_at(number: int, work: Callable[[], object]) -> bool:
     Returns:
         Whether it came to that.
     """
-    child = os.fork()
-    if child == 0:
-        seen = 0
+    seen = 0
 
-        def watch(event: str, arguments: tuple[object, ...]) -> None:
-            nonlocal seen
-            writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-            if writes or event in CHANGING:
-                seen += 1
-                if seen == number:
-                    os._exit(9)
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal seen
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in CHANGING:
+            seen += 1
+            if seen == number:
+                os._exit(9)
 
+    def work_until_killed() -> None:
         sys.addaudithook(watch)
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        work()
+
+    code = ended(forked(work_until_killed))
     assert code in (0, 9)
     return code == 9
 

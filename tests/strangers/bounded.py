@@ -4,10 +4,11 @@ import json
 import os
 import resource
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.forked import ended, forked
 
 MIB = 1024 * 1024
 
@@ -32,20 +33,16 @@ class Outcome:
 def attempt(attack: Callable[[], object], *, mib: int, cpu_s: int) -> Outcome:
     """Run `attack` in a process of its own that is ended when it takes four times what it may; measure it."""
     reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.close(reader)
-            outcome = _measured(attack, mib, cpu_s)
-            os.write(writer, json.dumps(outcome).encode())
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
+
+    def tell() -> None:
+        os.close(reader)
+        os.write(writer, json.dumps(_measured(attack, mib, cpu_s)).encode())
+
+    child = forked(tell)
     os.close(writer)
     with os.fdopen(reader, "rb") as answers:
         answer = answers.read()
-    os.waitpid(child, 0)
+    ended(child)
     if not answer:
         return Outcome("Killed", f"took more than {4 * cpu_s} s", float("inf"), float("inf"))
     return Outcome(**json.loads(answer))
