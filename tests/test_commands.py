@@ -512,6 +512,29 @@ def test_ddm_ends_quietly_when_its_reader_leaves_and_when_interrupted(published:
     assert info.wait(timeout=30) == 0
 
 
+INTERRUPTED = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "{module}":
+            os.kill(os.getpid(), {number})
+sys.meta_path.insert(0, Finder())
+from ddm.start import {command}
+sys.argv = ["{command}", "--help"]
+{command}()
+"""
+
+
+@pytest.mark.parametrize("command", ["ddm", "silo", "aggregator"])
+def test_interrupt_while_a_command_is_imported_is_answered_in_one_line(command: str) -> None:
+    for number, code in ((int(signal.SIGINT), 130), (0, 0)):  # signal 0 is none
+        text = INTERRUPTED.format(module="click", number=number, command=command)
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert ("Interrupted" in done.stderr) == bool(number)
+        assert "Traceback" not in done.stderr
+
+
 def test_make_explains_an_old_and_a_missing_python(tmp_path: Path) -> None:
     old = tmp_path / "python3.8"
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.8.1" || exit 1\n')
