@@ -12,6 +12,9 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ddm.ensemble import Ensemble
-from ddm.errors import DataError, FormatError, MathError, SetupError, ShapeError
+from ddm.errors import DataError, FormatError, MathError, NumericalError, SetupError, ShapeError
 from ddm.files import require_file
 from ddm.mixture import Branch, mix_velocity
 from ddm.models.conditions import check_text
@@ -29,13 +32,13 @@ from ddm.plan_files import PlanFiles
 from ddm.protocol.manifest import PublishedExpert
 from ddm.protocol.plan import ClassCondition, Condition, NoCondition, TextCondition
 from ddm.routers.base import log_prior
-from ddm.sampling import integrate, uniform_times
+from ddm.sampling import heun_step, uniform_times
 from ddm.strategies import draw_expert
 from ddm.streams import stream
 from ddm.tensors import TensorSpec, load_tensors, save_tensors, stored_bytes
 from ddm.trajectories import randomness
 
-_PART = 256  # own samples that are drawn, and kept, together
+_PART, _PART_BYTES = 256, 1 << 26  # most own samples that are drawn, and kept, together
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,13 @@ def read_told(path: Path, condition: Condition) -> Tensor:
     require_file(path, "an npz with labels")
     array = read_array(path, "labels", max_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     kinds, kind = ("iu", np.int64) if isinstance(condition, ClassCondition) else ("f", np.float32)
-    if array.dtype.kind not in kinds or not len(array) or not np.isfinite(array).all():
-        raise DataError("labels", expected="whole numbers of classes, or finite ones of texts", got=str(array.dtype))
-    told = torch.from_numpy(array.astype(kind))
+    fits = array.dtype.kind in kinds and array.size > 0 and array.ndim > 0
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
+        labels = array.astype(kind) if fits else None
+    if labels is None or not np.isfinite(labels).all():
+        got = f"{array.dtype} {array.shape}" if labels is None else "some that are not finite"
+        raise DataError("labels", expected="whole numbers of classes, or finite ones of texts", got=got)
+    told = torch.from_numpy(labels)
     check_told(told, condition)
     return told
 
@@ -141,32 +148,39 @@ def own_samples(
         texts: what to draw texts from, shape (M, L, D_text). Nobody knows who holds a text, so all do, alike.
         steps: of the solver.
         seed: any integer >= 0.
-        on_progress: told (images there, images in all).
+        on_progress: told (steps taken by all samples, steps in all).
 
     Raises:
         MathError: nobody published who holds the classes.
+        NumericalError: samples that are not finite.
         ShapeError: texts that the experts cannot be told.
         SetupError: no texts for experts that read them.
     """
     texts_digest = None if texts is None else hashlib.sha256(texts.contiguous().numpy().data).hexdigest()
     recipe = [source, steps, seed, condition.model_dump(mode="json"), texts_digest]
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-    specs = {"images": TensorSpec("F32", (_PART, *ensemble.shape)), "expert": TensorSpec("I64", (_PART,))}
-    parts, told = [], []
-    for number in range(-(-num // _PART)):
-        path, samples = folder / f"{key}-{number:05d}.safetensors", range(number * _PART, (number + 1) * _PART)
-        noise, uniform_BS = randomness(samples, ensemble.shape, seed, 2)
-        told_B = _draw_told(condition, texts, uniform_BS[:, 1])
+    part = max(1, min(_PART, _PART_BYTES // (4 * prod(ensemble.shape))))
+    specs = {"images": TensorSpec("F32", (part, *ensemble.shape)), "expert": TensorSpec("I64", (part,))}
+    images, expert_N = torch.empty(num, *ensemble.shape), torch.empty(num, dtype=torch.int64)
+    uniform_N = torch.empty(num, dtype=torch.float64)
+
+    def tell(first: int, taken: int) -> None:
+        on_progress(first * steps + taken * (min(first + part, num) - first), num * steps)
+
+    for number, first in enumerate(range(0, num, part)):
+        path, rows = folder / f"{key}-{number:05d}.safetensors", slice(first, min(first + part, num))
+        noise, uniform_BS = randomness(range(first, first + part), ensemble.shape, seed, 2)
         found = _kept(path, specs)
         if found is None:
-            found = _drawn(ensemble, noise, uniform_BS[:, 0], told_B, steps)
+            told_B = _draw_told(condition, texts, uniform_BS[:, 1])
+            found = _drawn(ensemble, noise, uniform_BS[:, 0], told_B, steps, partial(tell, first))
             folder.mkdir(parents=True, exist_ok=True)
             save_tensors(path, found)
-        parts.append(found)
-        told += [] if told_B is None else [told_B]
-        on_progress(min(num, samples.stop), num)
-    images, expert_N = (torch.cat([part[name] for part in parts])[:num] for name in ("images", "expert"))
-    return Lessons(images, expert_N, torch.cat(told)[:num] if told else None)
+        drawn = ((images, found["images"]), (expert_N, found["expert"]), (uniform_N, uniform_BS[:, 1]))
+        for whole, some in drawn:
+            whole[rows] = some[: rows.stop - first]
+        tell(first, steps)
+    return Lessons(images, expert_N, _draw_told(condition, texts, uniform_N))
 
 
 def _draw_told(condition: Condition, texts: Tensor | None, uniform_B: Tensor) -> Tensor | None:
@@ -184,11 +198,16 @@ def _draw_told(condition: Condition, texts: Tensor | None, uniform_B: Tensor) ->
             choices = texts
     chosen_B = ((uniform_B - drop).clamp(min=0) / (1 - drop) * len(choices)).long().clamp(max=len(choices) - 1)
     nothing = -1 if choices.dim() == 1 else 0
-    return choices[chosen_B].masked_fill((uniform_B < drop).view(-1, *[1] * (choices.dim() - 1)), nothing)
+    return choices[chosen_B].masked_fill_((uniform_B < drop).view(-1, *[1] * (choices.dim() - 1)), nothing)
 
 
 def _drawn(
-    ensemble: Ensemble, noise: Tensor, uniform_B: Tensor, told_B: Tensor | None, steps: int
+    ensemble: Ensemble,
+    noise: Tensor,
+    uniform_B: Tensor,
+    told_B: Tensor | None,
+    steps: int,
+    on_step: Callable[[int], None],
 ) -> dict[str, Tensor]:
     """Draw one sample from each noise, given what it is told."""
     labels = told_B.tolist() if told_B is not None and told_B.dim() == 1 else [-1] * len(noise)
@@ -198,17 +217,18 @@ def _drawn(
     w_BK = one_hot(k_B, prior_BK.shape[1]).to(ensemble.device, torch.float32)
     if told_B is not None:
         told_B = told_B.to(ensemble.device)
-    x_1 = noise.to(ensemble.device) * ensemble.path.sigma(torch.ones(()))
-    with torch.inference_mode():
-        images = integrate(
-            lambda x_B, t_B: mix_velocity(
-                ensemble.experts, x_B, t_B, w_BK.to(x_B), told_B, together=ensemble.chunk_size
-            ),
-            x_1,
-            uniform_times(steps),
-            path=ensemble.path,
-        )
-    return {"images": images.float().cpu().clone(), "expert": k_B}
+    images, times = noise.to(ensemble.device) * ensemble.path.sigma(torch.ones(())), uniform_times(steps)
+
+    def velocity(x_B: Tensor, t_B: Tensor) -> Tensor:
+        return mix_velocity(ensemble.experts, x_B, t_B, w_BK.to(x_B), told_B, together=ensemble.chunk_size)
+
+    with torch.no_grad():
+        for taken, (t, t_next) in enumerate(pairwise(times), start=1):
+            images = heun_step(velocity, images, t, t_next)
+            on_step(taken)
+    if not bool(torch.isfinite(images).all()):
+        raise NumericalError("the ensemble's own samples", expected="finite numbers", got="some that are not")
+    return {"images": images.float().cpu(), "expert": k_B}
 
 
 def _kept(path: Path, specs: dict[str, TensorSpec]) -> dict[str, Tensor] | None:

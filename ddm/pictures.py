@@ -31,8 +31,6 @@ def to_pixels(images: "Tensor") -> np.ndarray:
     """
     if images.dim() == 5:  # (N, C, D, H, W)
         images = images[:, :, images.shape[2] // 2]
-    if images.ndim == 5:
-        images = images[:, :, images.shape[2] // 2]
     array = ((images.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
     if array.shape[-1] not in (1, 3):
         raise SetupError("pictures", expected="1 or 3 channels", got=f"{array.shape[-1]}", remedy="Write .npz instead.")

@@ -7,6 +7,7 @@ import torch
 from pydantic import Field, model_validator
 
 from ddm.ensemble import Ensemble
+from ddm.errors import DigestError
 from ddm.files import read_bounded, require_file
 from ddm.guidance import Given
 from ddm.latents import open_latent
@@ -77,9 +78,10 @@ class Student(Document):
         path: how samples become noise.
         t_distribution: of the training times.
         training: the recipe.
+        base: digest of the public expert's weights that it started from; None for random ones.
         loss: mean squared distance from the teacher's answers per value, averaged over about the last hundred steps.
         seconds: time spent training, over all restarts.
-        file: its weights.
+        file: its weights, whatever they are called.
     """
 
     format: Literal["archipelago/student/1"] = "archipelago/student/1"
@@ -94,6 +96,7 @@ class Student(Document):
     path: Literal["linear", "cosine_vp"]
     t_distribution: TDistribution
     training: Training
+    base: Digest | None = None
     loss: float
     seconds: float
     file: File
@@ -120,20 +123,28 @@ def load_student(weights: Path | str, *, device: torch.device | str = "cpu") -> 
         device: where it shall compute.
 
     Raises:
-        MissingFileError: there is no record.
+        MissingFileError: there are no weights, no record, or no autoencoder.
         DocumentError: the record is not one.
         DigestError: the weights, or the autoencoder's, are not those that it names.
+        ShapeError: it describes a network that cannot be.
         TensorFileError: the weights are not what its architecture implies.
     """
-    weights = Path(weights)
+    weights = require_file(Path(weights), "a student's weights")
     path = require_file(weights.with_suffix(RECORD_SUFFIX), "a student's record")
     record = Student.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name)
     shape, latent = record.latent.shape(record.data.shape), record.latent
-    # Found beside the record, whatever they were called when it was written: the digests say whether it is these.
+    # Found beside the record, whatever they are called: the digests say whether it is these.
     file = record.file.model_copy(update={"path": weights.name})
     if isinstance(latent, AutoencoderKlLatent):
-        latent = latent.model_copy(update={"path": autoencoder_beside(weights).name})
-    expert = load_expert(record.architecture, shape, weights.parent, file, record.condition).to(device)
+        beside = require_file(autoencoder_beside(weights), "a student's autoencoder")
+        latent = latent.model_copy(update={"path": beside.name})
+    try:
+        expert = load_expert(record.architecture, shape, weights.parent, file, record.condition).to(device)
+        decoder = open_latent(latent, record.data.shape, record.autoencoder, weights.parent)
+    except DigestError as error:  # nobody signed or published these, so the error's own remedy would mislead
+        expected, got = f"the file that {path.name} names", "another"
+        remedy = "Bring back the files that ddm distill wrote together, or distil again."
+        raise DigestError(error.subject, expected=expected, got=got, remedy=remedy) from error
     alone = Ensemble(
         [expert],
         None,
@@ -144,6 +155,6 @@ def load_student(weights: Path | str, *, device: torch.device | str = "cpu") -> 
         device=device,
         condition=record.condition,
         given_class=lambda label: Given([1.0]),
-        latent=open_latent(latent, record.data.shape, record.autoencoder, weights.parent),
+        latent=decoder,
     )
     return record, alone

@@ -18,7 +18,7 @@ def encoded(text: str, folder: Path, condition: Condition) -> Asked:
         condition: the plan's.
 
     Raises:
-        SetupError: these experts are told no texts, or the plan pins no encoder.
+        SetupError: these experts are told no texts, the plan pins no encoder, or nothing is left of the text.
         MissingFileError, DigestError: the folder holds another encoder.
     """
     if not isinstance(condition, TextCondition):
@@ -29,7 +29,10 @@ def encoded(text: str, folder: Path, condition: Condition) -> Asked:
     encoder = TextEncoder.open(folder, condition)
     if encoder.num_cut([text]):
         say(f"The text is longer than {condition.max_tokens} tokens; what is beyond is cut off.")
-    return encoder.encode([text])[0]
+    vectors = encoder.encode([text])[0]
+    if not vectors.any():  # experts would be told that there is no text
+        raise SetupError("--text", expected="words that the encoder has tokens for", got="none that it has")
+    return vectors
 
 
 def holders_of(ensemble: Ensemble, asked: Asked | None, declared: list[float] | None) -> list[float] | None:

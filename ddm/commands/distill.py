@@ -1,8 +1,14 @@
 """The command `ddm distill`: one dense student from a verified release, resumable, and a record of its origin."""
 
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from shlex import quote
+from threading import Event
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,18 +24,21 @@ from ddm.commands.options import (
 )
 from ddm.console import human_seconds, progress, say
 from ddm.errors import DataError, SetupError
+from ddm.files import locked
 from ddm.protocol.plan import Architecture, AutoencoderKlLatent, Condition, NoCondition, TextCondition
 from ddm.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from ddm.ensemble import Ensemble
     from ddm.lessons import Lessons
+    from ddm.protocol.base import File
     from ddm.protocol.plan import Training
     from ddm.release import Release
     from ddm.student import GivenImages, OwnSamples, Source
     from ddm.training import Trained
 
 _DEFAULT_NUM = 4096
+_MOST = 2**53 - 1  # beyond, the record has no way to write it
 _WORK_SUFFIX, _SAMPLES, _CHECKPOINTS = ".work", "samples", "checkpoints"
 
 
@@ -54,12 +63,12 @@ Texts = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Texts that own samples are told, npz; for experts that read them.")
 ]
 Teacher = Annotated[TeacherName | None, typer.Option(help="Default: label without --data, drawn with it.")]
-Num = Annotated[int | None, typer.Option(min=1, help=f"How many own samples; default {_DEFAULT_NUM}.")]
+Num = Annotated[int | None, typer.Option(min=1, max=_MOST, help=f"How many own samples; default {_DEFAULT_NUM}.")]
 Unconditional = Annotated[bool, typer.Option("--unconditional", help="A student of no condition, as experts are not.")]
 ArchitectureFile = Annotated[
     Path | None, typer.Option("--architecture", metavar="FILE", help="TOML; default: the experts' architecture.")
 ]
-Steps = Annotated[int | None, typer.Option(min=1, help="Training steps; default: as an expert.")]
+Steps = Annotated[int | None, typer.Option(min=1, max=_MOST, help="Training steps; default: as an expert.")]
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,13 @@ class _Wanted:
         """Where samples and checkpoints are kept."""
         return self.out.with_suffix(_WORK_SUFFIX)
 
+    @property
+    def base(self) -> "File | None":
+        """The public expert that the experts started from, and so the student where it is built and told alike."""
+        plan = self.opened.plan
+        alike = (self.network, self.condition) == (plan.expert.architecture, plan.condition)
+        return plan.file(plan.expert.base) if plan.expert.base and alike else None
+
 
 def distill(
     release: ReleaseArgument,
@@ -92,14 +108,15 @@ def distill(
     unconditional: Unconditional = False,
     architecture: ArchitectureFile = None,
     steps: Steps = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, samples and steps.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=_MOST, help="Of weights, samples and steps.")] = 0,
     state: StateOption = None,
     silo_key: SiloKeyOption = None,
     archived: ArchivedOption = False,
 ) -> None:
     """Train one dense student on an ensemble's answers; verifies first."""
-    if out.suffix != ".safetensors":
-        raise SetupError("--out", expected="a file name that ends in .safetensors", got=out.name)
+    if out.suffix != ".safetensors" or out.is_dir():
+        got = f"the folder {out.name}" if out.is_dir() else out.name
+        raise SetupError("--out", expected="a file name that ends in .safetensors", got=got)
     if data and (num or texts):
         raise SetupError("--num" if num else "--texts", expected="no --data with it", got="both")
     chosen = teacher or (TeacherName.DRAWN if data else TeacherName.LABEL)
@@ -121,15 +138,17 @@ def distill(
 
     ensemble = load_ensemble(opened, device="cuda" if torch.cuda.is_available() else "cpu")
     wanted = _Wanted(opened, ensemble, _source(opened), chosen, condition, network, training, out)
-    lessons, images = _given(wanted, data) if data else _own(wanted, num or _DEFAULT_NUM, texts)
-    trained = _trained(wanted, lessons)
-    _keep(wanted, trained, images)
+    wanted.work.mkdir(parents=True, exist_ok=True)
+    with locked(wanted.work, "distillation"):
+        lessons, images = _given(wanted, data) if data else _own(wanted, num or _DEFAULT_NUM, texts)
+        trained = _trained(wanted, lessons)
+        _keep(wanted, trained, images)
     say(
         f"Student in {out}: {len(lessons.images)} images, teacher {chosen.value}, {training.num_steps} steps in "
         f"{human_seconds(trained.seconds)}, loss {trained.loss:.4f}. From {wanted.source.plan_id}, version "
         f"{wanted.source.version}, manifest {wanted.source.manifest}."
     )
-    say(f"Sample from it: ddm sample-student {out} --num 16 --out student.png")
+    say(f"Sample from it: ddm sample-student {quote(str(out))} --num 16 --out student.png")
     warn_if_expired(opened)
 
 
@@ -187,22 +206,55 @@ def _given(wanted: _Wanted, data: Path) -> "tuple[Lessons, GivenImages]":
 
 def _trained(wanted: _Wanted, lessons: "Lessons") -> "Trained":
     from ddm.distillation import distill as train_student
-    from ddm.models import build_expert
+    from ddm.models import build_expert, load_expert
 
     plan = wanted.opened.plan
-    with progress("training the student") as tell:
-        return train_student(
-            wanted.ensemble,
-            build_expert(wanted.network, plan.expert_shape, condition=wanted.condition, seed=wanted.training.seed),
-            lessons,
-            wanted.training,
-            teacher=wanted.teacher.value,
-            source=wanted.source.manifest,
-            checkpoint_dir=wanted.work / _CHECKPOINTS,
-            on_progress=lambda told: tell(told.step, told.num_steps),
-            should_stop=lambda: False,
-            t_distribution=plan.t_distribution,
-        )
+    network, shape, condition = wanted.network, plan.expert_shape, wanted.condition
+    if wanted.base:
+        student = load_expert(network, shape, wanted.opened.folder, wanted.base, condition).requires_grad_(True)
+    else:
+        student = build_expert(network, shape, condition=condition, seed=wanted.training.seed)
+    try:
+        with progress("training the student") as tell, _stopping() as should_stop:
+            return train_student(
+                wanted.ensemble,
+                student,
+                lessons,
+                wanted.training,
+                teacher=wanted.teacher.value,
+                source=wanted.source.manifest,
+                checkpoint_dir=wanted.work / _CHECKPOINTS,
+                on_progress=lambda told: tell(told.step, told.num_steps),
+                should_stop=should_stop,
+                t_distribution=plan.t_distribution,
+            )
+    except SetupError as error:  # on an engine that asks for nothing, only the checkpoints can be refused
+        remedy = f"Give the flags of that run, or another --out, or remove {wanted.work.name}."
+        expected, got = "checkpoints of this release, these flags and images", "checkpoints of another run"
+        raise SetupError(f"checkpoints in {wanted.work.name}", expected=expected, got=got, remedy=remedy) from error
+
+
+@contextmanager
+def _stopping() -> Iterator[Callable[[], bool]]:
+    """Yield whether a signal has asked to stop, so that a checkpoint is written first; a second one stops at once."""
+    stop = Event()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        stop.set()
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in handlers.items() if callable(handler)}  # others are ignored
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield stop.is_set
+    finally:
+        restore()
 
 
 def _keep(wanted: _Wanted, trained: "Trained", images: "OwnSamples | GivenImages") -> None:
@@ -229,8 +281,9 @@ def _keep(wanted: _Wanted, trained: "Trained", images: "OwnSamples | GivenImages
         path=plan.objective.path,
         t_distribution=plan.t_distribution,
         training=wanted.training,
+        base=wanted.base.digest if wanted.base else None,
         loss=trained.loss,
         seconds=trained.seconds,
-        file=File.of(out.name, out),
+        file=File.of("student.safetensors", out),
     )
     write_atomic(out.with_suffix(RECORD_SUFFIX), record.encode())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.checkpoints import Checkpoints
-from ddm.errors import NumericalError
+from ddm.errors import NumericalError, SetupError
 from ddm.protocol.plan import Training
 from ddm.schedule import Path, Prediction, velocity, x_t
 from ddm.training.batches import Batch, Teach
@@ -104,7 +104,7 @@ class State:
         """
         loss = float(self.machine.total(self.loss))
         if not np.isfinite(loss):
-            remedy = "Ask the aggregator for a plan with a smaller learning rate, or with precision fp32."
+            remedy = "Use a smaller learning rate or precision fp32; a silo asks the aggregator for such a plan."
             raise NumericalError(f"loss at step {self.step}", expected="a finite number", got=str(loss), remedy=remedy)
         return loss
 
@@ -139,8 +139,19 @@ class State:
             checkpoints.save(tensors, step=self.step, loss=loss, seconds=self.seconds)
 
     def restore(self, checkpoints: Checkpoints) -> None:
-        """Continue from the last whole checkpoint, if there is one; however many processes wrote it."""
+        """Continue from the last whole checkpoint, if there is one; however many processes wrote it.
+
+        Raises:
+            SetupError: it belongs to another run, or not all processes found the same one.
+        """
         found = checkpoints.load(self.tensors())
+        step = found[0].step if found else 0
+        if (
+            self.machine.total(torch.tensor(float(step), device=self.machine.device))
+            != step * self.machine.num_processes
+        ):
+            remedy = "Let all processes see the same folder of checkpoints."
+            raise SetupError("checkpoints", expected="the same in every process", got="others", remedy=remedy)
         if found is None:
             return
         record, tensors = found

@@ -212,7 +212,7 @@ def test_labels_are_read_as_the_condition_says_and_refused_otherwise(tmp_path: P
     assert read_told(saved(labels=np.array([1, -1, 0], np.int32)), CONDITION).tolist() == [1, -1, 0]
     texts = TextCondition(dim=3, max_tokens=2)
     assert read_told(saved(labels=np.ones((4, 2, 3))), texts).dtype == torch.float32
-    for wrong in (np.array([0.5]), np.array([], np.int64)):
+    for wrong in (np.array([0.5]), np.array([], np.int64), np.int64(1)):
         with pytest.raises(DataError, match="labels"):
             read_told(saved(labels=wrong), CONDITION)
     with pytest.raises(ShapeError, match="classes"):
@@ -220,8 +220,9 @@ def test_labels_are_read_as_the_condition_says_and_refused_otherwise(tmp_path: P
     for shape in ((4, 3, 3), (4, 2, 5), (4, 6)):
         with pytest.raises(ShapeError, match="text"):
             read_told(saved(labels=np.ones(shape)), texts)
-    with pytest.raises(DataError, match="labels"):
-        read_told(saved(labels=np.full((1, 2, 3), np.nan)), texts)
+    for number in (np.nan, 1e300):  # the latter becomes infinite in single precision
+        with pytest.raises(DataError, match="labels"):
+            read_told(saved(labels=np.full((1, 2, 3), number)), texts)
     with pytest.raises(DataError, match="labels"):
         read_told(saved(images=np.ones(3)), CONDITION)
     with pytest.raises(ShapeError, match="conditions"):

@@ -4,27 +4,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ddm.cli import app
+from ddm.artifact import on_path
 from ddm.clustering import Clusters
-from ddm.console import run_app
 from ddm.distillation import Teacher, distill, teaching
 from ddm.ensemble import Ensemble
-from ddm.errors import DataError, DigestError, MathError, SetupError, ShapeError
+from ddm.errors import DataError, MathError, NumericalError, SetupError, ShapeError
 from ddm.lessons import Lessons, by_cluster, own_samples
 from ddm.plan_files import PlanFiles
-from ddm.protocol.base import File, sha256_hex
+from ddm.protocol.base import File
 from ddm.protocol.manifest import PublishedExpert
-from ddm.protocol.plan import Training
-from ddm.schedule import LinearPath, velocity, x_t
-from ddm.student import Student, load_student
+from ddm.protocol.plan import ExpertObjective, Training
+from ddm.schedule import LinearPath, PathName, Velocity, path_named, velocity, x_t
 from ddm.training import Batch, Engine, Trained
-from tests.conftest import Published
 from tests.ddm.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
+from tests.ddm.test_objectives import LEARNED, exact_expert
 
 # Shape legend: B batch, K experts, N images, D dimensions, F test functions.
 
@@ -149,6 +146,36 @@ def test_a_teachers_answer_is_shown_at_the_same_x_t_and_as_its_velocity() -> Non
         velocity(LinearPath(), shown.x_0, shown.eps, shown.t_B), MIXTURE.velocity(x_B, batch.t_B), atol=1e-4
     )
     assert not torch.allclose(shown.x_0, batch.x_0, atol=0.1)
+
+
+@pytest.mark.parametrize("learned", LEARNED, ids=lambda learned: f"{learned.path}-{learned.prediction}")
+@pytest.mark.parametrize("canonical", ["linear", "cosine_vp"])
+def test_label_teachers_answer_is_its_experts_velocity_whatever_the_expert_learned(
+    canonical: PathName, learned: ExpertObjective
+) -> None:
+    path, mixture = path_named(canonical), four_silos(path_named(canonical))
+    experts = [on_path(exact_expert(k, learned), learned, path) for k in range(4)]
+    x_ND = MIXTURE.draw(600, 0)
+    lessons = Lessons(x_ND, MIXTURE.silo_of(x_ND))
+    batch = batch_of(lessons)
+    batch = replace(batch, eps=batch.eps.double(), t_B=(0.05 + 0.9 * batch.t_B).double())
+    x_BD = x_t(path, batch.x_0, batch.eps, batch.t_B)
+    assert lessons.expert_N is not None
+    exact_BD = torch.empty_like(x_BD)
+    for k in range(4):
+        rows = lessons.expert_N == k
+        exact_BD[rows] = mixture.expert(k)(x_BD[rows], batch.t_B[rows])
+
+    def found(of: list[Velocity]) -> Tensor:
+        ensemble = Ensemble(of, None, MIXTURE.prior_K, shape=(2,), path=path)
+        shown = teaching(ensemble, lessons, "label", source="test")(batch)
+        assert torch.allclose(x_t(path, shown.x_0, shown.eps, shown.t_B), x_BD)
+        return velocity(path, shown.x_0, shown.eps, shown.t_B)
+
+    torch.testing.assert_close(found(experts), exact_BD, atol=1e-10, rtol=1e-8)
+    assert not torch.allclose(found([*experts[1:], experts[0]]), exact_BD, atol=0.1), "each its own expert"
+    if (learned.path, learned.prediction) != (canonical, "velocity"):
+        assert not torch.allclose(found([exact_expert(k, learned) for k in range(4)]), exact_BD, atol=0.1)
 
 
 def standard_scores(difference_BD: Tensor, x_BD: Tensor, t_B: Tensor) -> Tensor:
@@ -293,6 +320,28 @@ def test_own_samples_that_are_damaged_on_disk_are_drawn_again(tmp_path: Path) ->
     assert torch.equal(first.images, drawn_from(ensemble_of(), tmp_path).images)
 
 
+def test_own_samples_tell_of_every_step_and_those_that_are_not_finite_are_not_kept(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    own_samples(ensemble_of(), 300, tmp_path, source="a", steps=3, on_progress=lambda *pair: told.append(pair))
+    assert [done for done, _ in told] == [256, 512, 768, 768, 812, 856, 900, 900]
+    assert {total for _, total in told} == {900}
+    wild = replace(ensemble_of(), experts=[lambda x_B, t_B: x_B / 0] * 4)
+    with pytest.raises(NumericalError, match="own samples"):
+        own_samples(wild, 5, tmp_path / "wild", source="a", steps=3, on_progress=lambda done, total: None)
+    assert not (tmp_path / "wild").exists()
+
+
+def test_own_samples_of_large_shapes_are_drawn_and_kept_few_at_a_time_and_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = drawn_from(ensemble_of(), tmp_path / "one", num=40)
+    monkeypatch.setattr("ddm.lessons._PART_BYTES", 8 * 16)  # of 16 points in the plane
+    again = drawn_from(ensemble_of(), tmp_path / "few", num=40)
+    assert (len(list((tmp_path / "one").iterdir())), len(list((tmp_path / "few").iterdir()))) == (1, 3)
+    torch.testing.assert_close(again.images, first.images)
+    assert torch.equal(again.expert_N, first.expert_N)
+
+
 class Pixels:
     """An encoder whose features are the values themselves."""
 
@@ -324,63 +373,3 @@ def test_public_images_belong_to_experts_of_their_cluster_by_their_priors_or_to_
         by_cluster(images, files, published_experts(0, None, 1), seed=0)
     with pytest.raises(DataError):
         by_cluster(images[6000:], files, published_experts(0, 1, 1), seed=0)
-
-
-def command(*words: object) -> int:
-    """Run `ddm` with these words; return its exit code."""
-    with pytest.raises(SystemExit) as done:
-        run_app(app, [str(word) for word in words])
-    return int(done.value.code or 0)
-
-
-def distilled(published: Published, out: Path, *more: object) -> int:
-    return command(
-        "distill", published.release, "--root", published.root, "--state", out.parent / "state", "--out", out, *more
-    )
-
-
-def test_command_leaves_a_student_that_names_its_release_and_can_be_sampled_from(
-    published: Published, tmp_path: Path
-) -> None:
-    out = tmp_path / "student.safetensors"
-    assert distilled(published, out, "--num", 20, "--steps", 4) == 0
-    record, student = load_student(out)
-    manifest = next(published.release.glob("targets/*/manifest.json")).read_bytes()
-    assert record.source.manifest == sha256_hex(manifest)
-    assert record.source.root == sha256_hex(published.root.read_bytes())
-    assert (record.images.num, record.teacher, record.training.num_steps) == (20, "label", 4)
-    assert student.sample(3, steps=2).images.shape == (3, 1, 4, 4)
-    before = out.read_bytes()
-    assert distilled(published, out, "--num", 20, "--steps", 4) == 0
-    assert out.read_bytes() == before
-    weights = bytearray(before)
-    weights[-1] ^= 1
-    out.write_bytes(weights)
-    with pytest.raises(DigestError):
-        load_student(out)
-
-
-def test_command_distils_at_given_images_into_another_architecture(published: Published, tmp_path: Path) -> None:
-    out, images = tmp_path / "student.safetensors", tmp_path / "public.npz"
-    np.savez(images, images=np.random.default_rng(0).uniform(-1, 1, (30, 1, 4, 4)).astype(np.float32))
-    toml = tmp_path / "wide.toml"
-    toml.write_text('[architecture]\nkind = "dit"\npatch = 2\nhidden = 24\ndepth = 2\nheads = 2\n')
-    assert distilled(published, out, "--data", images, "--architecture", toml, "--steps", 3) == 0
-    record = Student.parse(out.with_suffix(".json").read_bytes(), subject="record")
-    assert record.images.model_dump() == {"kind": "given_images", "num": 30, "digest": sha256_hex(images.read_bytes())}
-    assert (record.teacher, record.architecture.hidden) == ("drawn", 24)  # type: ignore[union-attr]
-    assert load_student(out)[1].sample(1, steps=2).images.shape == (1, 1, 4, 4)
-
-
-def test_command_refuses_a_release_that_was_tampered_with_and_flags_that_do_not_go_together(
-    published: Published, tmp_path: Path
-) -> None:
-    out = tmp_path / "student.safetensors"
-    assert distilled(published, out, "--num", 5, "--data", "public.npz") == SetupError.exit_code
-    assert distilled(published, tmp_path / "student", "--num", 5) == SetupError.exit_code
-    expert = next(published.release.glob("targets/*/silos/*/experts/*/expert.safetensors"))
-    data = bytearray(expert.read_bytes())
-    data[-1] ^= 1
-    expert.write_bytes(data)
-    assert distilled(published, out, "--num", 20, "--steps", 4) == DigestError.exit_code
-    assert not out.with_suffix(".json").exists()

@@ -1,6 +1,10 @@
 """A student of a published release whose experts work on latents and know classes: made, loaded, and sampled from."""
 
+import os
 import shutil
+import signal
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +13,28 @@ import torch
 
 from ddm import Ensemble, load_student
 from ddm.cli import app
-from ddm.console import run_app
-from ddm.errors import DataError, DigestError, DocumentError, MathError, SetupError, TensorFileError
+from ddm.commands.distill import _stopping
+from ddm.console import EXIT_TERMINATED, run_app
+from ddm.errors import DataError, DigestError, DocumentError, MathError, MissingFileError, SetupError, ShapeError
 from ddm.latents import build_autoencoder
+from ddm.models import build_expert
+from ddm.protocol.base import File
 from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.plan import AutoencoderKlLatent, ClassCondition, NoCondition
-from ddm.student import RECORD_SUFFIX, autoencoder_beside
+from ddm.protocol.plan import (
+    AutoencoderKlLatent,
+    ClassCondition,
+    DataSpec,
+    Dit,
+    NoCondition,
+    TextCondition,
+    Training,
+    UniformT,
+)
+from ddm.student import RECORD_SUFFIX, OwnSamples, Source, Student, autoencoder_beside
 from ddm.tensors import save_tensors
+from ddm.text import TextEncoder, pin
 from tests.federation import TinyFederation, recipe
+from tests.text_encoders import network, save
 
 SIZE = AutoencoderSize(channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4)
 PIXELS, SEEN = (1, 4, 4), (3, 2, 2)
@@ -125,6 +143,91 @@ def test_command_draws_from_a_student_and_says_where_it_comes_from(
         assert command("sample-student", *asked, "--out", tmp_path / "d.npz", *lone) == SetupError.exit_code
 
 
+def told_texts(folder: Path) -> Path:
+    """A student that reads texts, its weights random; the encoder that its record pins is made in `folder`."""
+    condition = pin(save(folder / "tiny-t5", network("T5EncoderModel")), max_tokens=6, drop=0.1)
+    expert = build_expert(Dit.model_validate(ARCHITECTURE), PIXELS, condition=condition, seed=1)
+    random = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(value.shape, generator=random) / 5 for name, value in expert.state_dict().items()}
+    weights = folder / "reader.safetensors"
+    save_tensors(weights, state)
+    record = Student(
+        source=Source(plan_id="tiny-00000000", version=1, manifest="0" * 64, root="0" * 64),
+        images=OwnSamples(num=1, seed=0),
+        teacher="label",
+        data=DataSpec(shape=PIXELS, range=(-1.0, 1.0)),
+        condition=condition,
+        architecture=Dit.model_validate(ARCHITECTURE),
+        path="linear",
+        t_distribution=UniformT(),
+        training=Training.model_validate(TRAINING),
+        loss=0.0,
+        seconds=0.0,
+        file=File.of("student.safetensors", weights),
+    )
+    weights.with_suffix(RECORD_SUFFIX).write_bytes(record.encode())
+    return weights
+
+
+def test_command_tells_a_student_the_prompt_through_the_pinned_encoder_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, out = told_texts(tmp_path), tmp_path / "a.npz"
+    asked = (weights, "--num", 3, "--steps", 2, "--out", out)
+    reading = ("--text-encoder", tmp_path / "tiny-t5", "--guidance", 2)
+    record, alone = load_student(weights)
+    assert isinstance(record.condition, TextCondition)
+    encoder = TextEncoder.open(tmp_path / "tiny-t5", record.condition)
+    found = {}
+    for prompt in ("bright left", "dark right"):
+        assert command("sample-student", *asked, "--text", prompt, *reading) == 0
+        with np.load(out) as drawn:
+            found[prompt] = drawn["images"]
+        text = encoder.encode([prompt])[0]
+        images = alone.sample(3, steps=2, condition=text, guidance=2).images
+        assert np.array_equal(found[prompt], images.clamp(-1, 1).numpy())
+    assert not np.allclose(*found.values(), atol=1e-3)
+    assert command("sample-student", *asked, "--text", "bright left", *reading, "--class", 1) == SetupError.exit_code
+    assert command("sample-student", *asked, "--class", 1) == ShapeError.exit_code
+    save(tmp_path / "other", network("T5EncoderModel", seed=1))
+    other = ("--text", "bright left", "--text-encoder", tmp_path / "other")
+    assert command("sample-student", *asked, *other) == DigestError.exit_code
+    assert "the file that the plan pins" in capsys.readouterr().err
+
+
+class Interrupting(StringIO):
+    """Standard output on which training, as soon as it tells of itself, is asked to end."""
+
+    def write(self, text: str) -> int:
+        if "training" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(text)
+
+
+def test_signal_ends_training_with_a_checkpoint_of_the_step_where_it_came(
+    made: Path, tiny: TinyFederation, tmp_path: Path
+) -> None:
+    out = tmp_path / "student.safetensors"
+    before = signal.getsignal(signal.SIGTERM)
+    with redirect_stdout(Interrupting()):
+        assert distil(tiny, out, "--num", 40) == EXIT_TERMINATED
+    assert signal.getsignal(signal.SIGTERM) is before
+    steps = sorted(path.stem for path in out.with_suffix(".work").glob("checkpoints/*.json"))
+    assert steps[-1] == "step-0000000010", "told of itself at step 10, between the plan's checkpoints at 8 and 12"
+    assert not out.exists()
+    assert distil(tiny, out, "--num", 40) == 0
+    assert out.read_bytes() == made.read_bytes()
+
+
+def test_second_signal_does_not_wait_for_the_step_to_end() -> None:
+    with _stopping() as asked:
+        assert not asked()
+        signal.raise_signal(signal.SIGINT)
+        assert asked()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
 def test_given_images_are_encoded_and_told_their_classes(tiny: TinyFederation, tmp_path: Path) -> None:
     images = np.random.default_rng(0).uniform(-1, 1, (30, *PIXELS)).astype(np.float32)
     data, out = tmp_path / "public.npz", tmp_path / "student.safetensors"
@@ -158,7 +261,7 @@ def test_student_with_another_or_no_autoencoder_or_a_record_without_is_refused(s
     with pytest.raises(DigestError, match="autoencoder"):
         load_student(student)
     beside.unlink()
-    with pytest.raises(TensorFileError, match="autoencoder"):
+    with pytest.raises(MissingFileError, match="autoencoder"):
         load_student(student)
     start = text.index(b'"autoencoder":{')
     record.write_bytes(text[:start] + b'"autoencoder":null' + text[text.index(b"}", start) + 1 :])

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from ddm import Ensemble
+from ddm.cli import app
+from ddm.console import run_app
 from ddm.errors import MathError
 from ddm.models import build_expert
 from ddm.protocol.plan import Dit, Training, UniformT
 from ddm.release import open_release
 from ddm.schedule import CosinePath, LinearPath, as_velocity
+from ddm.student import load_student
 from ddm.tensors import load_tensors, save_tensors
 from ddm.training import train
 from tests.federation import TinyFederation, images, recipe
@@ -113,3 +116,17 @@ def test_experts_adapted_from_a_public_one_are_published_whole(tmp_path: Path) -
         assert set(weights) == set(base) and bool(change.any())
         assert int(torch.linalg.matrix_rank(change, rtol=1e-4)) <= 2
     assert torch.isfinite(Ensemble.open(tmp_path / "release", root=tiny.root).sample(4, steps=2).images).all()
+
+    wide = tmp_path / "wide.toml"
+    wide.write_text('[architecture]\nkind = "dit"\npatch = 2\nhidden = 24\ndepth = 1\nheads = 2\n')
+    start = release.plan.file(release.plan.expert.base or "").digest
+    for name, more, expected in (("like", (), start), ("wide", ("--architecture", str(wide)), None)):
+        out = tmp_path / f"{name}.safetensors"
+        words = ["distill", str(tmp_path / "release"), "--root", str(tiny.root), "--out", str(out), *more]
+        with pytest.raises(SystemExit) as done:
+            run_app(app, [*words, "--num", "16", "--steps", "1"])
+        assert not done.value.code
+        assert load_student(out)[0].base == expected, "a student that is built alike starts where the experts did"
+    weights = load_tensors(tmp_path / "like.safetensors", None, max_bytes=2**20)
+    moved = max(float((weights[name] - base[name]).abs().max()) for name in base)
+    assert 0 < moved < 0.02, "one step of training away"
