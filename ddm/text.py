@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.encoders.timm import import_torchvision
-from ddm.errors import DigestError, NumericalError, SetupError, ShapeError
+from ddm.errors import ArchipelagoError, DigestError, NumericalError, SetupError, ShapeError
 from ddm.files import read_bounded, require_file
 from ddm.protocol.base import File, sha256_file, sha256_hex
 from ddm.protocol.plan import PinnedEncoder, TextCondition
@@ -28,6 +28,7 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 BLOCK = 64
 _MAX_SMALL_BYTES = 64 * 1024**2  # of configuration and tokenizer
 _MAX_WEIGHT_BYTES = 64 * 1024**3  # of one file
+_PADDED = {torch.float32: 1e-4, torch.bfloat16: 0.1}  # most that rounding changes vectors by when a text is padded
 _SHARD = re.compile(r"model-[0-9]{5}-of-([0-9]{5})\.safetensors")
 
 
@@ -38,13 +39,20 @@ class TextEncoder:
         net: answers `last_hidden_state`, shape (B, L, D).
         tokenizer: of the tokenizers library; cuts off what is too long.
         max_tokens: L.
+
+    Raises:
+        SetupError: a text's vectors change when it is padded: they would depend on the texts beside it.
     """
 
     def __init__(self, net: nn.Module, tokenizer: Any, max_tokens: int) -> None:
         self.net = net.eval().requires_grad_(False)
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.dim = self._hidden([[0] * max_tokens]).shape[2]
+        alone_LD, beside_LD = self._hidden([[0]])[0], self._hidden([[0], [0] * max_tokens])[0]
+        self.dim = alone_LD.shape[1]
+        apart = _PADDED[next(self.net.parameters()).dtype] * alone_LD.abs().max()
+        if (alone_LD - beside_LD[:1]).abs().max() > apart:
+            raise SetupError("text encoder", expected="one that reads no padding", got="a network that minds it")
 
     @classmethod
     def open(cls, folder: Path | str, condition: TextCondition) -> "TextEncoder":
@@ -55,7 +63,7 @@ class TextEncoder:
             condition: the plan's.
 
         Raises:
-            SetupError: the plan pins none, or transformers cannot build it.
+            SetupError: the plan pins none, transformers cannot build it, or its vectors change when a text is padded.
             MissingFileError: a pinned file is not in the folder.
             DigestError: a file is not the pinned one.
             TensorFileError: weights that are no safetensors, or not finite.
@@ -160,7 +168,10 @@ def check_files(folder: Path, pinned: PinnedEncoder) -> None:
 
 
 def _pinned_file(folder: Path, name: str) -> File:
-    return File.of(name, require_file(folder / name, "a file of a text encoder"))
+    path = require_file(folder / name, "a file of a text encoder")
+    if not path.stat().st_size:
+        raise SetupError(f"text encoder, {name}", expected="a file that was copied whole", got="an empty one")
+    return File.of(name, path)
 
 
 def _weights(folder: Path) -> list[str]:
@@ -213,40 +224,66 @@ def _open(folder: Path, pinned: PinnedEncoder, max_tokens: int) -> TextEncoder:
         with _quiet():
             net, tokenizer = _network(json.loads(small[CONFIG]), weights), _tokenizer(small[TOKENIZER], max_tokens)
             return TextEncoder(net, tokenizer, max_tokens)
+    except ArchipelagoError:
+        raise
     except ImportError as error:
         remedy = "Install it: pip install 'archipelago[text]'."
         expected = "transformers installed, with all that this network needs"
         raise SetupError("texts", expected=expected, got=str(error)[:200], remedy=remedy) from error
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+    except Exception as error:  # whatever settings that fit no network make transformers and torch raise
         raise SetupError(
             f"text encoder {pinned.name}",
             expected=f"a network of transformers that reads {max_tokens} tokens, its weights whole",
-            got=f"{type(error).__name__}: {error}"[:200],
+            got=" ".join(f"{type(error).__name__}: {error}".split())[:200],
         ) from error
 
 
 def _network(settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
     """Build the part of a network that reads texts, from settings and weights alone."""
-    from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding
-
-    settings.pop("auto_map", None)  # code that lies beside the weights is not run
-    config = type(AutoConfig.for_model(settings["model_type"])).from_dict(settings)
-    config = getattr(config, "text_config", config)  # CLIP and others have a tower for each kind of input
+    config, kind = _tower(settings)
+    if settings.get("quantization_config") or getattr(config, "quantization_config", None):
+        raise ValueError("its weights are quantized")  # to be read by code that transformers fetches, or not at all
     config.use_cache = False
-    with torch.device("meta"):
-        try:
-            kind = type(AutoModelForTextEncoding.from_config(config, trust_remote_code=False))
-        except ValueError:  # not among those that transformers lists as encoders of texts, as a language model
-            if config.is_encoder_decoder:
-                raise
-            kind = type(AutoModel.from_config(config, trust_remote_code=False))
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # T5 overflows in float16
     options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     net: nn.Module
     net, found = kind.from_pretrained(None, config=config, state_dict=weights, **options)
-    if lost := [*found["missing_keys"], *found["mismatched_keys"], *found["error_msgs"]]:
+    # A pooler sums the vectors up, which nobody asks for; many published files are without.
+    missing = [name for name in found["missing_keys"] if not name.startswith("pooler.")]
+    if lost := [*missing, *found["mismatched_keys"], *found["error_msgs"]]:
         raise ValueError(f"{len(lost)} weights are missing or of another shape")
     return net
+
+
+def _tower(settings: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the configuration and the class of what reads texts.
+
+    CLIP and others have a tower for each kind of input; the others are not even configured. For among settings there
+    may be the name of another network, as a backbone, which transformers would look up and download.
+    """
+    from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING, AutoConfig
+
+    found = _config_class(settings)
+    if "text_config" in found.sub_configs:
+        settings, found = settings.get("text_config") or {}, found.sub_configs["text_config"]
+        found = _config_class(settings) if found is AutoConfig else found
+    encodes = found in MODEL_FOR_TEXT_ENCODING_MAPPING
+    kind: Any = (MODEL_FOR_TEXT_ENCODING_MAPPING if encodes else MODEL_MAPPING).get(found, None)
+    kind = kind[0] if isinstance(kind, tuple) else kind
+    if kind is None or kind.main_input_name != "input_ids" or AutoConfig in found.sub_configs.values():
+        raise ValueError(f"transformers knows no {found.model_type} that reads texts alone")
+    config = found.from_dict(settings)
+    if config.is_encoder_decoder and not encodes:
+        raise ValueError(f"transformers knows no encoder of a {found.model_type} by itself")
+    return config, kind
+
+
+def _config_class(settings: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    if settings.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError(f"{CONFIG} names no model_type that transformers knows")
+    return CONFIG_MAPPING[settings["model_type"]]
 
 
 def _tokenizer(data: bytes, max_tokens: int) -> Any:
@@ -256,6 +293,8 @@ def _tokenizer(data: bytes, max_tokens: int) -> Any:
         tokenizer = Tokenizer.from_str(data.decode("utf-8"))
     except Exception as error:  # the library's own
         raise ValueError(f"{TOKENIZER} is no tokenizer") from error
+    if (num := tokenizer.num_special_tokens_to_add(is_pair=False)) >= max_tokens:
+        raise ValueError(f"every text has {num} tokens beside its words")
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_tokens)
     return tokenizer

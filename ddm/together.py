@@ -2,8 +2,8 @@
 
 A process is a fresh interpreter: it inherits nothing of this one but a pipe and an unnamed file with the tensors it is
 handed, which all of them map, so that memory holds them once. They find each other through a file, and talk through
-the loopback interface. No signal reaches them: what this process is told, it tells them. A process that dies ends the
-others, and when this one dies, however it does, so do they.
+the loopback interface, with each other alone. No signal reaches them: what this process is told, it tells them. A
+process that dies or hangs ends the others, and when this one dies, however it does, so do they.
 """
 
 import ctypes
@@ -20,20 +20,22 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from ddm.errors import ArchipelagoError, SetupError
+from ddm.errors import ArchipelagoError, SetupError, TrustError
+from ddm.neighbours import strangers
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# No torch before a process no longer minds signals: importing it takes seconds.
-
 _POLL_S = 0.1
+_PATIENCE_S = 30 * 60.0  # of one for its part from another, who may be writing a checkpoint of 50 GB or compiling
 _GRACE_S = 2.0  # for the cause of an error to be heard, where what was heard first may be its consequence
 _ALIGNED = 64
 _PR_SET_PDEATHSIG = 1
@@ -65,20 +67,22 @@ def do_together(
         work: what each does, in one process group of torch's, as if `torchrun` had started it.
         tensors: what each is handed; nobody sees what another writes into them.
         num: how many.
-        folder: where the file lies through which they find each other; one work at a time.
+        folder: where the file with the tensors lies, which needs as much room as they.
         on_progress: called here with what a process tells; what it raises ends all of them.
         should_stop: asked here; its yes reaches every process.
 
     Raises:
         KeyboardInterrupt: `should_stop` said yes, and the processes have ended.
-        ArchipelagoError: what a process raised; a `SetupError` where one died.
+        ArchipelagoError: what a process raised; a `SetupError` where one died or did nothing for half an hour, a
+            `TrustError` where somebody else came between them.
     """
     import torch
 
-    rendezvous = folder / "rendezvous"
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file, _removed(rendezvous):
-        errand = _Errand(work, _hand_over(tensors, file), torch.get_num_threads(), rendezvous)
+    # They are killed at their end, and clear nothing away by themselves.
+    own = tempfile.TemporaryDirectory(prefix="archipelago-", ignore_cleanup_errors=True)
+    with tempfile.TemporaryFile(dir=folder) as file, own as scratch:
+        errand = _Errand(work, _hand_over(tensors, file), torch.get_num_threads(), Path(scratch), _PATIENCE_S)
         children = [_Child(errand, file, rank, num) for rank in range(num)]
         try:
             for child in children:
@@ -105,7 +109,8 @@ class _Errand:
     work: Work
     places: Mapping[str, _Place]
     threads: int
-    rendezvous: Path
+    scratch: Path
+    patience_s: float
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class _Child:
     """One of the processes, seen from here."""
 
     def __init__(self, errand: _Errand, file: IO[bytes], rank: int, num: int) -> None:
-        self.name = f"training process {rank + 1} of {num}"
+        self.name = _name(rank, num)
         self._errand = errand
         self.pipe, self._theirs = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(
@@ -129,7 +134,8 @@ class _Child:
 
     def start(self) -> None:
         """Start it, and send it what to do."""
-        self._process.start()
+        with _unheard_signals():
+            self._process.start()
         self._theirs.close()
         self.send(self._errand)
 
@@ -190,21 +196,24 @@ def _watch(children: list[_Child], on_progress: Callable[[Any], None], should_st
             if not isinstance(said.error, KeyboardInterrupt | None):
                 plain = said.died or isinstance(said.error, _OURS)
                 deadline = min(deadline, time.monotonic() + (0.0 if plain else _GRACE_S))
-    if error := _cause(ends, stopped):
+    if error := _cause(ends):
         raise error
 
 
-def _cause(ends: list[_Ended], stopped: bool) -> BaseException | None:
+def _cause(ends: list[_Ended]) -> BaseException | None:
     """Return what ended the work: an error of ours, else a death, else what came first.
 
-    That a neighbour has gone raises an error in the others, so such errors count only where nobody died. A signal to
-    the whole group may kill a process that is only just starting: of a work that was to stop, that is the stopping.
+    That a neighbour has gone raises an error in the others, so such errors count only where nobody died.
     """
     errors = [end.error for end in ends if end.error is not None and not end.died]
     ours = [error for error in errors if isinstance(error, _OURS)]
-    died = [KeyboardInterrupt() if stopped else end.error for end in ends if end.died]
+    died = [end.error for end in ends if end.died]
     others = sorted(errors, key=lambda error: isinstance(error, KeyboardInterrupt))
     return next(iter([*ours, *died, *others]), None)
+
+
+def _name(rank: int, num: int) -> str:
+    return f"training process {rank + 1} of {num}"
 
 
 def _death(name: str, exitcode: int | None) -> SetupError:
@@ -247,19 +256,18 @@ def _taken_over(places: Mapping[str, _Place], descriptor: int) -> dict[str, "Ten
 
 
 @contextmanager
-def _removed(path: Path) -> Iterator[None]:
-    """A file that is not there before, since it would name processes long gone, nor afterwards."""
-    path.unlink(missing_ok=True)
+def _unheard_signals() -> Iterator[None]:
+    """A process that is started meanwhile never hears of Ctrl-C or SIGTERM, however early they come."""
+    resource_tracker.ensure_running()  # else it starts with the process, and lets them in again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _take_part(pipe: Connection, descriptor: int, rank: int, num: int) -> None:
     """What a started process runs."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         # The pipe tells of the parent's death too, but only a process that can listen, and a moment later.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -267,13 +275,14 @@ def _take_part(pipe: Connection, descriptor: int, rank: int, num: int) -> None:
     stop = threading.Event()
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
     os.environ |= _environment(rank, num, errand.threads)
+    tempfile.tempdir = str(errand.scratch)
     error: BaseException | None = None
     try:
         _do(errand, descriptor, rank, num, pipe.send, stop.is_set)
     except (*_OURS, KeyboardInterrupt) as caught:
         error = caught
     except BaseException:  # as text, because not every error can be sent
-        error = RuntimeError(f"training process {rank + 1} of {num}:\n{traceback.format_exc()}")
+        error = RuntimeError(f"{_name(rank, num)}:\n{traceback.format_exc()}")
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(_Ended(error))
@@ -284,13 +293,57 @@ def _do(
     errand: _Errand, descriptor: int, rank: int, num: int, tell: Callable[[Any], None], should_stop: Callable[[], bool]
 ) -> None:
     import torch
-    from torch import distributed
 
     torch.set_num_threads(errand.threads)
     tensors = _taken_over(errand.places, descriptor)
-    # Without a backend named, torch takes gloo for what lies on the CPU and NCCL for what lies on a GPU.
-    distributed.init_process_group(init_method=errand.rendezvous.absolute().as_uri(), rank=rank, world_size=num)
-    errand.work(tensors, tell, should_stop)
+    name = _name(rank, num)
+    _meet(errand, rank, num, name)
+    try:
+        errand.work(tensors, tell, should_stop)
+    except RuntimeError as error:
+        if "Timed out waiting" not in str(error):
+            raise
+        raise SetupError(
+            name,
+            expected=f"the part of another one within {errand.patience_s:.0f} s",
+            got="nothing",
+            remedy="One of them hangs or was stopped. Run the command again: it goes on from the last checkpoint.",
+        ) from error
+
+
+def _meet(errand: _Errand, rank: int, num: int, name: str) -> None:
+    """Join torch's process group.
+
+    Raises:
+        SetupError: the others are not found.
+        TrustError: somebody else's process was.
+    """
+    from torch import distributed
+
+    patience = timedelta(seconds=errand.patience_s)
+    try:
+        # As a store, because of a file's URL torch makes another path where that has a space or an umlaut.
+        store = distributed.FileStore(str(errand.scratch / "rendezvous"), num)  # type: ignore[attr-defined]
+        store.set_timeout(patience)
+        # Without a backend named, torch takes gloo for what lies on the CPU and NCCL for what lies on a GPU.
+        distributed.init_process_group(store=store, rank=rank, world_size=num, timeout=patience)
+        # Whose a connection is shows when it has been accepted, which torch waits for in one of the two alone.
+        store.set(f"met/{rank}", "")
+        store.wait([f"met/{each}" for each in range(num)])
+    except RuntimeError as error:
+        raise SetupError(
+            name,
+            expected="to find the others through the loopback interface",
+            got=str(error).splitlines()[0][-200:],
+            remedy="Check that `ip address show lo` is up with 127.0.0.1, and that a service's rules allow AF_INET.",
+        ) from error
+    if strangers():
+        raise TrustError(
+            name,
+            expected="connections with its own user's processes alone",
+            got="one with somebody else's",
+            remedy="Find out who connects to the ports of others on this machine; training.processes = 1 opens none.",
+        )
 
 
 def _listen(pipe: Connection, stop: threading.Event) -> None:

@@ -6,11 +6,12 @@ encoder that everybody has, a text can be guessed back.
 """
 
 import os
+import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.console import say
@@ -53,6 +54,7 @@ def keep_texts(cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path,
     Raises:
         SetupError, MissingFileError, DigestError: see `ddm.text.TextEncoder.open`.
         NumericalError: vectors that are not finite.
+        OSError: the disk is full.
     """
     path = _path(cohort, plan, folder)
     for other in folder.glob(f"{_PREFIX}*"):
@@ -64,21 +66,18 @@ def keep_texts(cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path,
 
     encoder = TextEncoder.open(_encoder_folder(plan.condition, settings), plan.condition)
     captions, part, note = cohort.captions or (), path.with_suffix(".part"), path.with_suffix(".done")
-    kept, done = _begun(part, note, _shape(cohort, plan.condition))
-    try:
-        for first in range(done, len(captions), BLOCK):
-            vectors = encoder.encode(captions[first : first + BLOCK]).numpy()
-            for row, length in enumerate((vectors != 0).any(2).sum(1)):
-                kept[first + row, :length] = vectors[row, :length]
-            done = first + len(vectors)
-            if done % _SAVED_TEXTS == 0:
-                _save(kept, note, done)
-            on_progress(done, len(captions))
-    finally:
-        _save(kept, note, done)
-    del kept
-    with part.open("rb") as handle:
-        os.fsync(handle.fileno())
+    begin, done = _begun(part, note, _shape(cohort, plan.condition))
+    with part.open("r+b") as handle:
+        try:
+            for first in range(done, len(captions), BLOCK):
+                vectors = encoder.encode(captions[first : first + BLOCK])
+                _write_rows(handle, vectors, begin, first)
+                done = first + len(vectors)
+                if done % _SAVED_TEXTS == 0:
+                    _save(handle, note, done)
+                on_progress(done, len(captions))
+        finally:
+            _save(handle, note, done)
     part.replace(path)
     note.unlink()
     sync_folder(folder)
@@ -105,22 +104,47 @@ def texts_of(cohort: Cohort, plan: Plan, folder: Path) -> Tensor | None:
     return torch.from_numpy(kept)
 
 
-def _begun(part: Path, note: Path, shape: tuple[int, int, int]) -> tuple[NDArray[np.float32], int]:
-    """Return where vectors go, and how many are there; from the beginning where nothing fits."""
+def some_texts(text_NLD: Tensor, chosen: Tensor, folder: Path) -> Tensor:
+    """Return the vectors of some images, read from a file that has no name and ends with them, not held in memory.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    shape = (len(chosen), *text_NLD.shape[1:])
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as handle:
+        for row, number in enumerate(chosen.tolist()):
+            _write_rows(handle, text_NLD[number : number + 1], 0, row)
+        handle.truncate(4 * torch.Size(shape).numel())
+        return torch.from_numpy(np.memmap(handle, np.float32, mode="c", shape=shape))
+
+
+def _write_rows(handle: BinaryIO, text_BLD: Tensor, begin: int, first: int) -> None:
+    """Write vectors where row `first` of an array lies that begins at `begin`, and leave a hole for padding.
+
+    Written, not mapped: to a process that writes into a mapped file, a full disk is a deadly signal, and no error.
+    """
+    for row, vectors in enumerate(text_BLD.numpy(), first):
+        handle.seek(begin + row * vectors.nbytes)
+        handle.write(vectors.tobytes().rstrip(b"\0"))
+
+
+def _begun(part: Path, note: Path, shape: tuple[int, int, int]) -> tuple[int, int]:
+    """Return where in its file the array begins, and how many are there; from the beginning where nothing fits."""
     try:
-        done, kept = int(note.read_bytes()), np.lib.format.open_memmap(part, mode="r+")
+        done, kept = int(note.read_bytes()), np.lib.format.open_memmap(part, mode="r")
         if kept.shape == shape and kept.dtype == np.float32 and 0 <= done <= len(kept):
-            return kept, done
+            return kept.offset, done
     except (OSError, ValueError):
         pass
     note.unlink(missing_ok=True)
-    return np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=shape), 0
+    return np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=shape).offset, 0
 
 
-def _save(kept: NDArray[np.float32], note: Path, done: int) -> None:
+def _save(handle: BinaryIO, note: Path, done: int) -> None:
     """Note how far it is, after what was made until then is on disk."""
-    if isinstance(kept, np.memmap):
-        kept.flush()
+    handle.flush()
+    os.fsync(handle.fileno())
     write_atomic(note, str(done).encode())
 
 

@@ -21,7 +21,7 @@ from ddm.files import write_atomic
 from ddm.models import build_expert, load_expert
 from ddm.partition import Part, part_of_images, silo_parts
 from ddm.plan_files import PlanFiles
-from ddm.protocol.plan import ClassCondition, NoCondition, Plan, RandomPartition, SiloClusterPartition
+from ddm.protocol.plan import ClassCondition, NoCondition, Plan, RandomPartition, SiloClusterPartition, TextCondition
 from ddm.protocol.submission import ExpertTraining
 from ddm.routers.counts import counts_specs
 from ddm.schedule import path_named
@@ -29,6 +29,7 @@ from ddm.tensors import load_tensors, save_tensors
 from ddm.together import do_together
 from ddm.training import Progress, train
 from ddm.training.machine import num_processes
+from silo.captions import some_texts
 from silo.config import Policy
 from silo.data import Cohort
 from silo.releases import RELEASE_NAMES
@@ -121,6 +122,7 @@ def train_experts(
             recipe = ExpertRecipe(plan, silo_id, number, bundle, engine)
             _train_expert(recipe, cohort, chosen, part.expert_id, work, watch, should_stop)
         seconds += work.record(part.expert_id).training.seconds
+        _check_time(plan, seconds)  # again: of several processes one may write the record before `watch` ends them
 
 
 def images_of_part(part: Part, own_N: Tensor, fine_N: Tensor, clusters: Clusters, fewest: int) -> Tensor:
@@ -186,8 +188,8 @@ class ExpertRecipe:
         base = load_expert(expert.architecture, shape, self.bundle, self.plan.file(expert.base), condition)
         return adapt(base, expert.adaptation, seed=self.seed)
 
-    def labels(self, cohort: Cohort, chosen: Tensor) -> Tensor | None:
-        """Return what the expert is told about each image; None where it is told nothing.
+    def labels(self, cohort: Cohort, chosen: Tensor, folder: Path) -> Tensor | None:
+        """Return what the expert is told about each image, texts from a file in `folder`; None where told nothing.
 
         Raises:
             DataError: the site's images do not have it.
@@ -197,7 +199,9 @@ class ExpertRecipe:
         told = cohort.label_N if isinstance(self.plan.condition, ClassCondition) else cohort.text_NLD
         if told is None:
             raise DataError("images", expected=f"a {self.plan.condition.kind} for each", got="none")
-        return told if len(chosen) == len(told) else told[chosen]  # ascending: so all of them, read from their file
+        if len(chosen) == len(told):  # ascending: so all of them
+            return told
+        return some_texts(told, chosen, folder) if isinstance(self.plan.condition, TextCondition) else told[chosen]
 
 
 @dataclass(frozen=True)
@@ -259,11 +263,11 @@ def _train_expert(
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> None:
-    lesson, labels = Lesson(recipe, expert_id, work, cohort.num_units), recipe.labels(cohort, chosen)
+    folder = work.checkpoints(expert_id)
+    lesson, labels = Lesson(recipe, expert_id, work, cohort.num_units), recipe.labels(cohort, chosen, folder)
     tensors = {"images": cohort.images[chosen]} | ({} if labels is None else {"labels": labels})
     num = num_processes(recipe.engine)
     if num == 1:
         lesson(tensors, on_progress, should_stop)
         return
-    folder = work.checkpoints(expert_id)
     do_together(lesson, tensors, num, folder=folder, on_progress=on_progress, should_stop=should_stop)

@@ -36,6 +36,7 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
 
     Raises:
         NumericalError: latents that are not finite.
+        OSError: the disk is full.
     """
     path = _path(cohort, plan, folder)
     for other in folder.glob(f"{_PREFIX}*"):
@@ -46,6 +47,9 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
     part = path.with_suffix(".part")
     shape = (len(cohort.images), *plan.expert_shape)
     kept = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=shape)
+    if hasattr(os, "posix_fallocate"):  # to a process that writes into a mapped file, a full disk is a deadly signal
+        with part.open("r+b") as handle:
+            os.posix_fallocate(handle.fileno(), 0, part.stat().st_size)
     latent.encode_into(cohort.images, torch.from_numpy(kept), on_progress)
     kept.flush()
     del kept

@@ -109,9 +109,10 @@ def read_volume_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
     import pandas as pd
 
     try:
-        table = pd.read_csv(BytesIO(data), dtype=str, keep_default_na=False)
+        with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):  # a row longer than the first
+            table = pd.read_csv(BytesIO(data), dtype=str, keep_default_na=False, index_col=False)
         of_file = dict(zip(table["file"], table[column], strict=True))
-    except (ValueError, KeyError) as error:  # pandas' own errors are among these
+    except (ValueError, KeyError, pd.errors.ParserWarning) as error:  # pandas' own errors are among the first
         raise DataError(TABLE_NAME, expected=f"a CSV with columns file and {column}", got="another") from error
     wanted = [file.name for file in volume_files(path)]
     if len(wanted) != num or len(of_file) != len(table) or not set(wanted) <= set(of_file):

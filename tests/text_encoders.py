@@ -37,6 +37,7 @@ def network(kind: str, seed: int = 0) -> nn.Module:
         settings: dict[str, Any] = {
             "T5EncoderModel": lambda: t.T5Config(**_T5_LIKE),
             "T5Model": lambda: t.T5Config(**_T5_LIKE, num_decoder_layers=1, decoder_start_token_id=0),
+            "FNetModel": lambda: t.FNetConfig(**_BERT_LIKE),
             "BertModel": lambda: t.BertConfig(**_BERT_LIKE),
             "LlamaModel": lambda: t.LlamaConfig(**_BERT_LIKE),
             "CLIPModel": lambda: t.CLIPConfig(

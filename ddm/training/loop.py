@@ -110,7 +110,8 @@ def train(
     Raises:
         KeyboardInterrupt: `should_stop` said yes; a checkpoint was written first.
         NumericalError: loss or gradient is no longer finite; the last checkpoint is from before.
-        SetupError: the checkpoints belong to another run, or the engine asks for what the machine does not have.
+        SetupError: the checkpoints belong to another run, or the engine asks for what the machine does not have, or
+            its GPU has too little memory.
         DataError: no images.
         ShapeError: not a label for each image, or a recipe for another kind of model.
     """
@@ -130,7 +131,11 @@ def train(
             if state.step > first:
                 state.save(checkpoints)
             raise KeyboardInterrupt
-        state.advance(draw_batch(examples, settings, state.step, t_distribution, num_tokens), path, prediction, teach)
+        batch = draw_batch(examples, settings, state.step, t_distribution, num_tokens)
+        try:
+            state.advance(batch, path, prediction, teach)
+        except torch.OutOfMemoryError as error:
+            raise _too_large(engine) from error
         state.seconds = before + time.monotonic() - started
         done = state.step == settings.num_steps
         if done or state.step % PROGRESS_STEPS == 0:
@@ -152,6 +157,15 @@ def _machine(engine: Engine, settings: Training) -> Machine:
         remedy = "Accumulate less, or in fewer processes."
         raise SetupError("training.accumulate", expected=expected, got=got, remedy=remedy)
     return machine
+
+
+def _too_large(engine: Engine) -> SetupError:
+    return SetupError(
+        "memory of the GPU",
+        expected=f"room for a step in {engine.accumulate} parts" + (", recomputed" if engine.recompute else ""),
+        got="less",
+        remedy="Raise training.accumulate, set training.recompute, or shard it over several GPUs.",
+    )
 
 
 def _stopped(machine: Machine, step: int, should_stop: Callable[[], bool]) -> bool:

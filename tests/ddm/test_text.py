@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, normalizers, processors
 
+from ddm.commands.asking import encoded
 from ddm.errors import DigestError, MissingFileError, SetupError, ShapeError, TensorFileError
 from ddm.protocol.plan import Plan, TextCondition
 from ddm.text import TextEncoder, check_files, pin
@@ -99,6 +101,7 @@ def test_nothing_but_the_pinned_files_is_read_no_code_runs_and_no_network_is_ask
     mine, ran = save(tmp_path / "mine", network("T5EncoderModel")), tmp_path / "ran"
     settings = json.loads((mine / "config.json").read_text())
     settings["auto_map"] = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForTextEncoding"), "evil.Evil")
+    settings["attn_implementation"] = "kernels-community/evil"  # code that transformers would fetch
     (mine / "config.json").write_text(json.dumps(settings))
     (mine / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
     for name in (
@@ -120,6 +123,11 @@ def test_nothing_but_the_pinned_files_is_read_no_code_runs_and_no_network_is_ask
     assert condition.encoder is not None
     assert {file.path for file in condition.encoder.files} == {"config.json", "tokenizer.json", "model.safetensors"}
     assert not ran.exists()
+    elsewhere = {"model_type": "dpt", "backbone": "facebook/dinov2-small", "use_pretrained_backbone": True}
+    for asked in (elsewhere, elsewhere | {"model_type": "tvp"}, {"model_type": "llava", "vision_config": elsewhere}):
+        (mine / "config.json").write_text(json.dumps(asked))
+        with pytest.raises(SetupError, match="reads texts alone|no model_type"):
+            pin(mine, max_tokens=L, drop=0.1)
     with pytest.raises(AssertionError, match="network"):
         socket.create_connection(("127.0.0.1", 9))
 
@@ -153,10 +161,55 @@ def test_pickled_incomplete_and_infinite_weights_are_refused(folder: Path, tmp_p
     torch.save(whole, weights)
     with pytest.raises(TensorFileError, match="pickle"):
         pin(mine, max_tokens=L, drop=0.0)
+    weights.write_bytes(b"")
+    with pytest.raises(SetupError, match="model.safetensors: expected a file that was copied whole"):
+        pin(mine, max_tokens=L, drop=0.0)
     weights.rename(mine / "pytorch_model.bin")
     with pytest.raises(SetupError, match="neither") as caught:
         pin(mine, max_tokens=L, drop=0.0)
     assert "save_pretrained" in caught.value.remedy
+
+
+def test_weights_without_the_pooler_that_many_publish_none_of_are_whole(tmp_path: Path) -> None:
+    net = network("BertModel")
+    mine = save(tmp_path / "mine", net)
+    wanted = TextEncoder.open(mine, pin(mine, max_tokens=L, drop=0.0)).encode([LONG])
+    without = {name: value.clone() for name, value in net.state_dict().items() if not name.startswith("pooler.")}
+    assert len(without) < len(net.state_dict())
+    save_file(without, mine / "model.safetensors")
+    assert torch.equal(TextEncoder.open(mine, pin(mine, max_tokens=L, drop=0.0)).encode([LONG]), wanted)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pad_token_id": 99},
+        {"num_attention_heads": 0},
+        {"hidden_size": "8"},
+        {"hidden_act": "no such"},
+        {"quantization_config": {"quant_method": "fp8"}},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_that_make_no_network_are_refused_in_one_line(settings: dict[str, object], tmp_path: Path) -> None:
+    mine = save(tmp_path / "mine", network("BertModel"))
+    config = json.loads((mine / "config.json").read_text())
+    (mine / "config.json").write_text(json.dumps(config | settings))
+    with pytest.raises(SetupError, match="a network of transformers") as caught:
+        pin(mine, max_tokens=L, drop=0.0)
+    assert "\n" not in caught.value.got
+
+
+def test_network_whose_vectors_depend_on_padding_is_refused(tmp_path: Path) -> None:
+    mine = save(tmp_path / "mine", network("FNetModel"))
+    with pytest.raises(SetupError, match="reads no padding"):
+        pin(mine, max_tokens=L, drop=0.0)
+
+
+def test_so_few_tokens_that_none_is_left_for_words_are_refused(folder: Path) -> None:
+    assert pin(folder, max_tokens=2, drop=0.0).max_tokens == 2
+    with pytest.raises(SetupError, match="every text has 1 tokens beside its words"):
+        pin(folder, max_tokens=1, drop=0.0)
 
 
 def test_networks_that_read_no_text_or_not_so_much_of_it_are_refused(tmp_path: Path) -> None:
@@ -187,6 +240,18 @@ def test_text_that_the_tokenizer_does_not_know_is_refused_without_saying_it(tmp_
         encoder.encode(["bright", "Ms Miller"])
     assert "Miller" not in f"{caught.value} {caught.value.remedy}"
     assert caught.value.__suppress_context__
+
+
+def test_prompt_of_which_the_tokenizer_leaves_nothing_is_refused_and_not_drawn_without_a_text(tmp_path: Path) -> None:
+    mine = save(tmp_path / "mine", network("T5EncoderModel"))
+    tokenizer = Tokenizer.from_file(str(mine / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.Replace("~", "")
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])  # nothing at the end
+    tokenizer.save(str(mine / "tokenizer.json"))
+    condition = pin(mine, max_tokens=L, drop=0.0)
+    assert isinstance(found := encoded("~bright", mine, condition), torch.Tensor) and found.any()
+    with pytest.raises(SetupError, match="words that the encoder has tokens for"):
+        encoded("~~", mine, condition)
 
 
 def test_plan_without_an_encoder_keeps_its_bytes_and_one_with_it_is_read_back(condition: TextCondition) -> None:

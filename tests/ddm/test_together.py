@@ -4,6 +4,9 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ddm.engine import Engine
-from ddm.errors import NumericalError, PolicyError, SetupError
+from ddm.errors import NumericalError, PolicyError, SetupError, TrustError
 from ddm.together import Work, _cause, _Ended, do_together
 from ddm.training import Progress
-from tests.ddm.test_training import images, same_bytes
+from tests.ddm.test_training import Run, images, same_bytes, stop_at
 from tests.ddm.two_processes import texts
-from tests.ddm.works import Tell, Train, break_in_the_second, fail_in_the_second, wait_for_the_end
+from tests.ddm.works import Tell, Train, TrainApart, break_in_the_second, fail_in_the_second, wait_for_the_end
 from tests.processes import alive
 
 DIED = _Ended(SetupError("training process 2 of 2"), died=True)
@@ -32,24 +35,19 @@ DONE = _Ended()
 
 
 @pytest.mark.parametrize(
-    ("ends", "stopped", "cause"),
+    ("ends", "cause"),
     [
-        ([DONE, DONE], False, None),
-        ([DONE, DONE], True, None),
-        ([STOPPED, STOPPED], True, STOPPED),
-        ([GONE, DIED], False, DIED),
-        ([GONE, BROKEN], False, BROKEN),
-        ([DIED, BROKEN], True, BROKEN),
-        ([STOPPED, FULL], True, FULL),
-        ([STOPPED, GONE], True, GONE),
+        ([DONE, DONE], None),
+        ([STOPPED, STOPPED], STOPPED),
+        ([GONE, DIED], DIED),
+        ([GONE, BROKEN], BROKEN),
+        ([DIED, BROKEN], BROKEN),
+        ([STOPPED, FULL], FULL),
+        ([STOPPED, GONE], GONE),
     ],
 )
-def test_error_behind_all_others_is_raised(ends: list[_Ended], stopped: bool, cause: _Ended | None) -> None:
-    assert _cause(ends, stopped) is (cause and cause.error)
-
-
-def test_process_that_dies_of_the_signal_to_stop_is_no_error() -> None:
-    assert isinstance(_cause([GONE, DIED], True), KeyboardInterrupt)
+def test_error_behind_all_others_is_raised(ends: list[_Ended], cause: _Ended | None) -> None:
+    assert _cause(ends) is (cause and cause.error)
 
 
 def do(
@@ -74,6 +72,9 @@ def test_every_process_is_handed_the_same_tensors_of_its_own_and_no_more_than_to
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    scratch = tmp_path / "for a moment, für kurz"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     handed = {
         "bytes": torch.arange(5, dtype=torch.uint8),
         "halves": torch.rand(3, 2).bfloat16().float().half(),
@@ -88,8 +89,10 @@ def test_every_process_is_handed_the_same_tensors_of_its_own_and_no_more_than_to
         assert told["after"] == dict.fromkeys(handed, False)
         assert told["threads"] == torch.get_num_threads() == int(told["environment"]["OMP_NUM_THREADS"])
         assert [told["environment"][name] for name in ("RANK", "WORLD_SIZE")] == [str(rank), "2"]
+        assert scratch in Path(told["temporary"]).parents
     assert all(bool(value.any()) for value in handed.values()), "nor does the one who handed them see what was written"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.json", "1.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.json", "1.json", scratch.name]
+    assert not list(scratch.iterdir()), "what they left for a moment has gone with them"
 
 
 @pytest.mark.slow
@@ -113,6 +116,79 @@ def test_error_about_the_progress_ends_all_processes_although_they_listen_to_nob
     with pytest.raises(PolicyError):
         do(wait_for_the_end, tmp_path, refuse)
     assert len(pids) == 2 and not any(map(alive, pids))
+
+
+@pytest.mark.slow
+def test_signal_to_all_processes_while_they_start_is_the_stopping_of_one_that_was_told(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def stop() -> bool:
+        for pid in running().values() if not asked else ():
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        asked.append(1)
+        return len(asked) > 10  # a second later: by then whoever hears a signal has died of it
+
+    with pytest.raises(KeyboardInterrupt):
+        do(Train(tmp_path, "dit", Engine(device="cpu", processes=2)), tmp_path, should_stop=stop)
+
+
+@pytest.mark.slow
+def test_process_that_hangs_ends_the_others_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddm.together._PATIENCE_S", 10.0)
+    pids: list[int] = []
+
+    def halt(told: object) -> None:
+        pids.extend(running().values())
+        os.kill(running()["training process 2 of 2"], signal.SIGSTOP)
+
+    with pytest.raises(SetupError, match="process 1 of 2: expected the part of another one within 10 s, got nothing"):
+        do(wait_for_the_end, tmp_path, halt)
+    assert pids and not any(map(alive, pids))
+
+
+INTRUDER = """
+import os, socket, struct
+os.setuid(65534)
+held, known = [], None
+print("ready", flush=True)
+while True:
+    rows = [line.split() for line in open("/proc/net/tcp").readlines()[1:]]
+    ports = {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[1].startswith("0100007F")}
+    known = ports if known is None else known
+    for port in ports - known:
+        for number in range(4):  # what gloo's processes count each other by
+            try:
+                held.append(socket.socket())
+                held[-1].connect(("127.0.0.1", port))
+                held[-1].sendall(struct.pack("<q", number))
+            except OSError:
+                pass
+    known |= ports
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_other_user_of_the_machine_who_connects_in_a_process_s_place_is_refused(tmp_path: Path) -> None:
+    work = Train(tmp_path, "dit", Engine(device="cpu", processes=2))
+    with subprocess.Popen([sys.executable, "-I", "-c", INTRUDER], stdout=subprocess.PIPE) as intruder:
+        try:
+            assert intruder.stdout is not None and intruder.stdout.readline() == b"ready\n"
+            with pytest.raises(TrustError, match="expected connections with its own user's processes alone"):
+                do(work, tmp_path)
+        finally:
+            intruder.kill()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_see_the_same_checkpoints_are_refused(tmp_path: Path) -> None:
+    work = TrainApart(tmp_path, "dit", Engine(device="cpu", processes=2))
+    with pytest.raises(KeyboardInterrupt):
+        Run(tmp_path / "1", work.recipe())(stop_at(20))
+    with pytest.raises(SetupError, match="checkpoints: expected the same in every process, got others"):
+        do(work, tmp_path)
 
 
 def run(

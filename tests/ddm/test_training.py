@@ -336,6 +336,19 @@ def test_training_ends_with_an_error_and_a_finite_checkpoint_when_loss_or_gradie
     assert [path.stem for path in sorted(tmp_path.iterdir())] == ["step-0000000007"] * 2
 
 
+def test_step_that_needs_more_memory_than_a_gpu_has_is_refused_with_what_to_change(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def full(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        if not given[0].is_meta:  # on which operations are counted
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    run.model.register_forward_pre_hook(full)
+    with pytest.raises(SetupError, match="memory of the GPU") as refused:
+        run()
+    assert "training.accumulate" in refused.value.remedy
+
+
 def test_progress_and_result_tell_steps_loss_rate_time_and_operations(tmp_path: Path) -> None:
     run = Run(tmp_path)
     trained = run()

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ddm.engine import Engine
 from ddm.errors import NumericalError
-from ddm.protocol.plan import UniformT
+from ddm.protocol.plan import Training, UniformT
 from ddm.schedule import LinearPath
 from ddm.training import Progress, train
 from tests.ddm.test_training import settings
@@ -35,10 +36,10 @@ class Train:
         trained = train(
             fresh(self.kind),
             tensors["images"],
-            settings(num_steps=100),
+            self.recipe(),
             LinearPath(),
             UniformT(),
-            checkpoint_dir=self.folder,
+            checkpoint_dir=self.checkpoints(),
             on_progress=on_progress,
             should_stop=should_stop,
             labels=tensors.get("labels"),
@@ -46,6 +47,22 @@ class Train:
         )
         if trained.ema:
             save_file(trained.ema, self.folder / "expert.safetensors")
+
+    def recipe(self) -> Training:
+        """What is asked for."""
+        return settings(num_steps=100)
+
+    def checkpoints(self) -> Path:
+        """Where this process looks for them."""
+        return self.folder
+
+
+class TrainApart(Train):
+    """As on several machines without a folder in common."""
+
+    def checkpoints(self) -> Path:
+        """Each process has its own."""
+        return self.folder / str(torch.distributed.get_rank())
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,7 @@ class Tell:
         torch.distributed.barrier()
         again = {name: bool(value.any()) for name, value in tensors.items()}
         here = {"threads": torch.get_num_threads(), "environment": dict(os.environ), "tensors": told, "after": again}
+        here |= {"temporary": mkdtemp()}
         (self.folder / f"{rank}.json").write_text(json.dumps(here))
         on_progress(rank)
 

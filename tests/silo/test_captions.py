@@ -1,5 +1,6 @@
 """From a hospital's captions to a researcher's prompt, in one process; and what becomes of captions on the way."""
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from aggregator.recipe import Recipe
 from ddm.cli import app
+from ddm.engine import Engine
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError, DigestError, MathError, SetupError
 from ddm.models import build_expert
@@ -20,16 +22,17 @@ from ddm.release import open_release
 from ddm.settings import save_settings
 from ddm.tensors import load_tensors
 from ddm.text import TextEncoder
-from silo.captions import keep_texts, texts_of
+from silo.captions import keep_texts, some_texts, texts_of
 from silo.config import Policy, TextSettings
 from silo.data import Cohort, dataset_digest, load_cohort
-from silo.experts import train_experts
+from silo.experts import ExpertRecipe, train_experts
 from silo.latents import as_seen
 from silo.reception import load_accepted
 from silo.stages import read_assignment
 from silo.volumes import read_volume_column
 from silo.worker import Worker
 from silo.workplace import Workplace
+from tests.faults.test_disk_full import small_disk
 from tests.federation import TinyFederation, recipe
 from tests.text_encoders import DIM, network, save
 
@@ -254,6 +257,45 @@ def test_captions_are_encoded_once_go_on_where_they_stopped_and_belong_to_one_da
         texts_of(changed, plan, tmp_path)
     keep_texts(changed, plan, site.settings(), tmp_path, lambda done, total: None)
     assert len(list(tmp_path.iterdir())) == 1, "those of the other data set are gone"
+
+
+def test_texts_of_a_part_of_the_images_take_neither_memory_nor_room_for_padding(tmp_path: Path) -> None:
+    def anonymous() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+    text_NLD = torch.zeros(400, 100, 400)  # 64 MB of which one page each is touched
+    text_NLD[:, :2] = torch.arange(1.0, 401)[:, None, None]
+    text_NLD[7] = 0.0
+    chosen, before = torch.tensor([3, 7, *range(100, 399)]), anonymous()
+    found = some_texts(text_NLD, chosen, tmp_path / "new")
+    took = anonymous() - before
+    assert took < found.nbytes / 4
+    assert torch.equal(found, text_NLD[chosen])
+    assert not list((tmp_path / "new").iterdir()), "its file has no name"
+
+
+def test_expert_of_some_images_is_told_their_texts_and_one_of_all_reads_the_file_itself(
+    published: TinyFederation, tmp_path: Path
+) -> None:
+    site, state = published.sites["north"], published.state_of("north")
+    plan = load_accepted(site, str(state.plan_id), str(state.plan_digest)).plan
+    cohort = as_seen(cohort_of(published, "north"), plan, site.private)
+    lesson, text_NLD = ExpertRecipe(plan, "north", 0, None, Engine()), cohort.text_NLD
+    assert text_NLD is not None and lesson.labels(cohort, torch.arange(70), tmp_path) is text_NLD
+    some = lesson.labels(cohort, torch.tensor([0, 1, 69]), tmp_path)
+    assert some is not None and torch.equal(some, text_NLD[[0, 1, 69]]) and not torch.equal(some[1], some[2])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
+def test_full_disk_while_captions_are_encoded_is_an_error_and_not_the_end_of_the_process(
+    published: TinyFederation, tmp_path: Path
+) -> None:
+    site, state = published.sites["north"], published.state_of("north")
+    plan = load_accepted(site, str(state.plan_id), str(state.plan_digest)).plan
+    (private := tmp_path / "private").mkdir()
+    with small_disk(private, 2 * os.sysconf("SC_PAGE_SIZE")), pytest.raises(OSError, match="No space left"):
+        keep_texts(cohort_of(published, "north"), plan, site.settings(), private, lambda done, total: None)
 
 
 def test_mmdit_learns_from_captions_as_well(published: TinyFederation, folder: Path, tmp_path: Path) -> None:

@@ -178,6 +178,21 @@ def test_time_limit_holds_for_all_experts_of_a_silo_together(
                 tiny.work(SILO, until="audited")
 
 
+def test_time_limit_holds_when_the_last_record_was_written_before_anybody_looked(
+    assigned: Assigned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("silo.worker.NOTE_S", 0.0)
+    tiny, work = assigned("copy")
+    interrupted(tiny, NUM_STEPS)
+    record = Workplace(work).record("north-0")
+    training = record.training.model_copy(update={"seconds": BY_CLUSTER.limits.train_s + 1.0})
+    last = record.model_copy(update={"expert_id": "north-1", "training": training})
+    Workplace(work).record_path("north-1").parent.mkdir(exist_ok=True)
+    Workplace(work).record_path("north-1").write_bytes(last.encode())
+    with pytest.raises(PolicyError, match="training time"):
+        tiny.work(SILO, until="audited")
+
+
 def test_experts_of_the_same_images_differ_and_none_is_made_of_fewer_than_the_policy_asks(assigned: Assigned) -> None:
     tiny, work = assigned("copy")
     write_policy(tiny.sites[SILO], POLICY | {"training": {"min_images": 60}})

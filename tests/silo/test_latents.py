@@ -1,5 +1,6 @@
 """Latents end to end: from a recipe with an autoencoder over silos that encode once to samples in pixels."""
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from ddm.protocol.plan import AutoencoderKlLatent, Plan
 from ddm.tensors import save_tensors
 from silo.data import Cohort, load_cohort
 from silo.latents import as_seen, keep_latents
+from tests.faults.test_disk_full import small_disk
 from tests.federation import TinyFederation, recipe
 
 SIZE = AutoencoderSize(channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4)
@@ -110,6 +112,18 @@ def test_interrupted_encoding_leaves_no_latents_and_begins_anew(
     keep_latents(cohort, latent, plan, tmp_path, lambda done, total: None)
     assert len(as_seen(cohort, plan, tmp_path).images) == 60
     assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
+def test_full_disk_while_images_are_encoded_is_an_error_and_not_the_end_of_the_process(
+    federation: tuple[TinyFederation, Plan, Path], tmp_path: Path
+) -> None:
+    tiny, plan, _ = federation
+    cohort, latent = cohort_of(tiny, plan), files_of(tiny, plan).latent
+    cohort = replace(cohort, images=cohort.images.repeat(4, 1, 1, 1))
+    (private := tmp_path / "private").mkdir()
+    with small_disk(private, 2 * os.sysconf("SC_PAGE_SIZE")), pytest.raises(OSError, match="No space left"):
+        keep_latents(cohort, latent, plan, private, lambda done, total: None)
 
 
 def test_other_autoencoder_in_place_of_the_listed_one_is_refused(

@@ -157,7 +157,8 @@ def test_patients_and_classes_come_from_the_table_in_whatever_order_it_lists_the
     cohort = load(tmp_path, **asked)
     assert cohort.unit_N.tolist() == [0, 1, 1]
     assert cohort.label_N is not None and cohort.label_N.tolist() == [0, 1, 2]
-    for spoilt in ("file,patient\na.nii,P1\n", "file,patient\na.nii,1\na.nii,2\nb.nii,3\nc.nii,4\n", "x\n1\n", ""):
+    cut = "patient,file\nP1, of two,a.nii\nP1, too,b.nii\nP2, more,c.nii\n"  # alone pandas takes first cells for names
+    for spoilt in (cut, "file,patient\na.nii,P1\n", "file,patient\na.nii,1\na.nii,2\nb.nii,3\nc.nii,4\n", "x\n1\n", ""):
         table.write_text(spoilt)
         with pytest.raises(DataError, match="volumes.csv"):
             load(tmp_path, unit="patient")
