@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.browser import browser, one_browser  # noqa: F401, fixtures for every test
 from tests.federation import TinyFederation
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # where others run beside it a test takes longer
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.hookimpl(wrapper=True)

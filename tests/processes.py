@@ -14,7 +14,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for_end(pid: int, timeout_s: float = 10.0) -> None:
+def wait_for_end(pid: int, timeout_s: float = 60.0) -> None:
     """Wait until a process that is nobody's child any more has ended."""
     with suppress(ProcessLookupError):
         descriptor = pidfd_open(pid)

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -203,7 +203,9 @@ class Clock(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def clock() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Clock) as server:
+    # In threads: whoever else on this machine finds this port and says nothing must not keep the test waiting.
+    with ThreadingHTTPServer(("127.0.0.1", 0), Clock) as server:
+        server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"

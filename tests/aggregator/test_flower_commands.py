@@ -22,7 +22,6 @@ def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     """Make a command of one's own, as a shell script, to stand in the place of Flower's."""
     path = tmp_path / "flwr"
     monkeypatch.setattr(flower_commands, "program", lambda name: path)
-    monkeypatch.setattr(flower_commands, "_TIMEOUT_S", 2.0)
 
     def make(script: str) -> FlowerCommands:
         path.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\n{script}\n")
@@ -40,7 +39,7 @@ def alive(tmp_path: Path) -> list[str]:
             state, _, group = path.read_text().rpartition(")")[2].split()[:3]
             if group in begun and state != "Z":
                 handle = os.pidfd_open(int(path.parent.name))
-                ended, _, _ = select.select([handle], [], [], 5)
+                ended, _, _ = select.select([handle], [], [], 30)
                 os.close(handle)
                 found += [] if ended else [path.parent.name]
     return found
@@ -66,15 +65,17 @@ def test_answer_of_the_command_is_read_whatever_else_it_says(flwr: Made) -> None
     ids=["hangs", "leaves a child", "writes for ever", "nests for ever", "killed", "crashes", "refuses", "a list"],
 )
 def test_fault_of_the_command_is_an_error_with_a_remedy_in_time_and_leaves_no_process(
-    flwr: Made, tmp_path: Path, script: str, got: str
+    flwr: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, got: str
 ) -> None:
+    if got == "none":  # those that answer have all the time that a loaded machine takes
+        monkeypatch.setattr(flower_commands, "_TIMEOUT_S", 2.0)
     commands, began = flwr(script), time.monotonic()
     with pytest.raises(TransportError) as failed:
         commands.submit("plan")
     assert got in str(failed.value.got)
     assert len(str(failed.value.got)) <= 300
     assert "Nothing is lost" in failed.value.remedy
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert not alive(tmp_path)
 
 

@@ -58,7 +58,7 @@ class Live:
         return f"http://127.0.0.1:{self.port}/"
 
     def ask(self, method: str = "GET", path: str = "/", **headers: str) -> tuple[int, dict[str, str], str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.putrequest(method, path, skip_host="Host" in headers)
             for name, value in headers.items():
@@ -217,7 +217,7 @@ def test_crowd_of_connections_is_turned_away_and_the_page_comes_back(live: Live)
     finally:
         for connection in crowd:
             connection.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while live.ask()[0] != 200:
         assert time.monotonic() < deadline
 
@@ -250,7 +250,7 @@ def test_signal_ends_the_server_at_once_though_somebody_is_connected(
         assert live.ask()[0] == 200
         os.kill(live.process.pid, number)
         # Well below a second on an idle machine; a server that waits for the connection takes ten.
-        assert live.process.wait(timeout=4) == code
+        assert live.process.wait(timeout=8) == code
         assert "Traceback" not in live.process.stderr.read()
 
 
@@ -258,7 +258,7 @@ def test_federation_that_cannot_be_read_for_a_while_is_shown_again_afterwards(li
     path = live.stage.federation.path / "federation.toml"
     text = path.read_text()
     path.write_text("nonsense = ")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (answer := live.ask())[0] != 503:
         assert time.monotonic() < deadline
     assert "cannot be read" in answer[2] and answer[1]["refresh"]

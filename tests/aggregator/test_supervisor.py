@@ -42,10 +42,12 @@ def starter(folder: Path, code: str, name: str = "worker") -> Callable[[], Child
     return lambda: spawn([sys.executable, "-c", code], name=name, log_path=folder / f"{name}.log", grace_s=0.2)
 
 
-def worker(folder: Path) -> Program:
+def worker(folder: Path, silent_s: float = FAST["silent_s"]) -> Program:
     (folder / "work").touch()
     beat = Heartbeat(folder / "alive").beats
-    return Program("worker", starter(folder, WORKER.format(folder=str(folder))), works=beat, **FAST)
+    return Program(
+        "worker", starter(folder, WORKER.format(folder=str(folder))), works=beat, **FAST | {"silent_s": silent_s}
+    )
 
 
 @contextmanager
@@ -66,7 +68,7 @@ def check_until(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
 
 
 def test_program_that_was_killed_is_started_again(tmp_path: Path) -> None:
-    with kept(worker(tmp_path)) as supervisor:
+    with kept(worker(tmp_path, silent_s=60.0)) as supervisor:  # on a loaded machine it takes a while to start
         supervisor.start("worker", timeout_s=20.0)
         first = supervisor.pids()["worker"]
         os.kill(first, signal.SIGKILL)

@@ -27,7 +27,7 @@ def contents(folder):
 
 
 @given(data=st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_folder_arrives_identical_when_its_ranges_come_in_any_order_with_restarts(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("arrival")
     sizes = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=3))

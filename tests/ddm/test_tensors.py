@@ -297,7 +297,7 @@ def test_write_that_fails_leaves_the_old_file_and_no_other(path, monkeypatch):
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 numbers = st.integers(-5, 20) | st.sampled_from([2**31, 2**63, 2**64, True, 1.0, None, "1"])
 entries = st.fixed_dictionaries(
     {

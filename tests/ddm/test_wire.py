@@ -65,7 +65,7 @@ def test_reply_survives_the_wire_when_valid(envelope):
 
 
 @given(pieces=st.lists(st.binary(max_size=40), min_size=1, max_size=8))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_pieces_come_back_as_cut_when_sent_as_one_run(pieces):
     spans = tuple(Span(path=f"f{i}", offset=0, num_bytes=len(piece)) for i, piece in enumerate(pieces))
     received = decode_reply(encode(Envelope(Shards(spans=spans), b"".join(pieces))), max_bytes=1000)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -33,8 +33,10 @@ def server(folder: Path, date: str | None) -> Iterator[str]:
     make_tls(folder, ["127.0.0.1"])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
-    with HTTPServer(("127.0.0.1", 0), Answer) as served:
-        served.socket = context.wrap_socket(served.socket, server_side=True)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as served:
+        served.daemon_threads = True
+        # TLS is agreed in a request's own thread, so that a stranger who finds this port keeps nobody waiting.
+        served.socket = context.wrap_socket(served.socket, server_side=True, do_handshake_on_connect=False)
         thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield f"127.0.0.1:{served.server_port}"

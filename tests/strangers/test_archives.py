@@ -27,8 +27,8 @@ from tests.strangers.mutations import scrambled
 
 SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
 MANY = 1 << 20
-quick = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-thorough = settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=30, suppress_health_check=list(HealthCheck))
+thorough = settings(max_examples=5000, suppress_health_check=list(HealthCheck))
 
 
 def npz(images: object = None, *, method: int = zipfile.ZIP_DEFLATED, name: str = "images.npy") -> bytes:
@@ -206,7 +206,7 @@ def test_configuration_above_its_limit_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 def test_any_configuration_is_read_or_refused(tmp_path: Path, name: str, data: st.DataObject) -> None:
     sample = tomli_w.dumps(CONFIGURATIONS[name][1]).encode()
     spoiled = data.draw(scrambled(sample))

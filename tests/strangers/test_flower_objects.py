@@ -83,7 +83,7 @@ def body(kind: str) -> st.SearchStrategy[bytes]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 def test_any_object_is_read_or_refused(kind: str, data: st.DataObject) -> None:
     try_objects(kind, data.draw(body(kind)))
 
@@ -91,6 +91,6 @@ def test_any_object_is_read_or_refused(kind: str, data: st.DataObject) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3000, suppress_health_check=list(HealthCheck))
 def test_any_object_is_read_or_refused_however_long_one_tries(kind: str, data: st.DataObject) -> None:
     try_objects(kind, data.draw(body(kind)))

@@ -15,8 +15,8 @@ from tests.strangers.samples import Door, doors, messages
 DOORS = {**doors(), **messages()}
 # What a program writes for itself, in a folder that is its own.
 OWN = {"CheckpointRecord", "_Record", "RouterReport", "Student"}
-quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-thorough = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=25, suppress_health_check=list(HealthCheck))
+thorough = settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 
 
 def try_door(door: Door, data: bytes) -> None:
@@ -108,7 +108,7 @@ def test_json_that_an_honest_program_wrote_is_read_as_it_was(value: Any) -> None
 
 
 @given(data=st.binary(max_size=60) | st.text('[]{},:"\\ \n1a', max_size=60).map(str.encode))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_json_of_strangers_is_refused_or_is_what_the_standard_library_reads(data: bytes) -> None:
     try:
         found = check_json(data, subject="value", limit=60)

@@ -19,6 +19,7 @@ from ddm.routers.public import Evidence, PublicData
 from ddm.routers.refit import refit_shares
 from ddm.routers.residual import Residual
 from tests.ddm.routers.worlds import GROUPS, PATH, RANK, World, clustered, dealt, make_world, one_each
+from tests.seeded import Seeded
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
 T_R = 0.7
@@ -144,7 +145,7 @@ def test_public_comparison_is_unbiased_and_its_interval_covers_under_the_noise_o
         return found.difference, found.difference_low, found.difference_high
 
     truth = difference(histogram)[0]
-    noise = (torch.from_numpy(discrete_laplace(2 * GROUPS, 2.0).reshape(2, GROUPS)) for _ in range(12))
+    noise = (torch.from_numpy(discrete_laplace(2 * GROUPS, 2.0, Seeded(n)).reshape(2, GROUPS)) for n in range(12))
     found = [difference(histogram + one) for one in noise]
     values = [value for value, _, _ in found]
     assert abs(np.mean(values) - truth) < 6 * np.std(values) / math.sqrt(12) + 1e-6

@@ -13,6 +13,7 @@ from ddm.routers.counts import CountsRouter, counts_router_specs, expected_count
 from ddm.sketch import Sketch
 from ddm.tensors import load_tensors, save_tensors
 from tests.ddm.routers.worlds import GROUPS, PATH, RANK, clustered, dealt, make_world
+from tests.seeded import Seeded
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
 WORLD = make_world(SHARES, [300, 200, 100])
@@ -133,14 +134,14 @@ def test_expected_counts_describe_a_small_silo_better_than_clipping() -> None:
         held = true > 0
         return float((true[held] / 130 * np.log(true[held] / estimate[held])).sum())
 
-    ours, clipped = 0.0, 0.0
+    ours, clipped, noise = 0.0, 0.0, Seeded(0)
     for _ in range(40):
         true = rng.multinomial(130, rng.dirichlet(0.7 * 32 * weight))
-        noisy = true + discrete_laplace(32, 1.0)
+        noisy = true + discrete_laplace(32, 1.0, noise)
         clip = np.maximum(noisy, 0.5)
         ours += surprise(expected_counts(noisy, 130, 1.0, weight)[0], true)
         clipped += surprise(clip * 130 / clip.sum(), true)
-    assert ours < clipped  # by 7% on average, with a deviation of 1%
+    assert ours < 0.97 * clipped  # over other noise by 6%, with a deviation of 2%
 
 
 def _wide(groups: int, rank: int) -> Sketch:
