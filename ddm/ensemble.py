@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddm.errors import MathError, ShapeError
+from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.guidance import Asked, Given, GivenClass, conditional_log_prior, told
 from ddm.latents import Identity, Latent
 from ddm.mixture import Branch, Experts, Mixture, mix_velocity
@@ -54,7 +54,7 @@ __all__ = [
     "strategy_named",
 ]
 
-_TRAVELLING_BYTES = 1 << 26  # samples that are under way at the same time
+_TRAVELLING_BYTES = 1 << 26  # of the samples that are under way at the same time, with all that is drawn for them
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,12 @@ class Ensemble:
 
         Raises:
             MathError: an argument out of range, or a strategy that needs a router where there is none.
+            NumericalError: samples that are not finite.
         """
         if num < 1 or seed < 0:
             raise MathError("sample", expected="num >= 1 and seed >= 0", got=f"{num} and {seed}")
+        if tau is not None and not isinstance(strategy, str):
+            raise MathError("tau", expected="the name of a strategy with it", got=f"{strategy}")
         chosen = strategy_named(strategy, tau=tau) if isinstance(strategy, str) else strategy
         mixture, done = self._mixture(prior, condition, condition_prior, guidance), 0
         if chosen.needs_router and self.router is None and mixture.num_active > 1:
@@ -222,7 +225,7 @@ class Ensemble:
                 on_progress(done, num * steps)
 
         journey = Journey(mixture, chosen, uniform_times(steps), solver_named(solver, self.path), router_every, tick)
-        under_way = max(self.chunk_size, _TRAVELLING_BYTES // (4 * prod(self.shape)))
+        under_way = max(self.chunk_size, _TRAVELLING_BYTES // (4 * prod(self.shape) + 8 * steps))
         with torch.inference_mode():
             parts = [
                 self._carried(journey, range(first, min(first + under_way, num)), seed)
@@ -234,8 +237,14 @@ class Ensemble:
     def _carried(self, journey: Journey, samples: range, seed: int) -> tuple[Tensor, Tensor]:
         noise, uniform_BS = randomness(samples, self.shape, seed, len(journey.times) - 1)
         x_1 = noise.to(self.device) * self.path.sigma(torch.ones(()))
-        images, expert_B = journey.carry(x_1, uniform_BS.to(self.device))
-        return images.cpu(), expert_B.cpu()
+        images, expert_B = (part.cpu() for part in journey.carry(x_1, uniform_BS.to(self.device)))
+        broken_B = ~images.flatten(1).isfinite().all(1)
+        if bool(broken_B.any()):
+            names = self.expert_ids or range(len(self.experts))
+            got = f"others, of {', '.join(str(names[k]) for k in sorted(set(expert_B[broken_B].tolist())))}"
+            remedy = "Take more steps or less guidance; if that does not help, leave these experts out by a prior of 0."
+            raise NumericalError("samples", expected="finite numbers", got=got, remedy=remedy)
+        return images, expert_B
 
     def _mixture(
         self,

@@ -44,15 +44,16 @@ def told(condition: Condition, asked: Asked) -> tuple[Tensor, Tensor]:
     if isinstance(condition, NoCondition):
         remedy = "Leave the condition out: these experts were trained without."
         raise MathError("condition", expected="none", got="one", remedy=remedy)
+    kind = type(asked).__name__
     if isinstance(condition, ClassCondition):
         if not isinstance(asked, int) or not 0 <= asked < condition.num_classes:
-            got = str(asked) if isinstance(asked, int) else "a tensor"
-            raise MathError("condition", expected=f"a class, 0 to {condition.num_classes - 1}", got=got)
+            got = str(asked) if isinstance(asked, int) else kind
+            raise MathError("condition", expected=f"a class, int, 0 to {condition.num_classes - 1}", got=got)
         return torch.tensor(asked), torch.tensor(-1)
-    shape = () if isinstance(asked, int) else tuple(asked.shape)
-    if isinstance(asked, int) or len(shape) != 2 or shape[0] > condition.max_tokens or shape[1] != condition.dim:
-        expected = f"a text of at most {condition.max_tokens} tokens of {condition.dim} values"
-        raise ShapeError("condition", expected=expected, got=f"shape {shape}")
+    most, shape = condition.max_tokens, tuple(asked.shape) if isinstance(asked, Tensor) else ()
+    if not isinstance(asked, Tensor) or len(shape) != 2 or not 0 < shape[0] <= most or shape[1] != condition.dim:
+        expected = f"a text, a tensor of 1 to {most} tokens of {condition.dim} values"
+        raise ShapeError("condition", expected=expected, got=f"{kind} of shape {shape}" if shape else kind)
     return asked, torch.zeros_like(asked)
 
 
@@ -62,14 +63,15 @@ def conditional_log_prior(given: Sequence[float], own: Sequence[float], wanted: 
     Args:
         given: every expert's share of the data with the condition, under the ensemble's own prior.
         own: the ensemble's own prior.
-        wanted: another one, None for its own.
+        wanted: another one, None for its own; either way a weight of 0 leaves an expert out, whatever it was given.
 
     Raises:
         MathError: no expert is left that saw the condition.
     """
-    given_K = log_prior(given, len(own))
-    if wanted is None:
-        return given_K
-    own_K, wanted_K = log_prior(own, len(own)), log_prior(wanted, len(own))
+    own_K = log_prior(own, len(own))
+    wanted_K = own_K if wanted is None else log_prior(wanted, len(own))
     shift_K = torch.where(own_K.isfinite(), wanted_K - own_K, wanted_K)
-    return log_prior((given_K + shift_K).exp(), len(own))
+    prior_K = (log_prior(given, len(own)) + shift_K).softmax(0)
+    if not bool(prior_K.isfinite().all()):
+        raise MathError("condition", expected="an expert with a weight that saw it", got="none")
+    return prior_K.log()

@@ -25,6 +25,7 @@ from torch.nn.functional import one_hot
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError, FormatError, MathError, NumericalError, SetupError, ShapeError
 from ddm.files import require_file
+from ddm.guidance import conditional_log_prior
 from ddm.mixture import Branch, mix_velocity
 from ddm.models.conditions import check_text
 from ddm.npz import read_array
@@ -115,14 +116,13 @@ def holders(ensemble: Ensemble, label: int) -> Branch:
     Raises:
         MathError: nobody published who holds it.
     """
-    num_experts = len(ensemble.experts)
     if label < 0:
-        return Branch(1.0, log_prior(ensemble.prior, num_experts), ensemble.router)
+        return Branch(1.0, log_prior(ensemble.prior, len(ensemble.experts)), ensemble.router)
     if ensemble.given_class is None:
         remedy = "Show the student images with their classes and let the teacher be the label, or distil without."
         raise MathError("classes", expected="to be known who holds them", got="no histogram of them", remedy=remedy)
     given = ensemble.given_class(label)
-    return Branch(1.0, log_prior(given.prior, num_experts), given.router or ensemble.router)
+    return Branch(1.0, conditional_log_prior(given.prior, ensemble.prior, None), given.router or ensemble.router)
 
 
 def own_samples(

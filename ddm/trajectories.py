@@ -69,7 +69,7 @@ class Journey:
         all_BK = torch.ones(len(x_B), len(self.mixture.experts), dtype=torch.bool, device=x_B.device)
         k_B = torch.zeros(len(x_B), dtype=torch.int64, device=x_B.device)
         travellers, before_BK = Travellers(x_B, Memory.none(x_B)), all_BK
-        for segment in segments(self.strategy, self.times, self.router_every):
+        for number, segment in enumerate(segments(self.strategy, self.times, self.router_every)):
             allowed_BK = all_BK
             if segment.follow is not Follow.MEAN or segment.times[-1] == self.times[-1]:
                 w_BK = self.mixture.posterior(travellers.x_B, filled(x_B, segment.times[0]))
@@ -79,15 +79,16 @@ class Journey:
             if segment.follow is Follow.DRAW:
                 allowed_BK = one_hot(k_B, all_BK.shape[1]).bool()
             travellers = Travellers(travellers.x_B, travellers.memory.forget((allowed_BK != before_BK).any(1)))
-            travellers, before_BK = self._along(segment, travellers, allowed_BK), allowed_BK
+            # There and back: the last expert of one segment, still in memory, is the first of the next.
+            order = -1 if number % 2 else 1
+            travellers, before_BK = self._along(segment, travellers, allowed_BK, order), allowed_BK
         return travellers.x_B, k_B
 
-    def _along(self, segment: Segment, travellers: Travellers, allowed_BK: Tensor) -> Travellers:
+    def _along(self, segment: Segment, travellers: Travellers, allowed_BK: Tensor, order: int) -> Travellers:
         """Take a segment's steps; samples that are allowed one expert travel apart from those of other experts."""
         if bool((allowed_BK.sum(1) > 1).any()):
             return self._follow(self._mean(segment, travellers.x_B, allowed_BK), segment, travellers)
-        # There and back: the last expert of one segment, still in memory, is the first of the next.
-        present = allowed_BK.any(0).nonzero()[:, 0].tolist()[:: -1 if segment.first % 2 else 1]
+        present = allowed_BK.any(0).nonzero()[:, 0].tolist()[::order]
         members = (allowed_BK[:, k].nonzero()[:, 0] for k in present)
         groups = [rows for group in members for rows in torch.split(group, self.mixture.together)]
         parts = [self._follow(self._one(allowed_BK[rows]), segment, travellers.of(rows)) for rows in groups]
@@ -132,6 +133,8 @@ def _selected(strategy: Strategy, w_BK: Tensor) -> Tensor:
 
 def randomness(samples: range, shape: Sequence[int], seed: int, steps: int) -> tuple[Tensor, Tensor]:
     """Everything random about some samples: noise, and one uniform number a step, each sample from its own stream."""
-    streams = [stream("sample", seed, i) for i in samples]
-    noise = np.stack([own.standard_normal(tuple(shape), dtype=np.float32) for own in streams])
-    return torch.from_numpy(noise), torch.from_numpy(np.stack([own.random(steps) for own in streams]))
+    noise, uniform_BS = np.empty((len(samples), *shape), np.float32), np.empty((len(samples), steps))
+    for row, i in enumerate(samples):
+        own = stream("sample", seed, i)
+        noise[row], uniform_BS[row] = own.standard_normal(tuple(shape), dtype=np.float32), own.random(steps)
+    return torch.from_numpy(noise), torch.from_numpy(uniform_BS)

@@ -190,16 +190,17 @@ def _bytes(text: str) -> int:
 
 
 def _weights(flag: str, text: str, silo_ids: list[str], data_prior: list[float]) -> list[float]:
-    """Return a weight for each expert; a silo's weight goes to its experts in proportion to their data."""
+    """Return a weight for each expert; a silo's goes to its experts in proportion to their data, if it has any."""
     if text == "data":
         return data_prior
     shares = dict.fromkeys(silo_ids, 0.0)
     for silo_id, prior in zip(silo_ids, data_prior, strict=True):
         shares[silo_id] += prior
-    weights = dict.fromkeys(silo_ids, 1.0) if text == "equal" else _silo_weights(flag, text, list(shares))
+    present = [silo_id for silo_id, share in shares.items() if share > 0]
+    weights = dict.fromkeys(present, 1.0) if text == "equal" else _silo_weights(flag, text, present)
     total = sum(weights.values())
     return [
-        weights[silo_id] / total * prior / shares[silo_id] if weights[silo_id] else 0.0
+        weights[silo_id] / total * prior / shares[silo_id] if weights.get(silo_id) else 0.0
         for silo_id, prior in zip(silo_ids, data_prior, strict=True)
     ]
 

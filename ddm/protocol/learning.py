@@ -36,7 +36,7 @@ class Objective(ExpertObjective):
 
 Shift = Annotated[float, Field(ge=0.01, le=100.0, exclude_if=lambda shift: shift == 1.0)]
 """Moves times towards noise, ``t' = s t / (1 + (s - 1) t)``: an image of m values needs ``s = sqrt(m / n)`` to lose as
-much at t' as one of n values at t (Esser et al. 2024, section 5.3.2). 1 moves nothing."""
+much at t' as one of n values at t on the linear path (Esser et al. 2024, section 5.3.2). 1 moves nothing."""
 
 
 class UniformT(Model):

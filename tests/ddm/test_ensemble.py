@@ -27,6 +27,7 @@ from ddm.routers.base import log_prior, posterior
 from ddm.sampling import SolverName
 from ddm.schedule import CosinePath, LinearPath, Velocity, as_velocity, x_t
 from ddm.strategies import Follow, draw_expert, segments
+from ddm.trajectories import randomness
 from tests.ddm.gaussian_mixture import UninformedRouter, four_silos
 
 PRIOR = (0.7, 0.2, 0.08, 0.02)
@@ -213,7 +214,7 @@ def test_sample_i_is_the_same_for_every_num_and_grouping(strategy: Strategy, sol
 
 def test_samples_are_the_same_when_not_all_of_them_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
     together = exact(chunk_size=16).sample(100, strategy="sample", steps=5)
-    monkeypatch.setattr("ddm.ensemble._TRAVELLING_BYTES", 30 * 2 * 4)
+    monkeypatch.setattr("ddm.ensemble._TRAVELLING_BYTES", 30 * (2 * 4 + 5 * 8))
     apart = exact(chunk_size=16).sample(100, strategy="sample", steps=5)
     assert torch.equal(together.expert_N, apart.expert_N)
     torch.testing.assert_close(together.images, apart.images, atol=2e-5, rtol=0)
@@ -326,6 +327,7 @@ def test_ensemble_is_refused_when_names_or_router_are_of_another_number() -> Non
 def test_arguments_out_of_range_are_refused() -> None:
     wrong: list[dict[str, Any]] = [{"strategy": "argmax"}, {"tau": 1.5}, {"steps": 0}, {"solver": "rk45"}, {"seed": -1}]
     wrong += [{"router_every": 0}, {"strategy": "full", "tau": 0.5}, {"guidance": 1.0}, {"condition": 1}]
+    wrong += [{"strategy": Lock(), "tau": 0.5}]
     for arguments in wrong:
         with pytest.raises(MathError):
             exact().sample(4, **arguments)
@@ -353,3 +355,32 @@ def test_router_that_answers_nan_is_refused() -> None:
 
     with pytest.raises(NumericalError):
         exact(router=Broken(4)).sample(4, strategy="sample", steps=2)
+
+
+@pytest.mark.parametrize("strategy", ["lock", "sample"])
+def test_samples_that_are_not_finite_are_refused_and_their_expert_is_named(strategy: str) -> None:
+    def broken(x: Tensor, t: Tensor) -> Tensor:
+        return torch.where((t < 0.5)[:, None], torch.inf, four_silos().expert(1)(x, t))
+
+    experts = four_silos().experts()
+    ensemble = exact(experts=[experts[0], broken, *experts[2:]], expert_ids=("north", "east", "south", "west"))
+    # Only the last step of two asks below 0.5, so that no router sees what is not finite.
+    with pytest.raises(NumericalError, match="east") as refusal:
+        ensemble.sample(200, strategy=strategy, steps=2, solver="heun")
+    assert "north" not in str(refusal.value)
+    assert ensemble.sample(200, strategy=strategy, steps=2, prior=(1, 0, 1, 1)).images.isfinite().all()
+
+
+def test_fewer_samples_are_under_way_when_more_is_drawn_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+
+    def watched(samples: range, shape: Sequence[int], seed: int, steps: int) -> tuple[Tensor, Tensor]:
+        drawn.append(len(samples))
+        return randomness(samples, shape, seed, steps)
+
+    monkeypatch.setattr("ddm.ensemble.randomness", watched)
+    monkeypatch.setattr("ddm.ensemble._TRAVELLING_BYTES", 960)  # of a sample: 2 floats of noise, 8 bytes a step
+    for steps, most in ((1, 60), (5, 20)):
+        drawn.clear()
+        exact(chunk_size=1).sample(60, steps=steps, solver="euler")
+        assert drawn == [most] * (60 // most)

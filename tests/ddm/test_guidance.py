@@ -3,12 +3,14 @@
 # Shape legend: K experts, C components, B batch.
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from ddm.ensemble import Ensemble, Lock, Sample, Strategy, TopK
+from ddm.ensemble import Ensemble, Lock, Sample, Strategy, TopK, TopOne
 from ddm.errors import MathError, ShapeError
 from ddm.guidance import Given
 from ddm.mixture import Expert
@@ -173,6 +175,17 @@ def test_silo_that_holds_no_image_of_a_class_declared_so_is_never_asked() -> Non
     assert drawn.shares[0] == drawn.shares[2] == 0.0
 
 
+@pytest.mark.parametrize("strategy", ["full", Lock(), TopOne()])
+def test_expert_of_prior_0_makes_nothing_under_a_condition_whatever_it_holds(strategy: str | Strategy) -> None:
+    """Without a condition it makes nothing either; the histograms of a class still tell what it once held."""
+    prior = (0.0, *four_silos().prior_K[1:])
+    drawn = exact(prior=prior).sample(200, strategy=strategy, steps=4, condition=0, guidance=1.0)
+    assert drawn.shares[0] == 0.0
+    assert exact().sample(200, strategy=strategy, steps=4, condition=0, guidance=1.0).shares[0] > 0.1
+    back = exact(prior=prior).sample(200, steps=4, condition=0, prior=(1.0, 1.0, 0.0, 0.0))
+    assert back.shares[0] > 0.1  # asked for by name
+
+
 def test_text_is_told_with_zeros_as_no_text() -> None:
     told: list[Tensor] = []
 
@@ -184,9 +197,10 @@ def test_text_is_told_with_zeros_as_no_text() -> None:
     text = torch.ones(4, 3)
     spoken.sample(2, steps=1, solver="euler", condition=text, condition_prior=(1.0,), guidance=1.0)
     assert torch.equal(told[0], torch.cat([text.expand(2, 4, 3), torch.zeros(2, 4, 3)]))
-    for wrong in (0, torch.ones(5, 3), torch.ones(4, 2)):
-        with pytest.raises(ShapeError):
-            spoken.sample(2, condition=wrong, condition_prior=(1.0,))
+    wrong: list[Any] = [0, "a text", np.ones((4, 3)), torch.ones(5, 3), torch.ones(4, 2), torch.ones(0, 3)]
+    for asked in wrong:
+        with pytest.raises(ShapeError, match="condition"):
+            spoken.sample(2, condition=asked, condition_prior=(1.0,))
 
 
 def refused(ensemble: Ensemble, about: str, **arguments: object) -> None:
@@ -203,4 +217,6 @@ def test_condition_is_refused_when_it_means_nothing_or_nobody_knows_who_holds_it
     refused(exact(), "guidance", condition=0, guidance=-1.0)
     refused(exact(), "guidance", condition=0, guidance=float("nan"))
     refused(exact(given_class=None), "who holds it", condition=0)
-    refused(exact(), "prior", condition=0, prior=(0.0, 0.0, 1.0, 0.0))
+    refused(exact(), "saw it", condition=0, prior=(0.0, 0.0, 1.0, 0.0))
+    refused(exact(), "int, 0 to 1, got str", condition="a class")
+    refused(exact(), "int, 0 to 1, got int64", condition=np.int64(1))
