@@ -34,6 +34,7 @@ def open_ensemble(
     silo_keys: Mapping[str, str] | None = None,
     archived: bool = False,
     memory_bytes: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> Ensemble:
     """Verify a release, then build its experts and router and load their weights; every file is read once.
 
@@ -43,14 +44,15 @@ def open_ensemble(
         state: see `open_release`, as are the next two.
         silo_keys: pinned fingerprints.
         archived: accept an expired timestamp.
-        memory_bytes: see `build_ensemble`.
+        memory_bytes: see `build_ensemble`, as is the next one.
+        device: where the experts shall compute.
 
     Raises:
         TrustError, FormatError: see `open_release`.
         TensorFileError: a tensor file is not what the plan implies.
     """
     release = open_release(folder, root=root, state=state, silo_keys=silo_keys, archived=archived, experts_later=True)
-    return load_ensemble(release, memory_bytes=memory_bytes)
+    return load_ensemble(release, memory_bytes=memory_bytes, device=device)
 
 
 def load_ensemble(release: Release, *, memory_bytes: int | None = None, device: torch.device | str = "cpu") -> Ensemble:

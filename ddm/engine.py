@@ -6,6 +6,8 @@ from pydantic import Field
 
 from ddm.settings import Settings
 
+DeviceName = Literal["auto", "cpu", "cuda"]
+
 
 class Engine(Settings):
     """How one machine trains; the table [training] of silo.toml. No torch: a setting is read long before training.
@@ -19,7 +21,7 @@ class Engine(Settings):
         shard: whether several processes share weights, averages and moments instead of each holding all of them.
     """
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     processes: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
     accumulate: Annotated[int, Field(ge=1, le=4096)] = 1
     compile: bool = False

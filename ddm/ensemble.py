@@ -132,7 +132,8 @@ class Ensemble:
             folder: the release.
             root: the root of trust, obtained out of band: its file, or its bytes.
             state: where versions seen before are kept, so that a rollback shows.
-            options: passed on; `memory_bytes` bounds what experts may take of memory, which loads them when needed.
+            options: passed on; `memory_bytes` bounds what experts may take of memory, which loads them when needed;
+                `device` is where they compute.
 
         Raises:
             TrustError: anything about the release does not verify.

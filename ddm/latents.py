@@ -16,6 +16,7 @@ from typing import Protocol, assert_never
 import torch
 from torch import Tensor, nn
 
+from ddm.devices import device_named
 from ddm.encoders import Progress
 from ddm.errors import NumericalError, SetupError, ShapeError
 from ddm.protocol.base import File
@@ -69,7 +70,7 @@ class AutoencoderKl:
     def __init__(self, net: nn.Module, size: AutoencoderSize, shape: tuple[int, ...], scale: float = 1.0) -> None:
         self.net = net.eval().requires_grad_(False)
         self.size, self.shape, self.scale = size, shape, scale
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device_named()
         self.block = max(1, min(_MOST_AT_ONCE, _BLOCK_BYTES // (4 * size.channels[0] * prod(shape[1:]))))
 
     def encode(self, samples: Tensor, on_progress: Progress | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddm.devices import device_named
 from ddm.encoders.timm import import_torchvision
 from ddm.errors import ArchipelagoError, DigestError, NumericalError, SetupError, ShapeError
 from ddm.files import read_bounded, require_file
@@ -47,7 +48,7 @@ class TextEncoder:
     def __init__(self, net: nn.Module, tokenizer: Any, max_tokens: int) -> None:
         self.net = net.eval().requires_grad_(False)
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device_named()
         alone_LD, beside_LD = self._hidden([[0]])[0], self._hidden([[0], [0] * max_tokens])[0]
         self.dim = alone_LD.shape[1]
         apart = _PADDED[next(self.net.parameters()).dtype] * alone_LD.abs().max()
@@ -244,7 +245,7 @@ def _network(settings: dict[str, Any], weights: dict[str, Tensor]) -> nn.Module:
     if settings.get("quantization_config") or getattr(config, "quantization_config", None):
         raise ValueError("its weights are quantized")  # to be read by code that transformers fetches, or not at all
     config.use_cache = False
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # T5 overflows in float16
+    dtype = torch.bfloat16 if device_named().type == "cuda" else torch.float32  # T5 overflows in float16
     options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     net: nn.Module
     net, found = kind.from_pretrained(None, config=config, state_dict=weights, **options)

@@ -15,6 +15,7 @@ import typer
 
 from ddm.commands.options import (
     ArchivedOption,
+    DeviceOption,
     ReleaseArgument,
     RootOption,
     SiloKeyOption,
@@ -23,6 +24,7 @@ from ddm.commands.options import (
     warn_if_expired,
 )
 from ddm.console import human_seconds, progress, say
+from ddm.engine import DeviceName, Engine
 from ddm.errors import DataError, SetupError
 from ddm.files import locked
 from ddm.protocol.plan import Architecture, AutoencoderKlLatent, Condition, NoCondition, TextCondition
@@ -83,6 +85,7 @@ class _Wanted:
     network: Architecture
     training: "Training"
     out: Path
+    device: DeviceName
 
     @property
     def work(self) -> Path:
@@ -109,6 +112,7 @@ def distill(
     architecture: ArchitectureFile = None,
     steps: Steps = None,
     seed: Annotated[int, typer.Option(min=0, max=_MOST, help="Of weights, samples and steps.")] = 0,
+    device: DeviceOption = "auto",
     state: StateOption = None,
     silo_key: SiloKeyOption = None,
     archived: ArchivedOption = False,
@@ -132,12 +136,11 @@ def distill(
     changes = {"num_steps": steps or plan.expert.training.num_steps, "seed": seed, "mask_ratio": 0.0}
     training = plan.expert.training.model_copy(update=changes)
 
-    import torch
-
     from ddm.artifact import load_ensemble
+    from ddm.devices import device_named
 
-    ensemble = load_ensemble(opened, device="cuda" if torch.cuda.is_available() else "cpu")
-    wanted = _Wanted(opened, ensemble, _source(opened), chosen, condition, network, training, out)
+    ensemble = load_ensemble(opened, device=device_named(device, setting="--device"))
+    wanted = _Wanted(opened, ensemble, _source(opened), chosen, condition, network, training, out, device)
     wanted.work.mkdir(parents=True, exist_ok=True)
     with locked(wanted.work, "distillation"):
         lessons, images = _given(wanted, data) if data else _own(wanted, num or _DEFAULT_NUM, texts)
@@ -222,6 +225,7 @@ def _trained(wanted: _Wanted, lessons: "Lessons") -> "Trained":
                 lessons,
                 wanted.training,
                 teacher=wanted.teacher.value,
+                engine=Engine(device=wanted.device),
                 source=wanted.source.manifest,
                 checkpoint_dir=wanted.work / _CHECKPOINTS,
                 on_progress=lambda told: tell(told.step, told.num_steps),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddm.engine import DeviceName
 from ddm.errors import ArchivedWarningError, SetupError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ SiloKeyOption = Annotated[
     list[str] | None, typer.Option("--silo-key", metavar="ID=FPR", help="Pin a silo's key by its fingerprint.")
 ]
 ArchivedOption = Annotated[bool, typer.Option("--archived", help="Accept an expired timestamp, loudly.")]
+DeviceOption = Annotated[DeviceName, typer.Option("--device", help="Where to compute; auto: a GPU, if there is one.")]
 
 
 def open_verified(

@@ -9,6 +9,7 @@ import typer
 
 from ddm.commands.options import (
     ArchivedOption,
+    DeviceOption,
     ReleaseArgument,
     RootOption,
     SiloKeyOption,
@@ -93,6 +94,7 @@ def sample(
     prior: Annotated[str, typer.Option(help="data, equal, or ID=W,... (0 leaves a silo out).")] = "data",
     batch: Annotated[int, typer.Option(min=1, help="Most images that an expert is given at once.")] = 64,
     memory: Memory = None,
+    device: DeviceOption = "auto",
     state: StateOption = None,
     silo_key: SiloKeyOption = None,
     archived: ArchivedOption = False,
@@ -111,10 +113,12 @@ def sample(
 
     from ddm.artifact import load_ensemble
     from ddm.commands.asking import encoded, holders_of, shares_of
+    from ddm.devices import device_named
 
+    where = device_named(device, setting="--device")
     opened = open_verified(release, root, state, silo_key, archived, experts_later=True)
     asked = label if text is None or text_encoder is None else encoded(text, text_encoder, opened.plan.condition)
-    ensemble = replace(load_ensemble(opened, memory_bytes=memory_bytes), chunk_size=batch)
+    ensemble = replace(load_ensemble(opened, memory_bytes=memory_bytes, device=where), chunk_size=batch)
     silo_ids, own = [expert.silo_id for expert in opened.manifest.experts], list(ensemble.prior)
     wanted = _weights("--prior", prior, silo_ids, own)
     declared = None if class_prior == "data" else _weights("--class-prior", class_prior, silo_ids, own)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ddm.commands.options import DeviceOption
 from ddm.commands.sample import EncoderFolder, SolverName, Text, check_text
 from ddm.console import progress, say
 from ddm.errors import SetupError
@@ -22,6 +23,7 @@ def sample_student(
     solver: Annotated[SolverName, typer.Option(help="ODE solver.")] = SolverName.HEUN,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same images.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Most images at once.")] = 64,
+    device: DeviceOption = "auto",
 ) -> None:
     """Sample images from a student; nobody signed it, its record says what it was made of."""
     from ddm.pictures import prepare, write_samples
@@ -33,12 +35,11 @@ def sample_student(
 
     from dataclasses import replace
 
-    import torch
-
     from ddm.commands.asking import encoded
+    from ddm.devices import device_named
     from ddm.student import load_student
 
-    record, alone = load_student(student, device="cuda" if torch.cuda.is_available() else "cpu")
+    record, alone = load_student(student, device=device_named(device, setting="--device"))
     asked = label if text is None or text_encoder is None else encoded(text, text_encoder, record.condition)
     with progress(f"sampling {num}") as tell:
         drawn = replace(alone, chunk_size=batch).sample(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddm.devices import device_named
 from ddm.errors import DataError, SetupError, ShapeError
 from ddm.protocol.plan import DataSpec
 from ddm.protocol.plan import TimmEncoder as TimmSpec
@@ -70,7 +71,7 @@ class TimmEncoder:
         self.net = net.eval().requires_grad_(False)
         self.spec = spec
         self.data = data
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = device_named()
 
     @property
     def dim(self) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ddm.devices import device_named
 from ddm.engine import Engine
 from ddm.errors import SetupError
 
@@ -57,8 +58,7 @@ def machine_of(engine: Engine) -> Machine:
     Raises:
         SetupError: the engine asks for what is not there.
     """
-    if engine.device == "cuda" and not torch.cuda.is_available():
-        raise SetupError("training.device", expected="a GPU that torch sees", got="none", remedy="Set it to auto.")
+    device_named(engine.device, setting="training.device")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return Together(engine)
     if num_processes(engine) > 1:
@@ -90,7 +90,7 @@ class Alone:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.device = torch.device("cuda" if engine.device != "cpu" and torch.cuda.is_available() else "cpu")
+        self.device = device_named(engine.device)
 
     def prepare(self, model: nn.Module) -> Call:
         """See `Machine.prepare`."""

@@ -106,7 +106,7 @@ class UninformedRouter:
         self.num_experts = num_experts
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
-        return torch.zeros(len(x_B), self.num_experts, dtype=x_B.dtype)
+        return torch.zeros(len(x_B), self.num_experts, dtype=x_B.dtype, device=x_B.device)
 
 
 def four_silos(path: Path | None = None) -> GaussianMixture:
