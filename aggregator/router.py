@@ -13,8 +13,11 @@ from aggregator.intake.examination import public_images, refuse_outliers
 from aggregator.intake.inventory import Inventory
 from aggregator.router_report import Band, CalibrationBand, Family, Interval, RouterReport
 from ddm.artifact import on_path
+from ddm.devices import device_named
 from ddm.errors import MissingFileError
 from ddm.files import write_atomic
+from ddm.lazy import LazyExperts
+from ddm.mixture import Expert
 from ddm.models import load_expert
 from ddm.partition import Layout
 from ddm.protocol.base import File, sha256_hex
@@ -31,7 +34,7 @@ from ddm.routers.moments import MomentsRouter, moments_noise_std
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.residual import PublicSketches
 from ddm.routers.samples import SamplesRouter, draw_from_experts, fit_samples
-from ddm.schedule import Velocity, path_named
+from ddm.schedule import path_named
 from ddm.tensors import save_tensors
 
 # Shape legend: K silos, E experts, G public groups.
@@ -154,9 +157,10 @@ def _fit(
         )
         router: AnyRouter = learned.split(layout)
     elif isinstance(settings, SamplesSettings):
-        num = settings.images_per_expert
-        drawn_EN = draw_from_experts(_experts(inventory), plan.expert_shape, num, seed, path, on_progress)
-        router = fit_samples(drawn_EN, settings, path, seed, on_progress)
+        num, device = settings.images_per_expert, device_named()
+        experts = _experts(inventory, device)
+        drawn_EN = draw_from_experts(experts, plan.expert_shape, num, seed, path, on_progress, device=device)
+        router = fit_samples(drawn_EN, settings, path, seed, on_progress, device=device)
     else:
         released = inventory.moments().values()
         sum_KR, second_KRR = (torch.stack([one[name] for one in released]) for name in ("sum", "second"))
@@ -224,19 +228,20 @@ def _expert_priors(counts: CountsRouter, weight_K: Sequence[float], layout: Layo
     return tuple(share / sum(found) for share in found)
 
 
-def _experts(inventory: Inventory) -> list[Velocity]:
-    """Load every accepted expert, in the manifest's order."""
+def _experts(inventory: Inventory, device: torch.device) -> LazyExperts:
+    """Every accepted expert, in the manifest's order, one of them in memory."""
     plan = inventory.plan
     architecture, shape, path = plan.expert.architecture, plan.expert_shape, path_named(plan.objective.path)
-    return [
-        on_path(
-            load_expert(architecture, shape, silo.folder, expert.file, plan.condition),
-            plan.objective.of(silo_id),
-            path,
-        )
-        for silo_id, silo in inventory.silos.items()
-        for expert in silo.submission.experts
-    ]
+    sent = [(silo_id, each) for silo_id, silo in inventory.silos.items() for each in silo.submission.experts]
+
+    def load(number: int) -> Expert:
+        silo_id, expert = sent[number]
+        folder = inventory.silos[silo_id].folder
+        loaded = load_expert(architecture, shape, folder, expert.file, plan.condition).to(device)
+        return on_path(loaded, plan.objective.of(silo_id), path)
+
+    sizes = [expert.file.bytes for _, expert in sent]
+    return LazyExperts(load, sizes, max(sizes))
 
 
 def _class_tensors(inventory: Inventory) -> Mapping[str, Tensor]:

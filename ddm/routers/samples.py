@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ddm.errors import NumericalError, ShapeError
+from ddm.mixture import Experts
 from ddm.models.token_router import TokenRouter
 from ddm.protocol.plan import Dit
 from ddm.protocol.plan import SamplesRouter as Settings
 from ddm.routers.base import Progress
 from ddm.sampling import integrate, uniform_times
-from ddm.schedule import Path, Velocity, expand_time, x_t
+from ddm.schedule import Path, expand_time, x_t
 from ddm.streams import stream
 from ddm.tensors import TensorSpec
 
@@ -78,9 +79,16 @@ def samples_router_specs(num_experts: int, shape: Sequence[int], settings: Setti
 
 @torch.no_grad()
 def draw_from_experts(
-    experts: Sequence[Velocity], shape: Sequence[int], num: int, seed: int, path: Path, on_progress: Progress | None
+    experts: Experts,
+    shape: Sequence[int],
+    num: int,
+    seed: int,
+    path: Path,
+    on_progress: Progress | None,
+    *,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Let every expert draw images by itself.
+    """Let every expert draw images by itself, one expert after the other.
 
     Args:
         experts: velocities on `path`.
@@ -89,18 +97,19 @@ def draw_from_experts(
         seed: of the noise that they start from.
         path: the probability path.
         on_progress: told experts done, experts in all, and nan, since nothing is lost yet.
+        device: where the experts live.
 
     Returns:
-        Shape (E, N, ...), float32.
+        Shape (E, N, ...), float32, on the CPU.
 
     Raises:
         NumericalError: an expert draws images that are not finite.
     """
     drawn, times = [], uniform_times(_SOLVER_STEPS)
-    for e, expert in enumerate(experts):
+    for e in range(len(experts)):
         noise = torch.from_numpy(stream("router samples", seed, e).standard_normal((num, *shape), dtype="float32"))
         x_1 = noise * path.sigma(torch.ones(()))
-        parts = [integrate(expert, part, times) for part in torch.split(x_1, _DRAWN_TOGETHER)]
+        parts = [integrate(experts[e], part.to(device), times).cpu() for part in torch.split(x_1, _DRAWN_TOGETHER)]
         drawn.append(torch.cat(parts))
         if not bool(torch.isfinite(drawn[-1]).all()):
             raise NumericalError(f"expert {e}", expected="finite images", got="others")
@@ -110,7 +119,13 @@ def draw_from_experts(
 
 
 def fit_samples(
-    drawn_EN: Tensor, settings: Settings, path: Path, seed: int, on_progress: Progress | None = None
+    drawn_EN: Tensor,
+    settings: Settings,
+    path: Path,
+    seed: int,
+    on_progress: Progress | None = None,
+    *,
+    device: torch.device | str = "cpu",
 ) -> SamplesRouter:
     """Train the router by cross-entropy on noised images of every expert, each equally often, t uniform.
 
@@ -122,6 +137,7 @@ def fit_samples(
         path: the probability path.
         seed: of initial weights, batches and noise.
         on_progress: called with step, number of steps, and held-out loss.
+        device: where to train; the router is on the CPU afterwards.
 
     Raises:
         ShapeError: fewer than two images of each expert.
@@ -137,8 +153,8 @@ def fit_samples(
     generator = torch.Generator().manual_seed(seed)
     check_EN = drawn_EN[:, :num_check].repeat(1, _CHECK_DRAWS, *[1] * (drawn_EN.dim() - 2))
     check = _noised(check_EN.flatten(0, 1), path, generator)
-    _train(net, drawn_EN[:, num_check:], check, settings.num_steps, path, generator, on_progress)
-    return SamplesRouter(net, path)
+    _train(net.to(device), drawn_EN[:, num_check:], check, settings.num_steps, path, generator, on_progress)
+    return SamplesRouter(net.cpu(), path)
 
 
 def _train(
@@ -187,9 +203,10 @@ def _check(net: TokenRouter, check: tuple[Tensor, Tensor], path: Path) -> float:
 
 
 def _loss(net: TokenRouter, x_B: Tensor, t_B: Tensor, path: Path) -> Tensor:
-    """Return the mean cross-entropy of rows that lie expert by expert, the same number of each."""
-    label_B = torch.arange(net.num_experts).repeat_interleave(len(x_B) // net.num_experts)
-    return cross_entropy(_gated(net, x_B, t_B, path), label_B)
+    """Return the mean cross-entropy of rows that lie expert by expert, the same number of each; where the net is."""
+    device = net.class_token.device
+    label_B = torch.arange(net.num_experts, device=device).repeat_interleave(len(x_B) // net.num_experts)
+    return cross_entropy(_gated(net, x_B.to(device), t_B.to(device), path), label_B)
 
 
 def _gated(net: TokenRouter, x_B: Tensor, t_B: Tensor, path: Path) -> Tensor:

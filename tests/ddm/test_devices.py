@@ -20,8 +20,19 @@ from ddm.mixture import Expert
 from ddm.models import build_expert
 from ddm.protocol.latent import AutoencoderSize
 from ddm.protocol.learning import ExpertObjective
-from ddm.protocol.plan import Architecture, ClassCondition, Condition, Dit, Mmdit, NoCondition, TextCondition, Unet
+from ddm.protocol.plan import (
+    Architecture,
+    ClassCondition,
+    Condition,
+    Dit,
+    Mmdit,
+    NoCondition,
+    SamplesRouter,
+    TextCondition,
+    Unet,
+)
 from ddm.release import open_release
+from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.schedule import LinearPath
 from ddm.student import load_student
 from ddm.text import TextEncoder, pin
@@ -211,3 +222,17 @@ def test_texts_are_encoded_on_a_gpu_as_on_a_cpu_up_to_bf16(tmp_path: Path) -> No
         assert gpu.device_of(there).type == "cpu"
     assert there.dtype == torch.float32
     assert 0 < float((here - there).abs().max()) < 0.03 * float(here.abs().max())
+
+
+def test_samples_router_is_trained_on_a_gpu_as_on_a_cpu() -> None:
+    sizes = SamplesRouter(patch=4, hidden=16, depth=1, heads=2, num_steps=6, images_per_expert=8)
+
+    def fitted(device: str) -> dict[str, Tensor]:
+        drawn_EN = draw_from_experts(experts(DIT, NOTHING, device), SHAPE, 8, 0, LinearPath(), None, device=device)
+        return fit_samples(drawn_EN, sizes, LinearPath(), 0, device=device).tensors() | {"drawn": drawn_EN}
+
+    here = fitted("cpu")
+    with pretend_gpu() as gpu:
+        there = fitted("cuda")
+        assert all(gpu.device_of(each).type == "cpu" for each in there.values())
+    assert same_bytes(here, there)
