@@ -35,6 +35,7 @@ from ddm.trust.paths import RELEASE_NAMES
 from ddm.trust.repository import Repository
 
 OnProgress = Callable[[int, int], None]
+_MEMORY_BYTES = 2 * 1024**3
 RENEWED_BEFORE = timedelta(days=30)  # a timestamp that ends sooner is reason enough for a new version
 
 
@@ -130,9 +131,22 @@ def _next_version(
     key = load_model_signing_key(source.federation, passphrase)
     write_atomic(targets / MODEL_SIGNATURE_NAME, sign_model(source.plan_id, _digests(manifest), key))
     _sign(source, targets, change.put("tuf/metadata"), passphrase)
-    load_ensemble(open_release(release, root=source.root, state=None))  # nothing that its readers would refuse
+    _check_that_it_loads(release, source.root)
     change.commit()
     return Publication(manifest, fresh=True)
+
+
+def _check_that_it_loads(release: Path, root: bytes) -> None:
+    """Refuse what its readers would refuse, one expert after the other."""
+    opened = open_release(release, root=root, state=None, experts_later=True)
+    experts = load_ensemble(opened, memory_bytes=_memory_for(opened.manifest)).experts
+    for k in range(len(experts)):
+        experts[k]
+
+
+def _memory_for(manifest: Manifest) -> int:
+    """The memory that a release's experts may take here, bytes: that of two, or of all small ones."""
+    return max(_MEMORY_BYTES, 2 * max(expert.file.bytes for expert in manifest.experts))
 
 
 def _check_quorum(inventory: Inventory, quorum: int) -> None:
@@ -244,7 +258,7 @@ def _write_pages(source: _Source, draft: Manifest, targets: Path, on_progress: O
         manifest=draft,
         inventory=source.inventory,
         report=source.report,
-        ensemble=build_ensemble(plan, draft, targets),
+        ensemble=build_ensemble(plan, draft, targets, memory_bytes=_memory_for(draft)),
     )
     write_pages(content, targets, on_progress)
 

@@ -2,16 +2,21 @@
 
 import os
 import shutil
+import weakref
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import aggregator.pages.drawing
 import aggregator.release.publish
+import ddm.artifact
 from aggregator.changes import Change, is_unsettled
 from aggregator.config import FederationSettings
 from aggregator.intake.inventory import take_inventory
+from aggregator.pages.drawing import Effort
 from aggregator.release.versions import check_none_lost
 from aggregator.router import train_router
 from ddm.errors import (
@@ -29,6 +34,8 @@ from tests.aggregator.publishing import again, copied, files, killed_at, opened,
 from tests.conftest import Published
 from tests.federation import TinyFederation
 from tests.forked import ended, forked
+
+WRITE_PAGES = aggregator.release.publish._write_pages
 
 
 @pytest.fixture(autouse=True)
@@ -236,6 +243,30 @@ def operator(tiny: TinyFederation, out: Path, ready: tuple[int, int], go: tuple[
             os._exit(error.exit_code)
 
     return forked(publish_at_once)
+
+
+# Size
+
+
+def test_publishing_holds_two_experts_in_memory_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", {"east": 60, "north": 60, "south": 60, "west": 60})
+    real, seen, most = ddm.artifact.load_expert, list[weakref.ref[torch.nn.Module]](), list[int]()
+
+    def load(*asked: Any) -> torch.nn.Module:
+        expert = real(*asked)
+        seen.append(weakref.ref(expert))
+        most.append(sum(each() is not None for each in seen))
+        return expert
+
+    monkeypatch.setattr(ddm.artifact, "load_expert", load)
+    monkeypatch.setattr(aggregator.release.publish, "_MEMORY_BYTES", 0)
+    monkeypatch.setattr(aggregator.release.publish, "_write_pages", WRITE_PAGES)
+    monkeypatch.setattr(aggregator.pages.drawing, "EFFORTS", (Effort(own=2, mixed=4, strategies=("lock", "full")),))
+    tiny.complete(tmp_path / "release")
+    assert len(seen) >= 8, "for the pages, and to see that the release can be loaded"
+    assert max(most) == 2
 
 
 # Quorum, lateness
