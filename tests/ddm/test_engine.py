@@ -66,7 +66,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runs.json").write_text(json.dumps(runs), "utf-8")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command = [*launcher, "--nproc-per-node=2", "-m", "tests.ddm.two_processes", str(folder)]
-    loopback = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    loopback = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=loopback, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder

@@ -1,6 +1,7 @@
 """What each of two processes runs that torchrun starts: one training after another, by what a file tells."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -49,3 +50,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    os._exit(0)  # a thread of torch's that outlives the interpreter may abort; the files are written and closed
