@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from ddm.errors import BusyError, MissingFileError
-from ddm.files import sync_folder, sync_tree, write_atomic
+from ddm.io.files import sync_folder, sync_tree, write_atomic
 
 _PART, _WAITING, _READY = "ceremony.part", "ceremony", "ceremony.ready"
 

@@ -14,10 +14,10 @@ from aggregator.commands.publish import publish, withdraw
 from aggregator.commands.quarantine import admit, quarantine, refuse
 from aggregator.commands.status import status
 from aggregator.config import Federation
-from ddm.console import human_bytes, human_seconds, new_app, progress, run_app, say, table
+from ddm.system.console import human_bytes, human_seconds, new_app, progress, run_app, say, table
 
 if TYPE_CHECKING:
-    from aggregator.planning import Draft
+    from aggregator.planning.plan import Draft
     from ddm.protocol.plan import Plan
 
 app = new_app("Plan a federation of silos, take in their experts, train the router, publish a signed ensemble.")
@@ -39,8 +39,8 @@ def enroll(
     card: Annotated[Path, typer.Argument(metavar="CARD", help="The card that `silo enroll` wrote.")],
 ) -> None:
     """Enroll a silo; compare the fingerprint with the silo by another way."""
-    from aggregator.registry import enroll as keep_card
-    from aggregator.registry import signing_key
+    from aggregator.membership.registry import enroll as keep_card
+    from aggregator.membership.registry import signing_key
 
     enrolled = keep_card(Federation(fed).require(), card)
     say(f"Enrolled {enrolled.silo_id}. Compare with the silo: {signing_key(enrolled).fingerprint}")
@@ -57,11 +57,11 @@ def plan(
     """Fit what is public, show size, time and epsilon, then sign the plan."""
     from pydantic import ValidationError
 
-    from aggregator.planning import draft_plan, sign_plan
-    from aggregator.recipe import Recipe
-    from aggregator.setup import load_key
-    from ddm.npz import read_images
-    from ddm.settings import load_settings, misfit
+    from aggregator.keys.store import load_key
+    from aggregator.planning.plan import draft_plan, sign_plan
+    from aggregator.planning.recipe import Recipe
+    from ddm.io.npz import read_images
+    from ddm.io.settings import load_settings, misfit
 
     federation = Federation(fed).require()
     chosen = load_settings(Recipe, recipe)
@@ -88,7 +88,7 @@ def plan(
 @app.command()
 def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> None:
     """Deliver the plan, take in submissions, send receipts; ends when every silo has one."""
-    from aggregator.setup import load_key
+    from aggregator.keys.store import load_key
 
     federation = Federation(fed).require()
     federation.current_plan()
@@ -107,8 +107,8 @@ def router(
 ) -> None:
     """Train the router on the noised sketches and judge it on public data."""
     from aggregator.intake.inventory import take_inventory
-    from aggregator.router import train_router
-    from aggregator.router_report import describe
+    from aggregator.router.report import describe
+    from aggregator.router.train import train_router
 
     federation = Federation(fed).require()
     inventory = take_inventory(federation)

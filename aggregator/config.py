@@ -10,13 +10,14 @@ from pydantic import Field, StringConstraints
 
 from aggregator.changes import is_unsettled, settle
 from ddm.errors import DigestError, MissingFileError, SetupError
-from ddm.files import locked, read_bounded, write_atomic
+from ddm.io.files import locked, read_bounded, write_atomic
+from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, check_json, sha256_hex
 from ddm.protocol.plan import Plan
-from ddm.settings import Settings, load_settings
 from ddm.trust.paths import split_silo_role
 
 MAX_TUF_BYTES = 5_000_000
+PUBLIC_NAME = "public.npz"  # a plan's public hold-out
 KEY_NAMES = ("root", "targets", "plans", "release", "online", "receipts")
 
 

@@ -22,12 +22,12 @@ from pydantic import Field
 
 from aggregator.config import Federation
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
-from aggregator.transfer.post import IN_FLIGHT, Node, Post
+from aggregator.transfer.dispatcher import IN_FLIGHT, Node, Post
 from ddm.errors import BusyError, MissingFileError, SetupError, TransportError
-from ddm.exchange import MAX_WAIT_S, Envelope, Reply, Request
-from ddm.files import locked, read_bounded
+from ddm.io.files import locked, read_bounded
 from ddm.protocol.base import Model, PlanId, PositiveInt, SiloId
-from ddm.wire import decode_reply, encode
+from ddm.transport.flower import decode_reply, encode
+from ddm.transport.messages import MAX_WAIT_S, Envelope, Reply, Request
 
 FEDERATION_VARIABLE = "ARCHIPELAGO_FEDERATION"
 LOCK_NAME = "serverapp"

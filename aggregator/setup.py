@@ -3,30 +3,18 @@
 import shutil
 from collections.abc import Mapping
 
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    BestAvailableEncryption,
-    Encoding,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-)
-
 from aggregator.changes import Change
 from aggregator.config import KEY_NAMES, Federation, FederationSettings
 from aggregator.keys.ceremony import HOLDER_KEYS, conduct
+from aggregator.keys.store import make_key, make_model_signing_key
 from aggregator.keys.tls import make_tls
-from ddm.errors import BusyError, PassphraseError, SetupError
-from ddm.files import read_bounded, write_atomic
+from ddm.errors import BusyError
+from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc
-from ddm.settings import save_settings
 from ddm.trust.ceremony import Request
 from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
-from ddm.trust.keys import MAX_KEY_FILE_BYTES, PublicKey, SigningKey
 
 HEADING = "This federation: its name, the address that silos reach, the size of a transfer's shards."
-MODEL_KEY = "keys/model-signing.key"
-MODEL_PUBLIC = "model-signing.pub.pem"
 
 
 def init_federation(
@@ -93,48 +81,3 @@ def _build(
         Request.to_sign(first_targets, purpose, None, first_root),
     ]
     return conduct(federation, change, requests, passphrase, act="found", purpose=purpose)
-
-
-def make_key(change: Change, name: str, passphrase: bytes) -> PublicKey:
-    """Make a new key that comes to `keys/` with this change; return its public half."""
-    key = SigningKey.generate()
-    key.save(change.put(f"keys/{name}.key"), passphrase)
-    key.public.save(change.put(f"keys/{name}.pub"))
-    return key.public
-
-
-def make_model_signing_key(change: Change, passphrase: bytes) -> None:
-    """Make a new P-256 key that signs `model.sig` from this change on."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    encrypted = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(passphrase))
-    write_atomic(change.put(MODEL_KEY), encrypted, mode=0o600)
-    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    write_atomic(change.put(MODEL_PUBLIC), public)
-
-
-def load_key(federation: Federation, name: str, passphrase: bytes) -> SigningKey:
-    """Open one of the federation's keys.
-
-    Raises:
-        MissingFileError: it is not here: holders have it.
-        PassphraseError: wrong passphrase.
-    """
-    return SigningKey.load(federation.keys / f"{name}.key", passphrase)
-
-
-def load_model_signing_key(federation: Federation, passphrase: bytes) -> ec.EllipticCurvePrivateKey:
-    """Open the P-256 key that signs `model.sig`; its public half is `model-signing.pub.pem`.
-
-    Raises:
-        MissingFileError: there is none.
-        PassphraseError: wrong passphrase.
-    """
-    path = federation.path / MODEL_KEY
-    data = read_bounded(path.resolve(), MAX_KEY_FILE_BYTES, subject=path.name)
-    try:
-        key = load_pem_private_key(data, passphrase or b"\0")
-    except (ValueError, TypeError) as error:
-        raise PassphraseError(path.name, expected="the passphrase of this key", got="another") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise SetupError(path.name, expected="a P-256 key", got="another kind of key")
-    return key

@@ -1,22 +1,26 @@
 """Decentralized diffusion models: shared mathematics, documents, trust, and the researcher's library."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddm.distillation.student import load_student
+    from ddm.encoders.text import TextEncoder
     from ddm.ensemble import Ensemble
-    from ddm.student import load_student
+    from ddm.loading.ensemble import open_ensemble
 
-__all__ = ["Ensemble", "load_student"]
+__all__ = ["Ensemble", "TextEncoder", "load_student", "open_ensemble"]
+
+_HOMES = {
+    "Ensemble": "ddm.ensemble",
+    "TextEncoder": "ddm.encoders.text",
+    "load_student": "ddm.distillation.student",
+    "open_ensemble": "ddm.loading.ensemble",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Load what needs torch on first use, so that `import ddm` pulls in none."""
-    if name == "Ensemble":
-        from ddm.ensemble import Ensemble
-
-        return Ensemble
-    if name == "load_student":
-        from ddm.student import load_student
-
-        return load_student
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'ddm' has no attribute {name!r}")

@@ -13,30 +13,29 @@ Given a condition c, every letter is given c as well, and with guidance g a samp
 
     (1 + g) sum_k w_k(x, t | c) u_k(x, t | c) - g sum_k w_k(x, t) u_k(x, t)
 
-How velocities are mixed stands in `ddm.mixture`, what a condition changes in `ddm.guidance`, what a sample follows in
-`ddm.strategies`, how it travels in `ddm.trajectories`; the solvers are in `ddm.sampling`.
+`ddm.sampling` holds the parts: `mixture` mixes velocities, `guidance` says what a condition changes, `strategies` what
+a sample follows, `trajectories` how it travels; the solvers are in `ddm.diffusion.solver`. `ddm.open_ensemble` makes an
+`Ensemble` of a published release.
 """
 
 # Shape legend: K experts, B batch, N samples, ... all data dimensions.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, prod
-from pathlib import Path as FilePath
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddm.diffusion.path import Experts, LinearPath, Path, expand_time
+from ddm.diffusion.solver import SolverName, solver_named, uniform_times
+from ddm.encoders.autoencoder import Identity, Latent
 from ddm.errors import MathError, NumericalError, ShapeError
-from ddm.guidance import Asked, Given, GivenClass, conditional_log_prior, told
-from ddm.latents import Identity, Latent
-from ddm.mixture import Branch, Experts, Mixture, mix_velocity
 from ddm.protocol.plan import Condition, NoCondition
 from ddm.routers.base import Router, log_prior
-from ddm.sampling import SolverName, solver_named, uniform_times
-from ddm.schedule import LinearPath, Path, expand_time
-from ddm.strategies import Full, Lock, Nucleus, Sample, Strategy, Threshold, TopK, TopOne, strategy_named
-from ddm.trajectories import Journey, randomness
+from ddm.sampling.guidance import Asked, Given, GivenClass, conditional_log_prior, told
+from ddm.sampling.mixture import Branch, Mixture, mix_velocity
+from ddm.sampling.strategies import Full, Lock, Nucleus, Sample, Strategy, Threshold, TopK, TopOne, strategy_named
+from ddm.sampling.trajectories import Journey, randomness
 
 __all__ = [
     "Ensemble",
@@ -86,7 +85,7 @@ class Ensemble:
 
     Args:
         experts: velocities on `path`, called as ``expert(x_B, t_B)``, or ``expert(x_B, t_B, c_B)`` where a condition is
-            asked for; see `ddm.schedule.as_velocity` for others.
+            asked for; see `ddm.diffusion.path.as_velocity` for others.
         router: who could have made x_t; None leaves lock with t_lock = 1.
         prior: the weight of every expert, in any unit; 0 withdraws it.
         shape: what experts see of one sample, usually (C, H, W).
@@ -121,27 +120,6 @@ class Ensemble:
         for subject, number in others.items():
             if number != len(self.experts):
                 raise ShapeError(subject, expected=f"{len(self.experts)} experts", got=str(number))
-
-    @classmethod
-    def open(
-        cls, folder: FilePath | str, *, root: FilePath | str | bytes, state: FilePath | None = None, **options: Any
-    ) -> "Ensemble":
-        """Verify a release, then build its ensemble; see `ddm.artifact.open_ensemble`.
-
-        Args:
-            folder: the release.
-            root: the root of trust, obtained out of band: its file, or its bytes.
-            state: where versions seen before are kept, so that a rollback shows.
-            options: passed on; `memory_bytes` bounds what experts may take of memory, which loads them when needed;
-                `device` is where they compute.
-
-        Raises:
-            TrustError: anything about the release does not verify.
-        """
-        from ddm.artifact import open_ensemble
-
-        pinned = FilePath(root) if isinstance(root, str) else root
-        return open_ensemble(FilePath(folder), root=pinned, state=state, **options)
 
     def velocity(
         self,
@@ -196,7 +174,7 @@ class Ensemble:
             strategy: a `Strategy`, or its name: full, sample, lock, top-1, top-k, nucleus, threshold.
             tau: with the name lock, from which time on a sample keeps its expert; 1 when omitted.
             steps: solver steps, evenly spaced in t.
-            solver: see `ddm.sampling`.
+            solver: see `ddm.diffusion.solver`.
             seed: any integer >= 0.
             prior: weights other than the ensemble's own: equal silos, or 0 to withdraw one.
             condition: a class, or a text (L, D), that all samples shall have.

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ddm.console import human_bytes, new_app, passphrase, run_app, say
 from ddm.errors import SetupError
-from ddm.files import write_atomic
+from ddm.io.files import write_atomic
+from ddm.system.console import human_bytes, new_app, passphrase, run_app, say
 from silo.config import Site
 
 app = new_app("Train an expert on private images that never leave, and see, bound and refuse everything that does.")
@@ -74,7 +74,7 @@ def run(
     """Take the plan, train, release, wait for approval, send; ends when the submission has its receipt."""
     place = Site(site).require()
     if only is Part.COURIER:
-        from silo.connection import run_courier
+        from silo.courier.service import run_courier
 
         run_courier(place)
         return
@@ -92,7 +92,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
     """Show where the work stands."""
-    from silo.state import load_state
+    from silo.worker.state import load_state
 
     place = Site(site).require()
     state = load_state(place.private / "state.json")
@@ -111,8 +111,8 @@ def status(
 @app.command()
 def review(site: SiteArgument) -> None:
     """Show what would leave, byte for byte."""
-    from silo.review import review_text
-    from silo.state import load_state
+    from silo.worker.review import review_text
+    from silo.worker.state import load_state
 
     place = Site(site).require()
     state = load_state(place.private / "state.json")
@@ -132,8 +132,8 @@ def approve(
     digest: Annotated[str, typer.Option(help="The digest that `silo review` printed.")],
 ) -> None:
     """Let exactly the reviewed submission leave."""
-    from silo.approval import approve as record_approval
-    from silo.approval import load_draft
+    from silo.worker.approval import approve as record_approval
+    from silo.worker.approval import load_draft
 
     place = Site(site).require()
     record_approval(place, digest.strip().lower())
@@ -144,7 +144,7 @@ def approve(
 @app.command()
 def withdraw(site: SiteArgument) -> None:
     """Give up the present plan before anything was sent; the site then waits for the next one."""
-    from silo.approval import withdraw as give_up
+    from silo.worker.approval import withdraw as give_up
 
     state = give_up(Site(site).require())
     say(f"Gave up plan {state.plan_id}. What it released, if anything, stays in the ledger.")

@@ -1,4 +1,4 @@
-"""How does a Flower message reach `silo.answers`? The ClientApp: a new process for every message, no torch.
+"""How does a Flower message reach `silo.courier.handlers`? The ClientApp: a new process for every message, no torch.
 
 Run as a program, this module signs the site's node off: Flower believes a node that was killed alive for another
 minute, and does not let it connect again meanwhile.
@@ -13,9 +13,9 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from ddm.errors import ArchipelagoError
-from ddm.exchange import Envelope, Held
-from ddm.wire import decode_request, encode
-from silo.answers import SiteLimits, answer
+from ddm.transport.flower import decode_request, encode
+from ddm.transport.messages import Envelope, Held
+from silo.courier.handlers import SiteLimits, answer
 
 
 def handle(message: Message, context: Context) -> Message:

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddm.engine import Engine
 from ddm.errors import MissingFileError
-from ddm.files import require_file
+from ddm.io.files import require_file
+from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
-from ddm.settings import Settings, load_settings
+from ddm.training.config import Engine
 
 
 class TextSettings(Settings):

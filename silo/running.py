@@ -4,14 +4,14 @@ import json
 import os
 import time
 
-from ddm.console import say
-from ddm.files import write_atomic
+from ddm.io.files import write_atomic
+from ddm.system.console import say
 from ddm.trust.keys import SigningKey
 from silo.config import Site
-from silo.connection import CourierWatch, make_courier
-from silo.courier import Courier
-from silo.state import State
-from silo.worker import Worker
+from silo.courier.service import CourierWatch, make_courier
+from silo.courier.supernode import Courier
+from silo.worker.state import State
+from silo.worker.worker import Worker
 
 LINGER_S = 8.0
 

@@ -5,17 +5,17 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
 
-from ddm.console import remembered
 from ddm.errors import BusyError, PassphraseError, RootError, SetupError
-from ddm.files import read_bounded, require_file, write_atomic
+from ddm.io.files import read_bounded, require_file, write_atomic
+from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Card, Invitation
-from ddm.settings import save_settings
+from ddm.system.console import remembered
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey, parse_fingerprint
 from silo.config import Policy, SiloSettings, Site
-from silo.courier import make_node_key
-from silo.volumes import are_volumes, volume_files
+from silo.courier.supernode import make_node_key
+from silo.data.volumes import are_volumes, volume_files
 
 POLICY_HEADING = "What this site lets a plan ask for; docs/reference/policy.md explains every field."
 SETTINGS_HEADING = "This silo: who it is, where its data are, how it reaches the federation."

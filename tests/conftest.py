@@ -12,8 +12,8 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.browser import browser, one_browser  # noqa: F401, fixtures for every test
-from tests.federation import TinyFederation
+from tests.support.browser import browser, one_browser  # noqa: F401, fixtures for every test
+from tests.support.federation import TinyFederation
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # where others run beside it a test takes longer
 hypothesis.settings.load_profile("any machine")

@@ -17,20 +17,20 @@ import pytest
 import tomli_w
 
 import aggregator.cli
-import ddm.cli
+import ddm.cli.main
 import silo.cli
-from ddm.console import run_app
 from ddm.errors import ExpiredError
-from ddm.guard import descendants
-from ddm.processes import free_port, program
 from ddm.protocol.base import now_utc, sha256_hex
+from ddm.system.console import run_app
+from ddm.system.processes import free_port, program
+from ddm.system.reaper import descendants
 from ddm.trust.verify import verify_release
 from tests.conftest import Published
-from tests.federation import PASSPHRASE, TinyFederation, images, recipe
-from tests.processes import alive
+from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
+from tests.support.processes import alive
 
 ROOT = Path(__file__).parent.parent
-APPS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.app}
+APPS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
 MAX_LINES = 24
 
 
@@ -422,7 +422,7 @@ def test_sample_i_is_the_same_bytes_for_any_num_and_run(
 
 FULL_DISK = """
 import resource, signal, sys
-from ddm.cli import main
+from ddm.cli.main import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 main()
@@ -518,7 +518,7 @@ class Finder:
         if name == "{module}":
             os.kill(os.getpid(), {number})
 sys.meta_path.insert(0, Finder())
-from ddm.start import {command}
+from ddm.system.entry_points import {command}
 sys.argv = ["{command}", "--help"]
 {command}()
 """

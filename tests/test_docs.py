@@ -11,7 +11,7 @@ import typer
 from pydantic import BaseModel
 
 import aggregator.cli
-import ddm.cli
+import ddm.cli.main
 import silo.cli
 from ddm.protocol.enrolment import Card, Invitation
 from ddm.protocol.manifest import Manifest
@@ -25,7 +25,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (RO
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
 DOCUMENTS = ROOT / "docs" / "reference" / "documents.md"
 LEAVES = ROOT / "docs" / "explanation" / "what-leaves-the-silo.md"
-PROGRAMS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.app}
+PROGRAMS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 

@@ -8,9 +8,9 @@ import typer
 
 from aggregator.commands.options import FederationArgument
 from aggregator.config import Federation
-from ddm.console import say
 from ddm.errors import SetupError
 from ddm.protocol.base import now_utc
+from ddm.system.console import say
 
 
 def doctor(
@@ -21,8 +21,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
     """Check what commonly goes wrong; exit code 0 if nothing is found, 3 otherwise."""
-    from aggregator.watch.doctor import examine
-    from aggregator.watch.facts import Gathering
+    from aggregator.monitoring.doctor import examine
+    from aggregator.monitoring.probes import Gathering
 
     found = examine(Gathering(Federation(fed).require(), now_utc()).facts(against))
     num_findings = sum(map(len, found.values()))

@@ -8,8 +8,8 @@ import typer
 
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase, holders_from
 from aggregator.config import Federation
-from ddm.console import passphrase, say
 from ddm.errors import SetupError
+from ddm.system.console import passphrase, say
 
 HolderPassphraseOption = Annotated[
     Path | None, typer.Option("--passphrase-file", metavar="FILE", help="First line opens the holder's key.")

@@ -9,8 +9,8 @@ import typer
 from aggregator.commands.keys import say_founded, say_missing
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase, holders_from
 from aggregator.config import Federation
-from ddm.console import passphrase, remembered, say
 from ddm.errors import SetupError
+from ddm.system.console import passphrase, remembered, say
 
 if TYPE_CHECKING:
     from aggregator.config import FederationSettings

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from aggregator.config import Federation
-from ddm.console import passphrase
 from ddm.errors import SetupError
+from ddm.system.console import passphrase
 from ddm.trust.keys import PublicKey
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import typer
 
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
 from aggregator.config import Federation
-from ddm.console import progress, say
+from ddm.system.console import progress, say
 
 if TYPE_CHECKING:
     from aggregator.release.publish import Publication
@@ -59,8 +59,8 @@ def withdraw(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Take a silo out of the present plan for good; the next version is without it."""
-    from aggregator.release.withdrawal import withdraw as take_out
-    from aggregator.setup import load_key
+    from aggregator.keys.store import load_key
+    from aggregator.membership.withdrawal import withdraw as take_out
 
     federation = Federation(fed).require()
     key = load_key(federation, "receipts", federation_passphrase(federation, passphrase_file))

@@ -7,8 +7,8 @@ import typer
 
 from aggregator.commands.options import FederationArgument
 from aggregator.config import Federation
-from ddm.console import say, table
 from ddm.errors import SetupError
+from ddm.system.console import say, table
 
 if TYPE_CHECKING:
     from aggregator.intake.quarantine import Held, Verdict

@@ -6,9 +6,9 @@ import typer
 
 from aggregator.commands.options import FederationArgument
 from aggregator.config import Federation
-from ddm.console import say
 from ddm.errors import SetupError
 from ddm.protocol.base import now_utc
+from ddm.system.console import say
 
 DEFAULT_ADDRESS = "127.0.0.1:8765"
 
@@ -31,16 +31,16 @@ def status(
             raise SetupError("--json", expected="--serve without it", got="both", remedy="Read /status.json instead.")
         _serve(federation, address, expose)
         return
-    from aggregator.watch.status import gather
-    from aggregator.watch.words import describe
+    from aggregator.monitoring.labels import describe
+    from aggregator.monitoring.status import gather
 
     found = gather(federation, now_utc())
     say(found.model_dump_json(indent=2) if as_json else describe(found))
 
 
 def _serve(federation: Federation, address: str, expose: bool) -> None:
-    from aggregator.watch.live import parse_address
-    from aggregator.watch.live import serve as serve_page
+    from aggregator.monitoring.live import parse_address
+    from aggregator.monitoring.live import serve as serve_page
 
     host, port = parse_address(address, expose=expose)
     if expose:

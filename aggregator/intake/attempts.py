@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import ArchipelagoError, RefusedError
-from ddm.files import read_bounded, sync_folder, write_atomic
+from ddm.io.files import read_bounded, sync_folder, write_atomic
 
 MOST = 3  # attempts at one submission
 MOST_OF_A_SILO = 6  # attempts at all of a silo's submissions for one plan, each of which may cost a restart

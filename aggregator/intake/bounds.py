@@ -10,7 +10,7 @@ import math
 import numpy as np
 from scipy.special import gammainccinv
 
-from ddm.privacy import COUNTS_SENSITIVITY, GRID
+from ddm.privacy.accounting import COUNTS_SENSITIVITY, GRID
 
 FAILURE = 1e-12
 _ROUNDING = 1 + 1e-6  # of float32 values

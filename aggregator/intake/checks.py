@@ -14,15 +14,14 @@ from torch import Tensor
 from aggregator.intake.limits import submission_entries
 from aggregator.intake.plausibility import check_releases
 from ddm.errors import AbsentFileError, DigestError, PolicyError, ReplayError, UnlistedFileError
-from ddm.files import list_files, read_bounded
+from ddm.io.files import list_files, read_bounded
+from ddm.io.tensors import check_file
+from ddm.loading.plan import PlanFiles, release_noise_level
 from ddm.models import MAX_WEIGHT, expected_tensors
-from ddm.partition import silo_parts
-from ddm.plan_files import PlanFiles, release_noise_level
+from ddm.partition.layout import silo_parts
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_file, sha256_hex
-from ddm.protocol.plan import Plan, RandomPartition, SiloPartition
+from ddm.protocol.plan import Plan, RandomPartition, SiloPartition, most_experts
 from ddm.protocol.submission import Submission, SubmittedSketch, expert_path, release_terms, submission_path
-from ddm.sizes import most_experts
-from ddm.tensors import check_file
 from ddm.trust.keys import PublicKey
 from ddm.trust.silo_role import read_silo_metadata
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aggregator.config import Federation
+from aggregator.config import PUBLIC_NAME, Federation
 from aggregator.intake.flags import Fault, remember_flags
 from aggregator.intake.inventory import Inventory
 from aggregator.intake.quarantine import is_admitted
@@ -23,17 +23,16 @@ from aggregator.intake.screening import (
     num_images,
     relative_faults,
 )
-from aggregator.planning import PUBLIC_NAME
-from aggregator.registry import taking_part
-from aggregator.release.withdrawal import withdrawn_silos
+from aggregator.membership.registry import taking_part
+from aggregator.membership.withdrawal import withdrawn_silos
+from ddm.diffusion.path import path_named
 from ddm.errors import RefusedError
-from ddm.files import read_bounded, write_atomic
+from ddm.io.files import read_bounded, write_atomic
 from ddm.models import training_flops
 from ddm.models.streamed import StreamedExpert, stored_tensors
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, SiloId, sha256_hex
 from ddm.protocol.plan import ExpertObjective, Plan
 from ddm.protocol.submission import Submission, SubmittedExpert, submission_path
-from ddm.schedule import path_named
 
 _PLACES = 7  # significant digits kept of a loss
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from aggregator.config import Federation
-from ddm.files import read_bounded, write_atomic
+from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, ExpertId, Model, PlanId
 from ddm.protocol.manifest import Flag
 

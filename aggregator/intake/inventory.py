@@ -10,17 +10,17 @@ from aggregator.config import Federation
 from aggregator.intake.flags import Flags, flags_of
 from aggregator.intake.plausibility import release_specs
 from aggregator.intake.quarantine import is_admitted
-from aggregator.registry import card_of, signing_key, taking_part
-from aggregator.release.withdrawal import withdrawn_silos
+from aggregator.membership.registry import card_of, signing_key, taking_part
+from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import DigestError, ReplayError, SetupError
-from ddm.files import read_bounded
-from ddm.mechanisms import Kind
-from ddm.partition import Layout, silo_parts
-from ddm.plan_files import PlanFiles, release_noise_level
+from ddm.io.files import read_bounded
+from ddm.io.tensors import load_tensors
+from ddm.loading.plan import PlanFiles, release_noise_level
+from ddm.partition.layout import Layout, silo_parts
+from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, now_utc, sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, release_terms, submission_path
-from ddm.tensors import load_tensors
 from ddm.trust.silo_role import verify_silo_metadata
 
 

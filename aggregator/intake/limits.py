@@ -1,8 +1,7 @@
 """How much may one submission be? Asked before anything of it is here, so by programs that import no torch."""
 
-from ddm.protocol.plan import Plan
+from ddm.protocol.plan import Plan, most_experts
 from ddm.protocol.submission import release_terms
-from ddm.sizes import most_experts
 
 MAX_OTHER_ENTRIES = 32
 MAX_DOCUMENTS_BYTES = 16 << 20

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from aggregator.intake.bounds import cell_noise_bound, moments_bounds, sketch_norm_bound, total_noise_bound
+from ddm.diffusion.path import path_named
 from ddm.errors import TensorFileError
-from ddm.plan_files import release_noise_level
+from ddm.io.tensors import TensorSpec, load_tensors
+from ddm.loading.plan import release_noise_level
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission
 from ddm.routers.conditional import class_counts_specs
 from ddm.routers.counts import counts_specs
 from ddm.routers.moments import moments_noise_std, moments_specs
-from ddm.schedule import path_named
-from ddm.sketch import Sketch, sketch_release_specs
-from ddm.tensors import TensorSpec, load_tensors
+from ddm.routers.sketch import Sketch, sketch_release_specs
 
 # Shape legend: N units, R sketch dimensions.
 

@@ -17,7 +17,7 @@ from pydantic import Field, StringConstraints
 
 from aggregator.config import Federation
 from ddm.errors import SetupError
-from ddm.files import locked, read_bounded, sync_folder, write_atomic
+from ddm.io.files import locked, read_bounded, sync_folder, write_atomic
 from ddm.protocol.base import Digest, Document, PlanId, PositiveInt, SiloId, Time
 
 MAX_DECISIONS_BYTES = 16 << 20

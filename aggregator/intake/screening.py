@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from aggregator.intake.flags import Fault
+from ddm.diffusion.path import Path, Prediction, velocity, x_t
 from ddm.protocol.base import Digest, ExpertId, Model
 from ddm.protocol.plan import Training
 from ddm.routers.evaluation import BANDS
-from ddm.schedule import Path, Prediction, velocity, x_t
-from ddm.training import WARMUP_STEPS
+from ddm.training.state import WARMUP_STEPS
 
 # Shape legend: Z bands of t, N images, E experts.
 

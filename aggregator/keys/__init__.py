@@ -1,1 +1,1 @@
-"""The federation's keys after its beginning: ceremonies, rotation, removal, and its TLS certificates."""
+"""The federation's keys: stored, ceremonies, rotation, removal, and its TLS certificates."""

@@ -14,11 +14,11 @@ from typing import Literal
 from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.intake.quarantine import held
-from aggregator.invitation import make_invitation
-from aggregator.registry import cards, signing_key, taking_part
-from aggregator.release.withdrawal import withdrawn_silos
+from aggregator.membership.invitation import make_invitation
+from aggregator.membership.registry import cards, signing_key, taking_part
+from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import BusyError, PolicyError, SetupError
-from ddm.files import locked, read_bounded, write_atomic
+from ddm.io.files import locked, read_bounded, write_atomic
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Document, PlanId, ShortText, now_utc, sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.trust.ceremony import (

@@ -8,10 +8,10 @@ from typing import Literal, get_args
 from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.keys.ceremony import HOLDER_KEYS, conduct
+from aggregator.keys.store import MODEL_PUBLIC, load_key, make_key, make_model_signing_key
 from aggregator.keys.tls import renew_server
-from aggregator.setup import MODEL_PUBLIC, load_key, make_key, make_model_signing_key
 from ddm.errors import SetupError
-from ddm.files import write_atomic
+from ddm.io.files import write_atomic
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.trust.ceremony import Request
 from ddm.trust.drafts import Holders

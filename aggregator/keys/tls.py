@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ddm.errors import PassphraseError, SetupError
-from ddm.files import require_file, write_atomic
+from ddm.io.files import require_file, write_atomic
 
 _LIFETIME = timedelta(days=3653)
 # Clocks of other machines may be behind.

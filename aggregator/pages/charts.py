@@ -9,7 +9,7 @@ from math import sqrt
 from PIL import Image
 
 from aggregator.pages.drawing import Drawn
-from ddm.pictures import to_pixels
+from ddm.io.pictures import to_pixels
 
 WIDTH, HEIGHT = 240.0, 150.0
 MAX_PIXELS = 160

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from aggregator.pages import charts
 from aggregator.pages.drawing import MAX_SILOS, Drawing
-from aggregator.router_report import RouterReport
+from aggregator.router.report import RouterReport
 from ddm.protocol.manifest import Flag, Manifest, PublishedSilo
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission

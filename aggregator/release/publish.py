@@ -9,9 +9,10 @@ from pathlib import Path
 from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.intake.inventory import AcceptedSilo, Inventory, take_inventory
-from aggregator.pages import PAGE_NAMES, PageInput, write_pages
-from aggregator.registry import card_of, signing_key
-from aggregator.release.handing_out import check_room, copy_out, reserve
+from aggregator.keys.store import load_key, load_model_signing_key
+from aggregator.membership.registry import card_of, signing_key
+from aggregator.pages.write import PAGE_NAMES, PageInput, write_pages
+from aggregator.release.export import check_room, copy_out, reserve
 from aggregator.release.versions import (
     check_none_lost,
     is_current,
@@ -20,16 +21,15 @@ from aggregator.release.versions import (
     release_folder,
     timestamp_expiry,
 )
-from aggregator.router import ROUTER_NAME, load_report, router_path
-from aggregator.router_report import RouterReport
-from aggregator.setup import load_key, load_model_signing_key
-from ddm.artifact import build_ensemble, load_ensemble
+from aggregator.router.report import RouterReport
+from aggregator.router.train import ROUTER_NAME, load_report, router_path
 from ddm.errors import BusyError, PolicyError
-from ddm.files import link_or_copy, read_bounded, write_atomic
+from ddm.io.files import link_or_copy, read_bounded, write_atomic
+from ddm.loading.ensemble import build_ensemble, load_ensemble
+from ddm.loading.release import open_release
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
 from ddm.protocol.submission import submission_path
-from ddm.release import open_release
 from ddm.trust.model_signature import MODEL_SIGNATURE_NAME, sign_model
 from ddm.trust.paths import RELEASE_NAMES
 from ddm.trust.repository import Repository

@@ -10,7 +10,7 @@ from typing import Any
 
 from aggregator.config import MAX_TUF_BYTES, Federation
 from ddm.errors import SetupError
-from ddm.files import read_bounded
+from ddm.io.files import read_bounded
 from ddm.protocol.base import check_json, sha256_file
 
 

@@ -20,8 +20,8 @@ from aggregator.runtime.proxy import answers, nginx_command, render_config, writ
 from aggregator.runtime.supervisor import MAX_PER_HOUR, Attempts, Heartbeat, Program, Supervisor
 from aggregator.transfer.delivery import plan_done
 from ddm.errors import BusyError, TransportError
-from ddm.files import locked, require_file, write_atomic
-from ddm.processes import Child, flower_environment, free_port, port_in_use, script_command, spawn
+from ddm.io.files import locked, require_file, write_atomic
+from ddm.system.processes import Child, flower_environment, free_port, port_in_use, script_command, spawn
 
 _START_TIMEOUT_S = 60.0
 # After how long without an answer, or without a heartbeat, a program counts as hanging.

@@ -18,8 +18,8 @@ from pathlib import Path
 import tomli_w
 
 from ddm.errors import TransportError
-from ddm.files import write_atomic
-from ddm.processes import program
+from ddm.io.files import write_atomic
+from ddm.system.processes import program
 
 _TIMEOUT_S = 60.0
 _MAX_OUTPUT_BYTES = 1 << 20

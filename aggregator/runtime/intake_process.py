@@ -15,13 +15,13 @@ from typing import Annotated
 import typer
 
 from aggregator.config import Federation
-from aggregator.intake.desk import IntakeDesk
 from aggregator.intake.limits import submission_bytes
 from aggregator.intake.quarantine import SetAside
-from aggregator.setup import load_key
-from ddm.console import new_app, run_app, say
+from aggregator.intake.service import IntakeDesk
+from aggregator.keys.store import load_key
 from ddm.errors import BusyError
 from ddm.protocol.receipt import Accepted, Receipt
+from ddm.system.console import new_app, run_app, say
 
 HEARTBEAT = "intake.alive"
 _CHECK_S = 1.0

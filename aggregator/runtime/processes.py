@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from aggregator.config import Federation
 from ddm.errors import ArchipelagoError
-from ddm.files import read_bounded
+from ddm.io.files import read_bounded
 from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, Time, check_json
 
 _MAX_INFO_BYTES = 65536
@@ -84,7 +84,7 @@ def changed_at(path: Path) -> datetime | None:
 
 
 def is_held(lock: Path) -> bool:
-    """Whether a process holds a lock of `ddm.files.locked`; looking creates nothing and lasts microseconds."""
+    """Whether a process holds a lock of `ddm.io.files.locked`; looking creates nothing and lasts microseconds."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import MissingFileError, SetupError
-from ddm.files import write_atomic
+from ddm.io.files import write_atomic
 
 _CONFIG = "nginx.conf"
 _SEARCH = ("/usr/sbin", "/usr/local/sbin", "/usr/local/bin", "/opt/homebrew/bin")

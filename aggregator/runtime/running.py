@@ -8,17 +8,17 @@ from pathlib import Path
 from aggregator.config import Federation
 from aggregator.intake.attempts import MOST_OF_A_SILO
 from aggregator.intake.limits import submission_bytes
-from aggregator.registry import taking_part
+from aggregator.membership.registry import taking_part
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import choose_proxy
 from aggregator.runtime.supervisor import MAX_PER_HOUR, Heartbeat, Program
 from aggregator.transfer.delivery import plan_done
-from ddm.console import say
 from ddm.errors import DocumentError, SetupError
-from ddm.files import locked, write_atomic
-from ddm.processes import Child, spawn, stop_on_signals
+from ddm.io.files import locked, write_atomic
 from ddm.protocol.base import check_json
 from ddm.protocol.plan import Plan
+from ddm.system.console import say
+from ddm.system.processes import Child, spawn, stop_on_signals
 
 CHECK_S = 1.0
 _MAX_NEWS_BYTES = 65536
@@ -155,7 +155,7 @@ class IntakeNews:
     """Prints what intake adds to its log, from now on.
 
     Args:
-        path: the log; `ddm.guard` lets it begin anew when it is full.
+        path: the log; `ddm.system.reaper` lets it begin anew when it is full.
     """
 
     def __init__(self, path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import TransportError
-from ddm.processes import Child, terminate_all
+from ddm.system.processes import Child, terminate_all
 
 MAX_PER_HOUR = 12
 _HOUR_S = 3600.0

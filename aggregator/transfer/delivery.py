@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddm.errors import FormatError
-from ddm.exchange import (
+from ddm.io.files import read_bounded, write_atomic
+from ddm.transport.messages import (
     MAX_BUNDLE_FILES,
     MAX_RECEIPT_BYTES,
     Ask,
@@ -37,8 +38,7 @@ from ddm.exchange import (
     Status,
     first_of,
 )
-from ddm.files import read_bounded, write_atomic
-from ddm.shards import PartFolder, list_folder, read_spans
+from ddm.transport.shards import PartFolder, list_folder, read_spans
 
 MAX_SUBMISSIONS = 20
 TOO_LARGE = ".toolarge"

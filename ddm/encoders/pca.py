@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ddm.errors import DataError, ShapeError
+from ddm.io.tensors import TensorSpec
 from ddm.protocol.plan import DataSpec
-from ddm.tensors import TensorSpec
 
 # Shape legend: N images, D values in one image, R principal directions.
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddm.devices import device_named
 from ddm.errors import DataError, SetupError, ShapeError
+from ddm.io.tensors import TensorSpec, load_tensors, read_header, spec_of
 from ddm.protocol.plan import DataSpec
 from ddm.protocol.plan import TimmEncoder as TimmSpec
-from ddm.tensors import TensorSpec, load_tensors, read_header, spec_of
+from ddm.system.devices import device_named
 
 # Shape legend: N images, B images of one block, C channels, H height, W width.
 

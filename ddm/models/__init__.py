@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ddm.io.tensors import TensorSpec, load_tensors
 from ddm.models.dit import DiT
 from ddm.models.mmdit import MMDiT
 from ddm.models.unet import UNet
@@ -23,7 +24,6 @@ from ddm.protocol.plan import (
     TextCondition,
     Unet,
 )
-from ddm.tensors import TensorSpec, load_tensors
 
 __all__ = ["build_expert", "empty_expert", "expected_tensors", "load_expert", "num_parameters", "training_flops"]
 

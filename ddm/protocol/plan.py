@@ -172,7 +172,7 @@ class ClassCountsRelease(Model):
 class Releases(Model):
     """Everything differentially private that the plan asks for, and the total it may cost.
 
-    What all of it costs together is composed by `ddm.mechanisms`; here each part only has to fit by itself.
+    What all of it costs together is composed by `ddm.privacy.plan_cost`; here each part only has to fit by itself.
     """
 
     unit: Unit
@@ -333,3 +333,11 @@ def _check_routing(
         raise ValueError("a release asks for more dimensions than the sketch has")
     if not clustering.num_coarse <= releases.counts.num_groups <= clustering.num_fine:
         raise ValueError("there must be at least as many fine centroids as groups, and as many groups as clusters")
+
+
+def most_experts(plan: Plan) -> int:
+    """Return the most experts that one silo may have."""
+    partition = plan.partition
+    if isinstance(partition, SiloClusterPartition):
+        return plan.clustering.num_coarse
+    return partition.num_parts if isinstance(partition, RandomPartition) else 1

@@ -18,7 +18,7 @@ from ddm.routers.base import Router, log_prior
 from ddm.routers.calibration import Calibrated, OnSketches
 from ddm.routers.evaluation import BANDS, Band
 from ddm.routers.public import PublicData
-from ddm.sketch import Sketch
+from ddm.routers.sketch import Sketch
 
 # Shape legend: N images or sketches, K silos, E experts, B batch, R sketch dimensions.
 

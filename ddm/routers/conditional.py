@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddm.diffusion.path import Path
 from ddm.errors import NumericalError, ShapeError
-from ddm.partition import Layout
+from ddm.io.tensors import TensorSpec
+from ddm.partition.layout import Layout
 from ddm.protocol.plan import Plan
 from ddm.routers.counts import CountsRouter, expected_counts
-from ddm.schedule import Path
-from ddm.sketch import Sketch
-from ddm.tensors import TensorSpec
+from ddm.routers.sketch import Sketch
 
 # Shape legend: K silos, E experts, C classes, G public groups.
 

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from scipy.special import betaln, gammaln, logsumexp
 from torch import Tensor
 
+from ddm.diffusion.path import Path
 from ddm.errors import NumericalError, ShapeError
-from ddm.partition import Layout
+from ddm.io.tensors import TensorSpec
+from ddm.partition.layout import Layout
 from ddm.protocol.plan import Plan
 from ddm.routers.gaussians import NoisedGaussians, blocks
-from ddm.schedule import Path
-from ddm.sketch import Sketch
-from ddm.tensors import TensorSpec
+from ddm.routers.sketch import Sketch
 
 # Shape legend: K experts, G public groups, B batch, R sketch dimensions.
 

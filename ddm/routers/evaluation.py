@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddm.diffusion.path import LinearPath, Path, x_t
 from ddm.errors import ShapeError
 from ddm.routers.base import Router, log_prior
-from ddm.schedule import LinearPath, Path, x_t
 
 # Shape legend: N images, K experts, D draws of noise and time.
 

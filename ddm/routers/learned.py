@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ddm.diffusion.path import Path
 from ddm.errors import ShapeError
-from ddm.partition import Layout
+from ddm.io.tensors import TensorSpec
+from ddm.partition.layout import Layout
 from ddm.protocol.plan import LearnedRouter as Settings
 from ddm.routers.base import Progress
 from ddm.routers.counts import CountsRouter, counts_router_specs
 from ddm.routers.refit import refit_shares
 from ddm.routers.residual import PublicSketches, Residual, fit_residual
-from ddm.schedule import Path
-from ddm.sketch import Sketch
-from ddm.tensors import TensorSpec
+from ddm.routers.sketch import Sketch
 
 # Shape legend: E experts, K silos, B batch, N sketches of one silo, R sketch dimensions, r of them released.
 

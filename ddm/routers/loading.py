@@ -5,7 +5,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ddm.diffusion.path import path_named
 from ddm.errors import DocumentError, MathError, TensorFileError
+from ddm.io.tensors import TensorSpec, load_tensors
 from ddm.protocol.manifest import PublishedExpert, PublishedRouter
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import Plan
@@ -17,9 +19,7 @@ from ddm.routers.counts import CountsRouter, counts_router_specs
 from ddm.routers.learned import LearnedRouter, learned_router_specs
 from ddm.routers.moments import MomentsRouter, moments_router_specs
 from ddm.routers.samples import SamplesRouter, samples_router_specs
-from ddm.schedule import path_named
-from ddm.sketch import Sketch
-from ddm.tensors import TensorSpec, load_tensors
+from ddm.routers.sketch import Sketch
 
 MAX_VALUE = 1e6
 

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddm.diffusion.path import Path
 from ddm.errors import ShapeError
-from ddm.partition import Layout
-from ddm.privacy import gaussian_mu, moments_sensitivity
+from ddm.io.tensors import TensorSpec
+from ddm.partition.layout import Layout
+from ddm.privacy.accounting import gaussian_mu, moments_sensitivity
 from ddm.protocol.plan import Plan
 from ddm.routers.gaussians import NoisedGaussians
-from ddm.schedule import Path
-from ddm.sketch import Sketch
-from ddm.tensors import TensorSpec
+from ddm.routers.sketch import Sketch
 
 # Shape legend: K silos, B batch, R sketch dimensions, r of them released.
 

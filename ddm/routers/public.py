@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddm.diffusion.path import Path
 from ddm.errors import RefusedError, ShapeError
-from ddm.partition import Layout
+from ddm.partition.layout import Layout
 from ddm.routers.base import Router, log_prior
 from ddm.routers.evaluation import BANDS, Band, noised_log_likelihood
-from ddm.schedule import Path
 
 # Shape legend: N images, K silos, E experts, G public groups, S bootstrap draws, M figures, Q = N E.
 

@@ -12,12 +12,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from ddm.diffusion.path import Path
 from ddm.errors import NumericalError, ShapeError
 from ddm.protocol.plan import LearnedRouter as Settings
 from ddm.routers.base import Progress
 from ddm.routers.counts import CountsRouter
-from ddm.schedule import Path
-from ddm.sketch import Sketch
+from ddm.routers.sketch import Sketch
 
 # Shape legend: K silos, G public groups, B batch, N public images, R sketch dimensions, I network inputs.
 

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ddm.diffusion.path import Experts, Path, expand_time, x_t
+from ddm.diffusion.rng import stream
+from ddm.diffusion.solver import integrate, uniform_times
 from ddm.errors import NumericalError, ShapeError
-from ddm.mixture import Experts
+from ddm.io.tensors import TensorSpec
 from ddm.models.token_router import TokenRouter
 from ddm.protocol.plan import Dit
 from ddm.protocol.plan import SamplesRouter as Settings
 from ddm.routers.base import Progress
-from ddm.sampling import integrate, uniform_times
-from ddm.schedule import Path, expand_time, x_t
-from ddm.streams import stream
-from ddm.tensors import TensorSpec
 
 # Shape legend: E experts, N images of one expert, B batch, ... all data dimensions.
 

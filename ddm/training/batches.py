@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddm.diffusion.rng import stream
 from ddm.errors import DataError, ShapeError
 from ddm.protocol.plan import LogitNormalT, TDistribution, Training, UniformT
-from ddm.streams import stream
 from ddm.training.masking import draw_kept, leaves_out
 
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddm.checkpoints import Checkpoints
-from ddm.engine import Engine
+from ddm.diffusion.path import Path, Prediction
 from ddm.errors import SetupError
 from ddm.protocol.plan import TDistribution, Training
-from ddm.schedule import Path, Prediction
 from ddm.training.batches import Examples, Teach, draw_batch
-from ddm.training.machine import Machine, machine_of
+from ddm.training.checkpoints import Checkpoints
+from ddm.training.config import Engine
+from ddm.training.distributed import Machine, machine_of
 from ddm.training.masking import first_whole_step, num_kept, tokens_of
 from ddm.training.state import State
 
@@ -102,7 +102,7 @@ def train(
         labels: each image's class, int64 (N,), or text, float32 (N, L, D_text).
         drop: probability with which a step hides an image's label from the model.
         engine: this machine's.
-        teach: changes what is learned at a step's x_t, as in `ddm.distillation`; None learns the images' own.
+        teach: changes what is learned at a step's x_t, as in `ddm.distillation.distill`; None learns the images' own.
 
     Returns:
         The finished run.

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddm.checkpoints import Checkpoints
+from ddm.diffusion.path import Path, Prediction, velocity, x_t
 from ddm.errors import NumericalError, SetupError
 from ddm.protocol.plan import Training
-from ddm.schedule import Path, Prediction, velocity, x_t
 from ddm.training.batches import Batch, Teach
-from ddm.training.machine import Machine
+from ddm.training.checkpoints import Checkpoints
+from ddm.training.distributed import Machine
 from ddm.training.masking import kept_patches
 
 if TYPE_CHECKING:

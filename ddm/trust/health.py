@@ -13,7 +13,7 @@ from pathlib import Path
 from tuf.api.metadata import MetaFile, Root, Snapshot, Targets, Timestamp
 
 from ddm.errors import AbsentFileError, ArchipelagoError, DigestError, RollbackError
-from ddm.files import read_bounded
+from ddm.io.files import read_bounded
 from ddm.trust.metadata import LIMITS, METADATA_LIFE, TIMESTAMP_LIFE, T, check_signatures, parse_metadata
 from ddm.trust.paths import PLANS, RELEASE
 

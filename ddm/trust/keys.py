@@ -1,10 +1,8 @@
 """Which key signed this: Ed25519 keys, made where they are used and encrypted on disk."""
 
-import getpass
 import hashlib
 import os
 import re
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +19,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from securesystemslib.signer import Key, SSlibKey
 
-from ddm.errors import DocumentError, MissingFileError, PassphraseError, SetupError, SignatureError
-from ddm.files import read_bounded, sync_folder, write_atomic
+from ddm.errors import DocumentError, PassphraseError, SetupError, SignatureError
+from ddm.io.files import read_bounded, sync_folder, write_atomic
 
 MAX_KEY_FILE_BYTES = 16 * 1024
-MAX_PASSPHRASE_BYTES = 1024
 _PREFIX = "ed25519:"
 _PEM_LABEL = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
 
@@ -180,35 +177,3 @@ def parse_fingerprint(text: str) -> str:
     if not re.fullmatch("[0-9a-f]{64}", plain):
         raise SetupError("fingerprint", expected="64 hex digits", got=repr(text[:80]))
     return plain
-
-
-def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> bytes:
-    """Read a passphrase: the first line of `file`, or by asking at the terminal.
-
-    Args:
-        file: where the passphrase stands; None asks.
-        prompt: what to ask.
-        confirm: ask twice, for a passphrase that is new.
-
-    Raises:
-        MissingFileError: there is no such file.
-        PassphraseError: it is empty, the two answers differ, or nobody can be asked.
-    """
-    if file is not None:
-        if not file.exists():
-            raise MissingFileError(str(file), expected="a passphrase file", got="nothing there")
-        # Not `read_bounded`: a pipe, as shells make for <(...), is a fine place for a passphrase.
-        with file.open("rb") as handle:
-            answer = handle.readline(MAX_PASSPHRASE_BYTES).rstrip(b"\r\n")
-        if not answer:
-            raise PassphraseError(file.name, expected="a passphrase on the first line", got="an empty line")
-        return answer
-    if not sys.stdin.isatty():
-        remedy = "Give the passphrase with --passphrase-file."
-        raise PassphraseError(prompt, expected="a terminal to ask at", got="none", remedy=remedy)
-    answer = getpass.getpass(f"{prompt}: ").encode()
-    if not answer:
-        raise PassphraseError(prompt, expected="a passphrase", got="an empty one")
-    if confirm and getpass.getpass(f"{prompt} (again): ").encode() != answer:
-        raise PassphraseError(prompt, expected="the same passphrase twice", got="two different ones")
-    return answer

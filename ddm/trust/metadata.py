@@ -19,7 +19,7 @@ from tuf.api.serialization.json import CanonicalJSONSerializer
 from ddm.errors import DocumentError, ExpiredError, FormatError, SignatureError
 from ddm.protocol.base import check_json
 from ddm.trust.keys import PublicKey, SigningKey
-from ddm.trust.wire import check_schema
+from ddm.trust.schema import check_schema
 
 T = TypeVar("T", Root, Timestamp, Snapshot, Targets)
 

@@ -9,18 +9,13 @@ Paths are relative to ``targets/``. Each path has at most one owner, a function 
 
 import re
 
-from ddm.errors import UnsafePathError
 from ddm.protocol.base import PLAN_ID_PATTERN, SILO_ID_PATTERN
 
 PLANS = "plans"
 RELEASE = "release"
 RELEASE_NAMES = ("manifest.json", "router.safetensors", "README.md", "report.html", "model.sig")
 SILO_DEPTH = 3
-MAX_PATH_LENGTH = 512
-MAX_DEPTH = 8
 
-# No leading dot, no blank, no backslash, no colon, nothing outside ASCII: one spelling on every file system.
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SILO_ROLE = re.compile(rf"({PLAN_ID_PATTERN})\.({SILO_ID_PATTERN})")
 
 
@@ -65,23 +60,3 @@ def owner(path: str, plan_id: str) -> str | None:
         case [plan, "silos", silo_id, *rest] if plan == plan_id and is_silo_id(silo_id):
             return silo_role(plan_id, silo_id) if 1 <= len(rest) <= SILO_DEPTH else None
     return None
-
-
-def is_safe_name(name: str) -> bool:
-    """Whether `name` can be one part of a path: not hidden, not `..`, no separator, plain ASCII."""
-    return _NAME.fullmatch(name) is not None
-
-
-def check_path(path: str, subject: str) -> None:
-    """Refuse a listed path that could leave its folder or mean two things.
-
-    Args:
-        path: as listed, relative, parts separated by ``/``.
-        subject: the file that lists it.
-
-    Raises:
-        UnsafePathError: absolute, `..`, hidden, backslash, too long, too deep, or not plain ASCII.
-    """
-    parts = path.split("/")
-    if len(path) > MAX_PATH_LENGTH or len(parts) > MAX_DEPTH or not all(map(is_safe_name, parts)):
-        raise UnsafePathError(subject, expected="plain relative paths", got=ascii(path[:120]))

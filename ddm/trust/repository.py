@@ -19,9 +19,10 @@ from typing import Self
 from tuf.api.metadata import MetaFile, Root, Snapshot, TargetFile, Targets, Timestamp
 
 from ddm.errors import MissingFileError, RoleError, RollbackError, SetupError
-from ddm.files import write_atomic
+from ddm.io.files import write_atomic
+from ddm.io.paths import check_path
+from ddm.io.untrusted import read_small
 from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets, holders_of
-from ddm.trust.folder import read_small
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.metadata import (
     LIMITS,
@@ -34,9 +35,9 @@ from ddm.trust.metadata import (
     public_key,
     sign_metadata,
 )
-from ddm.trust.paths import PLANS, RELEASE, check_path, owner, silo_role
+from ddm.trust.paths import PLANS, RELEASE, owner, silo_role
+from ddm.trust.schema import MAX_VERSION
 from ddm.trust.silo_role import read_silo_metadata
-from ddm.trust.wire import MAX_VERSION
 
 Files = Mapping[str, tuple[int, str]]
 

@@ -28,8 +28,9 @@ from ddm.errors import (
     RootError,
     UnlistedFileError,
 )
+from ddm.io.paths import check_path
 from ddm.trust.metadata import check_expiry, check_signatures, parse_metadata, public_key
-from ddm.trust.paths import PLANS, RELEASE, check_path, delegated_paths, owner, split_silo_role
+from ddm.trust.paths import PLANS, RELEASE, delegated_paths, owner, split_silo_role
 
 MAX_ROOT_ROTATIONS = 256
 

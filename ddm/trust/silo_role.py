@@ -6,6 +6,7 @@ from datetime import datetime
 from tuf.api.metadata import DelegatedRole, Delegations, TargetFile, Targets
 
 from ddm.errors import DocumentError, ReplayError, RoleError
+from ddm.io.paths import check_path
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.metadata import (
     METADATA_LIFE,
@@ -15,7 +16,7 @@ from ddm.trust.metadata import (
     parse_metadata,
     sign_metadata,
 )
-from ddm.trust.paths import check_path, delegated_paths, is_plan_id, is_silo_id, owner, silo_role
+from ddm.trust.paths import delegated_paths, is_plan_id, is_silo_id, owner, silo_role
 
 MAX_SILO_METADATA_BYTES = 256 * 1024
 

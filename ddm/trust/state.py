@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from ddm.errors import DocumentError, RollbackError, SetupError
-from ddm.files import write_atomic
+from ddm.io.files import write_atomic
+from ddm.io.untrusted import read_small
 from ddm.protocol.base import Digest, Document, Model, PositiveInt
-from ddm.trust.folder import read_small
 from ddm.trust.metadata import LIMITS
 from ddm.trust.rules import MAX_ROOT_ROTATIONS, Resolved
 
@@ -120,7 +120,7 @@ class Memory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Wait for other processes: unlike in `ddm.files.locked`, two verifications at once are no mistake."""
+        """Wait for other processes: unlike in `ddm.io.files.locked`, two verifications at once are no mistake."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ddm.errors import AbsentFileError, DigestError, RoleError, SignatureError, UnlistedFileError
-from ddm.trust.folder import Entry, check_digest, read_small, scan
+from ddm.io.untrusted import Entry, check_digest, read_small, scan
 from ddm.trust.keys import group_fingerprint, parse_fingerprint
 from ddm.trust.metadata import LIMITS
 from ddm.trust.rules import Resolved, Stage, resolve

@@ -2,8 +2,8 @@
 
     python examples/autoencoder/train.py --data public.npz --out autoencoder.safetensors
 
-`--data` is an npz with `images`, (N, C, H, W) or (N, C, D, H, W), as `ddm.npz.read_images` takes them. A tenth is held
-out. At the end stand the error on it, beside that of answering the mean image, and the table for `plan.toml`.
+`--data` is an npz with `images`, (N, C, H, W) or (N, C, D, H, W), as `ddm.io.npz.read_images` takes them. A tenth is
+held out. At the end stand the error on it, beside that of answering the mean image, and the table for `plan.toml`.
 
 The loss is the mean absolute error, 1e-6 of the Kullback-Leibler divergence to a standard normal, and, from half of the
 steps on unless the preset is `small`, a tenth of MONAI's patch adversarial loss. A perceptual loss is left out: its
@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ddm.latents import AutoencoderKl, build_autoencoder
-from ddm.npz import read_array, read_images
+from ddm.encoders.autoencoder import AutoencoderKl, build_autoencoder
+from ddm.io.npz import read_array, read_images
+from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.latent import AutoencoderSize
 from ddm.protocol.plan import DataSpec
-from ddm.tensors import load_tensors, save_tensors
 
 PRESETS = {
     "small": AutoencoderSize(channels=(32, 64), attention=(False, False), latent_channels=2, num_res_blocks=1),

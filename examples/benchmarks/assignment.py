@@ -2,9 +2,9 @@
 
 The float32 product of features and centroids is measured in the same rounds, in blocks that stay in the cache and with
 nothing else done to the scores. It bounds the speed where the processor has no tiles for bfloat16; with them, assigning
-is faster than this product (`ddm.nearest`). Rounds alternate, so that a noisy machine slows all three; the figures are
-medians of the rounds' ratios. The features are Gaussian noise, which has no clusters: nothing is easy about it. A child
-process each measures by how much a quarter and all of the features raise the peak memory. Writes
+is faster than this product (`ddm.partition.nearest`). Rounds alternate, so that a noisy machine slows all three; the
+figures are medians of the rounds' ratios. The features are Gaussian noise, which has no clusters: nothing is easy about
+it. A child process each measures by how much a quarter and all of the features raise the peak memory. Writes
 build/bench/assignment.csv.
 """
 
@@ -20,7 +20,7 @@ from support.measuring import parse, report, say
 from support.targets import Target, report_targets
 from torch import Tensor
 
-from ddm.clustering import Clusters
+from ddm.partition.clustering import Clusters
 
 BLOCK = 512
 

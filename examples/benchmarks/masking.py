@@ -18,11 +18,11 @@ from sklearn.datasets import load_sample_images
 from support.targets import Target, report_targets
 from torch import Tensor
 
-from ddm.engine import Engine
+from ddm.diffusion.path import LinearPath, velocity, x_t
 from ddm.models import build_expert
 from ddm.protocol.plan import Dit, Training, UniformT
-from ddm.schedule import LinearPath, velocity, x_t
-from ddm.training import train
+from ddm.training.config import Engine
+from ddm.training.loop import train
 
 ARCHITECTURE = Dit(patch=4, hidden=96, depth=4, heads=4)
 SIDE = 32

@@ -26,12 +26,12 @@ from support.federation import ARCHITECTURES, SHAPE, expert_bytes, write_expert
 from support.measuring import parse, report, require_memory, require_space, say
 from support.targets import Target, report_targets
 
+from ddm.diffusion.path import Expert
 from ddm.ensemble import Ensemble
-from ddm.lazy import LazyExperts
-from ddm.mixture import Expert
 from ddm.models import load_expert
 from ddm.protocol.base import File
 from ddm.protocol.plan import Dit
+from ddm.sampling.expert_cache import LazyExperts
 
 NUM_EXPERTS = 8
 BUDGET = 2

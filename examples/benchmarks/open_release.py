@@ -23,11 +23,11 @@ from support.federation import ARCHITECTURES, PASSPHRASE, MadeUp, expert_bytes, 
 from support.measuring import parse, report, require_memory, require_space, say
 
 from aggregator.intake.inventory import take_inventory
-from aggregator.pages import PAGE_NAMES
+from aggregator.pages.write import PAGE_NAMES
 from aggregator.release.publish import publish
-from aggregator.router import train_router
-from ddm.artifact import open_ensemble
-from ddm.files import link_or_copy, write_atomic
+from aggregator.router.train import train_router
+from ddm.io.files import link_or_copy, write_atomic
+from ddm.loading.ensemble import open_ensemble
 from ddm.protocol.plan import Dit
 
 NUM_EXPERTS = 8

@@ -15,13 +15,13 @@ from support.measuring import parse, report, say
 from support.targets import Target, report_targets
 from torch import Tensor
 
+from ddm.diffusion.path import LinearPath
+from ddm.diffusion.solver import integrate, uniform_times
 from ddm.ensemble import Ensemble
 from ddm.models import build_expert
 from ddm.protocol.plan import Dit
 from ddm.routers.counts import CountsRouter
-from ddm.sampling import integrate, uniform_times
-from ddm.schedule import LinearPath
-from ddm.sketch import Sketch
+from ddm.routers.sketch import Sketch
 
 NUM_EXPERTS = 8
 SHAPE = (1, 16, 16)

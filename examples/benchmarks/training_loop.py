@@ -15,11 +15,11 @@ import torch
 from support.targets import Target, report_targets
 from torch import Tensor, nn
 
-from ddm.engine import Engine
+from ddm.diffusion.path import LinearPath
 from ddm.models import build_expert, training_flops
 from ddm.protocol.plan import Dit, Training, UniformT
-from ddm.schedule import LinearPath
-from ddm.training import train
+from ddm.training.config import Engine
+from ddm.training.loop import train
 
 ARCHITECTURE = Dit(patch=2, hidden=96, depth=4, heads=4)
 SHAPE = (1, 8, 8)

@@ -13,7 +13,7 @@ from pathlib import Path
 from support.measuring import PROCESS_COLUMNS, Processes, parse, report, require_space, say
 from support.sites import PLAN, make_federation, make_site, running, submit, write_random
 
-from aggregator.transfer.post import IN_FLIGHT
+from aggregator.transfer.dispatcher import IN_FLIGHT
 
 TIMEOUT_S = 1800.0
 

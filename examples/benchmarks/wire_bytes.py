@@ -23,8 +23,8 @@ from support.sites import running
 import aggregator.runtime.flower_commands
 from aggregator.intake.limits import submission_bytes
 from ddm.models import expected_tensors
-from ddm.processes import free_port
 from ddm.protocol.plan import Dit
+from ddm.system.processes import free_port
 
 TIMEOUT_S = 3600.0
 IDLE_S = 60.0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from ddm.processes import Child, free_port, spawn, terminate_all
+from ddm.system.processes import Child, free_port, spawn, terminate_all
 
 BIN = Path(sys.executable).parent
 

@@ -12,22 +12,21 @@ import torch
 from shell import DemoError
 from torch import Tensor
 
-from aggregator.config import Federation
+from aggregator.config import PUBLIC_NAME, Federation
 from aggregator.intake.inventory import Inventory, take_inventory
-from aggregator.planning import PUBLIC_NAME
-from ddm.artifact import load_ensemble
-from ddm.console import human_bytes, table
+from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
+from ddm.loading.ensemble import load_ensemble
+from ddm.loading.release import open_release
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
-from ddm.release import open_release
 from ddm.routers.base import Router, log_prior, posterior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.evaluation import cross_entropy
 from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
 from ddm.routers.residual import PublicSketches
-from ddm.schedule import LinearPath
-from ddm.strategies import Full, Lock, Sample, Strategy, TopOne
+from ddm.sampling.strategies import Full, Lock, Sample, Strategy, TopOne
+from ddm.system.console import human_bytes, table
 
 NUM_SHARES = 384
 STEPS = 16

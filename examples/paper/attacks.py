@@ -13,7 +13,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import beta
 from torch import Tensor
 
-from ddm.sketch import Sketch
+from ddm.routers.sketch import Sketch
 
 # Shape legend: N experiments, records or rows, R sketch dimensions, D values of an image, T thresholds.
 

@@ -1,4 +1,5 @@
-"""Releases for an attacker, drawn by the silos' own code: `silo.releases.draw`, with the operating system's noise.
+"""Releases for an attacker, drawn by the silos' own code: `silo.privacy.releases.draw`, with the operating system's
+noise.
 
 Only the ledger keeps no account, since an attack repeats what a site does once.
 """
@@ -15,15 +16,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddm.mechanisms import Kind
-from ddm.noise import OS_NOISE, Noise
-from ddm.plan_files import release_noise_level
+from ddm.io.tensors import load_tensors
+from ddm.loading.plan import release_noise_level
+from ddm.privacy.noise import OS_NOISE, Noise
+from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import Unit, now_utc
 from ddm.protocol.plan import Budget, Plan
-from ddm.sketch import Sketch
-from ddm.tensors import load_tensors
-from silo.ledger import Entry, Ledger
-from silo.releases import Source, draw
+from ddm.routers.sketch import Sketch
+from silo.privacy.ledger import Entry, Ledger
+from silo.privacy.releases import Source, draw
 
 # Shape legend: N images, U units, R sketch dimensions, D values of an image, G public groups.
 

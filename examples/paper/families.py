@@ -13,10 +13,12 @@ from public import PublicParts
 from torch import Tensor, nn
 from worlds import World
 
-from ddm.mechanisms import Kind, check_total, mechanisms
-from ddm.partition import Layout, silo_parts
-from ddm.plan_files import release_noise_level
-from ddm.privacy import gaussian_delta, gaussian_mu_within
+from ddm.diffusion.path import LinearPath
+from ddm.io.tensors import load_tensors
+from ddm.loading.plan import release_noise_level
+from ddm.partition.layout import Layout, silo_parts
+from ddm.privacy.accounting import gaussian_delta, gaussian_mu_within
+from ddm.privacy.plan_cost import Kind, check_total, mechanisms
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import Plan
@@ -28,11 +30,9 @@ from ddm.routers.learned import fit_learned
 from ddm.routers.moments import MomentsRouter, moments_noise_std, moments_specs
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.samples import draw_from_experts, fit_samples
-from ddm.schedule import LinearPath
-from ddm.sketch import sketch_release_specs
-from ddm.tensors import load_tensors
-from silo.ledger import Ledger
-from silo.releases import Source, draw
+from ddm.routers.sketch import sketch_release_specs
+from silo.privacy.ledger import Ledger
+from silo.privacy.releases import Source, draw
 
 DELTA = 1e-5
 PATH = LinearPath()

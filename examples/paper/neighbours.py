@@ -10,12 +10,12 @@ from drawing import MAX_GROUPS, Released, images_of, make_plan, make_source, noi
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddm.mechanisms import Kind
-from ddm.privacy import GaussianMechanism, gaussian_mu, moments_sensitivity, total_epsilon
+from ddm.privacy.accounting import GaussianMechanism, gaussian_mu, moments_sensitivity, total_epsilon
+from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import Unit
 from ddm.protocol.plan import Plan
-from ddm.sketch import Sketch
-from silo.releases import Source
+from ddm.routers.sketch import Sketch
+from silo.privacy.releases import Source
 
 # Shape legend: N experiments, U units, R sketch dimensions.
 

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from worlds import World
 
-from ddm.clustering import Clusters, fit_clustering
+from ddm.diffusion.path import LinearPath
 from ddm.encoders import PcaEncoder
 from ddm.encoders.timm import TimmEncoder, create_model
+from ddm.io.tensors import save_tensors
+from ddm.partition.clustering import Clusters, fit_clustering
 from ddm.protocol.plan import DataSpec
 from ddm.routers.residual import PublicSketches
-from ddm.schedule import LinearPath
-from ddm.sketch import Sketch
-from ddm.tensors import save_tensors
+from ddm.routers.sketch import Sketch
 
 TIMM_MODEL = "test_resnet"
 IMAGE_SIZE = (56, 56)

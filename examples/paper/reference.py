@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from worlds import World
 
+from ddm.diffusion.path import LinearPath, x_t
 from ddm.routers.base import Router
-from ddm.schedule import LinearPath, x_t
 
 VALIDATION_SHARE = 0.05
 MIN_T = 0.02

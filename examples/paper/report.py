@@ -14,7 +14,7 @@ from measure import TIMES
 from results import Presets, Record, SeedResult
 from targets import Target, interval, reference_gain
 
-from ddm.console import table
+from ddm.system.console import table
 
 ENCODERS = {
     "timm": "Public groups come from the features of a small timm network (test_resnet, images at 56 x 56) that was "

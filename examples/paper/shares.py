@@ -15,13 +15,13 @@ from results import Shares
 from torch import Tensor, nn
 from worlds import World
 
+from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.models import build_expert
 from ddm.protocol.plan import Dit, Training, UniformT
 from ddm.routers.base import Router
-from ddm.schedule import LinearPath
-from ddm.strategies import Full, Lock, Strategy
-from ddm.training import train
+from ddm.sampling.strategies import Full, Lock, Strategy
+from ddm.training.loop import train
 
 STRATEGIES: dict[str, Strategy] = {"lock(.5)": Lock(0.5), "full": Full()}
 STEPS = 16

@@ -17,12 +17,12 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from aggregator.intake.screening import ExpertFigures, Probe, absolute_faults, copies, fresh_rms, relative_faults
-from ddm.console import table
+from ddm.diffusion.path import LinearPath
 from ddm.models import build_expert
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Dit, Training, UniformT
-from ddm.schedule import LinearPath
-from ddm.training import train
+from ddm.system.console import table
+from ddm.training.loop import train
 
 SHAPE, NUM_PUBLIC, FEWEST = (1, 8, 8), 400, 40
 ARCHITECTURE = Dit(patch=2, hidden=32, depth=2, heads=2)

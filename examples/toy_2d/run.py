@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 from world import SHARES, SILOS, World, islands
 
+from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble, mix_velocity
 from ddm.protocol.plan import Training, UniformT
 from ddm.routers.base import log_prior, posterior
 from ddm.routers.counts import CountsRouter
-from ddm.schedule import LinearPath
-from ddm.sketch import Sketch
-from ddm.training import train
+from ddm.routers.sketch import Sketch
+from ddm.training.loop import train
 
 # Shape legend: B batch, K silos, G public groups, D = 2 dimensions.
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from aggregator.intake.inventory import take_inventory
-from aggregator.router import train_router
-from tests.federation import TinyFederation
+from aggregator.router.train import train_router
+from tests.support.federation import TinyFederation
 
 
 @pytest.fixture(scope="session")

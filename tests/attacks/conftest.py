@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ddm.noise import OS_NOISE
-from tests.attacks.dishonest import Aggregator
-from tests.seeded import Seeded
+from ddm.privacy.noise import OS_NOISE
+from tests.support.dishonest_aggregator import Aggregator
+from tests.support.seeded import Seeded
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "paper"))
 
@@ -21,7 +21,7 @@ def aggregator(tmp_path_factory: pytest.TempPathFactory) -> Aggregator:
 def seeded_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attacks meet the same noise in every run: a bound that fails once in some thousand draws fails always or never.
 
-    Its law is what the operating system's randomness gives, which `tests/ddm/test_noise.py` looks at.
+    Its law is what the operating system's randomness gives, which `tests/ddm/privacy/test_noise.py` looks at.
     """
     seeded = Seeded(0)
     monkeypatch.setattr(OS_NOISE, "below", seeded.below)

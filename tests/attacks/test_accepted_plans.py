@@ -12,12 +12,12 @@ from drawing import Released, release
 from torch import Tensor
 
 from ddm.errors import ArchipelagoError, BudgetError, DigestError
+from ddm.io.tensors import load_tensors
 from ddm.protocol.plan import Budget
-from ddm.tensors import load_tensors
-from silo.ledger import Ledger
-from silo.reception import AcceptedPlan, load_accepted, waiting_plans, workplace_folder
-from silo.releases import RELEASE_NAMES, Source, draw
-from tests.attacks.dishonest import DELTA, PUBLIC, Aggregator, Asked, clusters_around, pictures
+from silo.plan.acceptance import AcceptedPlan, load_accepted, waiting_plans, workplace_folder
+from silo.privacy.ledger import Ledger
+from silo.privacy.releases import RELEASE_NAMES, Source, draw
+from tests.support.dishonest_aggregator import DELTA, PUBLIC, Aggregator, Asked, clusters_around, pictures
 
 PATIENTS = 512  # each singled out by a centroid of its own
 PRIVATE, DECOYS = pictures(PATIENTS, 1), pictures(PATIENTS, 2)

@@ -7,9 +7,9 @@ import pytest
 from torch import Tensor
 
 from ddm.errors import ArchipelagoError, DocumentError, PolicyError, TensorFileError
-from ddm.plan_files import release_noise_level
+from ddm.loading.plan import release_noise_level
 from silo.config import Policy, PrivacyPolicy
-from tests.attacks.dishonest import DELTA, PUBLIC, RANK, Aggregator, Asked, clusters_around
+from tests.support.dishonest_aggregator import DELTA, PUBLIC, RANK, Aggregator, Asked, clusters_around
 
 HONEST = Asked.honest(clusters_around(PUBLIC[:8]))
 

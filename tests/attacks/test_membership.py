@@ -9,8 +9,8 @@ from attacks import epsilon_bound
 from neighbours import Neighbours, with_quarter_noise
 from scipy.stats import norm
 
-from ddm.mechanisms import plan_epsilon
-from ddm.privacy import gaussian_delta
+from ddm.privacy.accounting import gaussian_delta
+from ddm.privacy.plan_cost import plan_epsilon
 
 CLAIM, DELTA = 1.0, 1e-2
 PATIENT_IMAGES = 50

@@ -14,11 +14,11 @@ from drawing import make_plan, make_source, noise_of, sketches_in_order
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from ddm.clustering import fit_clustering
 from ddm.encoders import PcaEncoder
-from ddm.privacy import GaussianMechanism, gaussian_mu, total_epsilon
-from ddm.sketch import Sketch
-from silo.releases import Source
+from ddm.partition.clustering import fit_clustering
+from ddm.privacy.accounting import GaussianMechanism, gaussian_mu, total_epsilon
+from ddm.routers.sketch import Sketch
+from silo.privacy.releases import Source
 
 RANK, GROUPS = 12, 16
 EPSILON, DELTA = 7.0, 1e-5

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddm.diffusion.path import CosinePath, LinearPath, Velocity, as_velocity, x_t
+from ddm.diffusion.solver import SolverName
 from ddm.ensemble import (
     Ensemble,
     Full,
@@ -24,11 +26,9 @@ from ddm.ensemble import (
 )
 from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.routers.base import log_prior, posterior
-from ddm.sampling import SolverName
-from ddm.schedule import CosinePath, LinearPath, Velocity, as_velocity, x_t
-from ddm.strategies import Follow, draw_expert, segments
-from ddm.trajectories import randomness
-from tests.ddm.gaussian_mixture import UninformedRouter, four_silos
+from ddm.sampling.strategies import Follow, draw_expert, segments
+from ddm.sampling.trajectories import randomness
+from tests.support.gaussian_mixture import UninformedRouter, four_silos
 
 PRIOR = (0.7, 0.2, 0.08, 0.02)
 NUM = 3072

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from aggregator.recipe import AutoencoderKlRecipe
-from ddm.latents import open_weights
+from aggregator.planning.recipe import AutoencoderKlRecipe
+from ddm.encoders.autoencoder import open_weights
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from ddm.ensemble import Ensemble
-from tests.ddm.gaussian_mixture import GaussianMixture
+from tests.support.gaussian_mixture import GaussianMixture
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "toy_2d"
 

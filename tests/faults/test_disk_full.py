@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_kill import check_nothing_lost_or_doubled, check_published_once
-from tests.operators import Operators, everyone_is_done, found_federation, serve_everything
+from tests.support.operators import Operators, everyone_is_done, found_federation, serve_everything
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.operators import SILOS, Operators, everyone_is_done, found_federation, serve_everything
+from tests.support.operators import SILOS, Operators, everyone_is_done, found_federation, serve_everything
 
 VICTIMS: dict[str, tuple[str, str]] = {
     "SuperLink": ("aggregator", "flower-superlink"),

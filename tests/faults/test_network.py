@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.test_kill import check_nothing_lost_or_doubled, check_published_once
-from tests.operators import SILOS, Operators, everyone_is_done, found_federation, serve_everything
+from tests.support.operators import SILOS, Operators, everyone_is_done, found_federation, serve_everything
 
 CUT_S = 90.0
 

@@ -10,8 +10,8 @@ import pytest
 
 from aggregator.transfer.delivery import SiloDelivery, load_bundle, plan_done
 from ddm.errors import DigestError, FormatError, PolicyError, ReplayError, UnsafePathError
-from ddm.exchange import Ask, Deliver, Envelope, FileEntry, Held, Offer, Pull, Report, Shards, Span, Status
-from silo.answers import SiteLimits, answer
+from ddm.transport.messages import Ask, Deliver, Envelope, FileEntry, Held, Offer, Pull, Report, Shards, Span, Status
+from silo.courier.handlers import SiteLimits, answer
 
 PLAN = "digits-3f9a1c2e"
 SHARD = 1000

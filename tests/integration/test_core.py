@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddm import Ensemble
-from ddm.cli import app
-from ddm.console import run_app
+from ddm import open_ensemble
+from ddm.cli.main import app
+from ddm.diffusion.path import CosinePath, LinearPath, as_velocity
+from ddm.distillation.student import load_student
 from ddm.errors import MathError
+from ddm.io.tensors import load_tensors, save_tensors
+from ddm.loading.release import open_release
 from ddm.models import build_expert
 from ddm.protocol.plan import Dit, Training, UniformT
-from ddm.release import open_release
-from ddm.schedule import CosinePath, LinearPath, as_velocity
-from ddm.student import load_student
-from ddm.tensors import load_tensors, save_tensors
-from ddm.training import train
-from tests.federation import TinyFederation, images, recipe
+from ddm.system.console import run_app
+from ddm.training.loop import train
+from tests.support.federation import TinyFederation, images, recipe
 
 SIZES = {"east": 60, "north": 90}
 ARCHITECTURE = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
@@ -47,7 +47,7 @@ def test_class_that_was_asked_for_is_drawn_from_a_published_release(tmp_path: Pa
         router={"kind": "counts"},
     )
     tiny.complete(tmp_path / "release", chosen)
-    ensemble = Ensemble.open(tmp_path / "release", root=tiny.root)
+    ensemble = open_ensemble(tmp_path / "release", root=tiny.root)
 
     def share_of_class_1(**asked: object) -> float:
         drawn = ensemble.sample(64, strategy="full", steps=8, seed=0, **asked)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_silos_may_learn_on_different_paths_and_still_make_one_ensemble(tmp_path
     tiny.complete(tmp_path / "release", chosen)
     release = open_release(tmp_path / "release", root=tiny.root, state=None)
     assert release.plan.objective.of("north").path == "cosine_vp" != release.plan.objective.of("east").path
-    ensemble = Ensemble.open(tmp_path / "release", root=tiny.root)
+    ensemble = open_ensemble(tmp_path / "release", root=tiny.root)
     north = list(ensemble.expert_ids).index("north")
     expert = next(each for each in release.manifest.experts if each.silo_id == "north")
     as_sent = build_expert(Dit.model_validate(ARCHITECTURE), (1, 4, 4))
@@ -115,7 +115,7 @@ def test_experts_adapted_from_a_public_one_are_published_whole(tmp_path: Path) -
         change = weights["head.weight"] - base["head.weight"]
         assert set(weights) == set(base) and bool(change.any())
         assert int(torch.linalg.matrix_rank(change, rtol=1e-4)) <= 2
-    assert torch.isfinite(Ensemble.open(tmp_path / "release", root=tiny.root).sample(4, steps=2).images).all()
+    assert torch.isfinite(open_ensemble(tmp_path / "release", root=tiny.root).sample(4, steps=2).images).all()
 
     wide = tmp_path / "wide.toml"
     wide.write_text('[architecture]\nkind = "dit"\npatch = 2\nhidden = 24\ndepth = 1\nheads = 2\n')

@@ -14,10 +14,10 @@ import pytest
 import tomli_w
 
 from aggregator.runtime.proxy import find_nginx
-from ddm.processes import Child, free_port, program, spawn, terminate_all
-from ddm.tensors import load_tensors
-from tests.federation import POLICY, images, recipe, write_policy
-from tests.processes import alive
+from ddm.io.tensors import load_tensors
+from ddm.system.processes import Child, free_port, program, spawn, terminate_all
+from tests.support.federation import POLICY, images, recipe, write_policy
+from tests.support.processes import alive
 
 SILOS = {"north": 60, "south": 40}
 PERSON = "north"

@@ -8,12 +8,12 @@ import torch
 
 import aggregator.release.publish
 from aggregator.intake.inventory import take_inventory
-from aggregator.recipe import Recipe
-from ddm import Ensemble
+from aggregator.planning.recipe import Recipe
+from ddm import Ensemble, open_ensemble
 from ddm.errors import TrustError
+from ddm.loading.release import Release, open_release
 from ddm.protocol.manifest import Manifest
-from ddm.release import Release, open_release
-from tests.federation import POLICY, TinyFederation, recipe, write_policy
+from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
 
 SIZES = {"east": 60, "north": 90}
 EXPERT = recipe().model_dump(mode="json")["expert"]
@@ -40,7 +40,7 @@ RANDOM = recipe(
 
 def published(tiny: TinyFederation, chosen: Recipe, out: Path) -> tuple[Release, Ensemble]:
     tiny.complete(out, chosen)
-    ensemble = Ensemble.open(out, root=tiny.root)
+    ensemble = open_ensemble(out, root=tiny.root)
     drawn = ensemble.sample(8, strategy="sample", steps=2, seed=0)
     assert torch.isfinite(drawn.images).all()
     return open_release(out, root=tiny.root, state=None), ensemble

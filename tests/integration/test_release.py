@@ -15,11 +15,10 @@ from tuf.ngclient import Updater, UpdaterConfig
 from tuf.ngclient.fetcher import FetcherInterface
 
 import aggregator.release.publish
-import ddm.release
-from aggregator.release.withdrawal import withdraw
-from aggregator.setup import load_key
-from ddm import Ensemble
-from ddm.artifact import load_ensemble
+import ddm.loading.release
+from aggregator.keys.store import load_key
+from aggregator.membership.withdrawal import withdraw
+from ddm import open_ensemble
 from ddm.errors import (
     ArchipelagoError,
     DigestError,
@@ -28,11 +27,12 @@ from ddm.errors import (
     TrustError,
     UnlistedFileError,
 )
+from ddm.loading.ensemble import load_ensemble
+from ddm.loading.release import open_release
 from ddm.protocol.manifest import Manifest
-from ddm.release import open_release
 from ddm.trust.verify import VerifiedRelease, verify_release
 from tests.conftest import Published
-from tests.federation import PASSPHRASE
+from tests.support.federation import PASSPHRASE
 
 
 def release_files(published: Published) -> list[str]:
@@ -156,7 +156,7 @@ def client(release: Path, root: Path, folder: Path) -> Updater:
 
 
 def test_ensemble_opens_samples_and_repeats_itself(published_once: Published) -> None:
-    ensemble = Ensemble.open(published_once.release, root=published_once.root)
+    ensemble = open_ensemble(published_once.release, root=published_once.root)
     few = ensemble.sample(3, strategy="sample", steps=4, seed=5)
     many = ensemble.sample(70, strategy="sample", steps=4, seed=5)
     again = ensemble.sample(3, strategy="sample", steps=4, seed=5)
@@ -166,7 +166,7 @@ def test_ensemble_opens_samples_and_repeats_itself(published_once: Published) ->
 
 
 def test_ensemble_gives_a_withdrawn_silo_no_sample(published_once: Published) -> None:
-    ensemble = Ensemble.open(published_once.release, root=published_once.root)
+    ensemble = open_ensemble(published_once.release, root=published_once.root)
     drawn = ensemble.sample(64, strategy="lock", steps=2, prior=[0.0, 1.0])
     assert set(np.unique(drawn.expert_N)) == {1}
 
@@ -203,7 +203,7 @@ def test_release_is_refused_when_its_host_swaps_a_document_after_it_was_verified
         path.write_bytes(path.read_bytes().replace(b'"format"', b' "format"'))
         return verified
 
-    monkeypatch.setattr(ddm.release, "verify_release", verify_then_swap)
+    monkeypatch.setattr(ddm.loading.release, "verify_release", verify_then_swap)
     with pytest.raises(DigestError, match=name):
         open_release(published.release, root=published.root, state=None)
 
@@ -309,7 +309,7 @@ def test_manifest_is_refused_when_a_silo_or_an_expert_appears_twice(published_on
 
 
 def test_release_without_a_silo_that_never_answered_verifies(tmp_path: Path) -> None:
-    from tests.federation import TinyFederation
+    from tests.support.federation import TinyFederation
 
     tiny = TinyFederation.create(tmp_path, {"east": 20, "north": 20})
     plan_id = tiny.sign()

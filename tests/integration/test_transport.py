@@ -19,10 +19,10 @@ from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.flower_commands import FlowerCommands
 from aggregator.runtime.proxy import find_nginx
 from ddm.errors import BusyError, TransportError
-from ddm.guard import descendants
-from ddm.processes import flower_environment, free_port
-from silo.courier import Courier, make_node_key
-from tests.processes import alive
+from ddm.system.processes import flower_environment, free_port
+from ddm.system.reaper import descendants
+from silo.courier.supernode import Courier, make_node_key
+from tests.support.processes import alive
 
 PLAN = "digits-3f9a1c2e"
 SHARD_BYTES = 300_000
@@ -362,7 +362,7 @@ def stopped(folder, pattern):
     found = []
     for pid in processes_below(folder):
         line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        if pattern in line and "ddm.guard {" not in line:
+        if pattern in line and "ddm.system.reaper {" not in line:
             os.kill(pid, signal.SIGSTOP)
             found.append(pid)
     return found

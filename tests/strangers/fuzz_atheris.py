@@ -2,7 +2,7 @@
 
     python -m tests.strangers.fuzz_atheris PARSER [SECONDS] [FOLDER]
 
-PARSER is a name from `tests.strangers.samples`, or `tensors`, `images` or `configuration`; FOLDER keeps what was found.
+PARSER is a name from `tests.support.parsers`, or `tensors`, `images` or `configuration`; FOLDER keeps what was found.
 Needs Google's atheris, which is not among the dependencies; without it this says so and ends.
 """
 
@@ -17,14 +17,14 @@ Parser = Callable[[bytes], None]
 def parsers(folder: Path) -> dict[str, tuple[bytes, Parser]]:
     """Every parser with an honest sample; imported here, so that whoever calls may watch what they run through."""
     from ddm.errors import DataError, FormatError, SetupError, TensorFileError
-    from ddm.npz import read_images
-    from ddm.settings import load_settings
-    from ddm.tensors import read_header
+    from ddm.io.npz import read_images
+    from ddm.io.settings import load_settings
+    from ddm.io.tensors import read_header
     from silo.config import Policy
-    from tests.strangers.samples import Door, doors, messages
     from tests.strangers.test_archives import SPEC, npz
     from tests.strangers.test_bounds import SCALAR, tensors
     from tests.strangers.test_parsers import try_door
+    from tests.support.parsers import Door, doors, messages
 
     def of_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:
         def parse(data: bytes) -> object:

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from aggregator.config import FederationSettings
-from aggregator.recipe import Recipe
+from aggregator.planning.recipe import Recipe
 from ddm.errors import DataError, FormatError, SetupError
-from ddm.npz import read_array, read_images
+from ddm.io.npz import read_array, read_images
+from ddm.io.settings import MAX_SETTINGS_BYTES, load_settings
 from ddm.protocol.plan import DataSpec
-from ddm.settings import MAX_SETTINGS_BYTES, load_settings
 from silo.config import Policy, SiloSettings
-from tests.federation import recipe
-from tests.strangers.bounded import attempt
-from tests.strangers.mutations import scrambled
+from tests.support.bounded import attempt
+from tests.support.federation import recipe
+from tests.support.mutations import scrambled
 
 SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
 MANY = 1 << 20

@@ -10,20 +10,20 @@ import pytest
 from tuf.api.metadata import Targets
 
 from aggregator.config import Federation
-from aggregator.registry import enroll
+from aggregator.membership.registry import enroll
 from ddm.errors import ArchipelagoError
-from ddm.files import copy_tree_bounded, read_bounded
+from ddm.io.files import copy_tree_bounded, read_bounded
+from ddm.io.settings import load_settings
+from ddm.io.tensors import read_header
+from ddm.io.untrusted import read_small
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, MAX_VALUES, check_json
 from ddm.protocol.manifest import Manifest
-from ddm.settings import load_settings
-from ddm.tensors import read_header
-from ddm.trust.folder import read_small
 from ddm.trust.metadata import LIMITS, parse_metadata
 from ddm.trust.verify import verify_release
 from silo.config import SiloSettings
 from silo.setup import read_invitation
-from tests.strangers.bounded import Outcome, attempt
-from tests.strangers.samples import DIGEST, Door, doors, messages, metadata
+from tests.support.bounded import Outcome, attempt
+from tests.support.parsers import DIGEST, Door, doors, messages, metadata
 
 # What one document may cost at worst, on top of the program itself.
 MIB, CPU_S = 400, 5

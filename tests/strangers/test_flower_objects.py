@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from aggregator.server_app import FlowerCarrier
 from ddm.errors import DocumentError, TransportError
-from ddm.wire import encode
-from tests.strangers.mutations import scrambled
-from tests.strangers.samples import MAX_SHARD_BYTES, REPLIES
+from ddm.transport.flower import encode
 from tests.strangers.test_logs import message
+from tests.support.mutations import scrambled
+from tests.support.parsers import MAX_SHARD_BYTES, REPLIES
 
 ANSWER = message(encode(REPLIES["report"]))
 OBJECTS = {object_id: found.deflate() for object_id, found in get_all_nested_objects(ANSWER).items()}

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-import ddm.trust.folder
+import ddm.io.untrusted
 from ddm.errors import ArchipelagoError
-from ddm.exchange import Span
-from ddm.files import copy_tree_bounded, list_files, read_bounded
-from ddm.shards import list_folder, read_spans
-from ddm.tensors import check_file, load_tensors, read_header
-from ddm.trust.folder import check_digest, read_small, scan
-from tests.strangers.bounded import attempt
-from tests.strangers.samples import DIGEST
+from ddm.io.files import copy_tree_bounded, list_files, read_bounded
+from ddm.io.tensors import check_file, load_tensors, read_header
+from ddm.io.untrusted import check_digest, read_small, scan
+from ddm.transport.messages import Span
+from ddm.transport.shards import list_folder, read_spans
+from tests.support.bounded import attempt
+from tests.support.parsers import DIGEST
 
 CANARY = "CANARY"
 _LARGE = {"max_bytes": 1 << 20}
@@ -153,7 +153,7 @@ BOUNDED: dict[str, Callable[[Path], object]] = {
 def test_very_many_entries_are_not_all_listed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, reader: str, kind: str
 ) -> None:
-    monkeypatch.setattr(ddm.trust.folder, "MAX_FILES", 200)
+    monkeypatch.setattr(ddm.io.untrusted, "MAX_FILES", 200)
     for number in range(150):
         (folder / str(number)).touch()
     BOUNDED[reader](folder)

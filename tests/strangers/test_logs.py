@@ -14,31 +14,32 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.app.message.message import Metadata
 
 from aggregator.config import Federation
-from aggregator.intake.desk import IntakeDesk
-from aggregator.registry import enroll
+from aggregator.intake.service import IntakeDesk
+from aggregator.keys.store import load_key
+from aggregator.membership.registry import enroll
 from aggregator.server_app import FlowerCarrier
-from aggregator.setup import load_key
-from ddm.console import fail, say
 from ddm.errors import ArchipelagoError, DocumentError, FormatError, ReplayError
-from ddm.exchange import Report
+from ddm.io.settings import load_settings
+from ddm.io.tensors import TensorSpec, check_file, read_header
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
-from ddm.settings import load_settings
-from ddm.tensors import TensorSpec, check_file, read_header
+from ddm.system.console import fail, say
+from ddm.transport.flower import decode_reply, encode
+from ddm.transport.messages import Report
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
-from ddm.wire import decode_reply, encode
-from silo.answers import SiteLimits
 from silo.client_app import app, handle
 from silo.config import SiloSettings
-from silo.receipts import find_receipt
+from silo.courier.handlers import SiteLimits
 from silo.setup import read_invitation
-from tests.documents import plan_document, to_bytes
-from tests.federation import PASSPHRASE, TinyFederation
-from tests.strangers.mutations import at, places, put
-from tests.strangers.samples import (
+from silo.worker.receipts import find_receipt
+from tests.strangers.test_bounds import tensors
+from tests.support.documents import plan_document, to_bytes
+from tests.support.federation import PASSPHRASE, TinyFederation
+from tests.support.mutations import at, places, put
+from tests.support.parsers import (
     KEY,
     MAX_SHARD_BYTES,
     NOW,
@@ -49,7 +50,6 @@ from tests.strangers.samples import (
     receipt_document,
     submission_document,
 )
-from tests.strangers.test_bounds import tensors
 
 # As text that may not be there, and as text that could be a name.
 CANARIES = ("CANARY\x1b[2J\r\n\u202e\u2028\x9b", "canary")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ddm.errors import DocumentError
 from ddm.protocol.base import Document, check_json
-from tests.strangers.mutations import POISON, places, spoiled, with_text
-from tests.strangers.samples import Door, doors, messages
+from tests.support.mutations import POISON, places, spoiled, with_text
+from tests.support.parsers import Door, doors, messages
 
 DOORS = {**doors(), **messages()}
 # What a program writes for itself, in a folder that is its own.

@@ -10,16 +10,16 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from tuf.api.metadata import TargetFile, Targets
 
-import ddm.shards
+import ddm.transport.shards
 import ddm.trust.ceremony
 import ddm.trust.state  # noqa: F401
 from ddm.errors import ArchipelagoError, DocumentError, TrustError
+from ddm.io.paths import check_path
 from ddm.protocol.base import Model
 from ddm.trust.metadata import METADATA_LIFE, expiry, sign_metadata
-from ddm.trust.paths import check_path
 from ddm.trust.silo_role import verify_silo_metadata
-from tests.strangers.mutations import at, places, put
-from tests.strangers.samples import DIGEST, KEY, NOW, PLAN, doors, messages
+from tests.support.mutations import at, places, put
+from tests.support.parsers import DIGEST, KEY, NOW, PLAN, doors, messages
 
 HOSTILE = {
     "parent": "../x",
@@ -85,7 +85,7 @@ FREE_TEXT = {
     "_Record.roles",  # this computer's own memory
     "PartialAdaptation.trained",  # beginnings of weights' names, compared with those of the expert
 }
-INSIDE = ("ddm.protocol.", "ddm.exchange", "ddm.trust.", "ddm.shards")
+INSIDE = ("ddm.protocol.", "ddm.transport.messages", "ddm.trust.", "ddm.transport.shards")
 
 
 def models(kind: type[Model] = Model) -> Iterator[type[Model]]:

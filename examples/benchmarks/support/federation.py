@@ -10,22 +10,22 @@ import numpy as np
 import torch
 
 from aggregator.config import Federation, FederationSettings
-from aggregator.planning import draft_plan, sign_plan
-from aggregator.recipe import Recipe
-from aggregator.registry import card_of, enroll
+from aggregator.membership.registry import card_of, enroll
+from aggregator.planning.plan import draft_plan, sign_plan
+from aggregator.planning.recipe import Recipe
 from aggregator.setup import init_federation
-from ddm.files import write_atomic
+from ddm.io.files import write_atomic
+from ddm.io.settings import save_settings
+from ddm.io.tensors import TensorSpec, stored_bytes
 from ddm.models import expected_tensors
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Dit, Plan
 from ddm.protocol.submission import ExpertTraining
-from ddm.settings import save_settings
-from ddm.tensors import TensorSpec, stored_bytes
 from ddm.trust.keys import SigningKey
 from silo.config import Policy, Site
+from silo.plan.workspace import TrainingRecord, workplace
 from silo.setup import init_site, make_card, read_invitation
-from silo.worker import Worker
-from silo.workplace import TrainingRecord, workplace
+from silo.worker.worker import Worker
 
 PASSPHRASE = b"benchmark"
 SHAPE = (1, 4, 4)

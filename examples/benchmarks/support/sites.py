@@ -11,8 +11,8 @@ import numpy as np
 
 from aggregator.keys.tls import make_tls
 from aggregator.runtime.flower import FlowerRuntime
-from ddm.processes import free_port
-from silo.courier import Courier, make_node_key
+from ddm.system.processes import free_port
+from silo.courier.supernode import Courier, make_node_key
 
 PLAN = "bench-00000001"
 _BLOCK_BYTES = 64 * 1024**2

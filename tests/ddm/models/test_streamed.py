@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddm.io.tensors import save_tensors
 from ddm.models import build_expert, num_parameters
 from ddm.models.streamed import StreamedExpert, stored_tensors
 from ddm.protocol.architecture import (
@@ -17,7 +18,6 @@ from ddm.protocol.architecture import (
     TextCondition,
     Unet,
 )
-from ddm.tensors import save_tensors
 
 DIT = Dit(patch=2, hidden=32, depth=2, heads=2)
 MMDIT = Mmdit(patch=2, hidden=32, depth=2, heads=2, shared_depth=1)

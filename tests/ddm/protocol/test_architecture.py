@@ -7,7 +7,7 @@ import pytest
 
 from ddm.errors import DocumentError
 from ddm.protocol.plan import ClassCondition, Dit, Mmdit, NoCondition, Plan, TextCondition, Unet
-from tests.documents import plan_document, to_bytes
+from tests.support.documents import plan_document, to_bytes
 
 DIT = {"kind": "dit", "patch": 2, "hidden": 96, "depth": 4, "heads": 4}
 MMDIT = DIT | {"kind": "mmdit", "shared_depth": 1}

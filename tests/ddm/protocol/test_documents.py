@@ -13,7 +13,7 @@ from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Submission
-from tests.documents import plan_document, to_bytes
+from tests.support.documents import plan_document, to_bytes
 
 
 def test_plan_survives_encoding_and_its_digest_is_of_the_bytes() -> None:

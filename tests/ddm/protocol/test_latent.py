@@ -7,7 +7,7 @@ import pytest
 
 from ddm.errors import DocumentError
 from ddm.protocol.plan import AutoencoderKlLatent, IdentityLatent, Plan
-from tests.documents import plan_document, to_bytes
+from tests.support.documents import plan_document, to_bytes
 
 AUTOENCODER: dict[str, Any] = {
     "kind": "autoencoder_kl",

@@ -10,7 +10,7 @@ from ddm.routers.base import Router, SketchRouter, posterior
 from ddm.routers.calibration import Calibrated, calibrate, calibration_error
 from ddm.routers.counts import CountsRouter
 from ddm.routers.public import Evidence, PublicData, PublicWeights
-from tests.ddm.routers.worlds import GROUPS, PATH, World, make_world, one_each
+from tests.support.router_problems import GROUPS, PATH, World, make_world, one_each
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
 PRIOR = [2 / 3, 1 / 3]

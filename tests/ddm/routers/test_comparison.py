@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ddm.errors import RefusedError, ShapeError
-from ddm.noise import discrete_laplace
-from ddm.partition import Layout
+from ddm.partition.layout import Layout
+from ddm.privacy.noise import discrete_laplace
 from ddm.routers.base import Router
 from ddm.routers.calibration import Calibrated
 from ddm.routers.comparison import Comparison, HeldOut, compare, refuse_worse_than_prior
@@ -18,8 +18,8 @@ from ddm.routers.learned import LearnedRouter
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.refit import refit_shares
 from ddm.routers.residual import Residual
-from tests.ddm.routers.worlds import GROUPS, PATH, RANK, World, clustered, dealt, make_world, one_each
-from tests.seeded import Seeded
+from tests.support.router_problems import GROUPS, PATH, RANK, World, clustered, dealt, make_world, one_each
+from tests.support.seeded import Seeded
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
 T_R = 0.7

@@ -5,16 +5,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddm.diffusion.path import LinearPath
 from ddm.errors import NumericalError, ShapeError
-from ddm.noise import discrete_laplace
+from ddm.io.tensors import TensorSpec, load_tensors, save_tensors
+from ddm.privacy.noise import discrete_laplace
 from ddm.protocol.plan import Plan
 from ddm.routers.conditional import ConditionalPrior, class_counts_specs, conditional_specs
-from ddm.schedule import LinearPath
-from ddm.sketch import Sketch
-from ddm.tensors import TensorSpec, load_tensors, save_tensors
-from tests.ddm.routers.worlds import GROUPS, clustered, make_world, one_each
-from tests.documents import plan_document
-from tests.seeded import Seeded
+from ddm.routers.sketch import Sketch
+from tests.support.documents import plan_document
+from tests.support.router_problems import GROUPS, clustered, make_world, one_each
+from tests.support.seeded import Seeded
 
 CLASSES = 3
 NUM_UNITS = [2000, 1000]

@@ -7,13 +7,13 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
 from ddm.errors import NumericalError, ShapeError
-from ddm.noise import discrete_laplace
+from ddm.io.tensors import load_tensors, save_tensors
+from ddm.privacy.noise import discrete_laplace
 from ddm.routers.base import Router, posterior
 from ddm.routers.counts import CountsRouter, counts_router_specs, expected_counts
-from ddm.sketch import Sketch
-from ddm.tensors import load_tensors, save_tensors
-from tests.ddm.routers.worlds import GROUPS, PATH, RANK, clustered, dealt, make_world
-from tests.seeded import Seeded
+from ddm.routers.sketch import Sketch
+from tests.support.router_problems import GROUPS, PATH, RANK, clustered, dealt, make_world
+from tests.support.seeded import Seeded
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
 WORLD = make_world(SHARES, [300, 200, 100])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ddm.errors import ShapeError
 from ddm.routers.evaluation import BANDS, cross_entropy
-from tests.ddm.routers.worlds import World, make_world
+from tests.support.router_problems import World, make_world
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
 PRIOR = [0.7, 0.3]

@@ -16,9 +16,9 @@ from ddm.routers.learned import fit_learned
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.refit import refit_shares
 from ddm.routers.residual import PublicSketches, fit_residual
-from ddm.sketch import Sketch
+from ddm.routers.sketch import Sketch
 from tests.ddm.routers.test_residual import SETTINGS, _two_lobes
-from tests.ddm.routers.worlds import PATH, World, make_world, one_each
+from tests.support.router_problems import PATH, World, make_world, one_each
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
 HONEST, BOLD = 300, 10**9

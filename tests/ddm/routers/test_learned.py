@@ -4,6 +4,7 @@ import torch
 from scipy.optimize import minimize
 
 from ddm.errors import ShapeError
+from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.plan import LearnedRouter as Settings
 from ddm.routers.base import Router, SketchRouter, posterior
 from ddm.routers.counts import CountsRouter
@@ -11,9 +12,8 @@ from ddm.routers.evaluation import cross_entropy
 from ddm.routers.learned import LearnedRouter, fit_learned, learned_router_specs, split_sketches
 from ddm.routers.refit import refit_shares
 from ddm.routers.residual import PublicSketches, Residual
-from ddm.sketch import Sketch
-from ddm.tensors import load_tensors, save_tensors
-from tests.ddm.routers.worlds import GROUPS, PATH, RANK, World, clustered, make_world
+from ddm.routers.sketch import Sketch
+from tests.support.router_problems import GROUPS, PATH, RANK, World, clustered, make_world
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]
 SETTINGS = Settings(hidden=16, depth=2, num_steps=60)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddm.errors import DigestError, DocumentError, TensorFileError
+from ddm.io.tensors import save_tensors
 from ddm.protocol.base import File
 from ddm.protocol.manifest import PublishedExpert, PublishedRouter
 from ddm.protocol.plan import Plan
@@ -21,10 +22,9 @@ from ddm.routers.loading import load_router
 from ddm.routers.moments import MomentsRouter
 from ddm.routers.residual import Residual
 from ddm.routers.samples import SamplesRouter, fit_samples
-from ddm.sketch import Sketch
-from ddm.tensors import save_tensors
-from tests.ddm.routers.worlds import GROUPS, PATH, clustered, make_world, one_each
-from tests.documents import plan_document
+from ddm.routers.sketch import Sketch
+from tests.support.documents import plan_document
+from tests.support.router_problems import GROUPS, PATH, clustered, make_world, one_each
 
 RANK, RELEASED, NUM_CLASSES, T_R = 6, 3, 3, 0.7
 WORLD = make_world([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [60, 40])

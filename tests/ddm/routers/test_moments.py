@@ -7,7 +7,8 @@ from scipy.stats import multivariate_normal
 from torch import Tensor
 
 from ddm.errors import NumericalError, ShapeError
-from ddm.privacy import gaussian_mu, moments_sensitivity
+from ddm.io.tensors import TensorSpec, load_tensors, save_tensors
+from ddm.privacy.accounting import gaussian_mu, moments_sensitivity
 from ddm.protocol.plan import Plan
 from ddm.routers.base import Router, SketchRouter, posterior
 from ddm.routers.evaluation import cross_entropy
@@ -18,10 +19,9 @@ from ddm.routers.moments import (
     moments_router_specs,
     moments_specs,
 )
-from ddm.sketch import Sketch
-from ddm.tensors import TensorSpec, load_tensors, save_tensors
-from tests.ddm.routers.worlds import GROUPS, PATH, World, dealt, make_world
-from tests.documents import plan_document
+from ddm.routers.sketch import Sketch
+from tests.support.documents import plan_document
+from tests.support.router_problems import GROUPS, PATH, World, dealt, make_world
 
 RANK = 3
 SHARES = [[0.8, 0.1, 0.05, 0.05], [0.05, 0.05, 0.1, 0.8]]

@@ -8,8 +8,8 @@ from ddm.errors import ShapeError
 from ddm.protocol.plan import LearnedRouter as Settings
 from ddm.routers.counts import CountsRouter
 from ddm.routers.residual import PublicSketches, Residual, fit_residual
-from ddm.sketch import Sketch
-from tests.ddm.routers.worlds import GROUPS, PATH, make_world
+from ddm.routers.sketch import Sketch
+from tests.support.router_problems import GROUPS, PATH, make_world
 
 SETTINGS = Settings(hidden=32, depth=2, num_steps=300)
 PRIOR = torch.tensor([0.5, 0.5])

@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddm.diffusion.path import LinearPath, Velocity
 from ddm.errors import NumericalError, ShapeError
+from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.plan import SamplesRouter as Settings
 from ddm.routers.base import Router, posterior
 from ddm.routers.evaluation import cross_entropy
 from ddm.routers.samples import SamplesRouter, draw_from_experts, fit_samples, samples_router_specs
-from ddm.schedule import LinearPath, Velocity
-from ddm.tensors import load_tensors, save_tensors
-from tests.ddm.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
+from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
 
 PATH = LinearPath()
 SHAPE = (2, 1, 1)

@@ -11,7 +11,8 @@ from securesystemslib.exceptions import UnverifiedSignatureError
 from securesystemslib.signer import Signature
 
 from ddm.errors import DocumentError, MissingFileError, PassphraseError, SetupError, SignatureError
-from ddm.trust.keys import PublicKey, SigningKey, parse_fingerprint, read_passphrase
+from ddm.system.console import read_passphrase
+from ddm.trust.keys import PublicKey, SigningKey, parse_fingerprint
 
 
 def test_key_signs_the_same_after_a_round_trip_through_its_file(tmp_path):
@@ -144,7 +145,7 @@ def test_passphrase_refused_when_the_two_answers_differ_or_are_empty(monkeypatch
 
 def test_trust_package_loads_neither_torch_nor_flwr():
     program = (
-        "import sys, ddm.trust.verify, ddm.trust.repository, ddm.trust.silo_role, ddm.trust.envelope, ddm.tensors\n"
+        "import sys, ddm.trust.verify, ddm.trust.repository, ddm.trust.silo_role, ddm.trust.envelope, ddm.io.tensors\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'flwr', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

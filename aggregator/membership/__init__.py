@@ -1,0 +1,1 @@
+"""Which silos belong to a federation: invited, enrolled, withdrawn."""

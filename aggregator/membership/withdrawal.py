@@ -1,0 +1,129 @@
+"""Taking a silo out of the present plan: its submission aside, no further one taken, and a signed notice to the silo.
+
+`withdrawal.json` is written first, and from then on the silo is withdrawn, whatever else lies about. The rest is done
+by whoever takes submissions in: intake, where `aggregator run` is at work, else the command itself. Either of them
+finishes what a crash left undone. The next version of the ensemble is made without the silo; older ones stay.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from aggregator.config import Federation
+from ddm.errors import BusyError, SetupError
+from ddm.io.files import locked, read_bounded, sync_folder, write_atomic
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, SiloId, Time, now_utc, sha256_hex
+from ddm.protocol.plan import Plan
+from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Withdrawn
+from ddm.protocol.submission import submission_path
+from ddm.trust.envelope import open_sealed, seal
+from ddm.trust.keys import SigningKey
+
+MAX_RECORD_BYTES = 65536
+
+
+class Withdrawal(Document):
+    """Why and when a silo was withdrawn, and what it had sent; stays with the aggregator."""
+
+    format: Literal["archipelago/withdrawal/1"] = "archipelago/withdrawal/1"
+    plan_id: PlanId
+    silo_id: SiloId
+    submission_digest: Digest | None
+    reason: ShortText
+    at: Time
+
+
+def withdraw(federation: Federation, silo_id: str, reason: str, receipt_key: SigningKey) -> Withdrawal:
+    """Take a silo out of the present plan for good; a second call finishes the first one and keeps its reason.
+
+    Args:
+        federation: the operator's folder.
+        silo_id: a silo of the present plan, whether it has answered or not.
+        reason: told to the silo, not published.
+        receipt_key: signs the notice; the plan names it.
+
+    Raises:
+        SetupError: the plan has no such silo, or no reason is given.
+        BusyError: somebody signs or publishes.
+    """
+    if not reason.strip() or len(reason) > 400:
+        raise SetupError("--reason", expected="1 to 400 characters", got=f"{len(reason.strip())}")
+    with federation.signing_lock():
+        plan, plan_digest = federation.current_plan()
+        if silo_id not in plan.silos:
+            raise SetupError(f"silo {silo_id}", expected=f"one of {', '.join(plan.silos)}", got="another")
+        record = _record(federation, plan, silo_id, reason)
+        federation.accepted.mkdir(parents=True, exist_ok=True)
+        with suppress(BusyError), locked(federation.accepted, "intake"):
+            finish_withdrawal(federation, plan.plan_id, plan_digest, silo_id, receipt_key)
+        return record
+
+
+def finish_withdrawal(federation: Federation, plan_id: str, plan_digest: str, silo_id: str, key: SigningKey) -> None:
+    """Carry out a withdrawal that is on record, whole or what is left of it; the caller holds the lock of intake."""
+    record = read_withdrawal(federation, plan_id, silo_id)
+    _end(federation, record, plan_digest, key)
+    accepted, kept = federation.accepted / plan_id / silo_id, _folder(federation, plan_id, silo_id) / "submission"
+    if accepted.exists() and not kept.exists():
+        accepted.rename(kept)
+        sync_folder(kept.parent)
+        sync_folder(accepted.parent)
+
+
+def withdrawn_silos(federation: Federation, plan: Plan) -> tuple[str, ...]:
+    """List the silos that were taken out of a plan, sorted."""
+    return tuple(silo for silo in plan.silos if _record_path(federation, plan.plan_id, silo).is_file())
+
+
+def read_withdrawal(federation: Federation, plan_id: str, silo_id: str) -> Withdrawal:
+    """Read why a silo was withdrawn.
+
+    Raises:
+        MissingFileError: it was not.
+    """
+    path = _record_path(federation, plan_id, silo_id)
+    return Withdrawal.parse(read_bounded(path, MAX_RECORD_BYTES), subject=path.name)
+
+
+def _folder(federation: Federation, plan_id: str, silo_id: str) -> Path:
+    return federation.withdrawn / plan_id / silo_id
+
+
+def _record_path(federation: Federation, plan_id: str, silo_id: str) -> Path:
+    return _folder(federation, plan_id, silo_id) / "withdrawal.json"
+
+
+def _record(federation: Federation, plan: Plan, silo_id: str, reason: str) -> Withdrawal:
+    path = _record_path(federation, plan.plan_id, silo_id)
+    if path.is_file():
+        return read_withdrawal(federation, plan.plan_id, silo_id)
+    document = federation.accepted / plan.plan_id / silo_id / submission_path(silo_id)
+    digest = sha256_hex(read_bounded(document, MAX_DOCUMENT_BYTES)) if document.is_file() else None
+    record = Withdrawal(plan_id=plan.plan_id, silo_id=silo_id, submission_digest=digest, reason=reason, at=now_utc())
+    write_atomic(path, record.encode())
+    return record
+
+
+def _end(federation: Federation, record: Withdrawal, plan_digest: str, key: SigningKey) -> None:
+    """Expect nothing more of the silo, then tell it so in the place of its next receipt."""
+    folder = federation.receipts / record.plan_id / record.silo_id
+    write_atomic(folder / "final", b"")
+    answered = [int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdigit()]
+    if any(isinstance(_answer(folder / f"{n}.json", key).verdict, Withdrawn) for n in answered):
+        return
+    last = max(answered, default=0)
+    notice = Receipt(
+        plan_id=record.plan_id,
+        plan_digest=plan_digest,
+        silo_id=record.silo_id,
+        sequence=last + 1,
+        submission_digest=record.submission_digest,
+        verdict=Withdrawn(reason=record.reason),
+        at=record.at,
+    )
+    write_atomic(folder / f"{last + 1}.json", seal(notice.encode(), RECEIPT_KIND, key))
+
+
+def _answer(path: Path, key: SigningKey) -> Receipt:
+    sealed = read_bounded(path, MAX_RECORD_BYTES)
+    return Receipt.parse(open_sealed(sealed, RECEIPT_KIND, key.public, MAX_RECORD_BYTES)[0], subject="receipt")

@@ -1,0 +1,228 @@
+"""What the doctor looks at, gathered from the federation's folder and this machine; nothing is changed."""
+
+import shutil
+import stat
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+
+from aggregator.config import Federation, FederationSettings
+from aggregator.intake.limits import submission_bytes
+from aggregator.membership.registry import SeenLedger, cards
+from aggregator.monitoring.doctor import Facts, ServerCertificate, Trace
+from aggregator.monitoring.machine import (
+    check_database,
+    clock_of,
+    flower_versions,
+    memory_free,
+    nginx_version,
+    port_state,
+)
+from aggregator.runtime.processes import Process, Processes, is_held, read_processes
+from ddm.errors import ArchipelagoError, FormatError, SetupError
+from ddm.io.files import read_bounded
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
+from ddm.protocol.enrolment import Invitation
+from ddm.protocol.plan import Plan
+from ddm.trust.health import RoleHealth, examine
+from ddm.trust.paths import split_silo_role
+
+_MAX_SMALL_BYTES = 1 << 20
+# `aggregator.keys.tls` backdates certificates by this much.
+_BACKDATED = timedelta(days=1)
+# Peaks of one silo's transfer in MiB, by examples/benchmarks/{intake_size,transfer}.py (Flower 1.41.0, Linux, x86-64):
+#   whatever the shards: intake 468, superexec 128, aggregator run 53, four guards 52, nginx 36; 737 in all
+#   shards of 16 MiB:    SuperLink 331, ServerApp 221
+#   shards of 64 MiB:    SuperLink 432, ServerApp 372; and 727, 476 where 512 MiB came in eight of them
+# So these two grow by 5.25 bytes a byte of a shard; the longer transfer took 867 MiB more than that. With 737: 1604.
+_RUN_BYTES = 1604 << 20
+_RUN_BYTES_PER_SHARD_BYTE = 5.25
+
+T = TypeVar("T")
+
+
+def run_bytes(shard_bytes: int) -> int:
+    """Return the memory that `aggregator run` and all that it starts take together, for shards of this size."""
+    return _RUN_BYTES + int(_RUN_BYTES_PER_SHARD_BYTE * shard_bytes)
+
+
+class Gathering:
+    """Gathers facts; what cannot be read becomes an error under its check instead.
+
+    Args:
+        federation: the operator's folder.
+        now: what this machine's clock says.
+    """
+
+    def __init__(self, federation: Federation, now: datetime) -> None:
+        self._federation, self._now = federation, now
+        self._errors: dict[str, list[ArchipelagoError]] = defaultdict(list)
+
+    def facts(self, against: str | None = None) -> Facts:
+        """Gather everything.
+
+        Args:
+            against: URL of a web server whose clock to compare with.
+        """
+        federation = self._federation
+        settings = self._try("configuration", federation.settings)
+        plan = self._try("configuration", self._plan)
+        processes = read_processes(federation)
+        invitation = self._try("root", self._invitation)
+        certificate = self._try("certificate", lambda: self._certificate(invitation))
+        metadata = tuple(examine(federation.tuf))
+        root = self._try("root", lambda: read_bounded(federation.tuf / "1.root.json", _MAX_SMALL_BYTES))
+        self._try("database", lambda: check_database(federation.path / "flower" / "superlink.db"))
+        not_enrolled, other_key = self._try("silos", self._silos) or ((), ())
+        return Facts(
+            now=self._now,
+            modes=dict(self._modes(settings)),
+            settings=settings,
+            dialled=invitation.address.rpartition(":")[0] if invitation else None,
+            nginx=self._try("nginx", nginx_version),
+            port=port_state(federation, settings, running=processes.running) if settings else "free",
+            certificate=certificate,
+            root_digest=sha256_hex(root) if root else None,
+            invited_digest=invitation.root_digest if invitation else None,
+            metadata=metadata,
+            traces=tuple(self._traces(plan, certificate, metadata)),
+            reference=self._try("clock", lambda: clock_of(against)) if against else None,
+            disk_free_bytes=shutil.disk_usage(federation.path).free,
+            disk_needed_bytes=self._bytes_to_come(plan) if plan else 0,
+            memory_free_bytes=memory_free(),
+            memory_needed_bytes=run_bytes(settings.shard_bytes) if settings else 0,
+            flower=flower_versions(),
+            processes=processes,
+            orphans=tuple(self._orphans(processes)),
+            not_enrolled=not_enrolled,
+            other_key=other_key,
+            lost_ledgers=tuple(self._lost_ledgers(plan)) if plan else (),
+            leftovers=tuple(self._leftovers(processes)),
+            errors={check: tuple(errors) for check, errors in self._errors.items()},
+        )
+
+    def _try(self, check: str, read: Callable[[], T]) -> T | None:
+        try:
+            return read()
+        except ArchipelagoError as error:
+            self._errors[check].append(error)
+        except OSError as error:
+            self._errors[check].append(SetupError(str(error.filename or check), got=str(error.strerror or error)))
+        return None
+
+    def _plan(self) -> Plan | None:
+        if not (self._federation.path / "plans" / "current.json").exists():
+            return None
+        return self._federation.current_plan()[0]
+
+    def _invitation(self) -> Invitation:
+        data = read_bounded(self._federation.path / "invitation.json", _MAX_SMALL_BYTES)
+        return Invitation.parse(data, subject="invitation.json")
+
+    def _modes(self, settings: FederationSettings | None) -> Iterator[tuple[str, int]]:
+        path = self._federation.path
+        private = [self._federation.keys, *self._federation.keys.glob("*.key"), *(path / "tls").glob("*.key")]
+        private.append(path / "flower" / "superexec.secret")
+        if settings and settings.passphrase_file:
+            private.append(Path(settings.passphrase_file))
+            if not private[-1].is_file():
+                self._errors["permissions"].append(
+                    SetupError("passphrase_file", expected="the file that federation.toml names", got="nothing there")
+                )
+        for each in private:
+            with suppress(OSError):
+                yield str(each), stat.S_IMODE(each.stat().st_mode)
+
+    def _certificate(self, invitation: Invitation | None) -> ServerCertificate:
+        try:
+            made = x509.load_pem_x509_certificate(read_bounded(self._federation.path / "tls" / "server.pem", 65536))
+            names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            authority = x509.load_pem_x509_certificate(invitation.ca_certificate.encode()) if invitation else None
+        except (ValueError, x509.ExtensionNotFound) as error:
+            raise FormatError("tls/server.pem", expected="a server certificate", got=str(error)[:200]) from error
+        try:
+            if authority:
+                made.verify_directly_issued_by(authority)
+            by_authority = True
+        except (ValueError, TypeError, InvalidSignature):
+            by_authority = False
+        return ServerCertificate(
+            hosts=(*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))),
+            signed_at=made.not_valid_before_utc + _BACKDATED,
+            expires=made.not_valid_after_utc,
+            by_authority=by_authority,
+        )
+
+    def _traces(
+        self, plan: Plan | None, certificate: ServerCertificate | None, metadata: tuple[RoleHealth, ...]
+    ) -> Iterator[Trace]:
+        if plan:
+            yield Trace("the plan", plan.created_at)
+        if certificate:
+            yield Trace("the certificate", certificate.signed_at)
+        yield from (Trace(role.name, role.signed_at) for role in metadata if role.signed_at)
+        path = self._federation.path
+        for name in (
+            "federation.toml",
+            "flower/info.json",
+            "plans/current.json",
+            "incoming/*/*/seen",
+            "receipts/*/*/*.json",
+        ):
+            for each in path.glob(name):
+                with suppress(OSError):
+                    at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
+                    yield Trace(each.relative_to(path).as_posix(), at)
+
+    def _bytes_to_come(self, plan: Plan) -> int:
+        """What arrives and the verified copy beside it, for every silo without an accepted submission."""
+        waiting = [one for one in plan.silos if not (self._federation.accepted / plan.plan_id / one).exists()]
+        return 2 * len(waiting) * submission_bytes(plan)
+
+    def _silos(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        known = cards(self._federation)
+        named = {
+            name[1]: key for role, key in self._federation.delegations().items() if (name := split_silo_role(role))
+        }
+        missing = tuple(silo_id for silo_id in named if silo_id not in known)
+        return missing, tuple(one for one, key in named.items() if one in known and known[one].signing_key != key)
+
+    def _lost_ledgers(self, plan: Plan) -> Iterator[str]:
+        for silo_id in plan.silos:
+            path = self._federation.registry / "ledgers" / f"{silo_id}.json"
+            accepted = (self._federation.accepted / plan.plan_id / silo_id).exists()
+            if not path.exists():
+                if accepted:
+                    yield silo_id
+                continue
+            seen = self._try("ledgers", partial(_read_ledger, path))
+            if seen and accepted and seen.plan_id != plan.plan_id:
+                yield silo_id
+
+    def _orphans(self, processes: Processes) -> Iterator[Process]:
+        """Programs of a run that is over; a number that another program has by now does not count."""
+        if processes.running:
+            return
+        folder = str(self._federation.path.absolute() / "flower").encode()
+        for program in processes.programs:
+            with suppress(OSError):
+                if program.alive and folder in Path(f"/proc/{program.pid}/cmdline").read_bytes():
+                    yield program
+
+    def _leftovers(self, processes: Processes) -> Iterator[str]:
+        path = self._federation.path
+        if processes.running or is_held(self._federation.tuf.parent / ".signer.lock"):
+            return
+        for pattern in ("*.part", "releases/*.part"):
+            yield from sorted(str(each) for each in path.glob(pattern))
+
+
+def _read_ledger(path: Path) -> SeenLedger:
+    return SeenLedger.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"registry/ledgers/{path.name}")

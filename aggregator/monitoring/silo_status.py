@@ -1,0 +1,269 @@
+"""Where one silo of a plan stands, read from `incoming/`, `receipts/` and `quarantine/`.
+
+What lies in `incoming/` was written at the word of the silo: it is bounded here, and text wherever it is shown.
+"""
+
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from aggregator.config import Federation
+from aggregator.runtime.processes import Processes, changed_at
+from ddm.errors import ArchipelagoError
+from ddm.io.files import read_bounded
+from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, SiloId, Time, check_json
+from ddm.protocol.plan import Plan
+from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt
+from ddm.trust.envelope import open_sealed
+from ddm.trust.keys import PublicKey
+
+# A silo without news answers every half minute; so long without an answer, several questions were lost.
+SILENT_AFTER = timedelta(minutes=3)
+_MAX_SMALL_BYTES = 1 << 20
+_MAX_INDEX_BYTES = 16 * 1024 * 1024
+_MAX_ENTRIES = 1000
+_MAX_STATE = 40
+_MAX_REASONS = 8
+
+Gone = Literal["removed", "withdrawn"]
+Standing = Literal[
+    "absent", "working", "approval", "sending", "silent", "arrived", "quarantined", "refused", "accepted", Gone
+]
+Verdict = Literal["arrived", "quarantined", "accepted", "refused", "withdrawn", "unreadable"]
+
+
+class Arrival(Model):
+    """A submission on its way.
+
+    Attributes:
+        sequence: its number.
+        bytes_here: how much of it is on disk.
+        bytes_total: how much the silo announced.
+        bytes_per_s: since an earlier look, else since its first file.
+    """
+
+    sequence: PositiveInt
+    bytes_here: NaturalInt
+    bytes_total: NaturalInt
+    bytes_per_s: Annotated[float, Field(ge=0.0)]
+
+
+Earlier = tuple[datetime, Arrival]
+
+
+class SubmissionStatus(Model):
+    """One submission and its answer, from the signed receipt where there is one."""
+
+    sequence: PositiveInt
+    verdict: Verdict
+    code: NaturalInt | None = None
+    reasons: tuple[ShortText, ...] = ()
+    at: Time | None = None
+    delivered: bool = False
+
+
+class SiloStatus(Model):
+    """One silo.
+
+    Attributes:
+        silo_id: the silo.
+        standing: in one word of ours, where it stands.
+        state: what it reports, in its own word; empty when it never did.
+        progress: of the training, in percent, as it reports.
+        last_seen: when it answered last.
+        arrival: the submission on its way, if any.
+        submissions: those that arrived, the newest last.
+        final: whether nothing more is expected of it.
+    """
+
+    silo_id: SiloId
+    standing: Standing
+    state: Annotated[str, Field(max_length=_MAX_STATE)]
+    progress: Annotated[int, Field(ge=0, le=100)]
+    last_seen: Time | None
+    arrival: Arrival | None
+    submissions: tuple[SubmissionStatus, ...]
+    final: bool
+
+
+@dataclass(frozen=True)
+class SiloFolders:
+    """Where the traces of one silo lie."""
+
+    incoming: Path
+    receipts: Path
+    quarantine: Path
+
+    @classmethod
+    def of(cls, federation: Federation, plan_id: str, silo_id: str) -> "SiloFolders":
+        """The folders of one silo of a plan."""
+        roots = (federation.incoming, federation.receipts, federation.path / "quarantine")
+        return cls(*(root / plan_id / silo_id for root in roots))
+
+
+def read_silo(
+    federation: Federation,
+    plan: Plan,
+    silo_id: str,
+    *,
+    processes: Processes,
+    now: datetime,
+    earlier: Earlier | None,
+    gone: Gone | None = None,
+) -> SiloStatus:
+    """Gather where a silo stands.
+
+    Args:
+        federation: the operator's folder.
+        plan: the current plan.
+        silo_id: one of its silos.
+        processes: what of the aggregator runs; while nothing does, silence says nothing about the silo.
+        now: the present.
+        earlier: when its submission on the way was seen before, and how much of it, to tell how fast it comes.
+        gone: whether it was taken out of the federation, or of this plan.
+
+    Returns:
+        Its standing, its last word, its submissions.
+    """
+    folders = SiloFolders.of(federation, plan.plan_id, silo_id)
+    told = _report(folders.incoming / "status.json")
+    state, progress = str(told.get("state", ""))[:_MAX_STATE], told.get("progress")
+    last_seen = max(
+        filter(None, (changed_at(folders.incoming / name) for name in ("seen", "status.json"))), default=None
+    )
+    arrival = _arrival(folders, now, earlier)
+    submissions = tuple(_submissions(folders, PublicKey.parse(plan.receipt_key)))
+    # Whoever was not asked cannot have answered.
+    asked_since = max(filter(None, (last_seen, processes.started_at)), default=now)
+    silent = last_seen is not None and processes.running and now - asked_since > SILENT_AFTER
+    return SiloStatus(
+        silo_id=silo_id,
+        standing=gone or standing(submissions, arrival, state, seen=last_seen is not None, silent=silent),
+        state=state,
+        progress=progress if type(progress) is int and 0 <= progress <= 100 else 0,
+        last_seen=last_seen,
+        arrival=arrival,
+        submissions=submissions,
+        final=gone is not None or (folders.receipts / "final").exists(),
+    )
+
+
+def standing(
+    submissions: tuple[SubmissionStatus, ...],
+    arrival: Arrival | None,
+    state: str,
+    *,
+    seen: bool,
+    silent: bool,
+) -> Standing:
+    """Decide in one word where a silo stands: what asks for a person first, then what happens, then what is over."""
+    last = submissions[-1].verdict if submissions else None
+    if last in ("accepted", "withdrawn"):
+        return last
+    if any(submission.verdict == "quarantined" for submission in submissions):
+        return "quarantined"
+    if not seen:
+        return "absent"
+    if silent:
+        return "silent"
+    if arrival is not None:
+        return "sending"
+    if last in ("arrived", "refused"):
+        return last
+    return "approval" if state == "awaiting_approval" else "working"
+
+
+def _report(path: Path) -> dict[str, Any]:
+    """What the silo said of itself; nothing where it said nothing that can be read."""
+    try:
+        told = check_json(read_bounded(path, _MAX_SMALL_BYTES), subject=path.name, limit=_MAX_SMALL_BYTES)
+    except ArchipelagoError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _names(folder: Path) -> list[str]:
+    with suppress(OSError):
+        return [path.name for path in islice(folder.iterdir(), _MAX_ENTRIES)]
+    return []
+
+
+def _numbers(folder: Path, suffix: str = "") -> set[int]:
+    stems = (name.removesuffix(suffix) for name in _names(folder) if name.endswith(suffix))
+    return {int(stem) for stem in stems if stem.isascii() and stem.isdigit() and len(stem) <= 7 and int(stem)}
+
+
+def _arrival(folders: SiloFolders, now: datetime, earlier: Earlier | None) -> Arrival | None:
+    """Tell how much of the newest submission on its way is on disk, as the part folder notes it."""
+    for sequence in sorted(_numbers(folders.incoming, ".part"), reverse=True):
+        part = folders.incoming / f"{sequence}.part"
+        try:
+            notes = check_json(
+                read_bounded(part / ".progress.json", _MAX_INDEX_BYTES), subject="progress", limit=_MAX_INDEX_BYTES
+            )
+            total = sum(entry["num_bytes"] for entry in notes["files"])
+            here = sum(end - start for ranges in notes["ranges"].values() for start, end in ranges)
+            since, then = _first_file(part, now)
+            if earlier and earlier[1].sequence == sequence and earlier[1].bytes_here <= here:
+                since, then = earlier[0], earlier[1].bytes_here
+            rate = max(here - then, 0) / max((now - since).total_seconds(), 1.0)
+            return Arrival(sequence=sequence, bytes_here=here, bytes_total=total, bytes_per_s=rate)
+        except (ArchipelagoError, ValidationError, KeyError, TypeError, ValueError, AttributeError):
+            continue
+    return None
+
+
+def _first_file(part: Path, now: datetime) -> tuple[datetime, int]:
+    """When the oldest file of a part folder was written, and its size: what came before any time was measured."""
+    found = [(now.timestamp(), 0)]
+    for path in islice(part.rglob("[!.]*"), _MAX_ENTRIES):
+        with suppress(OSError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                found.append((status.st_mtime, status.st_size))
+    at, size = min(found)
+    return datetime.fromtimestamp(at, UTC), size
+
+
+def _submissions(folders: SiloFolders, key: PublicKey) -> Iterator[SubmissionStatus]:
+    """Every submission in order: its receipt says most, then quarantine, then that it lies there."""
+    answered, held = _numbers(folders.receipts, ".json"), _numbers(folders.quarantine)
+    for sequence in sorted(answered | held | _numbers(folders.incoming)):
+        if sequence in answered:
+            yield _answered(folders.receipts, sequence, key)
+        elif sequence in held:
+            yield SubmissionStatus(
+                sequence=sequence, verdict="quarantined", reasons=_reasons(folders.quarantine / f"{sequence}")
+            )
+        else:
+            yield SubmissionStatus(sequence=sequence, verdict="arrived")
+
+
+def _answered(receipts: Path, sequence: int, key: PublicKey) -> SubmissionStatus:
+    delivered = (receipts / f"{sequence}.delivered").exists()
+    try:
+        sealed = read_bounded(receipts / f"{sequence}.json", _MAX_SMALL_BYTES)
+        receipt = Receipt.parse(open_sealed(sealed, RECEIPT_KIND, key, _MAX_SMALL_BYTES)[0], subject="receipt")
+    except ArchipelagoError as error:
+        return SubmissionStatus(sequence=sequence, verdict="unreadable", reasons=(str(error)[:400],))
+    verdict = receipt.verdict
+    return SubmissionStatus(
+        sequence=sequence,
+        verdict=verdict.kind,
+        code=getattr(verdict, "code", None),
+        reasons=(verdict.reason,) if not isinstance(verdict, Accepted) else (),
+        at=receipt.at,
+        delivered=delivered,
+    )
+
+
+def _reasons(folder: Path) -> tuple[str, ...]:
+    reasons = _report(folder / "reason.json").get("reasons")
+    return tuple(str(reason)[:400] for reason in reasons[:_MAX_REASONS]) if isinstance(reasons, list) else ()

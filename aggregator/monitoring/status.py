@@ -1,0 +1,235 @@
+"""Where a federation stands, read from its folders alone: it works while `aggregator run` does, and when it does not.
+
+Everything here is what an operator may see on a screen: no key, no passphrase, nothing that a silo keeps to itself.
+"""
+
+import shutil
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Annotated, Literal
+
+from cryptography import x509
+from pydantic import Field
+
+from aggregator.config import MAX_TUF_BYTES, Federation
+from aggregator.membership.registry import removed, taking_part
+from aggregator.membership.withdrawal import withdrawn_silos
+from aggregator.monitoring.silo_status import Earlier, Gone, SiloStatus, read_silo
+from aggregator.release.versions import manifest_path, newest_version
+from aggregator.router.report import Family, RouterReport
+from aggregator.runtime.processes import Processes, read_processes
+from ddm.errors import ArchipelagoError
+from ddm.io.files import read_bounded
+from ddm.protocol.base import (
+    MAX_DOCUMENT_BYTES,
+    Document,
+    Model,
+    NaturalInt,
+    PlanId,
+    PositiveInt,
+    ShortText,
+    SiloId,
+    Time,
+    check_json,
+)
+from ddm.protocol.manifest import Manifest
+from ddm.protocol.plan import Plan
+
+_MAX_RELEASES = 20
+
+
+class RouterStatus(Model):
+    """The trained router, and whether it was trained on exactly the submissions that are accepted now."""
+
+    family: Family
+    silos: tuple[SiloId, ...]
+
+
+class ReleaseStatus(Model):
+    """One published version."""
+
+    version: PositiveInt
+    plan_id: PlanId
+    published_at: Time
+    silos: tuple[SiloId, ...]
+    missing_silos: tuple[SiloId, ...]
+    withdrawn_silos: tuple[SiloId, ...]
+    router: Family
+
+
+class Expiry(Model):
+    """Until when something is valid."""
+
+    what: ShortText
+    at: Time
+
+
+class FederationStatus(Document):
+    """Everything about a federation that an operator looks at.
+
+    Attributes:
+        federation: its name.
+        address: where silos reach it.
+        at: when this was gathered.
+        plan_id: the current plan; None where none is signed, or where it cannot be read: see `problems`.
+        processes: what `aggregator run` started.
+        silos: where each silo of the plan stands.
+        router: the plan's router, once it is trained.
+        releases: published versions, the newest first, at most 20.
+        disk_free_bytes: free on the federation's disk.
+        disk_total_bytes: size of that disk.
+        expiries: until when plan, certificate and metadata are valid, the first to expire first.
+        problems: what could not be read, and why.
+    """
+
+    format: Literal["archipelago/status/1"] = "archipelago/status/1"
+    federation: ShortText
+    address: ShortText
+    at: Time
+    plan_id: PlanId | None
+    processes: Processes
+    silos: tuple[SiloStatus, ...]
+    router: RouterStatus | None
+    releases: Annotated[tuple[ReleaseStatus, ...], Field(max_length=_MAX_RELEASES)]
+    disk_free_bytes: NaturalInt
+    disk_total_bytes: NaturalInt
+    expiries: tuple[Expiry, ...]
+    problems: tuple[ShortText, ...]
+
+    def silo(self, silo_id: str) -> SiloStatus | None:
+        """Return one silo's status."""
+        return next((silo for silo in self.silos if silo.silo_id == silo_id), None)
+
+
+def gather(federation: Federation, now: datetime, earlier: FederationStatus | None = None) -> FederationStatus:
+    """Read a federation's folders.
+
+    Args:
+        federation: the operator's folder.
+        now: the present.
+        earlier: what was gathered before, to tell how fast submissions arrive.
+
+    Returns:
+        Its status; what cannot be read is named in `problems` and left out.
+
+    Raises:
+        SetupError: federation.toml cannot be read.
+    """
+    settings = federation.settings()
+    problems: list[str] = []
+    try:
+        plan, _ = federation.current_plan()
+    except ArchipelagoError as error:
+        plan = None
+        problems.append(str(error)[:400])
+    processes = read_processes(federation)
+    disk = shutil.disk_usage(federation.path)
+    return FederationStatus(
+        federation=settings.name,
+        address=f"{settings.host}:{settings.port}",
+        at=now,
+        plan_id=plan.plan_id if plan else None,
+        processes=processes,
+        silos=_silos(federation, plan, processes, now, earlier, problems) if plan else (),
+        router=_router(federation, plan, problems) if plan else None,
+        releases=tuple(_releases(federation, problems)),
+        disk_free_bytes=disk.free,
+        disk_total_bytes=disk.total,
+        expiries=tuple(sorted(_expiries(federation, plan, problems), key=lambda expiry: expiry.at)),
+        problems=tuple(problems),
+    )
+
+
+def _silos(
+    federation: Federation,
+    plan: Plan,
+    processes: Processes,
+    now: datetime,
+    earlier: FederationStatus | None,
+    problems: list[str],
+) -> tuple[SiloStatus, ...]:
+    gone = _gone(federation, plan, problems)
+
+    def seen(silo_id: str) -> Earlier | None:
+        silo = earlier.silo(silo_id) if earlier else None
+        return (earlier.at, silo.arrival) if earlier and silo and silo.arrival else None
+
+    return tuple(
+        read_silo(
+            federation,
+            plan,
+            silo_id,
+            processes=processes,
+            now=now,
+            earlier=seen(silo_id),
+            gone=gone.get(silo_id),
+        )
+        for silo_id in plan.silos
+    )
+
+
+def _gone(federation: Federation, plan: Plan, problems: list[str]) -> dict[str, Gone]:
+    """Tell who of the plan's silos is in it no more; one that was removed as well as withdrawn counts as removed."""
+    found: dict[str, Gone] = dict.fromkeys(withdrawn_silos(federation, plan), "withdrawn")
+    try:
+        out = {record.silo_id for record in removed(federation)} - taking_part(federation, plan).keys()
+    except ArchipelagoError as error:
+        problems.append(str(error)[:400])
+        return found
+    return found | dict.fromkeys(out, "removed")
+
+
+def _router(federation: Federation, plan: Plan, problems: list[str]) -> RouterStatus | None:
+    path = federation.plan_folder(plan.plan_id) / "router" / "report.json"
+    if not path.exists():
+        return None
+    try:
+        report = RouterReport.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject="router/report.json")
+    except ArchipelagoError as error:
+        problems.append(str(error)[:400])
+        return None
+    return RouterStatus(family=report.published, silos=tuple(sorted(report.submissions)))
+
+
+def _releases(federation: Federation, problems: list[str]) -> Iterator[ReleaseStatus]:
+    newest = newest_version(federation)
+    for version in range(newest, max(newest - _MAX_RELEASES, 0), -1):
+        path = manifest_path(federation, version)
+        if path is None:
+            problems.append(f"releases/{version}: no manifest")
+            continue
+        try:
+            manifest = Manifest.parse(
+                read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"releases/{version}, manifest.json"
+            )
+        except ArchipelagoError as error:
+            problems.append(str(error)[:400])
+            continue
+        yield ReleaseStatus(
+            version=version,
+            plan_id=manifest.plan_id,
+            published_at=manifest.published_at,
+            silos=tuple(silo.silo_id for silo in manifest.silos),
+            missing_silos=manifest.missing_silos,
+            withdrawn_silos=manifest.withdrawn_silos,
+            router=manifest.router.kind,
+        )
+
+
+def _expiries(federation: Federation, plan: Plan | None, problems: list[str]) -> Iterator[Expiry]:
+    if plan:
+        yield Expiry(what="plan", at=plan.expires_at)
+    try:
+        certificate = x509.load_pem_x509_certificate(read_bounded(federation.path / "tls" / "server.pem", 65536))
+        yield Expiry(what="certificate", at=certificate.not_valid_after_utc)
+    except (ArchipelagoError, ValueError) as error:
+        problems.append(f"tls/server.pem: {error}"[:400])
+    for path in sorted(federation.tuf.glob("*.json")):
+        role = path.name.removesuffix(".json")
+        if role.endswith(".root") and (federation.tuf / f"{int(role.split('.')[0]) + 1}.root.json").exists():
+            continue
+        try:
+            signed = check_json(read_bounded(path, MAX_TUF_BYTES), subject=path.name, limit=MAX_TUF_BYTES)["signed"]
+            yield Expiry(what=f"metadata {role}", at=datetime.fromisoformat(signed["expires"]))
+        except (ArchipelagoError, KeyError, TypeError, ValueError) as error:
+            problems.append(f"{path.name}: {error}"[:400])

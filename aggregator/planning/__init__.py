@@ -1,0 +1,1 @@
+"""From an operator's recipe and public images to a signed plan."""

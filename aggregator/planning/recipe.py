@@ -1,0 +1,120 @@
+"""The recipe: what an operator writes to ask for a plan. The rest of the plan is fitted, counted or signed."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ddm.io.settings import Settings
+from ddm.protocol.architecture import MaxTokens, Probability
+from ddm.protocol.base import PositiveInt
+from ddm.protocol.latent import AutoencoderSize, IdentityLatent
+from ddm.protocol.plan import (
+    Audit,
+    ClassCondition,
+    DataSpec,
+    Expert,
+    Limits,
+    LogitNormalT,
+    NoCondition,
+    Objective,
+    Partition,
+    Releases,
+    Router,
+    UniformT,
+)
+
+MOST_FINE = 1024
+IMAGES_PER_FINE = 4
+
+
+class PcaRecipe(Settings):
+    """Principal components of the public images."""
+
+    kind: Literal["pca"] = "pca"
+    dim: Annotated[int, Field(gt=0, le=4096)]
+
+
+class TimmRecipe(Settings):
+    """A network of timm, with weights from a file on this machine (from where the command is run), or random ones."""
+
+    kind: Literal["timm"]
+    model: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+    weights: str | None = None
+    random_weights: bool = False
+    seed: Annotated[int, Field(ge=0)] = 0
+    image_size: tuple[PositiveInt, PositiveInt] | None = None
+
+    @model_validator(mode="after")
+    def _weights_are_chosen(self) -> "TimmRecipe":
+        if (self.weights is None) != self.random_weights:
+            raise ValueError("name the weights' file, or ask for random_weights = true")
+        return self
+
+
+class AutoencoderKlRecipe(AutoencoderSize):
+    """A public autoencoder, with weights from a file on this machine (from where the command is run)."""
+
+    kind: Literal["autoencoder_kl"] = "autoencoder_kl"
+    weights: str
+
+
+class TextRecipe(Settings):
+    """A text, as a frozen encoder in a folder on this machine sees it (from where the command is run)."""
+
+    kind: Literal["text"] = "text"
+    encoder: str
+    max_tokens: MaxTokens
+    drop: Probability = 0.1
+
+
+class ClusteringRecipe(Settings):
+    """How many fine centroids and coarse clusters; by default 1,024 fine ones where the public images allow it."""
+
+    num_fine: Annotated[int, Field(gt=0, le=65536)] | None = None
+    num_coarse: Annotated[int, Field(gt=0, le=4096)]
+    balanced: bool = False
+
+    def fine_for(self, num_images: int, num_groups: int) -> int:
+        """Return the number of fine centroids: a quarter of the images at most, at least one a group."""
+        return self.num_fine or max(num_groups, min(MOST_FINE, num_images // IMAGES_PER_FINE))
+
+
+class SketchRecipe(Settings):
+    """How many dimensions of an image routers see."""
+
+    rank: Annotated[int, Field(gt=0, le=1024)]
+
+
+class PublicRecipe(Settings):
+    """How the public images are used: a part is held out to judge the routers."""
+
+    holdout_share: Annotated[float, Field(gt=0.0, lt=0.9)] = 0.25
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+class Recipe(Settings):
+    """One TOML file: the parts of a plan that an operator chooses."""
+
+    valid_days: Annotated[int, Field(gt=0, le=90)] = 90  # the timestamp that silos are sent holds no longer
+    public: PublicRecipe = PublicRecipe()
+    data: DataSpec
+    latent: Annotated[IdentityLatent | AutoencoderKlRecipe, Field(discriminator="kind")] = IdentityLatent()
+    encoder: Annotated[PcaRecipe | TimmRecipe, Field(discriminator="kind")]
+    clustering: ClusteringRecipe
+    sketch: SketchRecipe
+    partition: Partition
+    t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")] = UniformT()
+    condition: Annotated[NoCondition | ClassCondition | TextRecipe, Field(discriminator="kind")] = NoCondition()
+    objective: Objective = Objective()
+    expert: Expert
+    base: str | None = None  # the public expert that training starts from: a file on this machine
+    releases: Releases
+    router: Router
+    audit: Audit
+    limits: Limits
+
+    @model_validator(mode="after")
+    def _base_is_there(self) -> "Recipe":
+        if (self.base is None) != (self.expert.base is None):
+            raise ValueError("base is needed where the expert is adapted from one, and only there")
+        return self

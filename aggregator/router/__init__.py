@@ -1,0 +1,1 @@
+"""The router: trained from what silos sent, compared on public data, reported."""

@@ -1,0 +1,99 @@
+"""What training the router found: the report beside router.safetensors, for the manifest and for people."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ddm.protocol.base import Digest, Document, File, Model, PlanId
+from ddm.protocol.manifest import Evaluation
+from ddm.system.console import table
+
+Family = Literal["counts", "moments", "learned", "samples"]
+Interval = tuple[float, float, float]
+"""A figure with the ends of its 95% interval."""
+
+
+class Band(Model):
+    """The plan's family, counts and the prior for t in [low, high), nats; the difference is candidate minus counts."""
+
+    low: float
+    high: float
+    prior: float
+    counts: float
+    candidate: float
+    difference: float
+    difference_low: float
+    difference_high: float
+
+
+class CalibrationBand(Model):
+    """Expected calibration error of the published router for t in [low, high), before and after its temperature."""
+
+    low: float
+    high: float
+    before: Interval
+    after: Interval
+
+
+class RouterReport(Document):
+    """What was trained, how it did, and which router is published."""
+
+    format: Literal["archipelago/router-report/1"] = "archipelago/router-report/1"
+    plan_id: PlanId
+    submissions: dict[str, Digest]
+    router: File
+    candidate: Family
+    published: Family
+    reason: str
+    t_release: Annotated[float, Field(gt=0.0, lt=1.0)] | None
+    expert_priors: tuple[float, ...]
+    training_prior: tuple[float, ...]
+    temperature: float
+    minus_prior: Interval
+    bands: tuple[Band, ...]
+    sketches: Band | None
+    calibration: tuple[CalibrationBand, ...]
+
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """Return what a manifest says of the router: on public images, and on held-out sketches."""
+        versus = f"router_cross_entropy_{self.candidate}_minus_counts"
+        found = [_evaluation(f"router_cross_entropy_{self.published}_minus_prior_public_images", self.minus_prior)]
+        for source, band in [("public_images", band) for band in self.bands] + [("held_out_sketches", self.sketches)]:
+            if band:
+                figure = (band.difference, band.difference_low, band.difference_high)
+                found.append(_evaluation(f"{versus}_{source}_t_{band.low:.2f}_{band.high:.2f}", figure))
+        for error in self.calibration:
+            name = f"t_{error.low:.2f}_{error.high:.2f}"
+            found.append(_evaluation(f"router_calibration_error_{name}", error.after))
+            found.append(_evaluation(f"router_calibration_error_at_temperature_1_{name}", error.before))
+        return tuple(found)
+
+
+def describe(report: RouterReport) -> str:
+    """Lay the routers side by side, cross-entropy in nats, lower is better; then the published one's calibration."""
+    named = [(f"t {band.low:g}-{band.high:g}", band) for band in report.bands]
+    if report.sketches:
+        named.append((f"held-out sketches, t >= {report.sketches.low:.2f}", report.sketches))
+    rows = [
+        (
+            name,
+            f"{band.prior:.4f}",
+            f"{band.counts:.4f}",
+            f"{band.candidate:.4f}",
+            f"{band.difference:+.4f} [{band.difference_low:+.4f}, {band.difference_high:+.4f}]",
+        )
+        for name, band in named
+    ]
+    header = ("public held-out images", "prior", "counts", report.candidate, f"{report.candidate} - counts, 95%")
+    errors = [
+        (f"t {error.low:g}-{error.high:g}", f"{error.before[0]:.4f}", f"{error.after[0]:.4f}")
+        for error in report.calibration
+    ]
+    heads = ("calibration error", "at temperature 1", f"at {report.temperature:.3g}")
+    lines = [table(rows, header)] if rows else []
+    return "\n".join([*lines, table(errors, heads), f"Published router: {report.published}, because {report.reason}."])
+
+
+def _evaluation(metric: str, figure: Interval) -> Evaluation:
+    value, low, high = figure
+    return Evaluation(metric=metric, strategy=None, value=value, low=low, high=high)

@@ -1,0 +1,1 @@
+"""The researcher's commands, one a file; `ddm.cli.main` registers them."""

@@ -1,0 +1,294 @@
+"""The command `ddm distill`: one dense student from a verified release, resumable, and a record of its origin."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from shlex import quote
+from threading import Event
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ddm.cli.options import (
+    ArchivedOption,
+    DeviceOption,
+    ReleaseArgument,
+    RootOption,
+    SiloKeyOption,
+    StateOption,
+    open_verified,
+    warn_if_expired,
+)
+from ddm.errors import DataError, SetupError
+from ddm.io.files import locked
+from ddm.io.settings import Settings, load_settings
+from ddm.protocol.plan import Architecture, AutoencoderKlLatent, Condition, NoCondition, TextCondition
+from ddm.system.console import human_seconds, progress, say
+from ddm.system.devices import DeviceName
+from ddm.training.config import Engine
+
+if TYPE_CHECKING:
+    from ddm.distillation.dataset import Lessons
+    from ddm.distillation.student import GivenImages, OwnSamples, Source
+    from ddm.ensemble import Ensemble
+    from ddm.loading.release import Release
+    from ddm.protocol.base import File
+    from ddm.protocol.plan import Training
+    from ddm.training.loop import Trained
+
+_DEFAULT_NUM = 4096
+_MOST = 2**53 - 1  # beyond, the record has no way to write it
+_WORK_SUFFIX, _SAMPLES, _CHECKPOINTS = ".work", "samples", "checkpoints"
+
+
+class TeacherName(StrEnum):
+    """Who answers at x_t."""
+
+    LABEL = "label"
+    DRAWN = "drawn"
+    MIXTURE = "mixture"
+
+
+class StudentSettings(Settings):
+    """The file of `--architecture`."""
+
+    architecture: Architecture
+
+
+Data = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Public images, and what they show, npz; without, its own samples.")
+]
+Texts = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Texts that own samples are told, npz; for experts that read them.")
+]
+Teacher = Annotated[TeacherName | None, typer.Option(help="Default: label without --data, drawn with it.")]
+Num = Annotated[int | None, typer.Option(min=1, max=_MOST, help=f"How many own samples; default {_DEFAULT_NUM}.")]
+Unconditional = Annotated[bool, typer.Option("--unconditional", help="A student of no condition, as experts are not.")]
+ArchitectureFile = Annotated[
+    Path | None, typer.Option("--architecture", metavar="FILE", help="TOML; default: the experts' architecture.")
+]
+Steps = Annotated[int | None, typer.Option(min=1, max=_MOST, help="Training steps; default: as an expert.")]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What was asked for, and the release to make it from."""
+
+    opened: "Release"
+    ensemble: "Ensemble"
+    source: "Source"
+    teacher: TeacherName
+    condition: Condition
+    network: Architecture
+    training: "Training"
+    out: Path
+    device: DeviceName
+
+    @property
+    def work(self) -> Path:
+        """Where samples and checkpoints are kept."""
+        return self.out.with_suffix(_WORK_SUFFIX)
+
+    @property
+    def base(self) -> "File | None":
+        """The public expert that the experts started from, and so the student where it is built and told alike."""
+        plan = self.opened.plan
+        alike = (self.network, self.condition) == (plan.expert.architecture, plan.condition)
+        return plan.file(plan.expert.base) if plan.expert.base and alike else None
+
+
+def distill(
+    release: ReleaseArgument,
+    root: RootOption,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="FILE.safetensors; run again to go on.")],
+    data: Data = None,
+    texts: Texts = None,
+    teacher: Teacher = None,
+    num: Num = None,
+    unconditional: Unconditional = False,
+    architecture: ArchitectureFile = None,
+    steps: Steps = None,
+    seed: Annotated[int, typer.Option(min=0, max=_MOST, help="Of weights, samples and steps.")] = 0,
+    device: DeviceOption = "auto",
+    state: StateOption = None,
+    silo_key: SiloKeyOption = None,
+    archived: ArchivedOption = False,
+) -> None:
+    """Train one dense student on an ensemble's answers; verifies first."""
+    if out.suffix != ".safetensors" or out.is_dir():
+        got = f"the folder {out.name}" if out.is_dir() else out.name
+        raise SetupError("--out", expected="a file name that ends in .safetensors", got=got)
+    if data and (num or texts):
+        raise SetupError("--num" if num else "--texts", expected="no --data with it", got="both")
+    chosen = teacher or (TeacherName.DRAWN if data else TeacherName.LABEL)
+    asked = load_settings(StudentSettings, architecture).architecture if architecture else None
+    opened = open_verified(release, root, state, silo_key, archived, experts_later=True)
+    plan = opened.plan
+    network, condition = asked or plan.expert.architecture, NoCondition() if unconditional else plan.condition
+    if misfit := network.misfit(plan.expert_shape, condition):
+        raise SetupError("--architecture", expected=misfit, got=f"shape {plan.expert_shape}, {condition.kind}")
+    if texts and not isinstance(condition, TextCondition):
+        raise SetupError("--texts", expected="a student that reads texts", got=f"condition {condition.kind}")
+    # All tokens are shown: the teacher answers about whole images.
+    changes = {"num_steps": steps or plan.expert.training.num_steps, "seed": seed, "mask_ratio": 0.0}
+    training = plan.expert.training.model_copy(update=changes)
+
+    from ddm.loading.ensemble import load_ensemble
+    from ddm.system.devices import device_named
+
+    ensemble = load_ensemble(opened, device=device_named(device, setting="--device"))
+    wanted = _Wanted(opened, ensemble, _source(opened), chosen, condition, network, training, out, device)
+    wanted.work.mkdir(parents=True, exist_ok=True)
+    with locked(wanted.work, "distillation"):
+        lessons, images = _given(wanted, data) if data else _own(wanted, num or _DEFAULT_NUM, texts)
+        trained = _trained(wanted, lessons)
+        _keep(wanted, trained, images)
+    say(
+        f"Student in {out}: {len(lessons.images)} images, teacher {chosen.value}, {training.num_steps} steps in "
+        f"{human_seconds(trained.seconds)}, loss {trained.loss:.4f}. From {wanted.source.plan_id}, version "
+        f"{wanted.source.version}, manifest {wanted.source.manifest}."
+    )
+    say(f"Sample from it: ddm sample-student {quote(str(out))} --num 16 --out student.png")
+    warn_if_expired(opened)
+
+
+def _source(opened: "Release") -> "Source":
+    from ddm.distillation.student import Source
+
+    verified, manifest = opened.verified, opened.manifest
+    digest = verified.files["manifest.json"].digest
+    return Source(plan_id=manifest.plan_id, version=manifest.version, manifest=digest, root=verified.root_fingerprint)
+
+
+def _own(wanted: _Wanted, num: int, texts: Path | None) -> "tuple[Lessons, OwnSamples]":
+    """Draw what the student is shown from the ensemble itself."""
+    from ddm.distillation.dataset import own_samples, read_told
+    from ddm.distillation.student import OwnSamples
+    from ddm.protocol.base import sha256_file
+
+    seed = wanted.training.seed
+    with progress(f"drawing {num} samples") as tell:
+        drawn = own_samples(
+            wanted.ensemble,
+            num,
+            wanted.work / _SAMPLES,
+            source=wanted.source.manifest,
+            condition=wanted.condition,
+            texts=read_told(texts, wanted.condition) if texts else None,
+            seed=seed,
+            on_progress=tell,
+        )
+    return drawn, OwnSamples(num=num, seed=seed, texts=sha256_file(texts) if texts else None)
+
+
+def _given(wanted: _Wanted, data: Path) -> "tuple[Lessons, GivenImages]":
+    """Read what the student is shown from a file."""
+    from ddm.distillation.dataset import Lessons, by_cluster, read_told
+    from ddm.distillation.student import GivenImages
+    from ddm.io.npz import read_images
+    from ddm.loading.plan import PlanFiles
+    from ddm.protocol.base import sha256_file
+
+    opened, condition = wanted.opened, wanted.condition
+    images, expert_N = read_images(data, opened.plan.data), None
+    told = None if isinstance(condition, NoCondition) else read_told(data, condition)
+    if told is not None and len(told) != len(images):
+        raise DataError("labels", expected=f"{len(images)}, one per image", got=str(len(told)))
+    if wanted.teacher is TeacherName.LABEL:
+        files = PlanFiles.load(opened.plan, opened.folder)
+        known_N, expert_N = by_cluster(images, files, opened.manifest.experts, wanted.training.seed)
+        images, told = images[known_N], None if told is None else told[known_N]
+    with progress("encoding images") as tell:
+        seen = wanted.ensemble.latent.encode(images, tell)
+    drop = 0.0 if isinstance(condition, NoCondition) else condition.drop
+    return Lessons(seen, expert_N, told, drop), GivenImages(num=len(seen), digest=sha256_file(data))
+
+
+def _trained(wanted: _Wanted, lessons: "Lessons") -> "Trained":
+    from ddm.distillation.distill import distill as train_student
+    from ddm.models import build_expert, load_expert
+
+    plan = wanted.opened.plan
+    network, shape, condition = wanted.network, plan.expert_shape, wanted.condition
+    if wanted.base:
+        student = load_expert(network, shape, wanted.opened.folder, wanted.base, condition).requires_grad_(True)
+    else:
+        student = build_expert(network, shape, condition=condition, seed=wanted.training.seed)
+    try:
+        with progress("training the student") as tell, _stopping() as should_stop:
+            return train_student(
+                wanted.ensemble,
+                student,
+                lessons,
+                wanted.training,
+                teacher=wanted.teacher.value,
+                engine=Engine(device=wanted.device),
+                source=wanted.source.manifest,
+                checkpoint_dir=wanted.work / _CHECKPOINTS,
+                on_progress=lambda told: tell(told.step, told.num_steps),
+                should_stop=should_stop,
+                t_distribution=plan.t_distribution,
+            )
+    except SetupError as error:  # on an engine that asks for nothing, only the checkpoints can be refused
+        remedy = f"Give the flags of that run, or another --out, or remove {wanted.work.name}."
+        expected, got = "checkpoints of this release, these flags and images", "checkpoints of another run"
+        raise SetupError(f"checkpoints in {wanted.work.name}", expected=expected, got=got, remedy=remedy) from error
+
+
+@contextmanager
+def _stopping() -> Iterator[Callable[[], bool]]:
+    """Yield whether a signal has asked to stop, so that a checkpoint is written first; a second one stops at once."""
+    stop = Event()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        stop.set()
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in handlers.items() if callable(handler)}  # others are ignored
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield stop.is_set
+    finally:
+        restore()
+
+
+def _keep(wanted: _Wanted, trained: "Trained", images: "OwnSamples | GivenImages") -> None:
+    """Write the student: its autoencoder if it needs one, its weights, and last the record that names both."""
+    from ddm.distillation.student import RECORD_SUFFIX, Student, autoencoder_beside
+    from ddm.io.files import write_atomic
+    from ddm.io.tensors import save_tensors
+    from ddm.protocol.base import File
+
+    plan, out, autoencoder = wanted.opened.plan, wanted.out, None
+    if isinstance(plan.latent, AutoencoderKlLatent):
+        autoencoder = plan.file(plan.latent.path)
+        write_atomic(autoencoder_beside(out), (wanted.opened.folder / autoencoder.path).read_bytes())
+    save_tensors(out, trained.ema)
+    record = Student(
+        source=wanted.source,
+        images=images,
+        teacher=wanted.teacher.value,
+        data=plan.data,
+        latent=plan.latent,
+        autoencoder=autoencoder,
+        condition=wanted.condition,
+        architecture=wanted.network,
+        path=plan.objective.path,
+        t_distribution=plan.t_distribution,
+        training=wanted.training,
+        base=wanted.base.digest if wanted.base else None,
+        loss=trained.loss,
+        seconds=trained.seconds,
+        file=File.of("student.safetensors", out),
+    )
+    write_atomic(out.with_suffix(RECORD_SUFFIX), record.encode())

@@ -1,0 +1,102 @@
+"""The researcher's commands: verify, info, sample, distill, sample-student."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from ddm.cli.distill import distill
+from ddm.cli.options import (
+    ArchivedOption,
+    ReleaseArgument,
+    RootOption,
+    SiloKeyOption,
+    StateOption,
+    open_verified,
+    pins,
+    warn_if_expired,
+)
+from ddm.cli.sample import sample
+from ddm.cli.sample_student import sample_student
+from ddm.protocol.architecture import TextCondition
+from ddm.system.console import new_app, run_app, say, table
+
+app = new_app("Verify a published ensemble of diffusion experts, and sample from it.")
+app.command("sample")(sample)
+app.command("distill")(distill)
+app.command("sample-student")(sample_student)
+
+
+@app.command()
+def verify(
+    release: ReleaseArgument,
+    root: RootOption,
+    state: StateOption = None,
+    silo_key: SiloKeyOption = None,
+    archived: ArchivedOption = False,
+) -> None:
+    """Check every signature, digest, role and version; exit 0 only if all of them hold."""
+    opened = open_verified(release, root, state, silo_key, archived)
+    pinned = pins(silo_key)
+    verified, manifest = opened.verified, opened.manifest
+    total = sum(file.bytes for file in verified.files.values())
+    say(f"Verified {release}: ensemble {manifest.plan_id}, version {manifest.version}.")
+    say(f"  root       {verified.root_fingerprint}")
+    say(f"  files      {len(verified.files)} signed files, {total} bytes; none missing, none unlisted")
+    say(f"  timestamp  valid until {verified.expires.isoformat()}")
+    for silo_id, fingerprint in sorted(verified.silo_keys.items()):
+        by = "by the key you pinned" if silo_id in pinned else "by the key that targets enrolled for this silo"
+        say(f"  silo {silo_id:<9} signed {by}: {fingerprint}")
+    warn_if_expired(opened)
+
+
+@app.command()
+def info(
+    release: ReleaseArgument,
+    root: RootOption,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    state: StateOption = None,
+    silo_key: SiloKeyOption = None,
+    archived: ArchivedOption = False,
+) -> None:
+    """Show what a release holds: silos, experts, privacy, router; verifies first."""
+    opened = open_verified(release, root, state, silo_key, archived)
+    if as_json:
+        say(json.dumps(opened.manifest.model_dump(mode="json"), indent=2))
+        warn_if_expired(opened)
+        return
+    manifest, plan = opened.manifest, opened.plan
+    shape = " x ".join(str(side) for side in plan.data.shape)
+    say(f"Ensemble {manifest.plan_id}, version {manifest.version}, published {manifest.published_at.isoformat()}")
+    say(f"  images {shape}, {len(manifest.experts)} experts of kind {plan.expert.architecture.kind}")
+    if isinstance(plan.condition, TextCondition) and plan.condition.encoder:
+        say(f"  told a text, through your copy of the encoder {plan.condition.encoder.name}")
+    say(f"  router {manifest.router.kind}, licence {manifest.licence}\n")
+    priors: dict[str, list[float]] = {}
+    for expert in manifest.experts:
+        priors.setdefault(expert.silo_id, []).append(expert.prior)
+    rows = [
+        (
+            silo.silo_id,
+            f"{opened.submissions[silo.silo_id].num_units}",
+            f"{len(priors[silo.silo_id])}",
+            f"{sum(priors[silo.silo_id]):.3f}",
+            f"{silo.epsilon:g}",
+            f"{silo.delta:g}",
+            silo.audit,
+            silo.isolation,
+        )
+        for silo in manifest.silos
+    ]
+    say(table(rows, ("silo", f"{plan.releases.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
+    say("\nThe experts' weights were trained without differential privacy; epsilon covers the router's inputs only.")
+    warn_if_expired(opened)
+
+
+def main() -> None:
+    """Entry point of the `ddm` command."""
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()

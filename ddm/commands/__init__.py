@@ -1,1 +1,0 @@
-"""The researcher's longer commands, one a file; `ddm.cli` registers them."""

@@ -1,0 +1,240 @@
+"""How data becomes noise: probability paths, and conversions between predictions and between paths.
+
+Every path writes ``x_t = alpha_t x_0 + sigma_t eps`` with t = 0 data and t = 1 noise, and its velocity is
+``u_t = d_alpha_t x_0 + d_sigma_t eps``. Given x_t and t, any one of u, eps, x_0 and the score fixes the others:
+they are two linear equations in x_0 and eps.
+"""
+
+# Shape legend: B batch, ... all data dimensions.
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import pi
+from typing import Literal, Protocol, assert_never
+
+import torch
+from torch import Tensor
+
+from ddm.errors import ShapeError
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+"""Called as ``velocity(x_B, t_B)``: samples (B, ...) and times (B,); answers the shape of ``x_B``."""
+
+Expert = Callable[..., Tensor]
+"""Called as ``expert(x_B, t_B)``, or ``expert(x_B, t_B, c_B)`` where experts have conditions."""
+
+PathName = Literal["linear", "cosine_vp"]
+Prediction = Literal["velocity", "eps"]
+
+
+class Experts(Protocol):
+    """Experts by number; a list, or `ddm.sampling.expert_cache.LazyExperts`, which has only some of them in memory."""
+
+    def __getitem__(self, k: int, /) -> Expert: ...
+
+    def __len__(self) -> int: ...
+
+
+class Path(Protocol):
+    """The coefficients of ``x_t = alpha_t x_0 + sigma_t eps`` and their derivatives in t, element by element."""
+
+    def alpha(self, t: Tensor) -> Tensor:
+        """Weight of the data: 1 at t = 0, 0 at t = 1."""
+        ...
+
+    def sigma(self, t: Tensor) -> Tensor:
+        """Weight of the noise: 0 at t = 0, 1 at t = 1."""
+        ...
+
+    def d_alpha(self, t: Tensor) -> Tensor:
+        """Derivative of alpha in t."""
+        ...
+
+    def d_sigma(self, t: Tensor) -> Tensor:
+        """Derivative of sigma in t."""
+        ...
+
+    def time_of(self, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """The t at which this path has the ratio ``alpha / sigma``; both may be scaled by a common factor."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearPath:
+    """``alpha = 1 - t``, ``sigma = t``: rectified flow, ``u = eps - x_0``.
+
+    Source:
+        Liu, Gong, Liu 2022; Lipman et al. 2022.
+    """
+
+    def alpha(self, t: Tensor) -> Tensor:
+        """See `Path.alpha`."""
+        return 1 - t
+
+    def sigma(self, t: Tensor) -> Tensor:
+        """See `Path.sigma`."""
+        return t
+
+    def d_alpha(self, t: Tensor) -> Tensor:
+        """See `Path.d_alpha`."""
+        return torch.full_like(t, -1.0)
+
+    def d_sigma(self, t: Tensor) -> Tensor:
+        """See `Path.d_sigma`."""
+        return torch.ones_like(t)
+
+    def time_of(self, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """See `Path.time_of`."""
+        return sigma / (alpha + sigma)
+
+
+@dataclass(frozen=True)
+class CosinePath:
+    """``alpha = cos(pi t / 2)``, ``sigma = sin(pi t / 2)``: variance preserving.
+
+    The cosine is written ``sin(pi (1 - t) / 2)``, which is exactly 0 at t = 1 in floating point.
+
+    Source:
+        Nichol and Dhariwal 2021, without their offset.
+    """
+
+    def alpha(self, t: Tensor) -> Tensor:
+        """See `Path.alpha`."""
+        return torch.sin(pi / 2 * (1 - t))
+
+    def sigma(self, t: Tensor) -> Tensor:
+        """See `Path.sigma`."""
+        return torch.sin(pi / 2 * t)
+
+    def d_alpha(self, t: Tensor) -> Tensor:
+        """See `Path.d_alpha`."""
+        return -pi / 2 * self.sigma(t)
+
+    def d_sigma(self, t: Tensor) -> Tensor:
+        """See `Path.d_sigma`."""
+        return pi / 2 * self.alpha(t)
+
+    def time_of(self, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """See `Path.time_of`."""
+        return 2 / pi * torch.atan2(sigma, alpha)
+
+
+def path_named(name: PathName) -> Path:
+    """Return the path that a plan's objective names."""
+    match name:
+        case "linear":
+            return LinearPath()
+        case "cosine_vp":
+            return CosinePath()
+        case _:
+            assert_never(name)
+
+
+def expand_time(t_B: Tensor, x_B: Tensor) -> Tensor:
+    """Return `t_B`, in the dtype and on the device of `x_B`, shaped (B, 1, ...) to multiply it.
+
+    Raises:
+        ShapeError: not one time per sample.
+    """
+    if t_B.shape != x_B.shape[:1]:
+        expected = f"{x_B.shape[0]} times, one per sample"
+        raise ShapeError("t", expected=expected, got=f"shape {tuple(t_B.shape)}")
+    return t_B.to(x_B).view(-1, *[1] * (x_B.dim() - 1))
+
+
+def x_t(path: Path, x_0: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
+    """``alpha_t x_0 + sigma_t eps``, shape (B, ...)."""
+    t = expand_time(t_B, x_0)
+    return path.alpha(t) * x_0 + path.sigma(t) * eps
+
+
+def velocity(path: Path, x_0: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
+    """``u = d_alpha_t x_0 + d_sigma_t eps``, shape (B, ...)."""
+    t = expand_time(t_B, x_0)
+    return path.d_alpha(t) * x_0 + path.d_sigma(t) * eps
+
+
+def x_0_and_eps(path: Path, x: Tensor, u: Tensor, t_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve x_t and u for data and noise; nowhere singular on either path.
+
+    ``x_0 = (d_sigma x - sigma u) / D``, ``eps = (alpha u - d_alpha x) / D``, ``D = alpha d_sigma - sigma d_alpha``;
+    on the linear path D = 1 and these are ``x - t u`` and ``x + (1 - t) u``.
+
+    Args:
+        path: the path that `u` lives on.
+        x: noised samples, shape (B, ...).
+        u: velocity at (x, t), same shape.
+        t_B: times in [0, 1], shape (B,).
+
+    Returns:
+        x_0 and eps, each of the shape of `x`.
+    """
+    t = expand_time(t_B, x)
+    alpha, sigma, d_alpha, d_sigma = path.alpha(t), path.sigma(t), path.d_alpha(t), path.d_sigma(t)
+    determinant = alpha * d_sigma - sigma * d_alpha
+    return (d_sigma * x - sigma * u) / determinant, (alpha * u - d_alpha * x) / determinant
+
+
+def velocity_from_eps(path: Path, x: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
+    """The velocity that `eps` implies; singular at alpha = 0, so t < 1."""
+    t = expand_time(t_B, x)
+    return velocity(path, (x - path.sigma(t) * eps) / path.alpha(t), eps, t_B)
+
+
+def velocity_from_x_0(path: Path, x: Tensor, x_0: Tensor, t_B: Tensor) -> Tensor:
+    """The velocity that `x_0` implies; singular at sigma = 0, so t > 0."""
+    t = expand_time(t_B, x)
+    return velocity(path, x_0, (x - path.alpha(t) * x_0) / path.sigma(t), t_B)
+
+
+def score(path: Path, x: Tensor, u: Tensor, t_B: Tensor) -> Tensor:
+    """The score ``grad log p_t(x) = -eps / sigma``; singular at sigma = 0, so t > 0."""
+    return -x_0_and_eps(path, x, u, t_B)[1] / path.sigma(expand_time(t_B, x))
+
+
+def velocity_from_score(path: Path, x: Tensor, score: Tensor, t_B: Tensor) -> Tensor:
+    """The velocity that `score` implies; singular at alpha = 0, so t < 1."""
+    return velocity_from_eps(path, x, -path.sigma(expand_time(t_B, x)) * score, t_B)
+
+
+def as_velocity(
+    expert: Velocity, prediction: Prediction, path: Path, canonical: Path, *, t_max: float = 0.99
+) -> Velocity:
+    """Make an expert trained on another path, or predicting eps, answer velocities on the canonical path.
+
+    The expert is called at t', where its path (a', s') has the canonical ratio ``a'/s' = alpha/sigma``, on
+    ``x' = c x`` with ``c = hypot(a', s') / hypot(alpha, sigma)``: the same x_0 and eps, at the same signal-to-noise
+    ratio. What it says about x_0 and eps is then written as a canonical velocity.
+
+    Args:
+        expert: answers `prediction` on `path`, as ``expert(x_B, t_B)``.
+        prediction: what it answers.
+        path: the path it was trained on.
+        canonical: the ensemble's path.
+        t_max: eps-prediction only. It is singular at alpha = 0, and near it divides the expert's error by alpha;
+            beyond this t' the estimate of x_0 is the one at t_max, and eps follows from x_t.
+
+    Returns:
+        The velocity on the canonical path.
+
+    Source:
+        DESIGN: mixed objectives. Karras et al. 2022, for the equivalence of paths up to time and scale.
+    """
+
+    def on_canonical(x_B: Tensor, t_B: Tensor) -> Tensor:
+        t_B = t_B.to(x_B)
+        alpha_B, sigma_B = canonical.alpha(t_B), canonical.sigma(t_B)
+        other_B = path.time_of(alpha_B, sigma_B)
+        called_B = other_B.clamp(max=t_max) if prediction == "eps" else other_B
+        scale_B = torch.hypot(path.alpha(called_B), path.sigma(called_B)) / torch.hypot(alpha_B, sigma_B)
+        x_other = expand_time(scale_B, x_B) * x_B
+        answer = expert(x_other, called_B)
+        if prediction == "velocity":
+            return velocity(canonical, *x_0_and_eps(path, x_other, answer, called_B), t_B)
+        called = expand_time(called_B, x_B)
+        x_0 = (x_other - path.sigma(called) * answer) / path.alpha(called)
+        alpha, sigma = expand_time(alpha_B, x_B), expand_time(sigma_B, x_B)
+        beyond = expand_time(other_B, x_B) > called
+        eps = torch.where(beyond, (x_B - alpha * x_0) / torch.where(beyond, sigma, 1.0), answer)
+        return velocity(canonical, x_0, eps, t_B)
+
+    return on_canonical

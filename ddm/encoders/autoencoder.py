@@ -1,0 +1,243 @@
+"""What experts work on: samples as they are, or their latents under MONAI's AutoencoderKL, frozen and public.
+
+Features for clustering stay on pixels, and what is sampled is decoded; everything between, the experts, the routers and
+the sketches, sees latents. They are the mean of the autoencoder's posterior, not a draw from it, so a sample has one
+latent, and divided by the plan's `scale`, so that the experts' data are about as wide as their noise.
+"""
+
+# Shape legend: N samples, B samples of one block, ... sample dimensions (C, H, W) or (C, D, H, W).
+
+import warnings
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Protocol, assert_never
+
+import torch
+from torch import Tensor, nn
+
+from ddm.encoders import Progress
+from ddm.errors import NumericalError, SetupError, ShapeError
+from ddm.io.tensors import TensorSpec, load_tensors, spec_of
+from ddm.protocol.base import File
+from ddm.protocol.latent import AutoencoderKlLatent, AutoencoderSize, IdentityLatent
+from ddm.protocol.latent import Latent as Spec
+from ddm.system.devices import device_named
+
+MAX_FILE_BYTES = 8 * 1024**3
+MAX_WEIGHT = 1e4
+_BLOCK_BYTES = 1 << 26  # of the widest layer's answer to one block
+_MOST_AT_ONCE = 64
+
+
+class Latent(Protocol):
+    """The way from samples to what experts see, and back."""
+
+    def encode(self, samples: Tensor, on_progress: Progress | None = None) -> Tensor:
+        """Return what experts see of samples, shape (N, ...), float32 on the CPU."""
+        ...
+
+    def decode(self, seen: Tensor, on_progress: Progress | None = None) -> Tensor:
+        """Return the samples that experts' own samples stand for, shape (N, ...), float32 on the CPU."""
+        ...
+
+
+class Identity:
+    """Experts see the samples themselves."""
+
+    def encode(self, samples: Tensor, on_progress: Progress | None = None) -> Tensor:
+        """Return the samples, not a copy of them."""
+        return samples
+
+    def decode(self, seen: Tensor, on_progress: Progress | None = None) -> Tensor:
+        """Return the samples, not a copy of them."""
+        return seen
+
+
+class AutoencoderKl:
+    """A frozen autoencoder.
+
+    A block has the same number of samples always, filled up with the last, so that no sample's latent depends on how
+    many others there are. On a GPU where there is one.
+
+    Args:
+        net: MONAI's, as `build_autoencoder` makes it.
+        size: its sizes.
+        shape: one sample, (C, H, W) or (C, D, H, W).
+        scale: what latents are divided by.
+    """
+
+    def __init__(self, net: nn.Module, size: AutoencoderSize, shape: tuple[int, ...], scale: float = 1.0) -> None:
+        self.net = net.eval().requires_grad_(False)
+        self.size, self.shape, self.scale = size, shape, scale
+        self.device = device_named()
+        self.block = max(1, min(_MOST_AT_ONCE, _BLOCK_BYTES // (4 * size.channels[0] * prod(shape[1:]))))
+
+    def encode(self, samples: Tensor, on_progress: Progress | None = None) -> Tensor:
+        """Return latents over `scale`, shape (N, latent channels, ...), float32 on the CPU.
+
+        Args:
+            samples: shape (N, ...), in the plan's range.
+            on_progress: called with samples done and samples in all; what it raises ends the work.
+
+        Raises:
+            ShapeError: samples of another shape than the plan's.
+            NumericalError: latents that are not finite.
+        """
+        found = torch.empty(len(samples), *self.size.shape(self.shape))
+        self.encode_into(samples, found, on_progress)
+        return found
+
+    def encode_into(self, samples: Tensor, target: Tensor, on_progress: Progress | None = None) -> None:
+        """Write latents into memory of the caller's, which may be a file; see `encode`."""
+        self._blocks(lambda x_B: self.net.encode(x_B)[0] / self.scale, samples, self.shape, target, on_progress)  # type: ignore[operator]
+
+    def decode(self, seen: Tensor, on_progress: Progress | None = None) -> Tensor:
+        """Return samples, shape (N, ...), float32 on the CPU, about in the plan's range but not clipped to it.
+
+        Args:
+            seen: latents over `scale`, shape (N, latent channels, ...).
+            on_progress: see `encode`.
+
+        Raises:
+            ShapeError: latents of another shape.
+            NumericalError: samples that are not finite.
+        """
+        found = torch.empty(len(seen), *self.shape)
+        latent_shape = self.size.shape(self.shape)
+        self._blocks(lambda z_B: self.net.decode(z_B * self.scale), seen, latent_shape, found, on_progress)  # type: ignore[operator]
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a plan stores of the autoencoder."""
+        return dict(self.net.state_dict())
+
+    @torch.inference_mode()
+    def _blocks(
+        self,
+        answer: Callable[[Tensor], Tensor],
+        given: Tensor,
+        shape: tuple[int, ...],
+        target: Tensor,
+        on_progress: Progress | None,
+    ) -> None:
+        if tuple(given.shape[1:]) != shape:
+            raise ShapeError("autoencoder's input", expected=str(shape), got=str(tuple(given.shape[1:])))
+        self.net.to(self.device)
+        for start in range(0, len(given), self.block):
+            x_B = given[start : start + self.block].to(self.device, torch.float32)
+            missing = self.block - len(x_B)
+            answers = answer(torch.cat([x_B, x_B[-1:].expand(missing, *shape)]) if missing else x_B)[: len(x_B)]
+            if not bool(torch.isfinite(answers).all()):
+                raise NumericalError("autoencoder's output", expected="finite numbers", got="some that are not")
+            target[start : start + len(x_B)] = answers.float().cpu()
+            if on_progress:
+                on_progress(start + len(x_B), len(given))
+
+
+def build_autoencoder(size: AutoencoderSize, shape: tuple[int, ...], *, seed: int = 0) -> nn.Module:
+    """Build a MONAI AutoencoderKL with seeded weights; the caller's random state is left as it was.
+
+    Raises:
+        ShapeError: sides that its levels cannot halve.
+        SetupError: MONAI is not installed.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _build(size, shape)
+
+
+def autoencoder_specs(size: AutoencoderSize, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+    """Name every tensor that the autoencoder's weights must consist of, without allocating any.
+
+    Raises:
+        ShapeError, SetupError: see `build_autoencoder`.
+    """
+    return {name: spec_of(tensor) for name, tensor in _empty(size, shape).state_dict().items()}
+
+
+def open_latent(spec: Spec, shape: tuple[int, ...], file: File | None, folder: Path) -> Latent:
+    """Open what a plan says experts work on.
+
+    Args:
+        spec: the plan's `latent`.
+        shape: one sample, in pixels.
+        file: the autoencoder's weights as the plan lists them; None for the identity.
+        folder: holds `plan/`.
+
+    Raises:
+        DigestError: the weights are not those that the plan lists.
+        TensorFileError: the weights are not what the plan's sizes imply, or numbers that no training makes.
+        ShapeError, SetupError: see `build_autoencoder`.
+    """
+    match spec:
+        case IdentityLatent():
+            return Identity()
+        case AutoencoderKlLatent(path=path, scale=scale):
+            bounds = (file.bytes, file.digest) if file else (MAX_FILE_BYTES, None)
+            return _open(folder / path, spec, shape, scale, *bounds)
+        case _:
+            assert_never(spec)
+
+
+def open_weights(path: Path, size: AutoencoderSize, shape: tuple[int, ...]) -> AutoencoderKl:
+    """Open an autoencoder's weights on this machine, of no known digest, at scale 1.
+
+    Raises:
+        TensorFileError, ShapeError, SetupError: see `open_latent`.
+    """
+    return _open(path, size, shape, 1.0, MAX_FILE_BYTES, None)
+
+
+def spread(seen: Tensor) -> float:
+    """Return the standard deviation of latents about their mean, over all samples, channels and places.
+
+    Raises:
+        NumericalError: all the same, so that they tell nothing.
+    """
+    found = float(seen.double().std())
+    if not found > 0:
+        raise NumericalError("latents", expected="different ones", got="all the same")
+    return found
+
+
+def _open(
+    path: Path, size: AutoencoderSize, shape: tuple[int, ...], scale: float, max_bytes: int, digest: str | None
+) -> AutoencoderKl:
+    net = _empty(size, shape)
+    specs = {name: spec_of(tensor) for name, tensor in net.state_dict().items()}
+    tensors: Mapping[str, Tensor] = load_tensors(path, specs, max_bytes=max_bytes, max_abs=MAX_WEIGHT, digest=digest)
+    net.load_state_dict(dict(tensors), assign=True)
+    return AutoencoderKl(net, size, shape, scale)
+
+
+def _empty(size: AutoencoderSize, shape: tuple[int, ...]) -> nn.Module:
+    with torch.device("meta"):
+        return _build(size, shape)
+
+
+def _build(size: AutoencoderSize, shape: tuple[int, ...]) -> nn.Module:
+    if misfit := size.misfit(shape):
+        raise ShapeError("autoencoder", expected=misfit, got=str(shape))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of imports that neither we nor the operator can change
+            from monai.networks.nets import AutoencoderKL
+    except ImportError as error:
+        remedy = "Install it: pip install 'monai[einops,nibabel]>=1.4'."
+        raise SetupError("latent autoencoder_kl", expected="MONAI installed", got="no MONAI", remedy=remedy) from error
+    innermost = size.attention[-1]
+    net: nn.Module = AutoencoderKL(
+        spatial_dims=len(shape) - 1,
+        in_channels=shape[0],
+        out_channels=shape[0],
+        num_res_blocks=size.num_res_blocks,
+        channels=size.channels,
+        attention_levels=size.attention,
+        latent_channels=size.latent_channels,
+        norm_num_groups=size.norm_groups,
+        with_encoder_nonlocal_attn=innermost,
+        with_decoder_nonlocal_attn=innermost,
+        use_flash_attention=True,
+    )
+    return net

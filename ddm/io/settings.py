@@ -1,0 +1,60 @@
+"""Configuration: one TOML file into one frozen model, with errors that name the field."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import TypeVar
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ddm.errors import SetupError
+from ddm.io.files import read_bounded, require_file, write_atomic
+
+MAX_SETTINGS_BYTES = 16 * 1024  # a name of 30,000 parts takes tomllib gigabytes
+
+
+class Settings(BaseModel):
+    """A configuration file: frozen, no unknown fields; TOML's own types are strict enough."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
+
+
+def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
+    """Read a TOML file into `model`.
+
+    Raises:
+        MissingFileError: there is no such file.
+        FormatError: it is longer than `MAX_SETTINGS_BYTES`.
+        SetupError: it is not TOML, or a field is wrong; the message names it.
+    """
+    require_file(path, "a configuration file")
+    data = read_bounded(path.resolve(), MAX_SETTINGS_BYTES, subject=str(path))
+    try:
+        # Through JSON, because strict parts of a document take JSON's arrays for tuples but not Python's lists.
+        return model.model_validate_json(json.dumps(tomllib.loads(data.decode("utf-8"))))
+    except ValidationError as error:
+        raise misfit(path, error) from error
+    except (ValueError, TypeError, RecursionError) as error:  # ValueError: a number of 5,000 digits
+        raise SetupError(str(path), expected="TOML", got=str(error)) from error
+
+
+def misfit(path: Path, error: ValidationError) -> SetupError:
+    """Return the first thing that is wrong with a configuration file as the error for its author."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    plain = {"extra_forbidden": "a field that does not exist", "missing": "nothing; this field is required"}
+    return SetupError(
+        f"{path}, field {where}" if where else str(path),
+        got=plain.get(first["type"], first["msg"]),
+        remedy=f"Mend {path.name}, then run it again.",
+    )
+
+
+def save_settings(settings: BaseModel, path: Path, heading: str) -> None:
+    """Write `settings` as TOML under a comment; fields that are None are left out."""
+    body = tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
+    write_atomic(path, f"# {heading}\n{body}".encode())

@@ -1,0 +1,84 @@
+"""A plan's public tensors, loaded strictly: exactly the names, dtypes and shapes that the plan implies."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from ddm.diffusion.path import path_named
+from ddm.encoders import Encoder, PcaEncoder, pca_specs
+from ddm.encoders.autoencoder import Identity, Latent, open_latent
+from ddm.io.tensors import TensorSpec, load_tensors
+from ddm.partition.clustering import Clusters, cluster_specs
+from ddm.privacy.accounting import gaussian_mu, t_release
+from ddm.protocol.plan import AutoencoderKlLatent, Plan
+from ddm.protocol.plan import PcaEncoder as PcaSpec
+from ddm.routers.sketch import Sketch, sketch_specs
+
+ENCODER_PATH = "plan/encoder.safetensors"
+CENTROIDS_PATH = "plan/centroids.safetensors"
+SKETCH_PATH = "plan/sketch.safetensors"
+
+
+@dataclass(frozen=True)
+class PlanFiles:
+    """What a plan's files hold.
+
+    Attributes:
+        encoder: public features of an image.
+        clusters: fine centroids, their coarse clusters and their groups.
+        sketch: the public projection of what experts see, and its group statistics.
+        latent: what experts see of a sample.
+    """
+
+    encoder: Encoder
+    clusters: Clusters
+    sketch: Sketch
+    latent: Latent = field(default_factory=Identity)
+
+    @classmethod
+    def load(cls, plan: Plan, folder: Path) -> "PlanFiles":
+        """Load the files of `plan` from `folder`, which holds `plan/`.
+
+        Raises:
+            DigestError: a file is not the one that the plan lists.
+            TensorFileError: a file is not what the plan implies.
+            PolicyError: the sketch would not protect as its epsilon claims (see `Sketch.check`).
+            SetupError: the plan's encoder is a network that timm here does not have.
+        """
+
+        def load(path: str, specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
+            listed = plan.file(path)
+            return load_tensors(folder / path, specs, max_bytes=listed.bytes, digest=listed.digest)
+
+        dim, num_groups = plan.encoder.dim, plan.releases.counts.num_groups
+        encoder: Encoder
+        if isinstance(plan.encoder, PcaSpec):
+            encoder = PcaEncoder.from_tensors(load(plan.encoder.path, pca_specs(plan.data, dim)))
+        else:
+            from ddm.encoders.timm import TimmEncoder, timm_specs  # takes seconds, and most plans do without
+
+            encoder = TimmEncoder.from_tensors(
+                load(plan.encoder.path, timm_specs(plan.encoder)), plan.encoder, plan.data
+            )
+        cluster_shapes = cluster_specs(plan.clustering.num_fine, dim)
+        clusters = Clusters.from_tensors(load(plan.clustering.path, cluster_shapes))
+        seen = plan.data.model_copy(update={"shape": plan.expert_shape})
+        sketch = Sketch.from_tensors(load(plan.sketch.path, sketch_specs(seen, plan.sketch.rank, num_groups)))
+        sketch.check()
+        clusters.check(plan.clustering.num_coarse, num_groups)
+        return cls(encoder=encoder, clusters=clusters, sketch=sketch, latent=cls.load_latent(plan, folder))
+
+    @staticmethod
+    def load_latent(plan: Plan, folder: Path) -> Latent:
+        """Open the plan's latent alone; see `ddm.encoders.autoencoder.open_latent`."""
+        listed = plan.file(plan.latent.path) if isinstance(plan.latent, AutoencoderKlLatent) else None
+        return open_latent(plan.latent, plan.data.shape, listed, folder)
+
+
+def release_noise_level(plan: Plan, sketch: Sketch) -> float | None:
+    """Return the t_release that the plan's epsilon and delta imply for its sketches; None where none are released."""
+    asked = plan.releases.sketch
+    if asked is None:
+        return None
+    return t_release(gaussian_mu(asked.epsilon, asked.delta), sketch.scale, path_named(plan.objective.path), asked.rank)

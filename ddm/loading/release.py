@@ -1,0 +1,221 @@
+"""A published folder, verified and read: documents that are signed and agree with each other. No tensor, no torch.
+
+The folder may lie on somebody else's share and change at any time, so a digest is checked again, each time, on the very
+bytes that are then parsed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddm.errors import DigestError, MissingFileError, ReplayError, RootError, TrustError
+from ddm.io.files import read_bounded
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
+from ddm.protocol.manifest import Manifest, PublishedSilo
+from ddm.protocol.plan import Plan, SiloClusterPartition
+from ddm.protocol.submission import Submission, is_expert_path
+from ddm.trust.model_signature import MAX_MODEL_SIGNATURE_BYTES, MODEL_SIGNATURE_NAME, check_model_signature
+from ddm.trust.verify import VerifiedRelease, verify_release
+
+MAX_ROOT_BYTES = 1 << 20
+PRIOR_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Release:
+    """A verified release and its documents; no tensor has been read yet.
+
+    Attributes:
+        verified: what the signatures say.
+        plan: the plan.
+        manifest: the manifest.
+        submissions: each silo's document, by silo id.
+        folder: holds `plan.json` and the rest.
+    """
+
+    verified: VerifiedRelease
+    plan: Plan
+    manifest: Manifest
+    submissions: Mapping[str, Submission]
+    folder: Path
+
+
+def read_root(path: Path) -> bytes:
+    """Read the pinned root of trust.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        RootError: a folder, a link or something far too large.
+    """
+    if not path.is_file():
+        raise MissingFileError(
+            str(path),
+            expected="the federation's 1.root.json, received out of band",
+            got="a folder" if path.is_dir() else "nothing there",
+            remedy="Ask the federation's operator for 1.root.json and compare its fingerprint by another way.",
+        )
+    data = path.read_bytes() if path.stat().st_size <= MAX_ROOT_BYTES else b""
+    if not data:
+        raise RootError(str(path), expected=f"a root of 1 to {MAX_ROOT_BYTES} bytes", got="another size")
+    return data
+
+
+def open_release(
+    folder: Path,
+    *,
+    root: Path | bytes,
+    state: Path | None,
+    silo_keys: Mapping[str, str] | None = None,
+    archived: bool = False,
+    experts_later: bool = False,
+) -> Release:
+    """Verify a release and read its documents.
+
+    Args:
+        folder: the published folder.
+        root: the pinned 1.root.json.
+        state: where versions seen before are kept, so that a rollback shows; None keeps none.
+        silo_keys: fingerprints to pin, by silo id.
+        archived: accept an expired timestamp.
+        experts_later: do not read the experts yet; `load_expert` compares each with its digest on the bytes it loads.
+
+    Raises:
+        TrustError: a signature, digest, version, role or path is wrong, or the manifest contradicts what a silo signed.
+        DocumentError: a document does not parse.
+        ReplayError: documents that are signed but do not belong together.
+    """
+    if not folder.is_dir():
+        raise MissingFileError(str(folder), expected="a release folder", got="nothing there")
+    pinned = root if isinstance(root, bytes) else read_root(root)
+    verified = verify_release(
+        folder,
+        pinned,
+        state=state,
+        silo_keys=silo_keys or {},
+        archived=archived,
+        later=lambda name: experts_later and is_expert_path(name),
+    )
+    plan = Plan.parse(_read(verified, "plan.json"), subject="plan.json")
+    manifest = Manifest.parse(_read(verified, "manifest.json"), subject="manifest.json")
+    submissions = {
+        silo.silo_id: Submission.parse(_read(verified, silo.submission.path), subject=silo.submission.path)
+        for silo in manifest.silos
+    }
+    _check_together(verified, plan, manifest, submissions)
+    return Release(
+        verified=verified,
+        plan=plan,
+        manifest=manifest,
+        submissions=submissions,
+        folder=folder / "targets" / verified.plan_id,
+    )
+
+
+def _read(verified: VerifiedRelease, name: str, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
+    if name not in verified.files:
+        raise DigestError(name, expected="a signed file of this name", got="none")
+    data = read_bounded(verified.files[name].path, limit, subject=name)
+    if sha256_hex(data) != verified.files[name].digest:
+        raise DigestError(name, expected="the bytes that were verified a moment ago", got="others")
+    return data
+
+
+def _check_together(
+    verified: VerifiedRelease, plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission]
+) -> None:
+    """Each document is signed; they must also name each other, and every file that they list must be signed so."""
+    plan_digest = verified.files["plan.json"].digest
+    for subject, plan_id in (("plan.json", plan.plan_id), ("manifest.json", manifest.plan_id)):
+        if plan_id != verified.plan_id:
+            raise ReplayError(subject, expected=f"plan {verified.plan_id}", got=plan_id)
+    if manifest.plan_digest != plan_digest:
+        raise ReplayError("manifest.json", expected=f"plan digest {plan_digest}", got=manifest.plan_digest)
+    _check_silos(verified, plan, manifest)
+    for silo_id, submission in submissions.items():
+        got = (submission.silo_id, submission.plan_id, submission.plan_digest)
+        if got != (silo_id, plan.plan_id, plan_digest):
+            raise ReplayError(f"submission of {silo_id}", expected="this silo and plan", got="another")
+    for silo in manifest.silos:
+        _check_claims(silo, submissions[silo.silo_id])
+    _check_experts(plan, manifest, submissions)
+    _check_files(verified, plan, manifest)
+    _check_read(verified, manifest)
+    _check_model_signature(verified)
+
+
+def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:
+    """Every silo of the plan is published, missing or withdrawn; the published ones are those whose keys signed."""
+    published = {silo.silo_id: silo.key_fingerprint for silo in manifest.silos}
+    if sorted([*published, *manifest.missing_silos, *manifest.withdrawn_silos]) != list(plan.silos):
+        raise TrustError("manifest.json, silos", expected="each silo of the plan once", got="others")
+    if published != verified.silo_keys:
+        raise TrustError(
+            "manifest.json, silos", expected="those who signed, with the keys that they used", got="others"
+        )
+
+
+def _check_claims(silo: PublishedSilo, submission: Submission) -> None:
+    """What the manifest repeats of a silo's submission is what the silo signed."""
+    claims = (
+        ("epsilon", submission.spent.epsilon, silo.epsilon),
+        ("delta", submission.spent.delta, silo.delta),
+        ("audit", submission.audit.verdict, silo.audit),
+        ("isolation", submission.isolation, silo.isolation),
+    )
+    for name, signed, claimed in claims:
+        if claimed != signed:
+            subject = f"manifest.json, silo {silo.silo_id}, {name}"
+            raise TrustError(subject, expected=f"{signed}, as the silo signed", got=f"{claimed}")
+
+
+def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission]) -> None:
+    """The manifest's experts are the silos'; each silo's priors add up to its share of all units.
+
+    How much of a silo belongs to which of its experts is read from its noised histogram, which is not published; with a
+    random partition, and with one expert a silo, nothing is left to read.
+    """
+    total = sum(submission.num_units for submission in submissions.values())
+    for silo_id, submission in submissions.items():
+        published = [expert for expert in manifest.experts if expert.silo_id == silo_id]
+        if {(e.expert_id, e.cluster, e.file) for e in published} != {
+            (e.expert_id, e.cluster, e.file) for e in submission.experts
+        }:
+            raise TrustError(f"manifest.json, silo {silo_id}, experts", expected="those that it signed", got="others")
+        share = submission.num_units / total
+        _check_prior(f"silo {silo_id}, priors", share, sum(expert.prior for expert in published))
+        if not isinstance(plan.partition, SiloClusterPartition):
+            for expert in published:
+                _check_prior(f"expert {expert.expert_id}, prior", share / len(published), expert.prior)
+
+
+def _check_prior(subject: str, share: float, prior: float) -> None:
+    if abs(prior - share) > PRIOR_TOLERANCE:
+        expected = f"{share:.9f}, its share of all units"
+        raise TrustError(f"manifest.json, {subject}", expected=expected, got=f"{prior:.9f}")
+
+
+def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:
+    listed = [*plan.files, *manifest.files, manifest.router.file]
+    listed += [silo.submission for silo in manifest.silos] + [expert.file for expert in manifest.experts]
+    for file in listed:
+        signed = verified.files.get(file.path)
+        if signed is None or (signed.bytes, signed.digest) != (file.bytes, file.digest):
+            raise DigestError(file.path, expected="the digest that the manifest or plan lists", got="another")
+    extra = set(verified.files) - {file.path for file in listed} - {"manifest.json", MODEL_SIGNATURE_NAME}
+    if extra:
+        raise DigestError(min(extra), expected="a file that the manifest lists", got="one that it does not")
+
+
+def _check_read(verified: VerifiedRelease, manifest: Manifest) -> None:
+    """What was not read yet is read when the experts are loaded, or by nobody: so it must be one of them."""
+    unread = {name for name, file in verified.files.items() if not file.read} - {e.file.path for e in manifest.experts}
+    if unread:
+        raise DigestError(min(unread), expected="an expert that the manifest lists", got="another file")
+
+
+def _check_model_signature(verified: VerifiedRelease) -> None:
+    """Whoever goes by `model.sig`, where there is one, is told of the same files; its key is not for TUF to know."""
+    if MODEL_SIGNATURE_NAME in verified.files:
+        data = _read(verified, MODEL_SIGNATURE_NAME, MAX_MODEL_SIGNATURE_BYTES)
+        others = {name: file.digest for name, file in verified.files.items() if name != MODEL_SIGNATURE_NAME}
+        check_model_signature(data, verified.plan_id, others)

@@ -1,0 +1,1 @@
+"""How data is divided: clustering against public centroids, and the cells of a partition."""

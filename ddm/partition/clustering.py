@@ -1,0 +1,180 @@
+"""To which public cell does a feature belong? Fine k-means centroids, in groups, in coarse clusters."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.optimize import linprog
+from torch import Tensor
+
+from ddm.errors import DataError, NumericalError, PolicyError, SetupError, ShapeError
+from ddm.io.tensors import TensorSpec
+from ddm.partition.nearest import Nearest
+
+# Shape legend: N features, F fine centroids, G groups, C coarse clusters, D values of one feature.
+
+_BALANCING_ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Public clusters on three levels: every fine centroid lies in a group, every group in one coarse cluster.
+
+    Attributes:
+        centroids_FD: fine centroids in feature space, float32.
+        coarse_F: the coarse cluster of each fine centroid, int64.
+        group_F: the group of each fine centroid in the counts release, int64.
+    """
+
+    centroids_FD: Tensor
+    coarse_F: Tensor
+    group_F: Tensor
+
+    def assign(self, features: Tensor) -> Tensor:
+        """Return the index of the nearest fine centroid, shape (N,), int64; ties go to the lowest index.
+
+        The answer is that of float64 distances, on any machine; see `ddm.partition.nearest`.
+
+        Args:
+            features: shape (N, D), as the plan's encoder makes them.
+
+        Raises:
+            ShapeError: features of another dimension.
+            NumericalError: a feature is not finite.
+        """
+        if features.ndim != 2 or features.shape[1] != self.centroids_FD.shape[1]:
+            expected = f"(N, {self.centroids_FD.shape[1]})"
+            raise ShapeError("features", expected=expected, got=str(tuple(features.shape)))
+        return Nearest(self.centroids_FD).find(features)
+
+    def groups(self, features: Tensor) -> Tensor:
+        """Return the group of each feature in the counts release, shape (N,), int64."""
+        return self.group_F[self.assign(features)]
+
+    def check(self, num_coarse: int, num_groups: int) -> None:
+        """Refuse received clusters whose indices do not fit the plan.
+
+        Raises:
+            PolicyError: a centroid is not finite, or names a coarse cluster or group that the plan does not have, or a
+                group lies in two coarse clusters, so that it would not say which expert answers for it.
+        """
+        if not torch.isfinite(self.centroids_FD).all():
+            raise PolicyError("the plan's centroids", expected="finite numbers", got="others")
+        for name, index_F, most in (("coarse cluster", self.coarse_F, num_coarse), ("group", self.group_F, num_groups)):
+            if int(index_F.min()) < 0 or int(index_F.max()) >= most:
+                raise PolicyError(f"the plan's {name} indices", expected=f"0 to {most - 1}", got="others")
+            if len(torch.unique(index_F)) != most:
+                raise PolicyError(
+                    f"the plan's {name}s", expected=f"{most}, each with a fine centroid", got="an empty one"
+                )
+        pairs = torch.unique(torch.stack([self.group_F, self.coarse_F], 1), dim=0)
+        if len(pairs) > len(torch.unique(self.group_F)):
+            raise PolicyError("the plan's groups", expected="each in one coarse cluster", got="one in two")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a plan stores of these clusters."""
+        return {"centroids": self.centroids_FD, "coarse": self.coarse_F, "group": self.group_F}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Clusters":
+        """Rebuild the clusters from tensors loaded against `cluster_specs`."""
+        return cls(centroids_FD=tensors["centroids"], coarse_F=tensors["coarse"], group_F=tensors["group"])
+
+
+def cluster_specs(num_fine: int, dim: int) -> dict[str, TensorSpec]:
+    """Return the names, dtypes and shapes of stored clusters of `dim` features."""
+    index = TensorSpec("I64", (num_fine,))
+    return {"centroids": TensorSpec("F32", (num_fine, dim)), "coarse": index, "group": index}
+
+
+def fit_clustering(
+    features: Tensor, num_fine: int, num_coarse: int, num_groups: int, seed: int, *, balanced: bool = False
+) -> Clusters:
+    """Cluster public features by k-means, then the centroids into groups, then the groups into coarse clusters.
+
+    Centroids and groups weigh as many images as they hold.
+
+    Args:
+        features: public features, shape (N, D).
+        num_fine: number of fine centroids.
+        num_coarse: number of coarse clusters, at most `num_groups`.
+        num_groups: number of groups in the counts release, at most `num_fine`.
+        seed: of the initial centroids; the features are public, so no privacy hangs on it.
+        balanced: give the coarse clusters about as many public images each (`_balance`).
+
+    Raises:
+        DataError: fewer distinct public images than fine centroids.
+        SetupError: more coarse clusters than groups, or more groups than fine centroids.
+    """
+    if not num_coarse <= num_groups <= num_fine:
+        got = f"{num_coarse} coarse clusters, {num_groups} groups, {num_fine} fine centroids"
+        raise SetupError("clustering", expected="no more coarse clusters than groups than fine centroids", got=got)
+    distinct = len(torch.unique(features, dim=0))
+    if distinct < num_fine:
+        raise DataError("public images", expected=f"at least {num_fine}, one per fine centroid", got=str(distinct))
+    x_ND = features.double().numpy()
+    fine_N, centroids_FD = _k_means(x_ND, np.ones(len(x_ND)), num_fine, seed)
+    weight_F = np.bincount(fine_N, minlength=num_fine).astype(np.float64)
+    group_F, centre_GD = _k_means(centroids_FD, weight_F, num_groups, seed + 1)
+    weight_G = np.bincount(group_F, weight_F, minlength=num_groups).astype(np.float64)
+    coarse_G, centre_CD = _k_means(centre_GD, weight_G, num_coarse, seed + 2)
+    if balanced:
+        coarse_G = _balance(centre_GD, weight_G, centre_CD)
+        if len(np.unique(coarse_G)) < num_coarse:
+            remedy = "Ask for more groups or fewer coarse clusters: a group is never split."
+            raise DataError("balanced clusters", expected=f"{num_coarse}", got="an empty one", remedy=remedy)
+    return Clusters(
+        centroids_FD=torch.from_numpy(centroids_FD).float(),
+        coarse_F=torch.from_numpy(coarse_G[group_F]),
+        group_F=torch.from_numpy(group_F),
+    )
+
+
+def _balance(
+    x_GD: NDArray[np.float64], weight_G: NDArray[np.float64], centre_CD: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Return the cluster of each row such that clusters weigh about the same, at least total squared distance.
+
+    A few rounds of Lloyd's algorithm whose assignment is a transport problem with equal capacities. Its solution splits
+    fewer rows than there are clusters; a split row goes where most of it is, so that a cluster is off its equal share
+    by less than these rows weigh.
+    """
+    num_rows, num_clusters = len(x_GD), len(centre_CD)
+    whole = sparse.kron(sparse.eye(num_rows), np.ones((1, num_clusters)))
+    load = sparse.kron(weight_G[None], sparse.eye(num_clusters))
+    equal_C = np.full(num_clusters, weight_G.sum() / num_clusters)
+    coarse_G = np.zeros(num_rows, dtype=np.int64)
+    for _ in range(_BALANCING_ROUNDS):
+        cost_GC = weight_G[:, None] * ((x_GD[:, None] - centre_CD) ** 2).sum(2)
+        found = linprog(cost_GC.ravel(), A_eq=sparse.vstack([whole, load]), b_eq=np.r_[np.ones(num_rows), equal_C])
+        if not found.success:
+            raise NumericalError("balancing", expected="equal clusters", got="none found")
+        before, coarse_G = coarse_G, found.x.reshape(num_rows, num_clusters).argmax(1).astype(np.int64)
+        if np.array_equal(before, coarse_G):
+            break
+        own_GC = np.eye(num_clusters)[coarse_G] * weight_G[:, None]
+        centre_CD = (own_GC.T @ x_GD) / np.maximum(own_GC.sum(0), 1e-12)[:, None]
+    return coarse_G
+
+
+def _k_means(
+    x: NDArray[np.float64], weight: NDArray[np.float64], num: int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return each row's cluster and the centroids."""
+    if num == len(x):
+        return np.arange(num), x
+    # Only fitting needs scikit-learn, whose import takes more than a second; every command that opens a plan assigns.
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        try:
+            model = KMeans(num, n_init=4, random_state=seed % 2**32).fit(x, sample_weight=weight)
+        except ConvergenceWarning as error:
+            raise DataError("public images", expected=f"{num} distinct clusters", got="fewer") from error
+    return model.labels_.astype(np.int64), np.asarray(model.cluster_centers_, dtype=np.float64)

@@ -1,0 +1,126 @@
+"""Which experts does a silo train, and for which public groups does each of them answer?
+
+With one expert per (silo, cluster) the experts that exist are told by the noised histogram alone, so that both sides
+find the same ones and their list tells nothing more. A cluster with too few images joins the nearest that has enough.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddm.partition.clustering import Clusters
+from ddm.protocol.plan import Partition, RandomPartition, SiloClusterPartition
+
+# Shape legend: N images, F fine centroids, G public groups, C coarse clusters, K silos, E experts, D feature values.
+
+
+@dataclass(frozen=True)
+class Part:
+    """One expert's part of a silo.
+
+    Attributes:
+        expert_id: the silo's id, followed by the number of the cluster or of the random share.
+        cluster: the coarse cluster, None where the partition has none.
+        groups: the public groups whose images it answers for, ascending; every group where the partition has none.
+    """
+
+    expert_id: str
+    cluster: int | None
+    groups: tuple[int, ...]
+
+
+def silo_parts(partition: Partition, silo_id: str, clusters: Clusters, noisy_G: Tensor) -> tuple[Part, ...]:
+    """Return a silo's experts, in the order in which they are published.
+
+    Args:
+        partition: the plan's.
+        silo_id: the silo.
+        clusters: the plan's; its groups lie within coarse clusters.
+        noisy_G: the silo's released histogram over groups.
+    """
+    every = tuple(range(len(noisy_G)))
+    if isinstance(partition, RandomPartition):
+        return tuple(Part(f"{silo_id}-{number}", None, every) for number in range(partition.num_parts))
+    if not isinstance(partition, SiloClusterPartition):
+        return (Part(silo_id, None, every),)
+    owner_G = _owners(clusters, noisy_G, partition.min_images)
+    kept = sorted(set(owner_G.tolist()))
+    return tuple(Part(f"{silo_id}-{c}", c, tuple(torch.nonzero(owner_G == c)[:, 0].tolist())) for c in kept)
+
+
+def part_of_images(partition: Partition, parts: Sequence[Part], group_N: Tensor, seed: int) -> Tensor:
+    """Return the number of the part that trains on each image, shape (N,), int64.
+
+    Args:
+        partition: the plan's.
+        parts: the silo's, from `silo_parts`.
+        group_N: each image's public group.
+        seed: deals the images of a random partition; parts differ in size by one at most.
+    """
+    if isinstance(partition, RandomPartition):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randperm(len(group_N), generator=generator) % len(parts)
+    part_G = torch.zeros(1 + max(max(part.groups) for part in parts), dtype=torch.int64)
+    for number, part in enumerate(parts):
+        part_G[list(part.groups)] = number
+    return part_G[group_N]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every expert of a federation, in the manifest's order.
+
+    Attributes:
+        silo_E: the number of each expert's silo, ascending.
+        parts: what each expert answers for.
+        partition: the plan's.
+    """
+
+    silo_E: tuple[int, ...]
+    parts: tuple[Part, ...]
+    partition: Partition
+
+    @classmethod
+    def of(cls, partition: Partition, by_silo: Sequence[Sequence[Part]]) -> "Layout":
+        """Line up the parts of all silos."""
+        numbered = [(k, part) for k, parts in enumerate(by_silo) for part in parts]
+        return cls(tuple(k for k, _ in numbered), tuple(part for _, part in numbered), partition)
+
+    def split(self, mass_KG: Tensor) -> tuple[Tensor, Tensor]:
+        """Split each silo's mixture among its experts.
+
+        Args:
+            mass_KG: each silo's shares of the groups; rows sum to 1, entries above 0.
+
+        Returns:
+            Each expert's shares of the groups (E, G), rows summing to 1, and its share of its silo (E,).
+        """
+        mass_EG, share_E = [], []
+        size_K = torch.bincount(torch.tensor(self.silo_E)).tolist()
+        for k, part in zip(self.silo_E, self.parts, strict=True):
+            own_G = torch.zeros_like(mass_KG[k])
+            own_G[list(part.groups)] = mass_KG[k, list(part.groups)]
+            mass_EG.append(own_G / own_G.sum())
+            whole = isinstance(self.partition, RandomPartition)
+            share_E.append(torch.ones_like(own_G[0]) / size_K[k] if whole else own_G.sum())
+        return torch.stack(mass_EG), torch.stack(share_E)
+
+
+def _owners(clusters: Clusters, noisy_G: Tensor, min_images: int) -> Tensor:
+    """Return the coarse cluster whose expert answers for each group, shape (G,)."""
+    num_coarse, num_groups = int(clusters.coarse_F.max()) + 1, len(noisy_G)
+    coarse_G = torch.zeros(num_groups, dtype=torch.int64)
+    coarse_G[clusters.group_F] = clusters.coarse_F
+    size_C = torch.zeros(num_coarse, dtype=noisy_G.dtype).index_add_(0, coarse_G, noisy_G)
+    kept_C = size_C >= min_images
+    kept_C[size_C.argmax()] = True
+    centroids_FD = clusters.centroids_FD.double()
+    num_C1 = torch.bincount(clusters.coarse_F, minlength=num_coarse)[:, None]
+    centre_CD = torch.zeros(num_coarse, centroids_FD.shape[1], dtype=torch.float64)
+    centre_CD = centre_CD.index_add_(0, clusters.coarse_F, centroids_FD) / num_C1
+    # By differences: rounding in a product, which is not the same on all machines, leaves a cluster far from itself.
+    distance_CC = torch.cdist(centre_CD, centre_CD, compute_mode="donot_use_mm_for_euclid_dist")
+    distance_CC.masked_fill_(~kept_C[None], float("inf"))
+    return distance_CC.argmin(1)[coarse_G]

@@ -1,0 +1,228 @@
+"""What does a release cost, alone and with others, and how much noise does it need?
+
+Everything is under the replace-one relation: one unit's record is exchanged for another, the number of units is public.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+from pydantic import Field
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+
+from ddm.diffusion.path import Path
+from ddm.errors import NumericalError
+from ddm.protocol.base import Epsilon, Model
+
+if TYPE_CHECKING:
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+GRID = 2.0**-16
+COUNTS_SENSITIVITY = 2  # replacing a unit takes one from a cell and adds one to another
+_MIN_MU, _MAX_MU = 1e-9, 200.0
+_CELLS = 20_000  # a privacy loss distribution's cells up to about its epsilon; finer than 1e-4 is never needed
+_MAX_COMPOSED = 300.0  # beyond it exp(epsilon) leaves the range of floating point within dp-accounting
+_T_STEP = 2.0**-20  # a public grid for t_release, so that a document's decimal names it exactly
+
+
+class GaussianMechanism(Model):
+    """Gaussian noise; `mu` is the L2 sensitivity over the noise's standard deviation."""
+
+    kind: Literal["gaussian"] = "gaussian"
+    mu: Annotated[float, Field(gt=0.0, le=_MAX_MU)]
+
+
+class DiscreteLaplaceMechanism(Model):
+    """Noise ``P(z) ~ exp(-epsilon |z| / 2)`` on each cell of a histogram, whose L1 sensitivity is 2."""
+
+    kind: Literal["discrete_laplace"] = "discrete_laplace"
+    epsilon: Epsilon
+
+
+Mechanism = GaussianMechanism | DiscreteLaplaceMechanism
+
+
+def gaussian_delta(mu: float, epsilon: float) -> float:
+    """Return the smallest delta of a Gaussian mechanism at `epsilon`.
+
+    ``Phi(mu/2 - epsilon/mu) - exp(epsilon) Phi(-mu/2 - epsilon/mu)``
+
+    Source:
+        Balle and Wang 2018, Theorem 8, with mu = sensitivity / standard deviation.
+    """
+    inner = float(log_ndtr(mu / 2 - epsilon / mu))
+    outer = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    return max(0.0, -math.exp(inner) * math.expm1(min(0.0, outer - inner)))
+
+
+def gaussian_mu(epsilon: float, delta: float) -> float:
+    """Return the largest mu whose Gaussian mechanism is (epsilon, delta) private.
+
+    Raises:
+        NumericalError: epsilon or delta outside the range that a Gaussian mechanism can meet.
+    """
+    if not (epsilon > 0 and 0 < delta < 1):
+        raise NumericalError("Gaussian mechanism", expected="epsilon > 0 and 0 < delta < 1", got="others")
+    if not gaussian_delta(_MIN_MU, epsilon) <= delta < gaussian_delta(_MAX_MU, epsilon):
+        raise NumericalError("Gaussian mechanism", expected=f"a mu of {_MIN_MU:g} to {_MAX_MU:g}", got="another")
+    mu = float(brentq(lambda m: gaussian_delta(m, epsilon) - delta, _MIN_MU, _MAX_MU, xtol=1e-13, rtol=1e-12))
+    while gaussian_delta(mu, epsilon) > delta:  # the root may lie a rounding above
+        mu *= 1 - 1e-12
+    return mu
+
+
+Curve = Callable[[float], float]  # delta to the epsilon that holds at it; never rises
+
+
+def total_epsilon(mechanisms: Iterable[Mechanism], delta: float) -> float:
+    """Return an upper bound on the epsilon of all mechanisms together, at `delta`.
+
+    It holds for mechanisms that were all fixed before any of them was drawn; see `adaptive_epsilon` for others.
+    """
+    return privacy_curve(mechanisms)(delta)
+
+
+def privacy_curve(mechanisms: Iterable[Mechanism]) -> Curve:
+    """Return an upper bound on the epsilon of all mechanisms together, as a function of delta that never rises.
+
+    The privacy loss distributions are composed pessimistically. Basic composition, with the Gaussians first composed
+    exactly (``mu^2`` adds), is a second upper bound; the smaller of the two is returned, so that a pure release costs
+    exactly its epsilon and no discretisation step more.
+    """
+    listed = list(mechanisms)
+    laplace = sorted(m.epsilon for m in listed if isinstance(m, DiscreteLaplaceMechanism))
+    mu = math.sqrt(math.fsum(m.mu**2 for m in listed if isinstance(m, GaussianMechanism)))
+
+    def basic(delta: float) -> float:
+        return math.fsum(laplace) + _gaussian_epsilon(mu, delta)
+
+    if len(laplace) + (mu > 0) <= 1 or math.fsum(laplace) > _MAX_COMPOSED:
+        return basic
+    composed = _composed_loss(laplace, mu)
+    return lambda delta: min(basic(delta), float(composed.get_epsilon_for_delta(delta))) if delta > 0 else basic(delta)
+
+
+def adaptive_epsilon(steps: Iterable[Sequence[Mechanism]], delta: float) -> float:
+    """Return an upper bound on the epsilon of all steps together where each was chosen in the light of those before.
+
+    Whoever chooses may also stop at will, as long as this figure, taken before each step is drawn, never passes a
+    budget fixed in advance: then everything drawn is private at that budget. Each step's own mechanisms are fixed
+    before any of them is drawn, and composed as `total_epsilon` does.
+
+    Args:
+        steps: in the order in which they began.
+        delta: of the budget.
+
+    Source:
+        Proved in docs/adr/0007-a-ledger-for-adaptive-plans.md.
+    """
+    listed = [tuple(step) for step in steps]
+    curves = {step: privacy_curve(step) for step in set(listed)}
+    return filter_epsilon([curves[step] for step in listed], delta)
+
+
+def filter_epsilon(curves: Sequence[Curve], delta: float) -> float:
+    """Add up the steps, each at its share of delta: ``1 / (j (j + 1))`` while others follow, ``1 / j`` for the last."""
+    last = len(curves)
+    return math.fsum(curve(delta / (j * (j + 1) if j < last else j)) for j, curve in enumerate(curves, start=1))
+
+
+def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float) -> float:
+    """Return the largest mu that, drawn beside counts of `counts_epsilon`, stays within a total, to one in a million.
+
+    Raises:
+        NumericalError: the counts alone cost the total.
+    """
+    counts = DiscreteLaplaceMechanism(epsilon=counts_epsilon)
+
+    def over(mu: float) -> float:
+        return privacy_curve([counts, GaussianMechanism(mu=mu)])(delta) - total_epsilon
+
+    if over(_MIN_MU) > 0:
+        raise NumericalError("Gaussian mechanism", expected="a total above what the counts cost", got="less")
+    high = gaussian_mu(total_epsilon, delta)
+    low = _MIN_MU
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if over(middle) > 0 else (middle, high)
+    return low
+
+
+def _composed_loss(laplace: Sequence[float], mu: float) -> "PrivacyLossDistribution":
+    """Compose histograms and a Gaussian; the grid depends on them alone, so that epsilon cannot rise with delta."""
+    from dp_accounting.pld import privacy_loss_distribution as pld  # takes seconds, and samplers never need it
+
+    step = max(1e-4, (math.fsum(laplace) + mu * (mu / 2 + 6)) / _CELLS)
+    parts = []
+    for epsilon in sorted(set(laplace)):
+        one = pld.from_discrete_laplace_mechanism(
+            epsilon / COUNTS_SENSITIVITY,
+            COUNTS_SENSITIVITY,
+            value_discretization_interval=step,
+            use_connect_dots=True,
+        )
+        parts.append(one.self_compose(laplace.count(epsilon)))
+    if mu > 0:
+        parts.append(pld.from_gaussian_mechanism(1 / mu, value_discretization_interval=step))
+    return reduce(lambda left, right: left.compose(right), parts)
+
+
+def _gaussian_epsilon(mu: float, delta: float) -> float:
+    """Return the smallest epsilon of a Gaussian mechanism at `delta`."""
+    if mu == 0 or gaussian_delta(mu, 0.0) <= delta:
+        return 0.0
+    if delta == 0:
+        return math.inf
+    high = 1.0
+    while gaussian_delta(mu, high) > delta:
+        high *= 2
+    epsilon = float(brentq(lambda e: gaussian_delta(mu, e) - delta, 0.0, high, xtol=1e-13, rtol=1e-12))
+    return float(epsilon * (1 + 1e-12))
+
+
+def sketch_sensitivity(rank: int) -> float:
+    """Return the L2 sensitivity of one unit-ball sketch rounded to `GRID`, under replace-one."""
+    return 2.0 + math.sqrt(rank) * GRID
+
+
+def moments_sensitivity(rank: int) -> float:
+    """Return the L2 sensitivity, under replace-one, of ``(sum s, sum s s^T / sqrt(2))``, each term rounded to `GRID`.
+
+    Unrounded, of s and s' of norm at most ``q >= 1``: ``|s - s'|^2 + |s s^T - s' s'^T|^2 / 2 <= (1 + q^2)^2``, in the
+    Frobenius norm. Rounding lets a sketch out of the unit ball by ``sqrt(R) GRID / 2`` at most, and moves each of the
+    two products by ``R GRID / 2`` at most.
+    """
+    return 1.0 + (1.0 + math.sqrt(rank) * GRID / 2) ** 2 + rank * GRID / math.sqrt(2.0)
+
+
+def t_release(mu: float, scale_C: float, path: Path, rank: int) -> float:
+    """Return the noise level at which one sketch per unit is a Gaussian mechanism of at most `mu`.
+
+    ``mu = sensitivity * C * alpha_r / sigma_r``; rounded up to a multiple of 2^-20, which only adds noise.
+
+    Args:
+        mu: what the release may cost.
+        scale_C: the sketch's scale, in data units.
+        path: the probability path.
+        rank: dimensions of the sketch.
+
+    Raises:
+        NumericalError: the release would be noise alone.
+    """
+
+    def ratio(t: float) -> float:
+        at = torch.tensor(t, dtype=torch.float64)
+        found: float = (path.alpha(at) / path.sigma(at)).item()
+        return found
+
+    target = mu / (sketch_sensitivity(rank) * scale_C)
+    t = float(brentq(lambda u: ratio(u) - target, 1e-12, 1.0, xtol=1e-14))
+    t = math.ceil(t / _T_STEP) * _T_STEP
+    while ratio(t) > target:
+        t += _T_STEP
+    if t >= 1.0:
+        raise NumericalError("t_release", expected="below 1", got="1: the sketches would be noise alone")
+    return t

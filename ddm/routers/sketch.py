@@ -1,0 +1,248 @@
+"""What does a router see of an image? A public, low-rank, affine sketch that commutes with noising.
+
+``s(x_t) = A (x_t - alpha_t m) / C``, so ``s(x_t) = alpha_t s(x_0) + (sigma_t / C) n`` with n a standard normal:
+sketches noised at a silo and sketches of a sample under way follow the same law.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ddm.diffusion.path import Path
+from ddm.encoders import principal_directions
+from ddm.errors import DataError, NumericalError, PolicyError, ShapeError
+from ddm.io.tensors import TensorSpec
+from ddm.protocol.plan import DataSpec, Plan
+
+# Shape legend: N images, B batch, D values in one image, R sketch dimensions, G public groups.
+
+_QUANTILE = 0.995  # C leaves half a percent of public images outside the unit ball
+_SHRINK = 1.0  # pseudo-images of the pooled covariance per group, in units of R + 1
+_FLOOR = 1e-3  # smallest variance of a group in any direction, as a share of the widest pooled one
+_TOLERANCE = 1e-4  # of orthonormal float32 rows
+_SCALES = (1e-6, 1e6)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """The public projection and what is publicly known of sketches in each group.
+
+    Attributes:
+        basis_RD: A, orthonormal rows, float32.
+        mean_D: m, mean of the public images, float32.
+        scale: C, in data units.
+        group_mean_GR: mean of s(x_0) in each public group, float32.
+        group_cov_GRR: its regularised covariance, float32.
+        group_weight_G: share of public images in each group, float32.
+    """
+
+    basis_RD: Tensor
+    mean_D: Tensor
+    scale: float
+    group_mean_GR: Tensor
+    group_cov_GRR: Tensor
+    group_weight_G: Tensor
+
+    @classmethod
+    def fit(
+        cls, images: Tensor, group_N: Tensor, rank: int, num_groups: int, released_rank: int | None = None
+    ) -> "Sketch":
+        """Choose the projection and describe each group, from public images alone.
+
+        Args:
+            images: public images, shape (N, C, H, W).
+            group_N: the group of each, in [0, num_groups).
+            rank: number of sketch dimensions.
+            num_groups: number of groups.
+            released_rank: how many leading dimensions are released, all when omitted; C is about these.
+
+        Raises:
+            DataError: a group without a public image, or images that do not span `rank` directions.
+        """
+        mean_D, basis_RD = (part.float() for part in principal_directions(images, rank))
+        raw_NR = (images.flatten(1).double() - mean_D.double()) @ basis_RD.double().T
+        norm_N = raw_NR[:, :released_rank].norm(dim=1)
+        scale = float(torch.quantile(norm_N, _QUANTILE, interpolation="higher").float())
+        s_NR = raw_NR / scale
+        size_G = torch.bincount(group_N, minlength=num_groups).double()
+        if len(size_G) != num_groups or bool((size_G == 0).any()):
+            got = f"{int((size_G > 0).sum())} of {num_groups} groups with one"
+            raise DataError("public images", expected="at least one in every group", got=got)
+        mean_GR, cov_GRR = _group_moments(s_NR, group_N, size_G)
+        return cls(
+            basis_RD=basis_RD,
+            mean_D=mean_D,
+            scale=scale,
+            group_mean_GR=mean_GR.float(),
+            group_cov_GRR=cov_GRR.float(),
+            group_weight_G=(size_G / size_G.sum()).float(),
+        )
+
+    @property
+    def rank(self) -> int:
+        """The number of sketch dimensions."""
+        return len(self.basis_RD)
+
+    @property
+    def num_groups(self) -> int:
+        """The number of public groups."""
+        return len(self.group_weight_G)
+
+    def head(self, rank: int) -> "Sketch":
+        """Return the sketch of the leading `rank` dimensions; releases are made of such a one."""
+        if not 1 <= rank <= self.rank:
+            raise ShapeError("sketch", expected=f"1 to {self.rank} dimensions", got=str(rank))
+        return replace(
+            self,
+            basis_RD=self.basis_RD[:rank],
+            group_mean_GR=self.group_mean_GR[:, :rank],
+            group_cov_GRR=self.group_cov_GRR[:, :rank, :rank],
+        )
+
+    def project(self, x_0: Tensor) -> Tensor:
+        """Return ``s(x_0)`` clipped to the unit ball, shape (N, R), float64.
+
+        Raises:
+            ShapeError: images of another size.
+            NumericalError: images that are not finite.
+        """
+        raw_NR = self._centred(x_0.double(), torch.ones(len(x_0), dtype=torch.float64)) / self.scale
+        if not bool(torch.isfinite(raw_NR).all()):
+            raise NumericalError("images", expected="finite values", got="others")
+        return _into_unit_ball(raw_NR)
+
+    def of(self, x_t: Tensor, t: Tensor, path: Path) -> Tensor:
+        """Return ``A (x_t - alpha_t m) / C``, never clipped.
+
+        Args:
+            x_t: noised images, shape (B, ...), data units.
+            t: shape (B,), 0 is data, 1 is noise.
+            path: the probability path.
+
+        Returns:
+            Shape (B, R), dtype and device of ``x_t``.
+        """
+        return self._centred(x_t, path.alpha(t.to(x_t))) / self.scale
+
+    def renoise(self, s_r: Tensor, t_r: float, t: Tensor, path: Path, generator: torch.Generator) -> Tensor:
+        """Carry sketches from noise level `t_r` to later levels; costs no privacy.
+
+        ``s_t = (alpha_t / alpha_r) s_r + sqrt(sigma_t^2 - (alpha_t / alpha_r)^2 sigma_r^2) / C n``
+
+        Args:
+            s_r: released sketches, shape (B, R).
+            t_r: their noise level.
+            t: shape (B,), each at least `t_r`.
+            path: the probability path.
+            generator: of the added noise; the release has its privacy already.
+
+        Raises:
+            NumericalError: a `t` below `t_r`: noise cannot be taken away.
+        """
+        if bool((t < t_r - 1e-9).any()):
+            raise NumericalError("re-noising", expected=f"t of at least {t_r}", got="less")
+        at_r = torch.tensor(t_r, dtype=torch.float64)
+        ratio_B = path.alpha(t.double()) / path.alpha(at_r)
+        variance_B = (path.sigma(t.double()).square() - (ratio_B * path.sigma(at_r)).square()).clamp(min=0.0)
+        n_BR = torch.randn(s_r.shape, generator=generator, dtype=s_r.dtype)
+        return ratio_B.to(s_r)[:, None] * s_r + (variance_B.sqrt() / self.scale).to(s_r)[:, None] * n_BR
+
+    def check(self) -> None:
+        """Refuse a received sketch that is not what it must be for noise and accounting to hold.
+
+        Raises:
+            PolicyError: rows that are not orthonormal (so that noise would not be standard), a scale that is not finite
+                or absurd, or group statistics that are no means, covariances and shares.
+        """
+        parts = (self.basis_RD, self.mean_D, self.group_mean_GR, self.group_cov_GRR, self.group_weight_G)
+        if not all(bool(torch.isfinite(part).all()) for part in parts):
+            raise PolicyError("the plan's sketch", expected="finite numbers", got="others")
+        if not (math.isfinite(self.scale) and _SCALES[0] <= self.scale <= _SCALES[1]):
+            expected = f"{_SCALES[0]:g} to {_SCALES[1]:g}"
+            raise PolicyError("the plan's sketch scale", expected=expected, got=f"{self.scale:g}")
+        gram_RR = self.basis_RD.double() @ self.basis_RD.double().T
+        off = float((gram_RR - torch.eye(self.rank, dtype=torch.float64)).abs().max())
+        if off > _TOLERANCE:
+            expected = f"orthonormal rows, to {_TOLERANCE:g}"
+            raise PolicyError("the plan's sketch basis", expected=expected, got=f"rows that are off by {off:g}")
+        shares = self.group_weight_G.double()
+        if bool((shares <= 0).any()) or abs(float(shares.sum()) - 1) > _TOLERANCE:
+            raise PolicyError("the plan's group shares", expected="shares above 0 that sum to 1", got="others")
+        cov_GRR = self.group_cov_GRR.double()
+        symmetric = float((cov_GRR - cov_GRR.mT).abs().max()) <= _TOLERANCE
+        if not symmetric or float(torch.linalg.eigvalsh(cov_GRR).min()) <= 0:
+            raise PolicyError("the plan's group covariances", expected="positive definite matrices", got="others")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a plan stores of this sketch."""
+        return {
+            "basis": self.basis_RD,
+            "mean": self.mean_D,
+            "scale": torch.tensor([self.scale]),
+            "group_mean": self.group_mean_GR,
+            "group_cov": self.group_cov_GRR,
+            "group_weight": self.group_weight_G,
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Sketch":
+        """Rebuild the sketch from tensors loaded against `sketch_specs`; call `check` on a received one."""
+        return cls(
+            basis_RD=tensors["basis"],
+            mean_D=tensors["mean"],
+            scale=float(tensors["scale"][0]),
+            group_mean_GR=tensors["group_mean"],
+            group_cov_GRR=tensors["group_cov"],
+            group_weight_G=tensors["group_weight"],
+        )
+
+    def _centred(self, x_t: Tensor, alpha_B: Tensor) -> Tensor:
+        """Return ``A (x_t - alpha m)``."""
+        flat_BD = x_t.flatten(1)
+        if flat_BD.shape[1] != len(self.mean_D):
+            raise ShapeError("image size", expected=f"{len(self.mean_D)} values", got=str(flat_BD.shape[1]))
+        basis_RD, mean_D = self.basis_RD.to(flat_BD), self.mean_D.to(flat_BD)
+        return flat_BD @ basis_RD.T - alpha_B[:, None] * (basis_RD @ mean_D)
+
+
+def sketch_specs(data: DataSpec, rank: int, num_groups: int) -> dict[str, TensorSpec]:
+    """Return the names, dtypes and shapes of a plan's stored sketch."""
+    shapes = {
+        "basis": (rank, data.dim),
+        "mean": (data.dim,),
+        "scale": (1,),
+        "group_mean": (num_groups, rank),
+        "group_cov": (num_groups, rank, rank),
+        "group_weight": (num_groups,),
+    }
+    return {name: TensorSpec("F32", shape) for name, shape in shapes.items()}
+
+
+def sketch_release_specs(plan: Plan, num_units: int) -> dict[str, TensorSpec]:
+    """Return what a silo's released sketches must hold: one row per unit."""
+    rank = plan.releases.sketch.rank if plan.releases.sketch else 0
+    return {"sketch": TensorSpec("F32", (num_units, rank))}
+
+
+def _into_unit_ball(s_NR: Tensor) -> Tensor:
+    """Scale rows of norm above 1 to just below 1, so that rounding cannot carry them out."""
+    norm_N1 = s_NR.norm(dim=1, keepdim=True)
+    return torch.where(norm_N1 > 1, s_NR / (norm_N1 * (1 + 1e-12)), s_NR)
+
+
+def _group_moments(s_NR: Tensor, group_N: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each group's mean and its covariance, shrunk towards the pooled one and floored."""
+    num_groups, rank = len(size_G), s_NR.shape[1]
+    mean_GR = s_NR.new_zeros(num_groups, rank).index_add_(0, group_N, s_NR) / size_G[:, None]
+    residual_NR = s_NR - mean_GR[group_N]
+    members = (residual_NR[group_N == group] for group in range(num_groups))
+    scatter_GRR = torch.stack([residual.T @ residual for residual in members])
+    pooled_RR = scatter_GRR.sum(0) / max(len(s_NR) - num_groups, 1)
+    floor = _FLOOR * float(torch.linalg.eigvalsh(pooled_RR)[-1]) + 1e-12
+    pseudo = _SHRINK * (rank + 1)
+    cov_GRR = (scatter_GRR + pseudo * pooled_RR) / (size_G + pseudo)[:, None, None]
+    cov_GRR = cov_GRR * (1 + 1 / size_G)[:, None, None]  # the mean itself is only known from size_G images
+    return mean_GR, cov_GRR + floor * torch.eye(rank, dtype=s_NR.dtype)

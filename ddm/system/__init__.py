@@ -1,0 +1,1 @@
+"""What the toolkit asks of the machine: processes, devices, the terminal, entry points."""

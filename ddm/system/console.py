@@ -1,0 +1,254 @@
+"""The edge between a command and the person at it: errors on one screen, stable exit codes, clean Ctrl-C."""
+
+import errno
+import getpass
+import os
+import re
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+import typer
+
+from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError
+
+EXIT_INTERRUPTED = 130
+MAX_PASSPHRASE_BYTES = 1024
+# Also what turns the direction of writing, breaks a line or has no width, and halves of characters.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+EXIT_TERMINATED = 143
+EXIT_OS = 8
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def new_app(help_text: str) -> typer.Typer:
+    """Make a command group in the house's manner: no stack traces, short help."""
+    return typer.Typer(
+        help=help_text,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def run_app(app: typer.Typer, args: Sequence[str] | None = None) -> NoReturn:
+    """Run a command group and leave with a documented exit code; a stack trace never reaches the operator."""
+    with _noted_signals() as noted:
+        code = _run(app, args, noted)
+    sys.exit(code)
+
+
+def _run(app: typer.Typer, args: Sequence[str] | None, noted: int) -> int:
+    try:
+        code = app(args=args, standalone_mode=False)
+        sys.stdout.flush()
+    except ArchipelagoError as error:
+        return fail(error)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return _interrupted(_read_signals(noted))
+    except (BrokenPipeError, SystemExit):
+        # The reader left, as `head` does; Typer makes a SystemExit of it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _os_refused(error)
+    except Exception as error:
+        # A signal in the middle of an import surfaces as whatever that module makes of it.
+        signals = _read_signals(noted)
+        return _interrupted(signals) if signals else _unexpected(error)
+    # Typer turns KeyboardInterrupt into this code.
+    return _interrupted(_read_signals(noted)) if code == EXIT_INTERRUPTED else code if isinstance(code, int) else 0
+
+
+def fail(error: ArchipelagoError) -> int:
+    """Print an error as what was expected, found and to be done; return its exit code."""
+    say(f"error: {error.subject}", error=True)
+    if error.expected:
+        say(f"  expected: {error.expected}", error=True)
+    if error.got:
+        say(f"  found:    {error.got}", error=True)
+    say(f"  to do:    {error.remedy}", error=True)
+    return error.exit_code
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """Print one line at once, also into a pipe or a log; control characters, which others may have sent, as escapes."""
+    text = _CONTROL.sub(lambda found: ascii(found.group())[1:-1], text)
+    print(text, file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def passphrase(path: Path | None, configured: str | None, prompt: str, *, confirm: bool = False) -> bytes:
+    """Read a passphrase: from the file named, else the configured one, `-` for standard input, else by asking.
+
+    Raises:
+        PassphraseError: nothing to read, or nobody to ask.
+    """
+    source = path or (Path(configured) if configured else None)
+    if source is not None and str(source) == "-":
+        line = sys.stdin.readline().rstrip("\n")
+        if not line:
+            raise PassphraseError("standard input", expected="a passphrase on one line", got="nothing")
+        return line.encode()
+    if source is not None and (source.is_dir() or not source.exists()):
+        got = "a folder" if source.is_dir() else "nothing there"
+        remedy = "Name the right file with --passphrase-file" + ("." if path else ", or in the configuration.")
+        raise MissingFileError(str(source), expected="a passphrase file", got=got, remedy=remedy)
+    return read_passphrase(source, prompt, confirm=confirm)
+
+
+def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> bytes:
+    """Read a passphrase: the first line of `file`, or by asking at the terminal.
+
+    Args:
+        file: where the passphrase stands; None asks.
+        prompt: what to ask.
+        confirm: ask twice, for a passphrase that is new.
+
+    Raises:
+        MissingFileError: there is no such file.
+        PassphraseError: it is empty, the two answers differ, or nobody can be asked.
+    """
+    if file is not None:
+        if not file.exists():
+            raise MissingFileError(str(file), expected="a passphrase file", got="nothing there")
+        # Not `read_bounded`: a pipe, as shells make for <(...), is a fine place for a passphrase.
+        with file.open("rb") as handle:
+            answer = handle.readline(MAX_PASSPHRASE_BYTES).rstrip(b"\r\n")
+        if not answer:
+            raise PassphraseError(file.name, expected="a passphrase on the first line", got="an empty line")
+        return answer
+    if not sys.stdin.isatty():
+        remedy = "Give the passphrase with --passphrase-file."
+        raise PassphraseError(prompt, expected="a terminal to ask at", got="none", remedy=remedy)
+    answer = getpass.getpass(f"{prompt}: ").encode()
+    if not answer:
+        raise PassphraseError(prompt, expected="a passphrase", got="an empty one")
+    if confirm and getpass.getpass(f"{prompt} (again): ").encode() != answer:
+        raise PassphraseError(prompt, expected="the same passphrase twice", got="two different ones")
+    return answer
+
+
+def remembered(path: Path | None) -> str | None:
+    """Return what a configuration file keeps of --passphrase-file: an absolute path; standard input is not kept."""
+    return None if path is None or str(path) == "-" else str(path.resolve())
+
+
+def human_bytes(count: float) -> str:
+    """Write a number of bytes for people, e.g. ``2.7 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def human_seconds(seconds: float) -> str:
+    """Write a duration for people, e.g. ``2 min 05 s``."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
+    return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60:02d} min"
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar from the first call of what is yielded, called with (done, in all); none where nothing is long.
+
+    Another number in all, or less done than before, begins a bar anew.
+    """
+    with ExitStack() as stack:
+        bars: list[Any] = []
+
+        def advance(done: int, total: int) -> None:
+            if not bars or bars[-1].length != total or done < bars[-1].pos:
+                stack.close()
+                bars.append(stack.enter_context(typer.progressbar(length=total, label=label, width=30)))
+            bars[-1].update(done - bars[-1].pos)
+
+        yield advance
+
+
+def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
+    """Lay out rows in aligned columns; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
+    right = [all(_is_number(line[i]) for line in cells) and bool(cells) for i in range(len(header))]
+
+    def lay(line: Sequence[str]) -> str:
+        parts = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True))
+        return "  ".join(parts).rstrip()
+
+    return "\n".join([lay(header), lay(["-" * width for width in widths]), *(lay(line) for line in cells)])
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "").replace("-", "").replace("+", "").replace("e", "").replace("%", "").isdigit()
+
+
+@contextmanager
+def _noted_signals() -> Iterator[int]:
+    """Make SIGTERM interrupt as Ctrl-C does, and note which signal came; yields where `_read_signals` reads it.
+
+    A wakeup descriptor notes signals also for commands that handle them in their own way.
+    """
+    reader, writer = os.pipe()
+    for descriptor in (reader, writer):
+        os.set_blocking(descriptor, False)
+    handler, wakeup = signal.signal(signal.SIGTERM, _interrupt), signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGTERM, handler)
+        os.close(reader)
+        os.close(writer)
+
+
+def _read_signals(noted: int) -> set[int]:
+    try:
+        return set(os.read(noted, 4096)) & {signal.SIGINT, signal.SIGTERM}
+    except BlockingIOError:
+        return set()
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _interrupted(signals: set[int]) -> int:
+    say("\nInterrupted. Nothing is lost; run the same command to go on.", error=True)
+    return EXIT_TERMINATED if signal.SIGTERM in signals else EXIT_INTERRUPTED
+
+
+def _os_refused(error: OSError) -> int:
+    named = f" ({error.filename})" if error.filename else ""
+    remedy = "Check the paths that the command and its configuration name, then run it again."
+    if error.errno in _FULL:
+        remedy = "Make room on the disk, then run it again."
+    elif error.errno in _FORBIDDEN:
+        remedy = "Check who owns this path and what they may do with it, then run it again."
+    say(f"error: the operating system refused{named}: {error.strerror or error}", error=True)
+    say(f"  to do:    {remedy}", error=True)
+    return EXIT_OS
+
+
+def _unexpected(error: Exception) -> int:
+    with tempfile.NamedTemporaryFile("w", prefix="archipelago-", suffix=".log", delete=False) as log:
+        traceback.print_exception(error, file=log)
+    say(f"error: something unexpected happened ({type(error).__name__}).", error=True)
+    say(f"  to do:    {ArchipelagoError.default_remedy} The log is {log.name}", error=True)
+    return ArchipelagoError.exit_code

@@ -1,0 +1,28 @@
+"""The device that torch computes on: the GPU, where there is one and nobody says otherwise."""
+
+from typing import TYPE_CHECKING, Literal
+
+from ddm.errors import SetupError
+
+if TYPE_CHECKING:
+    import torch
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+
+def device_named(name: DeviceName = "auto", *, setting: str = "device") -> "torch.device":
+    """Return a device by its name.
+
+    Args:
+        name: auto is the GPU where there is one.
+        setting: what to call it in an error.
+
+    Raises:
+        SetupError: a GPU is asked for, and torch sees none.
+    """
+    import torch  # here, so that DeviceName is read without it
+
+    found = torch.cuda.is_available()
+    if name == "cuda" and not found:
+        raise SetupError(setting, expected="a GPU that torch sees", got="no GPU", remedy="Set it to auto or cpu.")
+    return torch.device("cuda" if found and name != "cpu" else "cpu")

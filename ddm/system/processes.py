@@ -1,0 +1,303 @@
+"""How does Archipelago start other programs so that none of them outlives it?
+
+Every program runs under a `ddm.system.reaper`, a small process that ends the program and all it started when asked,
+when the program dies, or when this process dies, however it dies (kill -9 included).
+
+A supervisor looks like this; `SIGTERM` and Ctrl-C both end in `finally`, and a second Ctrl-C changes nothing:
+
+    stop = stop_on_signals()
+    child = spawn([...], log_path=...)
+    try:
+        while child.running() and not stop.wait(1.0):
+            ...
+    finally:
+        terminate_all([child])
+"""
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ddm.errors import MissingFileError, SetupError
+from ddm.system import reaper as guard
+
+_LOG_BYTES = 16 * 1024 * 1024
+_POLL_S = 0.05
+
+
+class Child:
+    """A program under guard.
+
+    Attributes:
+        name: how messages call it.
+        pid: process id of the program itself.
+        guard_pid: process id of its guard.
+        log_path: where its output goes.
+    """
+
+    def __init__(self, name: str, process: "subprocess.Popen[bytes]", log_path: Path, grace_s: float) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.guard_pid = process.pid
+        self._process = process
+        self._grace_s = grace_s
+        self.started_at = time.monotonic()
+        line = process.stdout.readline() if process.stdout else b""
+        self.pid = int(line) if line.strip().isdigit() else process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The program's exit code, 128 + n after signal n, None while it runs."""
+        return self._process.poll()
+
+    def running(self) -> bool:
+        """Whether the program, or the guard still tidying up after it, is alive."""
+        if self._process.poll() is None:
+            return True
+        self._close()
+        return False
+
+    def request_stop(self) -> None:
+        """Ask the guard to end the whole tree; returns at once."""
+        if self._process.stdin and not self._process.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the guard is gone.
+
+        Args:
+            timeout_s: seconds to wait at most.
+
+        Returns:
+            Whether it is gone.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=max(timeout_s, 0.0))
+        return not self.running()
+
+    def terminate(self) -> None:
+        """End the whole tree: ask, wait as long as the guard may take, then kill by force."""
+        terminate_all([self])
+
+    def kill(self) -> None:
+        """Kill the tree without asking."""
+        for pid in [*guard.descendants(self.guard_pid), self.guard_pid]:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.guard_pid, signal.SIGKILL)
+        self._process.wait()
+        self._close()
+
+    def num_descendants(self) -> int | None:
+        """How many living processes the program has started; None where the system cannot tell."""
+        return len(guard.descendants(self.pid)) if sys.platform == "linux" else None
+
+    def log_tail(self, max_bytes: int = 4096) -> str:
+        """The end of the program's log, for messages to an operator."""
+        with suppress(OSError), self.log_path.open("rb") as stream:
+            stream.seek(max(self.log_path.stat().st_size - max_bytes, 0))
+            return stream.read(max_bytes).decode("utf-8", errors="replace")
+        return ""
+
+    def stop_timeout_s(self) -> float:
+        """Seconds after which the guard must be done."""
+        return 2 * self._grace_s + 4.0
+
+    def _close(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream:
+                with suppress(BrokenPipeError):
+                    stream.close()
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    name: str,
+    log_path: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    grace_s: float = 3.0,
+    input_bytes: bytes | None = None,
+) -> Child:
+    """Start a program under guard, its output appended to a log file that rotates at 16 MiB.
+
+    Args:
+        command: program and arguments; the program is a path.
+        name: how messages call it.
+        log_path: the log file.
+        env: its whole environment; this process's when omitted.
+        cwd: its working folder; this process's when omitted.
+        grace_s: seconds between the polite signal and the next harsher one.
+        input_bytes: what the program reads on its standard input, a few KiB at most; it goes through pipes only,
+            never through a command line, an environment or a disk. Nothing when omitted.
+
+    Returns:
+        The running child.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    given = input_bytes is not None
+    settings = json.dumps(
+        {"log_path": str(log_path.absolute()), "log_bytes": _LOG_BYTES, "grace_s": grace_s, "input": given}
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-m", "ddm.system.reaper", settings, "--", *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=dict(env) if env is not None else None,
+        cwd=cwd,
+        start_new_session=True,
+    )
+    if input_bytes is not None and process.stdin:
+        # A guard that cannot start closes its end; the child then shows as ended.
+        with suppress(BrokenPipeError):
+            process.stdin.write(len(input_bytes).to_bytes(4, "big") + input_bytes)
+            process.stdin.flush()
+    return Child(name, process, log_path, grace_s)
+
+
+def terminate_all(children: Iterable[Child]) -> None:
+    """End several trees at the same time; by force where a guard does not finish in time.
+
+    Args:
+        children: those to end; ones that are gone already are fine.
+    """
+    remaining = list(children)
+    for child in remaining:
+        child.request_stop()
+    for child in remaining:
+        if not child.wait(child.stop_timeout_s()):
+            child.kill()
+
+
+def stop_on_signals() -> threading.Event:
+    """Make SIGINT and SIGTERM set an event instead of interrupting.
+
+    Returns:
+        The event.
+    """
+    stop = threading.Event()
+
+    def request(signum: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, request)
+    return stop
+
+
+def program(name: str) -> Path:
+    """Find a command-line program installed beside this interpreter.
+
+    Args:
+        name: e.g. ``"flower-superlink"``.
+
+    Returns:
+        Its path.
+
+    Raises:
+        MissingFileError: it is not installed there.
+    """
+    path = Path(sys.executable).parent / name
+    if not path.is_file():
+        raise MissingFileError(name, expected="an installed program", remedy="Install Archipelago again (make setup).")
+    return path
+
+
+def script_command(name: str) -> list[str]:
+    """The command that runs an installed Python program and ends when its main thread ends.
+
+    Args:
+        name: e.g. ``"flower-supernode"``.
+
+    Returns:
+        The beginning of a command line; append the arguments.
+    """
+    return [sys.executable, "-P", "-m", "ddm.system.reaper", "--script", str(program(name))]
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """The environment of Flower's programs: no telemetry, no update check, their files in one folder.
+
+    Args:
+        home: FLWR_HOME.
+
+    Returns:
+        This process's environment with Flower's settings replaced.
+    """
+    bin_folder = str(Path(sys.executable).parent)
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("FLWR_")},
+        "PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", os.defpath)]),
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+        "OMP_NUM_THREADS": "1",
+        # Else every thread of a server keeps freed memory for itself: 900 MiB of a SuperLink's in place of 660.
+        "MALLOC_ARENA_MAX": "2",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def port_in_use(host: str, port: int) -> bool:
+    """Whether something listens on a TCP port, or the port cannot be bound.
+
+    Args:
+        host: address that would be bound.
+        port: 1 to 65535.
+
+    Returns:
+        True when a server could not listen there.
+
+    Raises:
+        SetupError: no address of this machine.
+    """
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise SetupError(f"host {host}", expected="a name or an address of this machine", got="neither") from error
+    return any(_taken(family, place, host) for family, _, _, _, place in places)
+
+
+def _taken(family: int, place: Any, host: str) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        # As servers do: a port in TIME_WAIT is free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            listener.bind(place)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise SetupError(f"host {host}", expected="an address of this machine", got="another's") from error
+            return True
+    return False
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nothing listens on now.
+
+    Args:
+        host: address to bind.
+
+    Returns:
+        The port; another process may take it before the caller does, so be ready to ask again.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])

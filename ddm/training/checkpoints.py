@@ -1,0 +1,132 @@
+"""How a training run survives a crash: checkpoints that are whole or not there, of this very run or refused.
+
+A checkpoint is two files. ``step-<n>.safetensors`` holds every tensor; ``step-<n>.json``, written after it, holds the
+rest and the tensor file's digest, so that its presence is the commit. The last two are kept: when the last one turns
+out torn, the one before stands, and because every step is a function of its number, going back costs nothing but time.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from torch import Tensor
+
+from ddm.errors import DocumentError, FormatError, MissingFileError, SetupError, TrustError
+from ddm.io.files import read_bounded, write_atomic
+from ddm.io.tensors import TensorSpec, load_tensors, save_tensors, spec_of
+from ddm.protocol.base import Digest, Document, PositiveInt, sha256_file
+
+KEPT = 2
+_MAX_RECORD_BYTES = 4096
+_MAX_HEADER_BYTES = 1 << 20
+_NAME = re.compile(r"step-(\d{10})\.json")
+_log = logging.getLogger(__name__)
+
+
+class CheckpointRecord(Document):
+    """What a checkpoint says besides its tensors.
+
+    Attributes:
+        run: digest of everything that determines the run: settings, data, initial weights.
+        step: training steps taken.
+        loss: the smoothed loss, exactly.
+        seconds: time spent training, over all restarts.
+        tensors: digest of the tensor file.
+        seal: digest of all the fields above, so that a damaged record is not taken for one of another run.
+    """
+
+    format: Literal["archipelago/checkpoint/1"] = "archipelago/checkpoint/1"
+    run: Digest
+    step: PositiveInt
+    loss: float
+    seconds: float
+    tensors: Digest
+    seal: Digest = "0" * 64
+
+    def sealed(self) -> Self:
+        """Return the record with its seal."""
+        return self.model_copy(update={"seal": self.model_copy(update={"seal": "0" * 64}).digest})
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run in a folder of their own.
+
+    Args:
+        folder: created when missing.
+        run: digest of everything that determines the run.
+    """
+
+    folder: Path
+    run: str
+
+    def save(self, tensors: Mapping[str, Tensor], *, step: int, loss: float, seconds: float) -> None:
+        """Write a checkpoint durably, then drop all but the last two.
+
+        Raises:
+            OSError: the disk is full or the folder not writable; earlier checkpoints are untouched.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self._tensor_path(step)
+        save_tensors(path, tensors)
+        record = CheckpointRecord(run=self.run, step=step, loss=loss, seconds=seconds, tensors=sha256_file(path))
+        write_atomic(path.with_suffix(".json"), record.sealed().encode())
+        self._prune()
+
+    def load(self, like: Mapping[str, Tensor]) -> tuple[CheckpointRecord, dict[str, Tensor]] | None:
+        """Return the last whole checkpoint, or None when there is none.
+
+        Args:
+            like: tensors of the names, dtypes and shapes to expect.
+
+        Raises:
+            SetupError: it belongs to another run.
+        """
+        specs = {name: spec_of(tensor) for name, tensor in like.items()}
+        for path in self._records():
+            try:
+                return self._load_one(path, specs)
+            except (FormatError, TrustError, MissingFileError) as error:
+                _log.warning("checkpoint %s is damaged, trying the one before: %s", path.stem, error)
+        return None
+
+    def _load_one(self, path: Path, specs: Mapping[str, TensorSpec]) -> tuple[CheckpointRecord, dict[str, Tensor]]:
+        data = read_bounded(path, _MAX_RECORD_BYTES)
+        record = CheckpointRecord.parse(data, subject=path.name, limit=_MAX_RECORD_BYTES)
+        if record != record.sealed():
+            raise DocumentError(path.name, expected="the seal of its fields", got="another")
+        if record.run != self.run:
+            raise SetupError(
+                f"checkpoints in {self.folder.name}",
+                expected="checkpoints of this plan, these images and these initial weights",
+                got="checkpoints of another training",
+                remedy="Give this training an empty folder, or bring back the plan and the data of the checkpoints.",
+            )
+        tensor_path = self._tensor_path(record.step)
+        if not tensor_path.is_file() or sha256_file(tensor_path) != record.tensors:
+            raise DocumentError(tensor_path.name, expected="the digest in its record", got="another, or no file")
+        size = sum(spec.bytes for spec in specs.values()) + _MAX_HEADER_BYTES
+        return record, load_tensors(tensor_path, specs, max_bytes=size)
+
+    def _tensor_path(self, step: int) -> Path:
+        return self.folder / f"step-{step:010d}.safetensors"
+
+    def _records(self) -> list[Path]:
+        """Committed checkpoints, the last one first."""
+        found = self.folder.iterdir() if self.folder.is_dir() else iter(())
+        return sorted((path for path in found if _NAME.fullmatch(path.name)), reverse=True)
+
+    def _prune(self) -> None:
+        for path in self._stale():
+            path.unlink(missing_ok=True)
+
+    def _stale(self) -> Iterator[Path]:
+        """Older checkpoints, and what a killed process left half written. Records go before their tensors."""
+        kept = {path.stem for path in self._records()[:KEPT]}
+        for path in sorted(self.folder.iterdir()):
+            half_written = path.name.startswith(".step-") and path.name.endswith(".part")
+            if half_written or (path.name.startswith("step-") and path.stem not in kept):
+                yield path

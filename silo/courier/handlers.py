@@ -1,0 +1,285 @@
+"""What does the courier answer the aggregator?
+
+It writes the inbox, reads the outbox, and takes every limit from this site's own configuration, never from the message.
+Whatever goes wrong becomes a number; no exception's text, path or name leaves.
+
+A SuperNode brings one message after the other. So a site that caps its rate needs no memory of what it gave: an answer
+carries no more than the cap lets through in `_PACED_S` seconds, and is held back for as long as its bytes may take.
+"""
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+from pydantic import ValidationError
+
+from ddm.errors import ArchipelagoError, DigestError, DocumentError, MissingFileError, PolicyError, ReplayError
+from ddm.io.files import locked, read_bounded, write_atomic
+from ddm.transport.messages import (
+    MAX_SUBMISSION_FILES,
+    Ask,
+    Deliver,
+    Delivered,
+    Envelope,
+    Held,
+    Offer,
+    Pull,
+    Reply,
+    Report,
+    Request,
+    Shards,
+    Status,
+    StatusFile,
+    first_of,
+)
+from ddm.transport.shards import PartFolder, list_folder, read_spans, whole_spans
+
+_MAX_PLANS = 64
+_MAX_STATUS_BYTES = 4096
+_SETTLE_S = 5.0
+_POLL_S = 0.5
+# Well below the time to live of any message.
+_PACED_S = 10.0
+_SEQUENCE = re.compile(r"[1-9][0-9]{0,6}")
+
+
+@dataclass(frozen=True)
+class SiteLimits:
+    """Where this courier works and how much it takes and gives, from the site's own configuration.
+
+    Attributes:
+        site: the site folder.
+        bundle_bytes: most bytes of one plan's bundle.
+        shard_bytes: most bytes in one message, either way.
+        submission_bytes: most bytes of one submission.
+        bytes_per_s: most bytes a second that leave, on average over a few messages; 0 for as many as the line takes.
+    """
+
+    site: Path
+    bundle_bytes: int
+    shard_bytes: int
+    submission_bytes: int
+    bytes_per_s: int = 0
+
+    @classmethod
+    def of(cls, node_config: Mapping[str, object]) -> "SiteLimits":
+        """Read the node configuration that `silo.courier.supernode` gave the SuperNode."""
+        names = ("bundle_bytes", "shard_bytes", "submission_bytes", "bytes_per_s")
+        return cls(Path(unquote(str(node_config["site"]))), *(int(str(node_config[name])) for name in names))
+
+    @property
+    def answer_bytes(self) -> int:
+        """Most bytes in one answer."""
+        return min(self.shard_bytes, int(self.bytes_per_s * _PACED_S)) if self.bytes_per_s else self.shard_bytes
+
+
+def answer(
+    envelope: Envelope[Request], limits: SiteLimits, *, pause: Callable[[float], None] = time.sleep
+) -> Envelope[Reply]:
+    """Answer one valid request, no faster than this site lets bytes leave.
+
+    Args:
+        envelope: what the aggregator asks, with the bytes that came along.
+        limits: this site's own.
+        pause: waits for so many seconds.
+
+    Returns:
+        The reply; with a code in place of content when the request is refused or failed.
+    """
+    reply = _answer(envelope, limits)
+    if limits.bytes_per_s and reply.data:
+        pause(len(reply.data) / limits.bytes_per_s)
+    return reply
+
+
+def _answer(envelope: Envelope[Request], limits: SiteLimits) -> Envelope[Reply]:
+    request, data = envelope.message, envelope.data
+    try:
+        match request:
+            case Offer():
+                return Envelope(take_bundle(request, envelope.pieces(), limits))
+            case Ask():
+                return report(request, limits)
+            case Pull():
+                return give_shards(request, limits)
+            case Deliver():
+                return Envelope(take_receipt(request, data, limits))
+    except ArchipelagoError as error:
+        return Envelope(_refusal(request, error.exit_code))
+    except Exception:  # a bug or a full disk: the aggregator learns that it failed, and nothing more
+        return Envelope(_refusal(request, ArchipelagoError.exit_code))
+
+
+def take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits) -> Held:
+    """Collect a plan's bundle in the inbox; one that is complete is never touched again.
+
+    Args:
+        offer: the index, and the ranges that came along.
+        pieces: their bytes.
+        limits: this site's own.
+
+    Returns:
+        Whether the bundle is complete, else what is missing.
+
+    Raises:
+        PolicyError: the bundle is larger than this site takes, or the inbox is full of plans.
+        DigestError: a file is not the one in the index, or another bundle of this plan is complete already.
+    """
+    if sum(entry.num_bytes for entry in offer.files) > limits.bundle_bytes:
+        raise PolicyError("bundle", expected=f"at most {limits.bundle_bytes} bytes", got="more")
+    if any(entry.digest is None for entry in offer.files):
+        raise DocumentError("bundle index", expected="a digest for every file")
+    inbox = limits.site / "inbox"
+    folder = inbox / offer.plan_id
+    if not folder.exists() and sum(1 for _ in inbox.iterdir()) >= _MAX_PLANS:
+        raise PolicyError("inbox", expected=f"at most {_MAX_PLANS} plans", got="more")
+    folder.mkdir(exist_ok=True)
+    with locked(folder, "courier"):
+        target = folder / "bundle"
+        if target.exists():
+            held = list_folder(target, max_files=len(offer.files), max_bytes=limits.bundle_bytes, with_digest=True)
+            if held != tuple(sorted(offer.files, key=lambda entry: entry.path)):
+                raise DigestError("bundle", expected="the bundle received before", got="another")
+            return Held(complete=True)
+        part = PartFolder(target, offer.files)
+        part.write(zip(offer.spans, pieces, strict=True))
+        if part.finish():
+            return Held(complete=True)
+        return Held(missing=tuple(part.missing(limits.shard_bytes)))
+
+
+def report(ask: Ask, limits: SiteLimits) -> Envelope[Report]:
+    """Report a new submission at once, a new state after a few seconds, progress when the aggregator stops waiting.
+
+    A message costs a second of computing here, so states that follow each other quickly share one.
+
+    Args:
+        ask: what the aggregator knows already, and for how long it waits.
+        limits: this site's own.
+
+    Returns:
+        The worker's status, the newest submission that has no receipt, and its first bytes.
+    """
+    deadline = time.monotonic() + ask.wait_s
+    settled = min(time.monotonic() + _SETTLE_S, deadline)
+    while True:
+        status, sequence = read_status(ask.plan_id, limits), newest_sequence(ask.plan_id, limits)
+        now = time.monotonic()
+        news = (status.state, status.sequence) != (ask.known.state, ask.known.sequence)
+        if sequence > ask.received or (news and now >= settled) or now >= deadline:
+            break
+        time.sleep(_POLL_S)
+    if sequence <= ask.received:
+        return Envelope(Report(status=status))
+    submission = limits.site / "outbox" / ask.plan_id / str(sequence)
+    files = list_folder(submission, max_files=MAX_SUBMISSION_FILES, max_bytes=limits.submission_bytes)
+    spans = first_of(whole_spans(files), min(ask.max_bytes, limits.answer_bytes))
+    found = Report(status=status, sequence=sequence, files=files, spans=spans)
+    return Envelope(found, read_spans(submission, spans))
+
+
+def read_status(plan_id: str, limits: SiteLimits) -> Status:
+    """Read what the worker last said about one plan; nothing said means waiting.
+
+    Args:
+        plan_id: the plan.
+        limits: this site's own.
+
+    Returns:
+        The status; `waiting` when the worker is at another plan.
+
+    Raises:
+        DocumentError: the file is not as it must be.
+    """
+    try:
+        found = StatusFile.model_validate_json(read_bounded(limits.site / "outbox" / "status.json", _MAX_STATUS_BYTES))
+    except MissingFileError:
+        return Status()
+    except ValidationError:
+        raise DocumentError("status.json", expected="a valid status") from None
+    if found.plan_id != plan_id:
+        return Status()
+    return Status(state=found.state, progress=found.progress, sequence=found.sequence)
+
+
+def newest_sequence(plan_id: str, limits: SiteLimits) -> int:
+    """The highest submission in the outbox that has no receipt, 0 when there is none.
+
+    Args:
+        plan_id: the plan.
+        limits: this site's own.
+
+    Returns:
+        Its sequence number.
+    """
+    outbox, receipts = limits.site / "outbox" / plan_id, limits.site / "inbox" / plan_id / "receipts"
+    if not outbox.is_dir():
+        return 0
+    found = [int(path.name) for path in outbox.iterdir() if _SEQUENCE.fullmatch(path.name) and path.is_dir()]
+    newest = max(found, default=0)
+    return 0 if (receipts / f"{newest}.json").exists() else newest
+
+
+def give_shards(pull: Pull, limits: SiteLimits) -> Envelope[Shards]:
+    """Read the ranges asked for, or as much of them as one answer carries, from an approved submission.
+
+    Args:
+        pull: which submission, which ranges.
+        limits: this site's own.
+
+    Returns:
+        The ranges and their bytes.
+
+    Raises:
+        PolicyError: more bytes than this site gives in one message.
+        ReplayError: there is no such submission.
+    """
+    if sum(span.num_bytes for span in pull.spans) > limits.shard_bytes:
+        raise PolicyError("shards", expected=f"at most {limits.shard_bytes} bytes", got="more")
+    submission = limits.site / "outbox" / pull.plan_id / str(pull.sequence)
+    if not submission.is_dir():
+        raise ReplayError("submission", expected="one in the outbox", got="another")
+    spans = first_of(pull.spans, limits.answer_bytes)
+    return Envelope(Shards(spans=spans), read_spans(submission, spans))
+
+
+def take_receipt(deliver: Deliver, receipt: bytes, limits: SiteLimits) -> Delivered:
+    """Store a receipt for a submission that this site made, or a notice after the last; the first one counts.
+
+    Args:
+        deliver: which submission it is for.
+        receipt: its bytes; the worker verifies the signature.
+        limits: this site's own.
+
+    Returns:
+        The acknowledgement.
+
+    Raises:
+        ReplayError: no such submission was sent, or another receipt for it is here.
+    """
+    sent = (limits.site / "outbox" / deliver.plan_id).glob("[1-9]*")
+    newest = max((int(path.name) for path in sent if _SEQUENCE.fullmatch(path.name)), default=0)
+    # One more than was sent: a notice that the silo was withdrawn stands in the place of its next receipt.
+    if not (limits.site / "inbox" / deliver.plan_id).is_dir() or not 1 <= deliver.sequence <= newest + 1:
+        raise ReplayError("receipt", expected="one for a submission of this site", got="another")
+    path = limits.site / "inbox" / deliver.plan_id / "receipts" / f"{deliver.sequence}.json"
+    if not path.exists():
+        write_atomic(path, receipt)
+    elif read_bounded(path, len(receipt)) != receipt:
+        raise ReplayError("receipt", expected="the one received before", got="another")
+    return Delivered()
+
+
+def _refusal(request: Request, code: int) -> Reply:
+    match request:
+        case Offer():
+            return Held(code=code)
+        case Ask():
+            return Report(code=code)
+        case Pull():
+            return Shards(code=code)
+        case Deliver():
+            return Delivered(code=code)

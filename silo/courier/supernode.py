@@ -1,0 +1,252 @@
+"""How does a site's courier run? It keeps one Flower SuperNode alive, tied to this process, and nothing more.
+
+The SuperNode connects out to the aggregator (TLS against `courier/ca.pem`, authenticated by `courier/node.key`), waits
+for as long as it takes, and starts the ClientApp for every message. Flower believes a SuperNode that was killed alive
+for up to a minute and does not let it connect again meanwhile; so the courier signs such a one off before it starts the
+next, and where that fails it tries again until it may.
+
+On a machine that was very busy for a moment, a SuperNode answers a message twice, first with an error, and from then on
+sends with every message the answer to the one before, which comes too late. It never recovers, and is started anew.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from ddm.errors import SetupError
+from ddm.io.files import locked, require_file, write_atomic
+from ddm.system.processes import Child, flower_environment, free_port, script_command, spawn
+from silo.courier.clock import describe, seconds_ahead
+
+_RETRY_S = (1.0, 3.0, 6.0, 10.0)
+_SETTLED_S = 30.0
+_LOOK_EVERY_S = 2.0
+_SIGN_OFF_S = 15.0
+_NODE_ID = re.compile(r"SuperNode ID: ([0-9]{1,20})\b")
+_STEP = re.compile(r"(Receiving|Sending): \S+ message|(Start) `flwr-clientapp`")
+_PROBLEMS = {
+    "Failed to activate SuperNode": "the aggregator does not let this node in: it has not enrolled the node key, or "
+    "still believes an earlier connection alive (for a minute at most)",
+    "CERTIFICATE_VERIFY_FAILED": "the aggregator's certificate is not signed by courier/ca.pem",
+    "Unable to parse the private key file": "courier/node.key is not a private key that Flower can read",
+    "Connection attempt failed": "the aggregator cannot be reached",
+    # Signs of a working connection.
+    "SuperNode ID:": None,
+    "Connection successful": None,
+    "successfully": None,
+}
+_DEFAULT_SHARD_BYTES = 128 * 1024 * 1024
+_DEFAULT_SUBMISSION_BYTES = 1024**4  # of our own outbox; the policy bounds each expert and their number
+
+
+def make_node_key(path: Path) -> str:
+    """Make the key that authenticates this site's node, readable by its owner only.
+
+    Args:
+        path: where the private key goes; nothing may be there.
+
+    Returns:
+        The public key, one line in OpenSSH format, for the enrolment card.
+
+    Raises:
+        SetupError: a file is there already.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise SetupError(str(path), expected="no file", got="one", remedy="Keep the node key that is there.") from None
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode("ascii")
+
+
+def answers_late(log: str) -> bool:
+    """Whether a SuperNode's last answer was sent before anything was started that could have made it.
+
+    Args:
+        log: the end of its log.
+    """
+    steps = [found[1] or found[2] for found in _STEP.finditer(log)]
+    while steps and steps[-1] != "Sending":
+        steps.pop()
+    if "Receiving" not in steps:
+        return False
+    last = len(steps) - steps[::-1].index("Receiving")
+    return "Start" not in steps[last:]
+
+
+class Courier:
+    """One site's SuperNode, kept alive by calling `check` every second.
+
+    Args:
+        site: the site folder.
+        address: the aggregator, `host:port`.
+        max_bundle_bytes: most bytes of one plan's bundle that this site takes.
+        max_shard_bytes: most bytes in one message, either way.
+        max_submission_bytes: most bytes of one submission.
+        max_bytes_per_s: most bytes a second that leave; 0 for as many as the line takes.
+    """
+
+    def __init__(
+        self,
+        site: Path,
+        *,
+        address: str,
+        max_bundle_bytes: int,
+        max_shard_bytes: int = _DEFAULT_SHARD_BYTES,
+        max_submission_bytes: int = _DEFAULT_SUBMISSION_BYTES,
+        max_bytes_per_s: int = 0,
+    ) -> None:
+        self._site, self._address = site.absolute(), address
+        self._limits = {
+            "bundle_bytes": max_bundle_bytes,
+            "shard_bytes": max_shard_bytes,
+            "submission_bytes": max_submission_bytes,
+            "bytes_per_s": max_bytes_per_s,
+        }
+        self._courier = self._site / "courier"
+        self._node: Child | None = None
+        self._num_restarts = 0
+        self._num_failures = 0
+        self._next_start = 0.0
+        self._next_look = 0.0
+        self._started = False
+        self._wrong_clock: str | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Courier":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the SuperNode; it waits by itself for an aggregator that is not up yet.
+
+        Raises:
+            MissingFileError: the node key or the certificate is missing, or Flower is not installed.
+            BusyError: another courier works on this site.
+        """
+        require_file(self._courier / "node.key", "the node key", remedy="Make the site with `silo init`.")
+        require_file(self._courier / "ca.pem", "the federation's certificate", remedy="Make the site with `silo init`.")
+        self._stack.enter_context(locked(self._courier, "courier"))
+        for folder in (self._courier / "flwr", self._site / "inbox"):
+            folder.mkdir(exist_ok=True)
+        self._started = True
+        self._spawn()
+
+    def node_config(self) -> str:
+        """What the ClientApp learns from its SuperNode: the site folder, percent-encoded, and the limits."""
+        site = f'site="{quote(str(self._site))}"'
+        return " ".join([site, *(f"{name}={value}" for name, value in self._limits.items())])
+
+    def _sign_off(self) -> None:
+        """Best effort, once: what it cannot do, a minute does."""
+        path = self._courier / "flwr" / "node_id"
+        if not path.is_file():
+            return
+        arguments = [self._address, path.read_text().strip(), str(self._courier)]
+        path.unlink()
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                [sys.executable, "-P", "-m", "silo.client_app", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=flower_environment(self._courier / "flwr"),
+                start_new_session=True,
+                timeout=_SIGN_OFF_S,
+                check=False,
+            )
+
+    def _spawn(self) -> None:
+        self._sign_off()
+        command = [
+            *script_command("flower-supernode"),
+            *("--superlink", self._address),
+            *("--root-certificates", str(self._courier / "ca.pem")),
+            *("--auth-supernode-private-key", str(self._courier / "node.key")),
+            *("--node-config", self.node_config()),
+            *("--host", "127.0.0.1", "--port", str(free_port())),
+        ]
+        log_path = self._courier / "flwr" / "supernode.log"
+        self._node = spawn(
+            command,
+            name="SuperNode",
+            log_path=log_path,
+            env=flower_environment(self._courier / "flwr"),
+            cwd=self._courier / "flwr",
+        )
+
+    def check(self) -> None:
+        """Start the SuperNode again when it has ended, ever more slowly while it keeps ending; call every second."""
+        node, now = self._node, time.monotonic()
+        if node is None:
+            if self._started and now >= self._next_start:
+                self._num_restarts += 1
+                self._spawn()
+            return
+        if node.running():
+            self._look_after(node, now)
+            return
+        self._next_start = now + _RETRY_S[min(self._num_failures, len(_RETRY_S) - 1)]
+        self._num_failures += 1
+        self._node = None
+        # Flower ends without a word when the aggregator finds its signature too old or too new.
+        self._wrong_clock = describe(seconds_ahead(self._address))
+
+    def _look_after(self, node: Child, now: float) -> None:
+        """Note the node's number for a sign-off; end a SuperNode that waits for a helper which died."""
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_EVERY_S
+        path = self._courier / "flwr" / "node_id"
+        if not path.exists() and (found := _NODE_ID.findall(node.log_tail())):
+            write_atomic(path, found[-1].encode())
+        if now - node.started_at > _SETTLED_S:
+            self._num_failures, self._wrong_clock = 0, None
+            if node.num_descendants() == 0 or answers_late(node.log_tail()):
+                node.kill()
+
+    def stop(self) -> None:
+        """End the SuperNode and all it started, within a few seconds."""
+        self._started = False
+        node, self._node = self._node, None
+        if node is not None:
+            node.terminate()
+            if node.returncode == 0:
+                # It signed off by itself.
+                (self._courier / "flwr" / "node_id").unlink(missing_ok=True)
+        self._stack.close()
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no connection, in one sentence, as far as clock and log tell; None while nothing is known."""
+        if self._wrong_clock or self._node is None:
+            return self._wrong_clock
+        tail = self._node.log_tail()
+        latest = max(_PROBLEMS, key=tail.rfind)
+        return _PROBLEMS[latest] if latest in tail else None
+
+    def info(self) -> dict[str, object]:
+        """What runs: process ids of the SuperNode and its guard, how often it was restarted, what is wrong."""
+        node = self._node
+        return {
+            "supernode_pid": node.pid if node else None,
+            "guard_pid": node.guard_pid if node else None,
+            "num_restarts": self._num_restarts,
+            "problem": self.problem,
+        }

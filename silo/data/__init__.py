@@ -1,0 +1,1 @@
+"""A silo's own images, as the plan wants to see them."""

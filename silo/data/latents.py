@@ -1,0 +1,91 @@
+"""What experts see of this site's images: the images, or latents encoded once and kept in `private/`.
+
+Latents lie in a file and are read through the page cache, so that encoding takes the memory of one block and training
+that of what it reads. The file is named by what it was made of: other images or another autoencoder never find it.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ddm.encoders import Progress
+from ddm.encoders.autoencoder import AutoencoderKl, Latent
+from ddm.errors import DataError
+from ddm.io.files import sync_folder
+from ddm.protocol.base import sha256_hex
+from ddm.protocol.plan import AutoencoderKlLatent, Plan
+from silo.data.captions import texts_of
+from silo.data.cohort import Cohort
+
+_PREFIX = "latents-"
+_GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
+
+
+def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_progress: Progress) -> None:
+    """Encode every image into a file in `folder`, unless that is there already; latents of other plans are removed.
+
+    Args:
+        cohort: the images, in pixels.
+        latent: the plan's.
+        plan: the accepted plan.
+        folder: private to the worker.
+        on_progress: called with images encoded and images in all; what it raises ends the work, and it begins anew.
+
+    Raises:
+        NumericalError: latents that are not finite.
+        OSError: the disk is full.
+    """
+    path = _path(cohort, plan, folder)
+    for other in folder.glob(f"{_PREFIX}*"):
+        if other != path:
+            other.unlink()
+    if path is None or path.exists() or not isinstance(latent, AutoencoderKl):
+        return
+    part = path.with_suffix(".part")
+    shape = (len(cohort.images), *plan.expert_shape)
+    kept = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=shape)
+    if hasattr(os, "posix_fallocate"):  # to a process that writes into a mapped file, a full disk is a deadly signal
+        with part.open("r+b") as handle:
+            os.posix_fallocate(handle.fileno(), 0, part.stat().st_size)
+    latent.encode_into(cohort.images, torch.from_numpy(kept), on_progress)
+    kept.flush()
+    del kept
+    with part.open("rb") as handle:
+        os.fsync(handle.fileno())
+    part.replace(path)
+    sync_folder(folder)
+
+
+def as_seen(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
+    """Return the cohort with what experts see in place of its images and, where they are told texts, what they hear.
+
+    Its digest stays that of the pixels and captions.
+
+    Raises:
+        DataError: the latents of these images, or the vectors of these captions, are not there, or are others.
+    """
+    cohort = replace(cohort, text_NLD=texts_of(cohort, plan, folder))
+    path = _path(cohort, plan, folder)
+    if path is None:
+        return cohort
+    shape = (len(cohort.images), *plan.expert_shape)
+    try:
+        kept = np.load(path, mmap_mode="c", allow_pickle=False)
+        fits = (kept.shape, kept.dtype) == (shape, np.float32)
+    except (OSError, ValueError) as error:
+        raise DataError("latents", expected="those of this plan", got="none", remedy=_GIVE_UP) from error
+    if not fits:
+        raise DataError("latents", expected=f"float32 {shape}", got="another array", remedy=_GIVE_UP)
+    return replace(cohort, images=torch.from_numpy(kept))
+
+
+def _path(cohort: Cohort, plan: Plan, folder: Path) -> Path | None:
+    """Return where latents lie; None where experts see the images."""
+    latent = plan.latent
+    if not isinstance(latent, AutoencoderKlLatent):
+        return None
+    made_of = f"{cohort.digest} {plan.file(latent.path).digest} {latent.model_dump_json()}"
+    return folder / f"{_PREFIX}{sha256_hex(made_of.encode())[:32]}.npy"

@@ -1,0 +1,127 @@
+"""How a plan comes in: copied out of the hostile inbox, verified against the pinned root, then read."""
+
+import re
+import shutil
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from ddm.errors import DigestError, NumericalError, PolicyError, ReplayError
+from ddm.io.files import copy_tree_bounded, read_bounded, sync_folder
+from ddm.io.tensors import stored_bytes
+from ddm.loading.plan import PlanFiles, release_noise_level
+from ddm.models import expected_tensors
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, sha256_hex
+from ddm.protocol.plan import Plan
+from ddm.trust.verify import verify_bundle
+from silo.config import Policy, Site
+from silo.plan.policy import check_plan
+
+
+@dataclass(frozen=True)
+class AcceptedPlan:
+    """A verified plan and where its files lie on this site.
+
+    Attributes:
+        plan: parsed from the verified bytes.
+        digest: sha256 of those bytes; pinned from acceptance on.
+        folder: holds `plan.json` and `plan/`.
+    """
+
+    plan: Plan
+    digest: str
+    folder: Path
+
+    def files(self) -> PlanFiles:
+        """Load the plan's public tensors."""
+        return PlanFiles.load(self.plan, self.folder)
+
+
+def plan_folder(site: Site, plan_id: str) -> Path:
+    """Where the worker keeps its own copy of a plan's bundle."""
+    return site.private / "plans" / plan_id
+
+
+def waiting_plans(site: Site) -> list[str]:
+    """List the plans whose bundle is complete in the inbox and on which this site never worked, oldest first."""
+    bundles = [path for path in site.inbox.glob("*/bundle") if re.fullmatch(PLAN_ID_PATTERN, path.parent.name)]
+    ordered = sorted(bundles, key=lambda path: path.lstat().st_mtime)
+    return [path.parent.name for path in ordered if not workplace_folder(site, path.parent.name).exists()]
+
+
+def workplace_folder(site: Site, plan_id: str) -> Path:
+    """Where the site works on a plan; it exists from acceptance on, also after the work is done."""
+    return site.private / "checkpoints" / plan_id
+
+
+def receive_plan(
+    site: Site, plan_id: str, policy: Policy, *, silo_id: str, max_bytes: int, now: datetime
+) -> AcceptedPlan:
+    """Copy, verify and check one plan; only a plan that passes everything gets its folder.
+
+    Raises:
+        TrustError: the bundle is not signed as the pinned root demands.
+        FormatError: the bundle or a document in it is malformed.
+        PolicyError: the plan asks for more than this site allows.
+    """
+    part = plan_folder(site, plan_id).with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        copy_tree_bounded(site.inbox / plan_id / "bundle", part, max_bytes=max_bytes)
+        root = site.root_path.read_bytes()
+        verified = verify_bundle(part, root, state=site.private / "trust", now=now)
+        if verified.plan_id != plan_id:
+            raise ReplayError("plan bundle", expected=plan_id, got=verified.plan_id)
+        accepted = _read_plan(part, plan_id, verified.files["plan.json"].digest)
+        listed = {file.path: (file.bytes, file.digest) for file in accepted.plan.files}
+        signed = {name: (file.bytes, file.digest) for name, file in verified.files.items() if name != "plan.json"}
+        if listed != signed:
+            raise DigestError("plan.json", expected="exactly the files that are signed", got="another list")
+        check_plan(accepted.plan, policy, silo_id=silo_id, now=now)
+        _check_size(accepted.plan)
+        _check_noise(accepted)
+        shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
+        part.rename(plan_folder(site, plan_id))
+        sync_folder(part.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return load_accepted(site, plan_id, accepted.digest)
+
+
+def _check_noise(accepted: AcceptedPlan) -> None:
+    """Open the plan's files, and see that its sketches would be more than noise, before weeks of training."""
+    try:
+        release_noise_level(accepted.plan, accepted.files().sketch)
+    except NumericalError as error:
+        raise PolicyError(
+            f"plan {accepted.plan.plan_id}: {error.subject}", expected=error.expected, got=error.got
+        ) from error
+
+
+def _check_size(plan: Plan) -> None:
+    """Hold the architecture to the size that the plan declares, before anything of that size is allocated."""
+    needed = stored_bytes(expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition))
+    if needed > plan.limits.expert_bytes:
+        limit = f"at most the plan's own limit of {plan.limits.expert_bytes} bytes"
+        raise PolicyError(f"plan {plan.plan_id}: size of an expert", expected=limit, got=f"{needed} bytes")
+
+
+def load_accepted(site: Site, plan_id: str, digest: str) -> AcceptedPlan:
+    """Read a plan accepted earlier; its digest was pinned then, so expiry no longer matters.
+
+    Raises:
+        DigestError: the site's copy changed since.
+    """
+    return _read_plan(plan_folder(site, plan_id), plan_id, digest)
+
+
+def _read_plan(bundle: Path, plan_id: str, digest: str) -> AcceptedPlan:
+    folder = bundle / "targets" / plan_id
+    data = read_bounded(folder / "plan.json", MAX_DOCUMENT_BYTES)
+    if sha256_hex(data) != digest:
+        raise DigestError("plan.json", expected="the digest pinned on acceptance", got="another")
+    plan = Plan.parse(data, subject="plan.json")
+    if plan.plan_id != plan_id:
+        raise ReplayError("plan.json", expected=plan_id, got=plan.plan_id)
+    return AcceptedPlan(plan=plan, digest=digest, folder=folder)

@@ -1,0 +1,387 @@
+"""How much privacy has this site spent, over every plan, federation and dataset version?
+
+One line a record, each naming the digest of the line before it. A debit covers everything that one plan draws from one
+version of the data, and stands here, durably, before any of that noise is drawn; each draw is recorded here before it
+is used, so that one debit never pays for it twice. The budget holds for plans chosen in the light of earlier releases
+(docs/adr/0007-a-ledger-for-adaptive-plans.md).
+
+The head (number of records and digest of the last) is kept in a second file, written after the ledger: a ledger shorter
+than its head was cut, one record longer was interrupted between the two writes. A half line behind the head is a write
+that never finished: no noise was drawn for it, and it is removed. Anything else is refused. Both files put back
+together to an older state look genuine here; the aggregator sees it, since the chain of digests in the next submission
+does not extend the last one.
+"""
+
+import fcntl
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from ddm.errors import BudgetError, DocumentError, LedgerError
+from ddm.io.files import sync_folder, write_atomic
+from ddm.privacy.accounting import GaussianMechanism, Mechanism, adaptive_epsilon
+from ddm.privacy.plan_cost import Kind
+from ddm.protocol.base import (
+    Digest,
+    Document,
+    NaturalInt,
+    PlanId,
+    PositiveInt,
+    Time,
+    Unit,
+    check_json,
+    now_utc,
+    sha256_hex,
+)
+from ddm.protocol.plan import Budget
+
+MAX_RECORDS = 4096  # as many as a submission's chain may hold
+_MAX_LINE = 4096
+_GENESIS = sha256_hex(b"archipelago/ledger/1")
+_SAME = 1e-9
+_SLACK = 1 + 1e-9  # a budget of exactly what a plan asks is enough
+
+
+class Debit(Document):
+    """Privacy spent: all that a plan draws from one version of the data."""
+
+    record: Literal["debit"] = "debit"
+    number: PositiveInt
+    previous: Digest
+    at: Time
+    unit: Unit
+    relation: Literal["replace_one"] = "replace_one"
+    plan_id: PlanId
+    plan_digest: Digest
+    mechanisms: Annotated[dict[Kind, Annotated[Mechanism, Field(discriminator="kind")]], Field(min_length=1)]
+    dataset_digest: Digest
+
+
+class Draw(Document):
+    """Noise drawn for one kind of a debit's releases, by the digest of the file that holds it."""
+
+    record: Literal["draw"] = "draw"
+    number: PositiveInt
+    previous: Digest
+    at: Time
+    debit: Digest
+    kind: Kind
+    draw_digest: Digest
+
+
+class _Head(Document):
+    format: Literal["archipelago/ledger-head/1"] = "archipelago/ledger-head/1"
+    num_entries: NaturalInt
+    head_digest: Digest
+
+
+_RECORD: TypeAdapter[Debit | Draw] = TypeAdapter(Annotated[Debit | Draw, Field(discriminator="record")])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the ledger: the sha256 of its bytes and what it says."""
+
+    digest: str
+    record: Debit | Draw
+
+
+class Ledger:
+    """The privacy ledger of one site.
+
+    Args:
+        path: the ledger; its head, locks and draws lie beside it. A new one is begun where none of them is.
+        budget: what the site may spend over all time.
+        unit: whom the budget protects. One for images counts plans by patient too: what hides all of a patient's images
+            hides each of them. One for patients cannot count plans by image.
+    """
+
+    def __init__(self, path: Path, *, budget: Budget, unit: Unit) -> None:
+        self.path = path
+        self.budget = budget
+        self.unit = unit
+        self.draws = path.with_name("draws")
+        self._head_path = path.with_suffix(".head")
+
+    def spend(
+        self,
+        plan_id: str,
+        plan_digest: str,
+        dataset_digest: str,
+        unit: Unit,
+        mechanisms: Mapping[Kind, Mechanism],
+    ) -> Entry:
+        """Debit all that a plan draws; call it before the first noise is drawn.
+
+        The same plan and dataset are debited once: asked again, the ledger answers with the first entry, so a worker
+        that crashed after its debit does not pay twice.
+
+        Args:
+            plan_id: the plan.
+            plan_digest: sha256 of its signed bytes.
+            dataset_digest: of the cohort; another dataset is another debit.
+            unit: whom the plan's releases protect.
+            mechanisms: all that the plan draws. It counts whole from here on: whether a part is drawn may hang on what
+                the others showed, and so saves nothing.
+
+        Raises:
+            BudgetError: the total would go over the budget; nothing was debited.
+            LedgerError: the ledger is damaged, or `unit` protects less than this ledger counts.
+        """
+        _check_unit("plan", unit, self.unit)
+        with self._locked() as entries:
+            paid = _debit_of(entries, plan_digest, dataset_digest)
+            if paid:
+                if paid[1].unit != unit or not _alike(paid[1].mechanisms, mechanisms):
+                    raise LedgerError("ledger", expected="what was first debited for this plan", got="another debit")
+                return paid[0]
+            self._check_budget(entries, mechanisms)
+            number, previous = len(entries) + 1, _last(entries)
+            debit = Debit(
+                number=number,
+                previous=previous,
+                at=now_utc(),
+                unit=unit,
+                plan_id=plan_id,
+                plan_digest=plan_digest,
+                mechanisms=dict(mechanisms),
+                dataset_digest=dataset_digest,
+            )
+            return self._append(debit)
+
+    def check_affordable(self, plan_digest: str, dataset_digest: str, mechanisms: Mapping[Kind, Mechanism]) -> None:
+        """Refuse a plan that would go over the budget, long before it is debited.
+
+        Args:
+            plan_digest: the plan's.
+            dataset_digest: of the cohort.
+            mechanisms: all that the plan draws; a plan that was debited already is paid for.
+
+        Raises:
+            BudgetError: the total would go over the budget; nothing was debited.
+            LedgerError: the ledger is damaged.
+        """
+        with self._locked() as entries:
+            if not _debit_of(entries, plan_digest, dataset_digest):
+                self._check_budget(entries, mechanisms)
+
+    def record_draw(self, debit: Entry, kind: Kind, draw_digest: str) -> Entry:
+        """Record that `kind` was drawn for `debit`; call it once the draw is durable and before it is used.
+
+        Raises:
+            LedgerError: no such debit covers it, it was drawn before, or the ledger is damaged.
+        """
+        with self._locked() as entries:
+            if not any(entry.digest == debit.digest and kind in each.mechanisms for entry, each in _debits(entries)):
+                raise LedgerError("draw", expected="a debit in this ledger", got="none")
+            if _draw_of(entries, debit, kind) is not None:
+                raise LedgerError("draw", expected="one draw for one debit", got="a second one")
+            draw = Draw(
+                number=len(entries) + 1,
+                previous=_last(entries),
+                at=now_utc(),
+                debit=debit.digest,
+                kind=kind,
+                draw_digest=draw_digest,
+            )
+            return self._append(draw)
+
+    def draw_of(self, debit: Entry, kind: Kind) -> str | None:
+        """Return the digest of what was drawn of `kind` for `debit`, or None if nothing was."""
+        with self._locked() as entries:
+            return _draw_of(entries, debit, kind)
+
+    def verify(self) -> None:
+        """Check every line, the chain, and the head.
+
+        Raises:
+            LedgerError: a line was edited, lost or added, or the head was replaced.
+        """
+        with self._locked():
+            pass
+
+    @property
+    def head(self) -> tuple[str, int, tuple[str, ...]]:
+        """The last record's digest, the number of records, and every record's digest, oldest first."""
+        with self._locked() as entries:
+            return _last(entries), len(entries), tuple(entry.digest for entry in entries)
+
+    def spent(self, plan_digest: str | None = None) -> tuple[float, float]:
+        """Return the (epsilon, delta) of everything spent, or of one plan, at the budget's delta."""
+        with self._locked() as entries:
+            debits = [debit for _, debit in _debits(entries) if plan_digest in (None, debit.plan_digest)]
+        steps = [_step(debit.mechanisms) for debit in debits]
+        return adaptive_epsilon(steps, self.budget.delta), self.budget.delta
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Hold the right to draw: between a debit and its draw no other process may draw for it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _flocked(self.path.with_suffix(".drawing.lock")):
+            yield
+
+    def _check_budget(self, entries: tuple[Entry, ...], mechanisms: Mapping[Kind, Mechanism]) -> None:
+        if len(entries) + 1 + len(mechanisms) > MAX_RECORDS:
+            raise LedgerError("ledger", expected=f"room for a debit and its draws in {MAX_RECORDS} records", got="none")
+        steps = [*(_step(debit.mechanisms) for _, debit in _debits(entries)), _step(mechanisms)]
+        epsilon = adaptive_epsilon(steps, self.budget.delta)
+        if not epsilon <= self.budget.epsilon * _SLACK:
+            raise BudgetError(
+                "privacy ledger",
+                expected=f"epsilon of at most {self.budget.epsilon:g} at delta {self.budget.delta:g} in all",
+                got=f"{epsilon:.4g} with this plan",
+            )
+
+    @contextmanager
+    def _locked(self) -> Iterator[tuple[Entry, ...]]:
+        """Hold the ledger for one process at a time, verified and mended where that is safe."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _flocked(self.path.with_suffix(".lock")):
+            self._begin()
+            yield self._read()
+
+    def _begin(self) -> None:
+        """Begin a new ledger where nothing remains of an old one; each step may be the last before a crash."""
+        if self.draws.is_dir():
+            return
+        if not self._head_path.exists():
+            if self.path.exists():
+                raise LedgerError("ledger head", expected="the file beside the ledger", got="none")
+            self._write_head(0, _GENESIS)
+        if not self.path.exists() and self._read_head().num_entries == 0:
+            write_atomic(self.path, b"", mode=0o600)
+        self.draws.mkdir(mode=0o700)
+        sync_folder(self.path.parent)
+
+    def _read(self) -> tuple[Entry, ...]:
+        head = self._read_head()
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise LedgerError("ledger", expected=f"{head.num_entries} records", got="no readable file") from error
+        *lines, torn = data.split(b"\n")
+        entries = _parse(lines, self.unit)
+        if len(entries) < head.num_entries:
+            raise LedgerError("ledger", expected=f"{head.num_entries} records, as its head says", got=f"{len(entries)}")
+        if len(entries) > head.num_entries + 1 or (len(entries) > head.num_entries and torn):
+            raise LedgerError("ledger", expected=f"{head.num_entries} records, as its head says", got="more")
+        if _last(entries[: head.num_entries]) != head.head_digest:
+            raise LedgerError("ledger head", expected="the digest of the ledger's last record", got="another")
+        if torn:
+            self._cut(len(data) - len(torn))
+        if len(entries) > head.num_entries:
+            self._write_head(len(entries), _last(entries))
+        return entries
+
+    def _append(self, record: Debit | Draw) -> Entry:
+        """Write a line, then the head; both are durable when this returns.
+
+        A write that fails is left as it is: the next reading removes half a line and counts a whole one as spent.
+        """
+        if record.number > MAX_RECORDS:
+            raise LedgerError("ledger", expected=f"at most {MAX_RECORDS} records", got="one more")
+        line = record.encode()
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "wb", buffering=0) as handle:
+                if handle.write(line + b"\n") != len(line) + 1:
+                    raise OSError("short write")
+                os.fsync(handle.fileno())
+            sync_folder(self.path.parent)
+            entry = Entry(sha256_hex(line), record)
+            self._write_head(record.number, entry.digest)
+        except OSError as error:
+            raise LedgerError("ledger", expected="a durable record", got="a write that failed") from error
+        return entry
+
+    def _cut(self, size: int) -> None:
+        with self.path.open("rb+") as handle:
+            handle.truncate(size)
+            os.fsync(handle.fileno())
+
+    def _write_head(self, num_entries: int, digest: str) -> None:
+        write_atomic(self._head_path, _Head(num_entries=num_entries, head_digest=digest).encode(), mode=0o600)
+
+    def _read_head(self) -> _Head:
+        try:
+            return _Head.parse(self._head_path.read_bytes(), subject="ledger head", limit=_MAX_LINE)
+        except (OSError, DocumentError) as error:
+            raise LedgerError("ledger head", expected="the file beside the ledger", got="none that reads") from error
+
+
+@contextmanager
+def _flocked(path: Path) -> Iterator[None]:
+    """Wait for the lock; it ends with the process, however it ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _parse(lines: list[bytes], unit: Unit) -> tuple[Entry, ...]:
+    """Check each line by itself and against the one before."""
+    entries: list[Entry] = []
+    for number, line in enumerate(lines, start=1):
+        subject = f"ledger record {number}"
+        try:
+            check_json(line, subject=subject, limit=_MAX_LINE)
+            record = _RECORD.validate_json(line)
+        except (DocumentError, ValidationError) as error:
+            raise LedgerError(subject, expected="a record as it was written", got="another line") from error
+        if record.encode() != line or record.number != number or record.previous != _last(tuple(entries)):
+            raise LedgerError(subject, expected="a record that follows the one before", got="another")
+        if isinstance(record, Debit):
+            _check_unit(subject, record.unit, unit)
+        entries.append(Entry(sha256_hex(line), record))
+    return tuple(entries)
+
+
+def _check_unit(subject: str, unit: Unit, counted: Unit) -> None:
+    if (unit, counted) == ("image", "patient"):
+        raise LedgerError(
+            subject,
+            expected="releases by patient, since the policy's privacy.unit is patient",
+            got="releases by image, which say nothing about a patient",
+            remedy="What this site released by image cannot be counted by patient: set privacy.unit back to image.",
+        )
+
+
+def _alike(paid: Mapping[Kind, Mechanism], asked: Mapping[Kind, Mechanism]) -> bool:
+    """Whether these are the same releases; mu is computed, and another machine may round it otherwise."""
+
+    def same(one: Mechanism, other: Mechanism) -> bool:
+        if isinstance(one, GaussianMechanism) and isinstance(other, GaussianMechanism):
+            return math.isclose(one.mu, other.mu, rel_tol=_SAME)
+        return one == other
+
+    return paid.keys() == asked.keys() and all(same(paid[kind], asked[kind]) for kind in paid)
+
+
+def _last(entries: tuple[Entry, ...]) -> str:
+    return entries[-1].digest if entries else _GENESIS
+
+
+def _debits(entries: tuple[Entry, ...]) -> Iterator[tuple[Entry, Debit]]:
+    return ((entry, entry.record) for entry in entries if isinstance(entry.record, Debit))
+
+
+def _debit_of(entries: tuple[Entry, ...], plan_digest: str, dataset_digest: str) -> tuple[Entry, Debit] | None:
+    key = (plan_digest, dataset_digest)
+    return next((pair for pair in _debits(entries) if (pair[1].plan_digest, pair[1].dataset_digest) == key), None)
+
+
+def _step(mechanisms: Mapping[Kind, Mechanism]) -> tuple[Mechanism, ...]:
+    return tuple(mechanisms[kind] for kind in sorted(mechanisms))
+
+
+def _draw_of(entries: tuple[Entry, ...], debit: Entry, kind: Kind) -> str | None:
+    draws = (entry.record for entry in entries if isinstance(entry.record, Draw))
+    return next((draw.draw_digest for draw in draws if (draw.debit, draw.kind) == (debit.digest, kind)), None)

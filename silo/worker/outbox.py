@@ -1,0 +1,168 @@
+"""What would leave, and how it leaves: the draft, its review, its signature, the outbox."""
+
+import shutil
+from collections.abc import Mapping
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from ddm.errors import ApprovalError
+from ddm.io.files import link_or_copy, sync_folder, write_atomic
+from ddm.loading.plan import PlanFiles, release_noise_level
+from ddm.privacy.plan_cost import Kind, mechanisms
+from ddm.protocol.base import File, sha256_file, sha256_hex
+from ddm.protocol.plan import Plan, SiloPartition
+from ddm.protocol.submission import (
+    Approval,
+    AuditVerdict,
+    LedgerHead,
+    NoWeightPrivacy,
+    Spent,
+    Submission,
+    SubmittedClassCounts,
+    SubmittedCounts,
+    SubmittedExpert,
+    SubmittedMoments,
+    SubmittedRelease,
+    SubmittedSketch,
+    expert_path,
+    release_terms,
+    submission_path,
+)
+from ddm.trust.keys import SigningKey
+from ddm.trust.silo_role import sign_silo_metadata
+from silo.config import Isolation, Site
+from silo.plan.acceptance import AcceptedPlan
+from silo.plan.workspace import TrainingRecord, Workplace
+from silo.privacy.ledger import Ledger
+from silo.privacy.releases import RELEASE_NAMES
+from silo.worker.training import find_parts
+
+
+def draft(
+    accepted: AcceptedPlan,
+    work: Workplace,
+    files: PlanFiles,
+    ledger: Ledger,
+    verdict: AuditVerdict,
+    *,
+    silo_id: str,
+    sequence: int,
+    isolation: Isolation,
+    now: datetime,
+) -> Submission:
+    """Write down everything that would leave; what is missing is the approval, and the signature over all of it."""
+    plan = accepted.plan
+    parts = find_parts(plan, files, work, silo_id)
+    records = [work.record(part.expert_id) for part in parts]
+    one_a_unit = isinstance(plan.partition, SiloPartition) and plan.releases.unit == "image"
+    head_digest, num_entries, chain = ledger.head
+    return Submission(
+        plan_id=plan.plan_id,
+        plan_digest=accepted.digest,
+        silo_id=silo_id,
+        sequence=sequence,
+        created_at=now,
+        num_units=records[0].num_units,
+        isolation=isolation,
+        experts=tuple(
+            _submitted_expert(record, part.cluster, work, silo_id, with_images=one_a_unit)
+            for record, part in zip(records, parts, strict=True)
+        ),
+        releases=tuple(_submitted_release(kind, plan, files, work) for kind in mechanisms(plan)),
+        spent=Spent(epsilon=plan.releases.total.epsilon, delta=plan.releases.total.delta, unit=plan.releases.unit),
+        ledger=LedgerHead(head_digest=head_digest, num_entries=num_entries, chain=chain),
+        audit=verdict,
+        approval=None,
+        software={"archipelago": version("archipelago"), "torch": version("torch")},
+    )
+
+
+def _submitted_expert(
+    record: TrainingRecord, cluster: int | None, work: Workplace, silo_id: str, *, with_images: bool
+) -> SubmittedExpert:
+    """Describe one expert: how many images it is made of only where that is the silo's public number of units."""
+    return SubmittedExpert(
+        expert_id=record.expert_id,
+        cluster=cluster,
+        num_images=record.num_images if with_images else None,
+        steps=record.steps,
+        file=File.of(expert_path(silo_id, record.expert_id), work.expert_path(record.expert_id)),
+        training=record.training,
+        privacy=NoWeightPrivacy(),
+    )
+
+
+def _submitted_release(kind: Kind, plan: Plan, files: PlanFiles, work: Workplace) -> SubmittedRelease:
+    epsilon, delta = release_terms(plan.releases)[kind]
+    file = File.of(RELEASE_NAMES[kind], work.releases / RELEASE_NAMES[kind])
+    match kind:
+        case "counts":
+            return SubmittedCounts(epsilon=epsilon, delta=delta, file=file)
+        case "class_counts":
+            return SubmittedClassCounts(epsilon=epsilon, delta=delta, file=file)
+        case "moments":
+            return SubmittedMoments(epsilon=epsilon, delta=delta, file=file)
+        case "sketch":
+            t_release = release_noise_level(plan, files.sketch) or 0.0
+            return SubmittedSketch(epsilon=epsilon, delta=delta, t_release=t_release, file=file)
+
+
+def stage_review(draft_submission: Submission, work: Workplace, review: Path) -> str:
+    """Lay out, byte for byte, what would leave, for a person to look at; return the draft's digest."""
+    shutil.rmtree(review, ignore_errors=True)
+    review.mkdir(parents=True)
+    for path, source in payload(draft_submission, work).items():
+        link_or_copy(source, review / path)
+    write_atomic(review / "draft.json", draft_submission.encode())
+    return draft_submission.digest
+
+
+def payload(submission: Submission, work: Workplace) -> Mapping[str, Path]:
+    """The tensor files that leave with a submission: relative path to where each lies on this site."""
+    experts = {expert.file.path: work.expert_path(expert.expert_id) for expert in submission.experts}
+    releases = {release.file.path: work.releases / release.file.path for release in submission.releases}
+    return {**experts, **releases}
+
+
+def send(
+    draft_submission: Submission, work: Workplace, site: Site, key: SigningKey, approval: Approval, *, now: datetime
+) -> Submission:
+    """Sign an approved draft and move it into the outbox in one rename; what is there already is left as it is.
+
+    The silo's signature lists the submission and its experts; the releases stand in the submission as digests.
+
+    Raises:
+        ApprovalError: a file changed since it was reviewed.
+    """
+    submission = draft_submission.model_copy(update={"approval": approval})
+    files = payload(submission, work)
+    final = site.outbox / submission.plan_id / str(submission.sequence)
+    if final.exists():
+        return Submission.parse((final / submission_path(submission.silo_id)).read_bytes(), subject="submission.json")
+    _check_unchanged(submission, files)
+    encoded = submission.encode()
+    plan_id, silo_id = submission.plan_id, submission.silo_id
+    prefix = f"{plan_id}/"
+    signed = {prefix + submission_path(silo_id): (len(encoded), sha256_hex(encoded))}
+    signed |= {prefix + expert.file.path: (expert.file.bytes, expert.file.digest) for expert in submission.experts}
+    role = sign_silo_metadata(plan_id, silo_id, signed, key, version=submission.sequence, now=now)
+
+    part = final.with_name(f".{final.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    for path, source in files.items():
+        link_or_copy(source, part / path)
+    write_atomic(part / submission_path(silo_id), encoded)
+    write_atomic(part / "metadata" / f"{plan_id}.{silo_id}.json", role)
+    for folder in (path for path in part.rglob("*") if path.is_dir()):
+        sync_folder(folder)
+    part.rename(final)
+    sync_folder(final.parent)
+    return submission
+
+
+def _check_unchanged(submission: Submission, files: Mapping[str, Path]) -> None:
+    listed = [expert.file for expert in submission.experts] + [release.file for release in submission.releases]
+    for file in listed:
+        if sha256_file(files[file.path]) != file.digest:
+            raise ApprovalError(file.path, expected="the bytes that were reviewed", got="other bytes")

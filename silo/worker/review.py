@@ -1,0 +1,66 @@
+"""What a person sees before approving: every file that would leave, and what about it no guarantee covers."""
+
+from ddm.protocol.submission import Submission, SubmittedExpert
+from ddm.system.console import human_bytes, human_seconds, table
+from silo.config import Site
+from silo.worker.approval import load_draft, review_folder
+
+
+def review_text(site: Site) -> str:
+    """Describe the draft that waits, in one screen."""
+    draft = load_draft(site)
+    return "\n\n".join([_heading(draft), _files(draft), _without_dp(draft), _how_to_go_on(site, draft)])
+
+
+def _heading(draft: Submission) -> str:
+    spent = draft.spent
+    audit: str = draft.audit.verdict
+    if draft.audit.waiver:
+        audit += f" by {draft.audit.waiver.role}: {draft.audit.waiver.reason}"
+    lines = [
+        f"Submission {draft.sequence} of silo {draft.silo_id} for plan {draft.plan_id}",
+        f"  releases cost   epsilon {spent.epsilon:g}, delta {spent.delta:g} per {spent.unit} ({spent.relation})",
+        f"  leak audit      {audit}",
+        f"  isolation       {draft.isolation}" + _isolation_note(draft.isolation),
+        f"  ledger          {draft.ledger.num_entries} entries, head {draft.ledger.head_digest[:16]}",
+    ]
+    return "\n".join(lines)
+
+
+def _isolation_note(isolation: str) -> str:
+    note = " (worker and courier run as one user: nothing but convention keeps the courier from the data)"
+    return note if isolation == "none" else ""
+
+
+def _files(draft: Submission) -> str:
+    rows: list[tuple[str, str, str, str]] = []
+    for expert in draft.experts:
+        private = "no differential privacy" if expert.privacy.kind == "none" else "DP-SGD"
+        rows.append((expert.file.path, human_bytes(expert.file.bytes), private, expert.file.digest[:16]))
+    for release in draft.releases:
+        cost = f"epsilon {release.epsilon:g}, delta {release.delta:g}"
+        rows.append((release.file.path, human_bytes(release.file.bytes), cost, release.file.digest[:16]))
+    return table(rows, ("file", "size", "privacy", "sha256"))
+
+
+def _without_dp(draft: Submission) -> str:
+    rows = [
+        ("expert weights", f"{len(draft.experts)} expert(s), trained without DP-SGD: they may remember single images"),
+        (f"number of {draft.spent.unit}s", f"{draft.num_units}"),
+        *((f"training of {expert.expert_id}", _training(expert)) for expert in draft.experts),
+        ("audit", draft.audit.verdict),
+        ("software", ", ".join(f"{name} {number}" for name, number in sorted(draft.software.items()))),
+    ]
+    return "Leaves without differential privacy:\n" + table(rows, ("what", "value"))
+
+
+def _training(expert: SubmittedExpert) -> str:
+    training = expert.training
+    return f"{expert.steps} steps, loss {training.loss:.4f}, {human_seconds(training.seconds)}"
+
+
+def _how_to_go_on(site: Site, draft: Submission) -> str:
+    return (
+        f"The bytes themselves: {review_folder(site)}\n"
+        f"To let exactly this leave:\n  silo approve {site.path} --digest {draft.digest}"
+    )

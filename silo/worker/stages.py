@@ -1,0 +1,191 @@
+"""The worker's stages between an accepted plan and something to approve: scan, assign, train, audit, release.
+
+Training itself: `silo.worker.training`.
+"""
+
+import io
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from ddm.errors import DataError, PolicyError
+from ddm.io.files import write_atomic
+from ddm.io.tensors import TensorSpec, stored_bytes
+from ddm.loading.plan import PlanFiles
+from ddm.privacy.plan_cost import Kind, mechanisms
+from ddm.protocol.base import sha256_hex
+from ddm.protocol.plan import Budget, TextCondition
+from ddm.protocol.submission import AuditVerdict
+from ddm.routers.conditional import class_counts_specs
+from ddm.routers.counts import counts_specs
+from ddm.routers.moments import moments_specs
+from ddm.routers.sketch import sketch_release_specs
+from silo.config import Policy, Site
+from silo.data.cohort import Cohort, load_cohort
+from silo.plan.acceptance import AcceptedPlan
+from silo.plan.workspace import Workplace
+from silo.privacy.audit import gate, measure
+from silo.privacy.ledger import Ledger
+from silo.privacy.releases import Source, draw
+from silo.worker.training import fewest_in_all, num_classes
+
+_GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
+NUM_HOLDOUT_UNITS = 0  # every image of the cohort is trained on
+
+
+def open_ledger(site: Site, policy: Policy) -> Ledger:
+    """Open the site's one ledger under the policy's budget."""
+    budget = Budget(epsilon=policy.privacy.budget_epsilon, delta=policy.privacy.budget_delta)
+    return Ledger(site.ledger_path, budget=budget, unit=policy.privacy.unit)
+
+
+def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
+    """Read the private images, with patients, classes and captions where the plan needs them, and check them.
+
+    Raises:
+        DataError: see `silo.data.cohort.load_cohort`.
+    """
+    plan, data_path = accepted.plan, Path(site.settings().data)
+    return load_cohort(
+        data_path,
+        plan.data,
+        min_images=fewest_in_all(plan, policy),
+        salt=site.salt(),
+        unit=plan.releases.unit,
+        num_classes=num_classes(plan),
+        captions=isinstance(plan.condition, TextCondition),
+    )
+
+
+def check_sizes(accepted: AcceptedPlan, cohort: Cohort) -> None:
+    """Refuse, before anything is debited, a plan that accepts no files as large as this site's releases are.
+
+    Raises:
+        PolicyError: names the release.
+    """
+    plan = accepted.plan
+    specs: dict[Kind, dict[str, TensorSpec]] = {
+        "counts": counts_specs(plan),
+        "class_counts": class_counts_specs(plan),
+        "moments": moments_specs(plan),
+        "sketch": sketch_release_specs(plan, cohort.num_units),
+    }
+    for kind in mechanisms(plan):
+        needed, most = stored_bytes(specs[kind]), plan.limits.release_bytes
+        if needed > most:
+            expected = f"at most the plan's own limit of {most} bytes"
+            raise PolicyError(f"plan {plan.plan_id}: size of {kind}", expected=expected, got=f"{needed} bytes")
+
+
+def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None:
+    """Refuse, before training and again before the first draw, a plan whose releases together are over budget.
+
+    Raises:
+        BudgetError: nothing was debited and no noise was drawn.
+    """
+    ledger.check_affordable(accepted.digest, cohort.digest, mechanisms(accepted.plan))
+
+
+def assign(cohort: Cohort, files: PlanFiles, cohort_path: Path, on_progress: Callable[[int, int], None]) -> None:
+    """Assign every image to its nearest public centroid and write the cohort's table.
+
+    Args:
+        cohort: the private images.
+        files: the plan's.
+        cohort_path: where the table goes.
+        on_progress: called with images encoded and images in all; what it raises ends the work, and nothing is written.
+    """
+    fine_N = files.clusters.assign(files.encoder.encode(cohort.images, on_progress))
+    coarse_N, group_N = files.clusters.coarse_F[fine_N], files.clusters.group_F[fine_N]
+    frame = pd.DataFrame(
+        {
+            "index": np.arange(len(cohort.images)),
+            "fine": fine_N.numpy(),
+            "coarse": coarse_N.numpy(),
+            "group": group_N.numpy(),
+        }
+    )
+    frame.attrs["dataset_digest"] = cohort.digest
+    frame.attrs["centroids"] = _fingerprint(files)
+    table = io.BytesIO()
+    frame.to_parquet(table, index=False)
+    write_atomic(cohort_path, table.getvalue())
+
+
+def read_assignment(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> Tensor:
+    """Read each image's fine centroid back from the cohort's table, shape (N,), int64.
+
+    Raises:
+        DataError: no table, or one of other images or of another plan's centroids.
+    """
+    wanted = {"dataset_digest": cohort.digest, "centroids": _fingerprint(files)}
+    try:
+        frame = pd.read_parquet(cohort_path)
+        found = {name: frame.attrs.get(name) for name in wanted}
+    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+        raise DataError("cohort.parquet", expected="this plan's assignment", got="no table", remedy=_GIVE_UP) from error
+    if found != wanted or len(frame) != len(cohort.images):
+        raise DataError("cohort.parquet", expected="this plan's assignment", got="another", remedy=_GIVE_UP)
+    return torch.from_numpy(frame["fine"].to_numpy().copy())
+
+
+def _fingerprint(files: PlanFiles) -> str:
+    """Return the digest of the centroids that images are assigned to."""
+    return sha256_hex(files.clusters.centroids_FD.numpy().tobytes())
+
+
+def check_auditable(accepted: AcceptedPlan, policy: Policy) -> None:
+    """Refuse before days of training what the audit could not let pass afterwards.
+
+    Raises:
+        AuditError: too little held-out data to measure leakage, and no waiver.
+    """
+    audit = accepted.plan.audit
+    if audit.min_holdout_units > NUM_HOLDOUT_UNITS:
+        gate(measure(accepted.plan.plan_id, audit, num_holdout_units=NUM_HOLDOUT_UNITS), policy.audit)
+
+
+def audit_experts(accepted: AcceptedPlan, work: Workplace, policy: Policy) -> AuditVerdict:
+    """Audit the experts, all together, and pass them through the gate.
+
+    Raises:
+        AuditError: the audit did not pass and the policy holds no waiver.
+    """
+    report = measure(accepted.plan.plan_id, accepted.plan.audit, num_holdout_units=NUM_HOLDOUT_UNITS)
+    write_atomic(work.audit_path, report.encode())
+    return gate(report, policy.audit)
+
+
+def release(
+    accepted: AcceptedPlan,
+    cohort: Cohort,
+    files: PlanFiles,
+    fine_N: Tensor,
+    work: Workplace,
+    ledger: Ledger,
+    kinds: Iterable[Kind],
+) -> None:
+    """Draw some of this plan's releases; all of them are debited in the ledger before the first noise is drawn.
+
+    Raises:
+        BudgetError: the ledger would go over; nothing was drawn.
+        LedgerError: the ledger is damaged.
+    """
+    work.releases.mkdir(exist_ok=True)
+    check_budget(accepted, cohort, ledger)
+    source = Source(
+        plan=accepted.plan,
+        plan_digest=accepted.digest,
+        sketch=files.sketch,
+        images=cohort.images,
+        group_N=files.clusters.group_F[fine_N],
+        unit_N=cohort.unit_N,
+        label_N=cohort.label_N,
+        dataset_digest=cohort.digest,
+    )
+    for kind in kinds:
+        draw(kind, source, ledger, work.releases)

@@ -1,0 +1,273 @@
+"""Training a silo's experts: which there are, which images each is made of, one after another, resumable at any point.
+
+Which experts exist is told by the noised histogram alone (`ddm.partition.layout`), so that their list tells nothing
+more. The noise can name a cluster of which the silo holds next to nothing. Its expert is trained all the same, since
+leaving it out would tell the true count; so that it does not learn a handful of images by heart, it is made of the
+silo's images nearest to the cluster as well, as many as plan and policy ask of an expert.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ddm.diffusion.path import path_named
+from ddm.errors import DataError, MissingFileError, PolicyError
+from ddm.io.files import write_atomic
+from ddm.io.tensors import load_tensors, save_tensors
+from ddm.loading.plan import PlanFiles
+from ddm.models import build_expert, load_expert
+from ddm.models.adaptation import adapt, merged
+from ddm.partition.clustering import Clusters
+from ddm.partition.layout import Part, part_of_images, silo_parts
+from ddm.protocol.plan import ClassCondition, NoCondition, Plan, RandomPartition, SiloClusterPartition, TextCondition
+from ddm.protocol.submission import ExpertTraining
+from ddm.routers.counts import counts_specs
+from ddm.training.config import Engine
+from ddm.training.distributed import num_processes
+from ddm.training.launcher import do_together
+from ddm.training.loop import Progress, train
+from silo.config import Policy
+from silo.data.captions import some_texts
+from silo.data.cohort import Cohort
+from silo.plan.workspace import TrainingRecord, Workplace
+from silo.privacy.releases import RELEASE_NAMES
+
+# Shape legend: N images, F fine centroids, G public groups, D feature values.
+
+_MAX_SEED = 2**63
+
+
+def fewest_images(plan: Plan, policy: Policy) -> int:
+    """Return the fewest images that an expert of this plan may be made of on this site."""
+    return max(plan.partition.min_images, policy.training.min_images)
+
+
+def fewest_in_all(plan: Plan, policy: Policy) -> int:
+    """Return the fewest images that this site needs: a random partition deals them to all its experts."""
+    num_parts = plan.partition.num_parts if isinstance(plan.partition, RandomPartition) else 1
+    return num_parts * fewest_images(plan, policy)
+
+
+def num_classes(plan: Plan) -> int | None:
+    """Return how many classes images may have, where the plan needs them: for its experts or for a release."""
+    if isinstance(plan.condition, ClassCondition):
+        return plan.condition.num_classes
+    return plan.releases.class_counts.num_classes if plan.releases.class_counts else None
+
+
+def counts_tell_experts(plan: Plan) -> bool:
+    """Whether the noised histogram has to be drawn before training, because it says which experts there are."""
+    return isinstance(plan.partition, SiloClusterPartition)
+
+
+def find_parts(plan: Plan, files: PlanFiles, work: Workplace, silo_id: str) -> tuple[Part, ...]:
+    """Return this silo's experts, from the histogram as it was released where that decides."""
+    noisy_G = torch.zeros(plan.releases.counts.num_groups, dtype=torch.int64)
+    if counts_tell_experts(plan):
+        path = work.releases / RELEASE_NAMES["counts"]
+        noisy_G = load_tensors(path, counts_specs(plan), max_bytes=plan.limits.release_bytes)["counts"]
+    return silo_parts(plan.partition, silo_id, files.clusters, noisy_G)
+
+
+def train_experts(
+    plan: Plan,
+    files: PlanFiles,
+    cohort: Cohort,
+    fine_N: Tensor,
+    work: Workplace,
+    policy: Policy,
+    silo_id: str,
+    *,
+    on_progress: Callable[[int, int], None],
+    should_stop: Callable[[], bool],
+    bundle: Path | None = None,
+    engine: Engine = Engine(),
+) -> None:
+    """Train every expert of this silo, resuming exactly where an earlier process stopped; write each and its record.
+
+    Args:
+        plan: the accepted plan.
+        files: its public tensors.
+        cohort: the private images.
+        fine_N: each image's fine centroid.
+        work: this plan's folder.
+        policy: this site's.
+        silo_id: this silo.
+        on_progress: called with the steps taken and the steps to take, all experts together.
+        should_stop: asked before every step.
+        bundle: the folder with the plan's files, for a plan whose experts start from a public one.
+        engine: how this machine trains.
+
+    Raises:
+        PolicyError: the experts together took longer than the plan's limit.
+        DataError: the plan's experts are told what this site's images do not have.
+        KeyboardInterrupt: `should_stop` answered yes; the last checkpoint stands.
+    """
+    parts = find_parts(plan, files, work, silo_id)
+    part_N = part_of_images(plan.partition, parts, files.clusters.group_F[fine_N], plan.expert.training.seed)
+    num_steps, seconds = plan.expert.training.num_steps, 0.0
+    for number, part in enumerate(parts):
+        if not work.record_path(part.expert_id).exists():
+            before = seconds
+
+            def watch(progress: Progress, number: int = number, before: float = before) -> None:
+                _check_time(plan, before + progress.seconds)
+                on_progress(number * num_steps + progress.step, len(parts) * num_steps)
+
+            fewest = fewest_images(plan, policy)
+            chosen = images_of_part(part, part_N == number, fine_N, files.clusters, fewest)
+            recipe = ExpertRecipe(plan, silo_id, number, bundle, engine)
+            _train_expert(recipe, cohort, chosen, part.expert_id, work, watch, should_stop)
+        seconds += work.record(part.expert_id).training.seconds
+        _check_time(plan, seconds)  # again: of several processes one may write the record before `watch` ends them
+
+
+def images_of_part(part: Part, own_N: Tensor, fine_N: Tensor, clusters: Clusters, fewest: int) -> Tensor:
+    """Return the images that an expert is made of, ascending: its own and, where they are too few, the nearest others.
+
+    Args:
+        part: the expert's.
+        own_N: whether each image is the expert's own.
+        fine_N: each image's fine centroid.
+        clusters: the plan's.
+        fewest: how many images there must be; at most N.
+    """
+    centroids_FD = clusters.centroids_FD.double()
+    centre_D = centroids_FD[torch.isin(clusters.group_F, torch.tensor(part.groups))].mean(0)
+    distance_N = (centroids_FD - centre_D).norm(dim=1)[fine_N].masked_fill(own_N, -1.0)
+    nearest = distance_N.argsort(stable=True)[: max(int(own_N.sum()), fewest)]
+    return torch.sort(nearest).values
+
+
+def _check_time(plan: Plan, seconds: float) -> None:
+    if seconds > plan.limits.train_s:
+        limit = f"at most {plan.limits.train_s} s for all experts of a silo"
+        raise PolicyError("training time", expected=limit, got=f"{seconds:.0f} s")
+
+
+@dataclass(frozen=True)
+class ExpertRecipe:
+    """What one expert of a silo starts from and learns.
+
+    Attributes:
+        plan: the accepted plan.
+        silo_id: the silo.
+        number: which of the silo's experts.
+        bundle: the folder with the plan's files; None where no expert starts from one of them.
+        engine: how this machine trains.
+    """
+
+    plan: Plan
+    silo_id: str
+    number: int
+    bundle: Path | None
+    engine: Engine
+
+    @property
+    def seed(self) -> int:
+        """No two experts of a silo share it."""
+        return (self.plan.expert.training.seed + self.number) % _MAX_SEED
+
+    def start(self) -> nn.Module:
+        """Build what is trained, from random weights or from the plan's public expert.
+
+        Raises:
+            MissingFileError, DigestError, TensorFileError: the public expert is not the one that the plan lists.
+            SetupError: the adaptation names weights that the expert does not have.
+        """
+        expert, shape, condition = self.plan.expert, self.plan.expert_shape, self.plan.condition
+        if expert.base is None:
+            return build_expert(expert.architecture, shape, condition=condition, seed=self.seed)
+        if self.bundle is None:
+            raise MissingFileError(
+                expert.base, expected="the plan's public expert", got="no folder with the plan's files"
+            )
+        base = load_expert(expert.architecture, shape, self.bundle, self.plan.file(expert.base), condition)
+        return adapt(base, expert.adaptation, seed=self.seed)
+
+    def labels(self, cohort: Cohort, chosen: Tensor, folder: Path) -> Tensor | None:
+        """Return what the expert is told about each image, texts from a file in `folder`; None where told nothing.
+
+        Raises:
+            DataError: the site's images do not have it.
+        """
+        if isinstance(self.plan.condition, NoCondition):
+            return None
+        told = cohort.label_N if isinstance(self.plan.condition, ClassCondition) else cohort.text_NLD
+        if told is None:
+            raise DataError("images", expected=f"a {self.plan.condition.kind} for each", got="none")
+        if len(chosen) == len(told):  # ascending: so all of them
+            return told
+        return some_texts(told, chosen, folder) if isinstance(self.plan.condition, TextCondition) else told[chosen]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The training of one expert, as one process does it or several do together; what it is made of comes beside it.
+
+    Attributes:
+        recipe: the expert's.
+        expert_id: its name.
+        work: this plan's folder.
+        num_units: the privacy units of the cohort.
+    """
+
+    recipe: ExpertRecipe
+    expert_id: str
+    work: Workplace
+    num_units: int
+
+    def __call__(
+        self, tensors: Mapping[str, Tensor], on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
+    ) -> None:
+        """Train on `images` and, where the expert is told something, `labels`; write the expert and its record."""
+        recipe, plan = self.recipe, self.recipe.plan
+        objective, condition = plan.objective.of(recipe.silo_id), plan.condition
+        trained = train(
+            recipe.start(),
+            tensors["images"],
+            plan.expert.training.model_copy(update={"seed": recipe.seed}),
+            path_named(objective.path),
+            plan.t_distribution,
+            checkpoint_dir=self.work.checkpoints(self.expert_id),
+            on_progress=on_progress,
+            should_stop=should_stop,
+            prediction=objective.prediction,
+            labels=tensors.get("labels"),
+            drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
+            engine=recipe.engine,
+        )
+        if not trained.ema:  # another process has it
+            return
+        save_tensors(self.work.expert_path(self.expert_id), merged(trained.ema, plan.expert.adaptation))
+        record = TrainingRecord(
+            plan_id=plan.plan_id,
+            expert_id=self.expert_id,
+            num_units=self.num_units,
+            num_images=len(tensors["images"]),
+            steps=trained.steps,
+            training=ExpertTraining(loss=trained.loss, seconds=trained.seconds, flops=trained.flops),
+        )
+        write_atomic(self.work.record_path(self.expert_id), record.encode())
+
+
+def _train_expert(
+    recipe: ExpertRecipe,
+    cohort: Cohort,
+    chosen: Tensor,
+    expert_id: str,
+    work: Workplace,
+    on_progress: Callable[[Progress], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    folder = work.checkpoints(expert_id)
+    lesson, labels = Lesson(recipe, expert_id, work, cohort.num_units), recipe.labels(cohort, chosen, folder)
+    tensors = {"images": cohort.images[chosen]} | ({} if labels is None else {"labels": labels})
+    num = num_processes(recipe.engine)
+    if num == 1:
+        lesson(tensors, on_progress, should_stop)
+        return
+    do_together(lesson, tensors, num, folder=folder, on_progress=on_progress, should_stop=should_stop)

@@ -1,0 +1,339 @@
+"""The worker: takes one plan from the inbox to the outbox, one durable state at a time. It has no network."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from ddm.errors import ArchipelagoError, DataError, SubmissionRefusedError
+from ddm.io.files import locked, write_atomic
+from ddm.privacy.plan_cost import Kind, mechanisms
+from ddm.protocol.base import now_utc
+from ddm.protocol.receipt import Receipt, Refused, Withdrawn
+from ddm.protocol.submission import Approval, submission_path
+from ddm.trust.keys import SigningKey
+from silo.config import Isolation, Site
+from silo.data.captions import check_encoder, keep_texts
+from silo.data.cohort import Cohort
+from silo.data.latents import as_seen, keep_latents
+from silo.plan.acceptance import AcceptedPlan, load_accepted, receive_plan, waiting_plans
+from silo.plan.workspace import AuditRecord, Workplace, workplace
+from silo.worker import outbox, stages
+from silo.worker import training as experts
+from silo.worker.approval import approval_path, load_draft, person_approved, review_folder
+from silo.worker.receipts import find_receipt
+from silo.worker.state import IDLE, Problem, State, StateName, load_state, save_state, state_path
+
+NOTE_S = 2.0  # training progress is noted on disk this often
+
+
+class Worker:
+    """Runs the state machine of one site until its submission has an answer.
+
+    Args:
+        site: the silo's folder.
+        key: its signing key, opened.
+        on_change: called with every state entered and every note of training progress.
+        isolation: what keeps the courier from the data; stated in the submission.
+    """
+
+    def __init__(
+        self, site: Site, key: SigningKey, on_change: Callable[[State], None], isolation: Isolation = "none"
+    ) -> None:
+        self.site = site
+        self.isolation = isolation
+        self.key = key
+        self.settings = site.settings()
+        self.policy = site.policy()
+        self.on_change = on_change
+        self.stopping = threading.Event()
+        self.state = load_state(state_path(site.private))
+        self._refused_now: set[str] = set()
+        self._noted_at = 0.0
+
+    def run(self) -> State:
+        """Work until a submission is accepted; a site whose last one was waits for the next plan.
+
+        Returns:
+            The state `accepted`.
+
+        Raises:
+            SubmissionRefusedError: the aggregator refused the submission.
+            ArchipelagoError: a stage cannot go on; the state keeps the problem, and a restart continues there.
+            KeyboardInterrupt: a signal asked the worker to stop; everything done so far is on disk.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        torch.set_num_threads(self.settings.threads)
+        with locked(self.site.private, "worker"):
+            self.begin()
+            while True:
+                before = self.state
+                try:
+                    self.step()
+                except ArchipelagoError as error:
+                    self._keep_problem(error)
+                    raise
+                if self.state.state == "accepted" and before.state != "accepted":
+                    return self.state
+                if self.stopping.is_set():
+                    raise KeyboardInterrupt
+                if self.state == before:
+                    self.stopping.wait(self.settings.poll_s)
+
+    def begin(self) -> None:
+        """Take up the work where an earlier process left it; what was refused is tried anew, as a restart asks."""
+        if self.state.state == "plan_refused":
+            self._enter(State())
+        elif self.state.state == "refused":
+            self._enter(self.state.to("released", sequence=self.state.sequence + 1, submission_digest=None))
+        else:
+            if self.state.state not in IDLE:
+                self._work()
+            self._announce()
+
+    def step(self) -> None:
+        """Do what the present state asks for; a state that waits for something returns unchanged."""
+        if self._take_notice():
+            return
+        steps: dict[StateName, Callable[[], None]] = {
+            "waiting": self._accept_plan,
+            "plan_refused": self._accept_plan,
+            "accepted": self._accept_plan,
+            "withdrawn": self._accept_plan,
+            "plan_accepted": self._scan,
+            "scanned": self._assign,
+            "assigned": self._begin_training,
+            "training": self._train_and_audit,
+            "audited": self._release,
+            "released": self._draft,
+            "awaiting_approval": self._await_approval,
+            "in_outbox": self._await_receipt,
+        }
+        step = steps.get(self.state.state)
+        if step:
+            step()
+
+    def _accept_plan(self) -> None:
+        for plan_id in waiting_plans(self.site):
+            if plan_id in self._refused_now:
+                continue
+            try:
+                accepted = receive_plan(
+                    self.site,
+                    plan_id,
+                    self.policy,
+                    silo_id=self.settings.silo_id,
+                    max_bytes=self.settings.max_bundle_bytes,
+                    now=now_utc(),
+                )
+            except ArchipelagoError as error:
+                self._refused_now.add(plan_id)
+                refused = State(state="plan_refused", plan_id=plan_id, problem=_problem(error))
+                self._enter(refused)
+                return
+            num_steps = accepted.plan.expert.training.num_steps
+            fresh = State(plan_id=plan_id, plan_digest=accepted.digest, num_steps=num_steps)
+            self._enter(fresh.to("plan_accepted"))
+            self._work()
+            return
+
+    def _scan(self) -> None:
+        accepted = self._plan()
+        stages.check_auditable(accepted, self.policy)
+        check_encoder(accepted.plan, self.settings)
+        cohort = stages.scan(self.site, accepted, self.policy)
+        stages.check_sizes(accepted, cohort)
+        stages.check_budget(accepted, cohort, stages.open_ledger(self.site, self.policy))
+        self._enter(self.state.to("scanned", dataset_digest=cohort.digest))
+
+    def _assign(self) -> None:
+        accepted = self._plan()
+        cohort, files = self._cohort(accepted), accepted.files()
+        stages.assign(cohort, files, self._cohort_path, self._encoded)
+        keep_latents(cohort, files.latent, accepted.plan, self.site.private, self._encoded)
+        keep_texts(cohort, accepted.plan, self.settings, self.site.private, self._encoded)
+        self._enter(self.state.to("assigned", step=0, num_steps=accepted.plan.expert.training.num_steps))
+
+    def _begin_training(self) -> None:
+        accepted, silo_id = self._plan(), self.settings.silo_id
+        plan = accepted.plan
+        if experts.counts_tell_experts(plan):
+            self._draw(accepted, ("counts",))
+        parts = experts.find_parts(plan, accepted.files(), self._work(), silo_id)
+        self._enter(self.state.to("training", num_steps=len(parts) * plan.expert.training.num_steps))
+
+    def _train_and_audit(self) -> None:
+        accepted, work = self._plan(), self._work()
+        cohort = self._cohort(accepted)
+        experts.train_experts(
+            accepted.plan,
+            accepted.files(),
+            as_seen(cohort, accepted.plan, self.site.private),
+            stages.read_assignment(cohort, accepted.files(), self._cohort_path),
+            work,
+            self.policy,
+            self.settings.silo_id,
+            on_progress=self._progress,
+            should_stop=self.stopping.is_set,
+            bundle=accepted.folder,
+            engine=self.settings.training,
+        )
+        verdict = stages.audit_experts(accepted, work, self.policy)
+        write_atomic(work.verdict_path, AuditRecord(verdict=verdict).model_dump_json().encode())
+        self._enter(self.state.to("audited", step=self.state.num_steps))
+
+    def _release(self) -> None:
+        accepted = self._plan()
+        self._draw(accepted, mechanisms(accepted.plan))
+        self._enter(self.state.to("released"))
+
+    def _draw(self, accepted: AcceptedPlan, kinds: Iterable[Kind]) -> None:
+        cohort = self._cohort(accepted)
+        fine_N = stages.read_assignment(cohort, accepted.files(), self._cohort_path)
+        ledger = stages.open_ledger(self.site, self.policy)
+        seen = as_seen(cohort, accepted.plan, self.site.private)
+        stages.release(accepted, seen, accepted.files(), fine_N, self._work(), ledger, kinds)
+
+    def _draft(self) -> None:
+        accepted, work = self._plan(), self._work()
+        record = AuditRecord.model_validate_json(work.verdict_path.read_bytes())
+        submission = outbox.draft(
+            accepted,
+            work,
+            accepted.files(),
+            stages.open_ledger(self.site, self.policy),
+            record.verdict,
+            silo_id=self.settings.silo_id,
+            sequence=self.state.sequence,
+            isolation=self.isolation,
+            now=now_utc(),
+        )
+        digest = outbox.stage_review(submission, work, review_folder(self.site))
+        self._enter(self.state.to("awaiting_approval", submission_digest=digest))
+
+    def _await_approval(self) -> None:
+        draft = load_draft(self.site)
+        by_policy = self.policy.approval.kind == "policy" and self.state.sequence == 1
+        if by_policy:
+            approval = Approval(kind="policy", at=now_utc())
+        elif person_approved(self.site, draft.digest):
+            approval = Approval(kind="person", at=now_utc())
+        else:
+            return
+        outbox.send(draft, self._work(), self.site, self.key, approval, now=now_utc())
+        self._enter(self.state.to("in_outbox"))
+        approval_path(self.site).unlink(missing_ok=True)
+
+    def _await_receipt(self) -> None:
+        sequence = self.state.sequence
+        receipt = self._receipt(sequence)
+        if receipt is None:
+            return
+        if isinstance(receipt.verdict, Refused):
+            reason = f"{receipt.verdict.reason} (code {receipt.verdict.code})"
+            error = SubmissionRefusedError(f"submission {sequence}", expected="a receipt", got=f"a refusal: {reason}")
+            self._enter(self.state.to("refused", problem=_problem(error)))
+            raise error
+        self._enter(self.state.to("accepted"))
+
+    def _take_notice(self) -> bool:
+        """Enter `withdrawn` where the aggregator took this silo out of the plan, which it says in the next receipt.
+
+        Raises:
+            SubmissionRefusedError: that is the answer to a submission; after an accepted one the site just goes on.
+        """
+        state = self.state
+        if state.plan_id is None or state.state in ("waiting", "plan_refused", "withdrawn"):
+            return False
+        answered = state.state == "accepted"
+        receipt = self._receipt(state.sequence + answered)
+        if receipt is None or not isinstance(receipt.verdict, Withdrawn):
+            return False
+        error = SubmissionRefusedError(
+            f"plan {state.plan_id}",
+            got=f"a notice that the aggregator withdrew this silo: {receipt.verdict.reason}",
+            remedy="Later versions hold nothing of it, earlier ones do. A next plan may ask it again.",
+        )
+        self._enter(state.to("withdrawn", problem=_problem(error)))
+        if answered:
+            return True
+        raise error
+
+    def _receipt(self, sequence: int) -> Receipt | None:
+        """Read the aggregator's answer of this number, if a genuine one is there."""
+        plan_id = self._plan_id
+        path = self.site.inbox / plan_id / "receipts" / f"{sequence}.json"
+        if not path.exists():
+            return None
+        silo_id = self.settings.silo_id
+        bound = (plan_id, self.state.plan_digest or "", silo_id, sequence)
+        submission = self.site.outbox / plan_id / str(sequence) / submission_path(silo_id)
+        return find_receipt(path, self._plan().plan, bound, submission)
+
+    @property
+    def _plan_id(self) -> str:
+        if self.state.plan_id is None:
+            raise ArchipelagoError("state.json", expected=f"a plan in state {self.state.state}", got="none")
+        return self.state.plan_id
+
+    @property
+    def _cohort_path(self) -> Path:
+        return self.site.private / "cohort.parquet"
+
+    def _plan(self) -> AcceptedPlan:
+        return load_accepted(self.site, self._plan_id, self.state.plan_digest or "")
+
+    def _work(self) -> Workplace:
+        return workplace(self.site, self._plan_id)
+
+    def _cohort(self, accepted: AcceptedPlan) -> Cohort:
+        """Read the images again, and hold them to what was scanned: experts and releases are about the same data."""
+        cohort = stages.scan(self.site, accepted, self.policy)
+        if cohort.digest != self.state.dataset_digest:
+            remedy = "Bring back the images that were there when the plan was taken on, or give it up: silo withdraw."
+            raise DataError("images", expected="those that were scanned for this plan", got="others", remedy=remedy)
+        return cohort
+
+    def _encoded(self, num_done: int, num_images: int) -> None:
+        """Note how far the encoding is; begun anew when interrupted, it has nothing to save."""
+        if self.stopping.is_set():
+            raise KeyboardInterrupt
+        # Shown here alone: a share of the images, noted in the outbox, would tell how many there are.
+        self.on_change(self.state.model_copy(update={"step": num_done, "num_steps": num_images}))
+
+    def _progress(self, step: int, num_steps: int) -> None:
+        self.state = self.state.model_copy(update={"step": step, "num_steps": num_steps})
+        if time.monotonic() - self._noted_at >= NOTE_S:
+            self._noted_at = time.monotonic()
+            self._enter(self.state)
+
+    def _enter(self, state: State) -> None:
+        self.state = save_state(state_path(self.site.private), state)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell the courier, through the outbox, and whoever watches."""
+        state = self.state
+        if state.plan_id:
+            percent = 100 * state.step // state.num_steps if state.num_steps else 0
+            status = {"plan_id": state.plan_id, "state": state.state, "progress": percent, "sequence": state.sequence}
+            write_atomic(self.site.outbox / "status.json", json.dumps(status).encode())
+        self.on_change(state)
+
+    def _keep_problem(self, error: ArchipelagoError) -> None:
+        if self.state.problem is None:
+            self.state = self.state.model_copy(update={"problem": _problem(error)})
+            save_state(state_path(self.site.private), self.state)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        self.stopping.set()
+
+
+def _problem(error: ArchipelagoError) -> Problem:
+    return Problem(code=error.exit_code, message=f"{error} - {error.remedy}"[:400])

@@ -1,0 +1,354 @@
+"""What screening sets aside waits for a person; whenever the aggregator is killed, nothing is lost or done twice."""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aggregator.cli import app
+from aggregator.intake import quarantine
+from aggregator.intake import service as taking_in
+from aggregator.intake.examination import Examination, Examiner
+from aggregator.intake.inventory import take_inventory
+from aggregator.intake.quarantine import MAX_REASONS, Decision, decide, decision_on, decisions, held
+from aggregator.intake.screening import ExpertFigures
+from aggregator.intake.service import IntakeDesk
+from aggregator.router.train import train_router
+from aggregator.transfer.delivery import SiloDelivery
+from ddm.errors import RefusedError, SetupError
+from ddm.protocol.base import MAX_VALUES, now_utc, sha256_file
+from ddm.protocol.submission import Submission, SubmittedExpert
+from ddm.system.console import run_app
+from tests.conftest import Published
+from tests.support.federation import TinyFederation
+from tests.support.forked import ended, forked
+from tests.support.submissions import SILO, Arrival, arrive
+
+
+@pytest.fixture(scope="module")
+def sent_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+    """A federation whose silo has a submission in its outbox; nothing was taken in."""
+    tiny = TinyFederation.create(tmp_path_factory.mktemp("quarantine"), {"north": 40, "south": 30})
+    plan_id = tiny.sign()
+    tiny.deliver_plan(SILO, plan_id)
+    tiny.work(SILO)
+    return tiny, plan_id
+
+
+@pytest.fixture
+def arrival(sent_once: tuple[TinyFederation, str], tmp_path: Path) -> Arrival:
+    return arrive(sent_once, tmp_path / "copy")
+
+
+@pytest.fixture
+def poisoned(arrival: Arrival) -> Arrival:
+    """In perfect form, signed by its silo, and worthless."""
+    weights = load_file(arrival.expert_path)
+    generator = torch.Generator().manual_seed(0)
+    noise = {name: torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+    save_file(noise, arrival.expert_path)
+    arrival.rewrite(lambda document: None)
+    return arrival
+
+
+def answer(arrival: Arrival, verdict: quarantine.Verdict, reason: str = "looked at it") -> None:
+    decide(
+        arrival.tiny.federation,
+        Decision(
+            plan_id=arrival.plan_id,
+            silo_id=SILO,
+            submission_digest=waiting(arrival)[0].why.submission_digest,
+            verdict=verdict,
+            reason=reason,
+            at=now_utc(),
+        ),
+    )
+
+
+def waiting(arrival: Arrival) -> list[quarantine.Held]:
+    return held(arrival.tiny.federation, arrival.plan_id)
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        run_app(app, [str(argument) for argument in arguments])
+    return int(left.value.code or 0)
+
+
+def delivery(arrival: Arrival) -> SiloDelivery:
+    fed = arrival.tiny.federation.path
+    return SiloDelivery(
+        fed, arrival.plan_id, SILO, index=(), shard_bytes=1 << 20, max_submission_bytes=1 << 24, wait_s=1
+    )
+
+
+def test_plausible_expert_of_few_steps_is_accepted_at_once(arrival: Arrival) -> None:
+    """The control: what is set aside below is set aside for its weights."""
+    assert arrival.verdict().verdict.kind == "accepted"
+    assert waiting(arrival) == []
+
+
+def test_random_weights_in_perfect_form_are_neither_accepted_nor_refused(poisoned: Arrival) -> None:
+    sent = sha256_file(poisoned.expert_path)
+    assert poisoned.tiny.take_in() == []
+    (one,) = waiting(poisoned)
+    assert any("times that of answering 0" in reason for reason in one.why.reasons)
+    assert set(one.why.figures) == {SILO}
+    assert sha256_file(one.submission / "silos" / SILO / "experts" / SILO / "expert.safetensors") == sent
+    assert not poisoned.accepted.exists() and not poisoned.receipts.exists()
+    written = json.loads((one.folder / "reason.json").read_bytes())
+    assert {"reasons", "figures", "at"} <= set(written)
+
+
+def test_what_waits_is_not_fetched_again_and_takes_no_room_twice(poisoned: Arrival) -> None:
+    assert delivery(poisoned)._received() == 1
+    poisoned.tiny.take_in()
+    assert poisoned.folder.is_dir() and not any(poisoned.folder.iterdir())
+    assert delivery(poisoned)._received() == 1
+    assert delivery(poisoned)._awaiting_receipt()  # so the silo is not asked: a person has time
+    assert poisoned.tiny.take_in() == []
+    assert len(waiting(poisoned)) == 1
+    answer(poisoned, "refused")
+    poisoned.tiny.take_in()
+    assert not delivery(poisoned)._awaiting_receipt()
+
+
+def test_admitted_submission_is_accepted_with_a_receipt_that_binds_it(poisoned: Arrival) -> None:
+    digest = sha256_file(poisoned.document_path)
+    poisoned.tiny.take_in()
+    answer(poisoned, "admitted")
+    receipt = poisoned.verdict()
+    assert receipt.verdict.kind == "accepted" and receipt.submission_digest == digest
+    assert poisoned.accepted.is_dir() and waiting(poisoned) == []
+    assert (poisoned.receipts / "final").exists() and not poisoned.folder.exists()
+    assert poisoned.tiny.take_in() == []
+    silo = take_inventory(poisoned.tiny.federation).silos[SILO]
+    assert (silo.digest, silo.admitted) == (digest, True)
+    assert "high_loss" in silo.flags[SILO]
+
+
+def test_refused_submission_is_answered_with_the_reason_and_the_silo_may_try_again(poisoned: Arrival) -> None:
+    poisoned.tiny.take_in()
+    answer(poisoned, "refused", "the weights are noise")
+    poisoned.refused(RefusedError, "the weights are noise", "by a person")
+    assert waiting(poisoned) == [] and not poisoned.folder.exists()
+    assert not (poisoned.receipts / "final").exists()
+
+
+def test_submission_altered_in_quarantine_is_not_accepted_when_admitted(poisoned: Arrival) -> None:
+    poisoned.tiny.take_in()
+    (one,) = waiting(poisoned)
+    path = one.submission / "silos" / SILO / "experts" / SILO / "expert.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    answer(poisoned, "admitted")
+    assert poisoned.verdict().verdict.kind == "refused"
+    assert not poisoned.accepted.exists()
+
+
+def test_second_decision_about_the_same_submission_is_refused(poisoned: Arrival) -> None:
+    poisoned.tiny.take_in()
+    answer(poisoned, "refused")
+    with pytest.raises(SetupError, match="refused"):
+        answer(poisoned, "admitted")
+    assert [each.verdict for each in decisions(poisoned.tiny.federation)] == ["refused"]
+
+
+def killed(tiny: TinyFederation, owner: Any, name: str, *, after: bool) -> None:
+    """Take in by another process that kill -9 ends before or after one step; nothing where it never gets there."""
+    real = getattr(owner, name)
+
+    def step(*arguments: Any, **named: Any) -> None:
+        if after:
+            real(*arguments, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def take_in_until_killed() -> None:
+        setattr(owner, name, step)
+        tiny.take_in()
+
+    assert ended(forked(take_in_until_killed)) in (0, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "after"),
+    [
+        (quarantine, "write_atomic", True),
+        (taking_in, "set_aside", False),
+        (taking_in, "set_aside", True),
+        (taking_in, "_empty", False),
+    ],
+    ids=["reason written", "not yet moved", "moved", "not yet emptied"],
+)
+def test_kill_while_setting_aside_is_mended_by_the_next_start(
+    poisoned: Arrival, owner: Any, name: str, after: bool
+) -> None:
+    killed(poisoned.tiny, owner, name, after=after)
+    assert any(poisoned.folder.iterdir())  # it was killed before its end
+    assert poisoned.tiny.take_in() == []
+    (one,) = waiting(poisoned)
+    assert one.submission.is_dir() and not any(poisoned.folder.iterdir())
+    answer(poisoned, "admitted")
+    assert poisoned.verdict().verdict.kind == "accepted"
+
+
+@pytest.mark.parametrize("verdict", ["admitted", "refused"])
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [("_keep", False), ("_keep", True), ("_sign", False), ("_sign", True)],
+    ids=["before the rename", "after the rename", "nothing signed", "receipt signed"],
+)
+def test_kill_while_carrying_out_a_decision_is_mended_with_one_receipt(
+    poisoned: Arrival, name: str, after: bool, verdict: quarantine.Verdict
+) -> None:
+    poisoned.tiny.take_in()
+    answer(poisoned, verdict)
+    killed(poisoned.tiny, IntakeDesk, name, after=after)
+    poisoned.tiny.take_in()
+    assert [path.name for path in poisoned.receipts.glob("*.json")] == ["1.json"]
+    assert poisoned.accepted.is_dir() == (verdict == "admitted")
+    assert waiting(poisoned) == [] and not poisoned.folder.exists()
+    assert (poisoned.receipts / "final").exists() == (verdict == "admitted")
+
+
+def test_commands_list_and_admit_what_waits(poisoned: Arrival, capsys: pytest.CaptureFixture[str]) -> None:
+    fed = poisoned.tiny.federation.path
+    assert run("quarantine", fed) == 0
+    assert "Nothing waits" in capsys.readouterr().out
+    poisoned.tiny.take_in()
+    assert run("quarantine", fed, "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [each["silo_id"] for each in listed["waiting"]] == [SILO] and listed["waiting"][0]["reasons"]
+    assert run("quarantine", fed) == 0
+    assert "times that of answering 0" in capsys.readouterr().out
+    assert run("admit", fed, SILO, "--reason", "a test\x1b[2J") == SetupError.exit_code
+    assert run("admit", fed, SILO, "--reason", "known to be a test") == 0
+    (decision,) = decisions(poisoned.tiny.federation)
+    assert (decision.verdict, decision.reason) == ("admitted", "known to be a test")
+    assert poisoned.verdict().verdict.kind == "accepted"
+    assert run("refuse", fed, SILO, "--reason", "too late") == SetupError.exit_code
+    assert "aggregator withdraw" in capsys.readouterr().err
+
+
+def test_command_refuses_what_waits_and_knows_no_other_silo(poisoned: Arrival) -> None:
+    fed = poisoned.tiny.federation.path
+    poisoned.tiny.take_in()
+    assert run("refuse", fed, "south", "--reason", "not theirs") == SetupError.exit_code
+    assert run("refuse", fed, SILO, "--reason", "noise") == 0
+    poisoned.refused(RefusedError, "noise")
+
+
+def _let_stand_apart(published: Published, silo_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the figures of one accepted expert be ten times worse than those of two others."""
+    federation, real = published.tiny.federation, Examiner.examine
+    accepted = take_inventory(federation).silos[silo_id]
+    path = federation.screening / published.plan_id / accepted.digest / f"{silo_id}.json"
+    found = json.loads(path.read_bytes())
+    found["expert"]["losses"] = [[10 * loss for loss in row] for row in found["expert"]["losses"]]
+    path.write_text(json.dumps(found))
+
+    def twice(self: Examiner, silo: str, *arguments: Any) -> Examination:
+        one = real(self, silo, *arguments)
+        return one if silo == silo_id else replace(one, experts=one.experts * 2)
+
+    monkeypatch.setattr(Examiner, "examine", twice)
+
+
+def test_router_waits_for_a_person_when_an_accepted_expert_stands_apart_by_now(
+    published: Published, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = published.tiny.federation
+    train_router(federation, take_inventory(federation), seed=0)
+    _let_stand_apart(published, "east", monkeypatch)
+    assert not take_inventory(federation).silos["east"].admitted
+    assert run("router", federation.path) == RefusedError.exit_code
+    told = capsys.readouterr().err
+    assert "east: expert east" in told and "aggregator admit" in told
+    assert run("admit", federation.path, "north", "--reason", "not this one") == SetupError.exit_code
+    assert run("admit", federation.path, "east", "--reason", "they hold other images") == 0
+    digest = take_inventory(federation).silos["east"].digest
+    decision = decision_on(federation, digest)
+    assert decision is not None and decision.verdict == "admitted"
+    silos = take_inventory(federation).silos
+    assert {silo_id: (silo.admitted, silo.flags) for silo_id, silo in silos.items()} == {
+        "east": (True, {"east": ("stands_apart",)}),
+        "north": (False, {}),
+    }
+    train_router(federation, take_inventory(federation), seed=0)
+
+
+def many_experts(published: Published, number: int) -> tuple[Submission, Path]:
+    """North's submission as if it held its expert many times over, as one with many clusters does."""
+    folder = published.tiny.federation.accepted / published.plan_id / "north"
+    sent = Submission.parse((folder / "silos" / "north" / "submission.json").read_bytes(), subject="submission")
+    (expert,) = sent.experts
+    experts = tuple(expert.model_copy(update={"expert_id": f"north-{n}"}) for n in range(number))
+    return sent.model_copy(update={"experts": experts}), folder
+
+
+def test_figures_of_a_silo_with_hundreds_of_experts_are_read_back_and_measured_once(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All their losses are more values than one document may hold."""
+    federation = published.tiny.federation
+    examiner = Examiner(federation, federation.current_plan()[0])
+    submission, folder = many_experts(published, 250)
+    measured, real = list[str](), examiner._figures("north", folder, submission.experts[0])
+
+    def figures(self: Examiner, silo_id: str, folder: Path, expert: SubmittedExpert) -> ExpertFigures:
+        if len(measured) == 100:
+            raise KeyboardInterrupt
+        measured.append(expert.expert_id)
+        return real.model_copy(update={"expert_id": expert.expert_id})
+
+    monkeypatch.setattr(Examiner, "_figures", figures)
+    with pytest.raises(KeyboardInterrupt):
+        examiner.examine("north", submission, "a" * 64, folder)
+    measured.clear()
+    with pytest.raises(KeyboardInterrupt):
+        examiner.examine("north", submission, "a" * 64, folder)
+    assert measured[0] == "north-100", "what was measured before it was interrupted is not measured again"
+    measured.clear()
+    first = examiner.examine("north", submission, "a" * 64, folder)
+    assert sum(len(row) for expert in first.experts for row in expert.losses) > MAX_VALUES
+    monkeypatch.setattr(Examiner, "_figures", _never)
+    assert examiner.examine("north", submission, "a" * 64, folder) == first
+    with pytest.raises(AssertionError, match="again"):
+        examiner.examine("north", submission, "b" * 64, folder)
+
+
+def test_quarantine_of_a_silo_with_thousands_of_bad_experts_can_be_read(
+    poisoned: Arrival, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack: so many reasons that the file which holds them is refused, and intake ends at every start."""
+    many = [f"expert north-{number} answers 0 to everything" for number in range(70_000)]
+    monkeypatch.setattr(Examiner, "faults", lambda *_: many)
+    assert poisoned.tiny.take_in() == []
+    (one,) = waiting(poisoned)
+    assert (one.why.reasons[0], one.why.reasons[-1]) == (many[0], f"and {70_000 - MAX_REASONS} more")
+    assert poisoned.tiny.take_in() == []
+
+
+def test_expert_is_measured_once_and_again_only_when_its_figures_are_gone(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    federation = published.tiny.federation
+    plan, _ = federation.current_plan()
+    first = Examiner(federation, plan).accepted()
+    with monkeypatch.context() as patch:
+        patch.setattr(Examiner, "_figures", _never)
+        assert Examiner(federation, plan).accepted() == first
+    shutil.rmtree(federation.path / "screening")
+    assert Examiner(federation, plan).accepted() == first
+
+
+def _never(*_: object) -> None:
+    raise AssertionError("measured again")

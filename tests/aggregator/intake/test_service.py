@@ -1,0 +1,326 @@
+"""What intake refuses, one test an attack, on a real submission that it otherwise accepts."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tuf.api.metadata import TargetFile, Targets
+
+from aggregator.intake.bounds import cell_noise_bound
+from aggregator.membership.registry import card_of, signing_key
+from aggregator.transfer.delivery import MAX_SUBMISSIONS, plan_done
+from ddm.errors import (
+    AbsentFileError,
+    DigestError,
+    LedgerError,
+    PolicyError,
+    ReplayError,
+    RoleError,
+    SetupError,
+    SignatureError,
+    TensorFileError,
+    UnlistedFileError,
+    UnsafePathError,
+)
+from ddm.protocol.base import now_utc, sha256_file
+from ddm.protocol.receipt import RECEIPT_KIND, Receipt
+from ddm.trust.envelope import open_sealed
+from ddm.trust.keys import PublicKey
+from ddm.trust.metadata import METADATA_LIFE, sign_metadata
+from tests.support.federation import TinyFederation
+from tests.support.submissions import SILO, Arrival, arrive
+
+
+@pytest.fixture(scope="module")
+def sent_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+    """A federation whose silo has a submission in its outbox; nothing was taken in."""
+    tiny = TinyFederation.create(tmp_path_factory.mktemp("intake"), {"north": 40, "south": 30})
+    plan_id = tiny.sign()
+    tiny.deliver_plan(SILO, plan_id)
+    tiny.work(SILO)
+    return tiny, plan_id
+
+
+@pytest.fixture
+def arrival(sent_once: tuple[TinyFederation, str], tmp_path: Path) -> Arrival:
+    return arrive(sent_once, tmp_path / "copy")
+
+
+def test_intake_accepts_what_the_silo_sent_and_signs_a_receipt_that_binds_it(arrival: Arrival) -> None:
+    digest = sha256_file(arrival.document_path)
+    receipt = arrival.verdict()
+    assert receipt.verdict.kind == "accepted"
+    assert receipt.submission_digest == digest
+    plan, plan_digest = arrival.tiny.federation.current_plan()
+    sealed = (arrival.tiny.federation.receipts / arrival.plan_id / SILO / "1.json").read_bytes()
+    payload, _ = open_sealed(sealed, RECEIPT_KIND, PublicKey.parse(plan.receipt_key), 65536)
+    assert Receipt.parse(payload, subject="receipt") == receipt
+    assert (receipt.plan_id, receipt.plan_digest, receipt.silo_id, receipt.sequence) == (
+        plan.plan_id,
+        plan_digest,
+        SILO,
+        1,
+    )
+
+
+def test_intake_accepts_a_document_signed_again_by_its_own_silo(arrival: Arrival) -> None:
+    """The control: the refusals below are due to what they change, not to signing again."""
+    arrival.rewrite(lambda document: None)
+    assert arrival.verdict().verdict.kind == "accepted"
+
+
+def test_intake_refuses_a_submission_signed_by_another_silos_key(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: None, key=arrival.tiny.key("south"))
+    arrival.refused(SignatureError)
+
+
+def test_intake_refuses_a_submission_for_another_plan(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document.update(plan_id="tiny-00000000"))
+    arrival.refused(ReplayError, "plan")
+
+
+def test_intake_refuses_a_submission_for_another_version_of_the_plan(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document.update(plan_digest="0" * 64))
+    arrival.refused(ReplayError, "plan digest")
+
+
+def test_intake_refuses_a_submission_that_names_another_silo(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document.update(silo_id="south"))
+    arrival.refused(ReplayError, "silo")
+
+
+def test_intake_refuses_a_replayed_submission(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document["releases"][0].update(epsilon=2.0))
+    arrival.refused(PolicyError)
+    arrival.arrive_again(2)
+    receipts = arrival.tiny.take_in()
+    assert [receipt.verdict.kind for receipt in receipts] == ["refused"]
+    assert receipts[0].verdict.code == ReplayError.exit_code  # type: ignore[union-attr]
+
+
+def test_intake_refuses_anything_after_an_accepted_submission(arrival: Arrival) -> None:
+    assert arrival.verdict().verdict.kind == "accepted"
+    arrival.arrive_again(2)
+    receipts = arrival.tiny.take_in()
+    assert [getattr(receipt.verdict, "code", None) for receipt in receipts] == [ReplayError.exit_code]
+
+
+def test_intake_refuses_a_role_that_lists_another_silos_files(arrival: Arrival) -> None:
+    """The attack: north, with its own key and in good form, speaks for south."""
+    listed = json.loads(arrival.role_path.read_bytes())["signed"]["targets"]
+    for own in listed:
+        names = {name.replace(SILO, "south") if name == own else name for name in listed}
+        targets = {name: TargetFile(1, {"sha256": "a" * 64}, name) for name in names}
+        role = Targets(1, None, now_utc() + METADATA_LIFE, targets)
+        arrival.role_path.write_bytes(sign_metadata(role, [arrival.key]))
+        arrival.refused(RoleError, "south")
+        shutil.rmtree(arrival.receipts)
+        arrival.arrive_again(1)
+
+
+@pytest.mark.parametrize("name", ["document_path", "expert_path", "role_path"])
+def test_intake_refuses_a_flipped_byte(arrival: Arrival, name: str) -> None:
+    path: Path = getattr(arrival, name)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert arrival.verdict().verdict.kind == "refused"
+
+
+def test_intake_refuses_a_flipped_byte_in_a_release(arrival: Arrival) -> None:
+    path = arrival.folder / "sketch.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    arrival.refused(DigestError, "sketch.safetensors")
+
+
+@pytest.mark.parametrize("name", ["counts.safetensors", "metadata", "silos/north/experts/north/expert.safetensors"])
+def test_intake_refuses_a_missing_file(arrival: Arrival, name: str) -> None:
+    path = arrival.folder / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    arrival.refused(AbsentFileError)
+
+
+def test_intake_refuses_a_file_that_nobody_listed(arrival: Arrival) -> None:
+    (arrival.folder / "extra.bin").write_bytes(b"hello")
+    arrival.refused(UnlistedFileError)
+
+
+def test_intake_refuses_a_symbolic_link(arrival: Arrival) -> None:
+    path = arrival.folder / "counts.safetensors"
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    arrival.refused(UnsafePathError)
+
+
+def test_intake_refuses_a_pickle_in_place_of_weights(arrival: Arrival) -> None:
+    arrival.expert_path.write_bytes(pickle.dumps({"weights": [1.0]}))
+    arrival.rewrite(lambda document: None)
+    arrival.refused(TensorFileError)
+
+
+def test_intake_refuses_misshaped_weights(arrival: Arrival) -> None:
+    weights = load_file(arrival.expert_path)
+    name = max(weights, key=lambda key: weights[key].numel())
+    save_file(weights | {name: weights[name].T.contiguous()[:1]}, arrival.expert_path)
+    arrival.rewrite(lambda document: None)
+    arrival.refused(TensorFileError)
+
+
+def test_intake_refuses_weights_with_a_nan(arrival: Arrival) -> None:
+    weights = load_file(arrival.expert_path)
+    next(iter(weights.values())).view(-1)[0] = float("nan")
+    save_file(weights, arrival.expert_path)
+    arrival.rewrite(lambda document: None)
+    arrival.refused(TensorFileError)
+
+
+def test_intake_refuses_sketches_for_more_units_than_stated(arrival: Arrival) -> None:
+    path = arrival.folder / "sketch.safetensors"
+    sketch = load_file(path)["sketch"]
+    save_file({"sketch": torch.cat([sketch, sketch])}, path)
+    arrival.rewrite(lambda document: None)
+    arrival.refused(TensorFileError)
+
+
+def test_intake_refuses_a_submission_that_spent_more_than_the_plan(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document["spent"].update(epsilon=9.0))
+    arrival.refused(PolicyError, "epsilon")
+
+
+def test_intake_refuses_sketches_released_below_the_plans_noise_level(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document["releases"][1].update(t_release=0.1))
+    arrival.refused(PolicyError, "t_release")
+
+
+def test_intake_refuses_a_submission_that_nobody_approved(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document.update(approval=None))
+    arrival.refused(PolicyError, "approval")
+
+
+def test_intake_refuses_a_ledger_that_does_not_extend_the_one_seen(arrival: Arrival) -> None:
+    seen = arrival.tiny.federation.registry / "ledgers" / f"{SILO}.json"
+    seen.parent.mkdir()
+    seen.write_text(json.dumps({"chain": ["f" * 64]}))
+    arrival.refused(LedgerError)
+
+
+def test_intake_answers_a_submission_too_large_to_fetch(arrival: Arrival) -> None:
+    shutil.rmtree(arrival.folder)
+    arrival.folder.with_name("1.toolarge").touch()
+    arrival.refused(PolicyError, "size")
+
+
+@pytest.mark.parametrize("attack", ["the smallest integer", "below the noise", "above the noise", "units from nowhere"])
+def test_intake_refuses_counts_that_no_noise_explains(arrival: Arrival, attack: str) -> None:
+    plan, _ = arrival.tiny.federation.current_plan()
+    reach = cell_noise_bound(plan.releases.counts.epsilon, plan.releases.counts.num_groups)
+    num_units = arrival.document()["num_units"]
+    counts = {
+        "the smallest integer": [-(2**63), 0, num_units, 0],
+        "below the noise": [-reach - 1, reach + 1, num_units, 0],
+        "above the noise": [num_units + reach + 1, -reach // 2, -reach // 2, 0],
+        "units from nowhere": [num_units + reach] * 4,
+    }
+    arrival.change_counts(lambda _: torch.tensor(counts[attack]))
+    arrival.refused(TensorFileError, "sum" if attack == "units from nowhere" else "counts within")
+
+
+def test_intake_accepts_counts_as_far_out_as_noise_may_carry_them(arrival: Arrival) -> None:
+    plan, _ = arrival.tiny.federation.current_plan()
+    reach = cell_noise_bound(plan.releases.counts.epsilon, plan.releases.counts.num_groups)
+    arrival.change_counts(lambda _: torch.tensor([-reach, arrival.document()["num_units"] + reach, 0, 0]))
+    assert arrival.verdict().verdict.kind == "accepted"
+
+
+def test_intake_refuses_a_sketch_longer_than_noise_can_make_it(arrival: Arrival) -> None:
+    path = arrival.folder / "sketch.safetensors"
+    sketch = load_file(path)["sketch"]
+    sketch[3] *= 100 / sketch[3].norm()
+    save_file({"sketch": sketch}, path)
+    arrival.rewrite(lambda document: None)
+    arrival.refused(TensorFileError, "norm")
+
+
+def test_accepted_bytes_stay_when_the_serverapp_keeps_a_hand_on_what_it_fetched(
+    arrival: Arrival, tmp_path: Path
+) -> None:
+    held = tmp_path / "held"
+    os.link(arrival.expert_path, held)
+    name = arrival.expert_path.relative_to(arrival.folder)
+    before = arrival.expert_path.read_bytes()
+    assert arrival.verdict().verdict.kind == "accepted"
+    held.write_bytes(b"other weights")
+    assert (arrival.accepted / name).read_bytes() == before
+
+
+def test_what_was_answered_takes_no_room_any_more(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document.update(approval=None))
+    arrival.refused(PolicyError)
+    assert not arrival.folder.exists()
+    assert (arrival.receipts / "1.json").exists()
+    shutil.copytree(arrival.tiny.sites[SILO].outbox / arrival.plan_id / "1", arrival.folder)
+    assert arrival.tiny.take_in() == [], "a crash before it was thrown away: no second answer"
+    assert not arrival.folder.exists()
+
+
+def test_plan_ends_when_intake_was_killed_between_the_receipt_and_its_mark(arrival: Arrival) -> None:
+    assert arrival.verdict().verdict.kind == "accepted"
+    (arrival.receipts / "final").unlink()
+    assert arrival.tiny.take_in() == []
+    (arrival.receipts / "1.delivered").touch()
+    assert plan_done(arrival.tiny.federation.path, arrival.plan_id, [SILO])
+
+
+def test_refusal_is_not_the_end_when_intake_starts_again(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document.update(approval=None))
+    arrival.refused(PolicyError)
+    assert arrival.tiny.take_in() == []
+    assert not (arrival.receipts / "final").exists()
+
+
+def test_intake_refuses_one_submission_too_many_and_ends(arrival: Arrival) -> None:
+    shutil.rmtree(arrival.folder)
+    arrival.folder.with_name(f"{MAX_SUBMISSIONS + 1}.toomany").touch()
+    arrival.refused(PolicyError, "at most")
+    (arrival.receipts / f"{MAX_SUBMISSIONS + 1}.delivered").touch()
+    assert plan_done(arrival.tiny.federation.path, arrival.plan_id, [SILO])
+
+
+def test_next_plan_is_refused_while_an_accepted_submission_is_in_no_release(arrival: Arrival, tmp_path: Path) -> None:
+    assert arrival.verdict().verdict.kind == "accepted"
+    with pytest.raises(SetupError, match="north") as refused:
+        arrival.tiny.sign()
+    assert "aggregator publish" in refused.value.remedy
+    arrival.tiny.publish(tmp_path / "out")
+    assert arrival.tiny.sign() != arrival.plan_id
+
+
+def test_enrolled_key_is_the_one_that_signed(arrival: Arrival) -> None:
+    assert signing_key(card_of(arrival.tiny.federation, SILO)) == arrival.key.public
+
+
+def test_intake_refuses_a_release_that_the_plan_did_not_ask_for(arrival: Arrival) -> None:
+    save_file({"sum": torch.zeros(2), "second": torch.zeros(2, 2)}, arrival.folder / "moments.safetensors")
+    file = {"path": "moments.safetensors", "bytes": 1, "digest": "a" * 64}
+    extra = {"kind": "moments", "epsilon": 1.0, "delta": 1e-6, "file": file}
+    document = arrival.document()
+    arrival.document_path.write_text(json.dumps(document | {"releases": [*document["releases"], extra]}))
+    arrival.rewrite(lambda document: None)
+    arrival.refused(PolicyError, "releases", "moments")
+
+
+def test_intake_refuses_another_number_of_images_than_the_silos_units(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document["experts"][0].update(num_images=39))
+    arrival.refused(PolicyError, "images of an expert")
+
+
+def test_intake_refuses_a_silo_of_fewer_images_than_the_plan_asks(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document.update(num_units=9))
+    arrival.refused(PolicyError, "images", "at least 10")

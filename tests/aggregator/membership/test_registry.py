@@ -1,0 +1,138 @@
+"""Enrolment: whose card is taken, and that nobody's place is taken by another."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from aggregator.config import Federation
+from aggregator.membership.registry import cards, check_ledger, enroll, remember_ledger
+from ddm.errors import (
+    ArchipelagoError,
+    BusyError,
+    DocumentError,
+    LedgerError,
+    MissingFileError,
+    SignatureError,
+)
+from ddm.protocol.base import now_utc
+from ddm.protocol.enrolment import CARD_KIND, Card
+from ddm.trust.envelope import seal
+from ddm.trust.keys import SigningKey
+
+PLAN, NEXT_PLAN = "digits-00000001", "digits-00000002"
+
+
+def node_key() -> str:
+    public = ec.generate_private_key(ec.SECP256R1()).public_key()
+    return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+
+
+NODE, OTHER_NODE = node_key(), node_key()
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Federation:
+    (tmp_path / "fed" / "registry").mkdir(parents=True)
+    return Federation(tmp_path / "fed")
+
+
+def write_card(folder: Path, silo_id: str, key: SigningKey, node: str = NODE, named: SigningKey | None = None) -> Path:
+    card = Card(silo_id=silo_id, signing_key=str((named or key).public), node_key=node, created_at=now_utc())
+    path = folder / f"{silo_id}.card.json"
+    path.write_bytes(seal(card.encode(), CARD_KIND, key))
+    return path
+
+
+def test_enroll_keeps_a_card_and_takes_the_same_one_again(federation: Federation, tmp_path: Path) -> None:
+    key = SigningKey.generate()
+    enroll(federation, write_card(tmp_path, "north", key))
+    enroll(federation, write_card(tmp_path, "north", key))
+    assert {silo: card.signing_key for silo, card in cards(federation).items()} == {"north": str(key.public)}
+
+
+def test_enroll_refuses_a_card_sealed_by_another_key_than_it_names(federation: Federation, tmp_path: Path) -> None:
+    path = write_card(tmp_path, "north", SigningKey.generate(), named=SigningKey.generate())
+    with pytest.raises(DocumentError):
+        enroll(federation, path)
+
+
+def test_enroll_refuses_a_node_key_that_is_none_and_would_stop_the_transfer_of_all(
+    federation: Federation, tmp_path: Path
+) -> None:
+    path = write_card(tmp_path, "north", SigningKey.generate(), node="ecdsa-sha2-nistp256 " + "A" * 40)
+    with pytest.raises(DocumentError, match="node_key"):
+        enroll(federation, path)
+
+
+def test_enroll_refuses_a_tampered_card(federation: Federation, tmp_path: Path) -> None:
+    path = write_card(tmp_path, "north", SigningKey.generate())
+    envelope = json.loads(path.read_bytes())
+    envelope["payload"] = envelope["payload"].replace("north", "south")
+    path.write_text(json.dumps(envelope, separators=(",", ":"), sort_keys=True))
+    with pytest.raises((SignatureError, DocumentError)):
+        enroll(federation, path)
+    assert not cards(federation)
+
+
+def test_enroll_refuses_another_key_for_an_enrolled_silo(federation: Federation, tmp_path: Path) -> None:
+    enroll(federation, write_card(tmp_path, "north", SigningKey.generate()))
+    other = write_card(tmp_path, "north", SigningKey.generate(), node=OTHER_NODE)
+    with pytest.raises(BusyError):
+        enroll(federation, other)
+
+
+@pytest.mark.parametrize("kept", ["node key", "signing key"])
+def test_enroll_refuses_a_card_that_keeps_one_public_key_of_a_silo_and_replaces_the_other(
+    federation: Federation, tmp_path: Path, kept: str
+) -> None:
+    """The attack: the node key is public, so anybody can name it beside a signing key of their own."""
+    key = SigningKey.generate()
+    enroll(federation, write_card(tmp_path, "north", key))
+    if kept == "node key":
+        forged = write_card(tmp_path, "north", SigningKey.generate())
+    else:
+        forged = write_card(tmp_path, "north", key, node=OTHER_NODE)
+    with pytest.raises(BusyError):
+        enroll(federation, forged)
+    assert (cards(federation)["north"].signing_key, cards(federation)["north"].node_key) == (str(key.public), NODE)
+
+
+def test_enroll_refuses_a_key_that_another_silo_holds(federation: Federation, tmp_path: Path) -> None:
+    key = SigningKey.generate()
+    enroll(federation, write_card(tmp_path, "north", key))
+    with pytest.raises(BusyError):
+        enroll(federation, write_card(tmp_path, "south", key, node=OTHER_NODE))
+    with pytest.raises(BusyError):
+        enroll(federation, write_card(tmp_path, "south", SigningKey.generate()))
+
+
+def test_enroll_of_nothing_says_so(federation: Federation, tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError):
+        enroll(federation, tmp_path / "none.json")
+    (tmp_path / "junk.json").write_bytes(b"junk")
+    with pytest.raises(ArchipelagoError):
+        enroll(federation, tmp_path / "junk.json")
+
+
+def test_ledger_may_only_grow(federation: Federation) -> None:
+    one, two, three = "1" * 64, "2" * 64, "3" * 64
+    check_ledger(federation, "north", PLAN, (one,))
+    remember_ledger(federation, "north", PLAN, (one, two))
+    for plan_id in (PLAN, NEXT_PLAN):
+        check_ledger(federation, "north", plan_id, (one, two, three))
+        for chain in ((), (one,), (one, three), (two, one, three)):
+            with pytest.raises(LedgerError):
+                check_ledger(federation, "north", plan_id, chain)
+    check_ledger(federation, "south", PLAN, (three,))
+
+
+def test_ledger_must_grow_for_another_plan(federation: Federation) -> None:
+    """The attack: releases of a new plan that no debit stands for."""
+    chain = ("1" * 64, "2" * 64)
+    remember_ledger(federation, "north", PLAN, chain)
+    check_ledger(federation, "north", PLAN, chain)
+    with pytest.raises(LedgerError):
+        check_ledger(federation, "north", NEXT_PLAN, chain)

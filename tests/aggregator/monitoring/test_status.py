@@ -1,0 +1,242 @@
+"""What an operator is told: from the folders alone, the truth of signed receipts, and no crash over rubbish."""
+
+import json
+import os
+import subprocess
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from aggregator.keys.removal import remove
+from aggregator.keys.store import load_key
+from aggregator.membership.withdrawal import withdraw
+from aggregator.monitoring.labels import attention, describe, page_values
+from aggregator.monitoring.silo_status import Arrival, Standing, SubmissionStatus, Verdict, standing
+from aggregator.monitoring.status import FederationStatus, gather
+from aggregator.pages.render import render
+from aggregator.transfer.delivery import SiloDelivery, load_bundle
+from ddm.io.files import locked
+from ddm.protocol.base import now_utc
+from ddm.protocol.receipt import Accepted, Refused
+from ddm.system.processes import program
+from ddm.transport.messages import Ask, Envelope, Report, Status
+from ddm.trust.keys import SigningKey
+from tests.conftest import Published
+from tests.support.federation import PASSPHRASE
+from tests.support.federation_midway import SHARD, Stage
+
+LONG_AGO = 90_000.0
+
+
+@pytest.fixture
+def stage(published: Published) -> Stage:
+    return Stage(published.tiny.federation)
+
+
+def look(stage: Stage, silo_id: str = "north"):  # type: ignore[no-untyped-def]
+    found = gather(stage.federation, now_utc()).silo(silo_id)
+    assert found is not None
+    return found
+
+
+def long_ago(path: Path) -> None:
+    os.utime(path, (path.stat().st_mtime - LONG_AGO,) * 2)
+
+
+def ended_process() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_published_federation_is_shown_with_receipts_router_and_release(published: Published) -> None:
+    found = gather(published.tiny.federation, now_utc())
+    assert [(silo.silo_id, silo.standing, silo.final) for silo in found.silos] == [
+        ("east", "accepted", True),
+        ("north", "accepted", True),
+    ]
+    assert found.router and found.router.silos == ("east", "north")
+    (release,) = found.releases
+    assert (release.version, release.plan_id, release.silos) == (1, published.plan_id, ("east", "north"))
+    assert {"plan", "certificate", "metadata timestamp", "metadata 1.root"} <= {one.what for one in found.expiries}
+    assert not found.processes.running and not found.problems and not list(attention(found))
+
+
+def test_command_prints_the_same_facts_as_json(published: Published) -> None:
+    command = [str(program("aggregator")), "status", str(published.tiny.federation.path)]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    told = FederationStatus.parse(done.stdout.encode(), subject="status")
+    now = gather(published.tiny.federation, told.at)
+    assert told.model_copy(update={"disk_free_bytes": 0}) == now.model_copy(update={"disk_free_bytes": 0})
+
+
+def test_federation_without_a_plan_is_shown(published: Published) -> None:
+    (published.tiny.federation.path / "plans" / "current.json").unlink()
+    found = gather(published.tiny.federation, now_utc())
+    assert found.plan_id is None and found.silos == ()
+    assert "plan none" in describe(found)
+
+
+def test_answer_without_news_counts_as_contact(stage: Stage) -> None:
+    bundle = stage.federation.bundle(stage.plan.plan_id)
+    delivery = SiloDelivery(
+        stage.federation.path,
+        stage.plan.plan_id,
+        "north",
+        index=load_bundle(bundle),
+        shard_bytes=SHARD,
+        max_submission_bytes=SHARD,
+        wait_s=30,
+    )
+    ask = Ask(plan_id=stage.plan.plan_id, known=Status(), max_bytes=0, received=0, wait_s=30)
+    same = Envelope(Report(status=Status(state="training", progress=7)))
+    delivery.take(ask, same)
+    for path in stage.incoming("north").iterdir():
+        long_ago(path)
+    before = look(stage).last_seen
+    delivery.take(ask, same)
+    assert look(stage).last_seen - before > timedelta(seconds=LONG_AGO - 60)
+    assert (look(stage).state, look(stage).progress) == ("training", 7)
+
+
+def test_rate_of_an_arrival_is_what_came_between_two_looks(stage: Stage) -> None:
+    stage.report("north", "in_outbox")
+    stage.arrive("north", 1, of=4)
+    first = gather(stage.federation, now_utc())
+    stage.arrive("north", 3, of=4)
+    second = gather(stage.federation, first.at + timedelta(seconds=10), first)
+    assert second.silo("north").arrival == Arrival(
+        sequence=1, bytes_here=8 + 3 * SHARD, bytes_total=8 + 4 * SHARD, bytes_per_s=2 * SHARD / 10
+    )
+    # Without an earlier look: since the first file, which came at an unknown speed and does not count.
+    long_ago(stage.incoming("north") / "1.part" / "counts.safetensors")
+    assert look(stage).arrival.bytes_per_s == pytest.approx(3 * SHARD / LONG_AGO, rel=0.01)
+    assert look(stage).standing == "sending"
+
+
+def test_refusal_is_shown_with_code_and_reason_and_a_later_acceptance_ends_it(stage: Stage) -> None:
+    stage.report("north", "refused")
+    stage.answer("north", Refused(code=12, reason="other bytes"))
+    (refused,) = look(stage).submissions
+    assert (refused.verdict, refused.code, refused.reasons) == ("refused", 12, ("other bytes",))
+    assert look(stage).standing == "refused"
+    assert any("other bytes" in text for text in attention(gather(stage.federation, now_utc())))
+    stage.answer("north", Accepted(), sequence=2)
+    assert [one.verdict for one in look(stage).submissions] == ["refused", "accepted"]
+    assert look(stage).standing == "accepted"
+
+
+def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published_experts_are_named(
+    published: Published,
+) -> None:
+    federation = published.tiny.federation
+    assert not list(attention(gather(federation, now_utc())))
+    withdraw(federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE))
+    remove(federation, "east", "left", PASSPHRASE)
+    found = gather(federation, now_utc())
+    assert [(silo.standing, silo.final) for silo in found.silos] == [("removed", True), ("withdrawn", True)]
+    shown = describe(found)
+    assert "removed from the federation" in shown and "withdrawn from this plan" in shown
+    assert [text.split(":")[0] for text in attention(found)] == [
+        "version 1 still holds east, removed since",
+        "version 1 still holds north, withdrawn since",
+    ]
+    html = render("live.html.jinja", refresh_s=5, paused=False, **page_values(found))
+    assert "removed from the federation" in html and "withdrawn from this plan" in html
+    assert [silo["standing"] for silo in json.loads(found.model_dump_json())["silos"]] == ["removed", "withdrawn"]
+
+
+def test_silo_that_was_withdrawn_and_then_removed_counts_as_removed(published: Published) -> None:
+    federation = published.tiny.federation
+    withdraw(federation, "north", "consent was withdrawn", load_key(federation, "receipts", PASSPHRASE))
+    remove(federation, "north", "left", PASSPHRASE)
+    assert [silo.standing for silo in gather(federation, now_utc()).silos] == ["accepted", "removed"]
+
+
+def test_receipt_by_another_key_is_not_shown_as_an_acceptance(stage: Stage) -> None:
+    stage.answer("north", Accepted(), key=SigningKey.generate())
+    (forged,) = look(stage).submissions
+    assert forged.verdict == "unreadable" and look(stage).standing == "absent"
+
+
+def test_quarantine_is_shown_with_its_reasons_until_it_is_answered(stage: Stage) -> None:
+    stage.report("north", "in_outbox")
+    stage.set_aside("north", "loss 3 times that of the others")
+    assert look(stage).standing == "quarantined"
+    assert look(stage).submissions[0].reasons == ("loss 3 times that of the others",)
+    stage.answer("north", Accepted())
+    assert look(stage).standing == "accepted"
+
+
+def test_silence_is_held_against_a_silo_only_while_the_aggregator_runs(stage: Stage) -> None:
+    stage.report("north", "training", 50)
+    for path in stage.incoming("north").iterdir():
+        long_ago(path)
+    assert look(stage).standing == "working"
+    flower = stage.federation.path / "flower"
+    flower.mkdir(exist_ok=True)
+    (flower / "run.json").touch()
+    with locked(flower, "runtime"):
+        # It has only just begun to ask.
+        assert look(stage).standing == "working"
+        long_ago(flower / "run.json")
+        assert look(stage).standing == "silent"
+        assert any("no answer from north" in text for text in attention(gather(stage.federation, now_utc())))
+
+
+def test_ended_program_of_a_running_aggregator_is_named(stage: Stage) -> None:
+    dead = ended_process()
+    stage.programs(pid=os.getpid(), superlink_pid=dead, num_restarts=3, restarts={"superlink": 3, "nginx": 0})
+    with locked(stage.federation.path / "flower", "runtime"):
+        found = gather(stage.federation, now_utc())
+    assert found.processes.running and found.processes.num_restarts == 3
+    lives = {one.name: (one.alive, one.num_restarts) for one in found.processes.programs}
+    assert lives == {"aggregator run": (True, 0), "superlink": (False, 3), "nginx": (False, 0)}
+    assert any("superlink has ended" in text for text in attention(found))
+
+
+def test_rubbish_in_the_folders_is_left_out_and_never_followed(stage: Stage, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(json.dumps({"state": "a private word"}))
+    folder = stage.incoming("north")
+    (folder / "status.json").symlink_to(secret)
+    (folder / "1.part").mkdir()
+    (folder / "1.part" / ".progress.json").write_text('{"files": [{"num_bytes": -5}], "ranges": {"a": [[0]]}}')
+    os.mkfifo(folder / "2.part")
+    (folder / "99999999999999999999").mkdir()
+    (folder / "²").mkdir()
+    (stage.federation.path / "flower").mkdir(exist_ok=True)
+    (stage.federation.path / "flower" / "info.json").write_text('{"pid": "1; rm", "superlink_pid": -1}')
+    receipts = stage.federation.receipts / stage.plan.plan_id / "north"
+    receipts.mkdir(parents=True)
+    (receipts / "3.json").write_bytes(b"\xff" * 100)
+    stage.incoming("east").joinpath("status.json").write_text(json.dumps({"state": "x" * 5000, "progress": 1e9}))
+    assert look(stage).state == "" and look(stage).arrival is None
+    assert [one.verdict for one in look(stage).submissions] == ["unreadable"]
+    assert (look(stage, "east").state, look(stage, "east").progress) == ("x" * 40, 0)
+    assert "a private word" not in gather(stage.federation, now_utc()).model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "arriving", "state", "silent", "expected"),
+    [
+        ([], False, "", None, "absent"),
+        ([], False, "training", False, "working"),
+        ([], False, "awaiting_approval", False, "approval"),
+        ([], True, "in_outbox", False, "sending"),
+        ([], True, "in_outbox", True, "silent"),
+        (["arrived"], False, "in_outbox", False, "arrived"),
+        (["refused"], False, "training", False, "refused"),
+        (["refused"], True, "in_outbox", False, "sending"),
+        (["refused", "quarantined"], False, "in_outbox", True, "quarantined"),
+        (["quarantined", "withdrawn"], False, "withdrawn", False, "withdrawn"),
+        (["accepted"], False, "accepted", True, "accepted"),
+    ],
+)
+def test_standing_is_what_matters_most_to_the_operator(
+    verdicts: list[Verdict], arriving: bool, state: str, silent: bool | None, expected: Standing
+) -> None:
+    submissions = tuple(SubmissionStatus(sequence=n, verdict=verdict) for n, verdict in enumerate(verdicts, 1))
+    arrival = Arrival(sequence=9, bytes_here=1, bytes_total=2, bytes_per_s=0.0) if arriving else None
+    assert standing(submissions, arrival, state, seen=silent is not None, silent=bool(silent)) == expected

@@ -1,0 +1,403 @@
+"""The report and the card of a release: what they say is what the documents say, and nothing in them is alive."""
+
+import base64
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from html.parser import HTMLParser
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from markdown_it import MarkdownIt
+from PIL import Image
+from scipy.stats import binomtest
+from selenium.webdriver import Chrome
+from torch import Tensor
+from typer.testing import CliRunner
+
+from aggregator.intake.inventory import take_inventory
+from aggregator.pages import charts, drawing
+from aggregator.pages.write import CARD_NAME, PAGE_NAMES, REPORT_NAME, PageInput, gather, pages, write_pages
+from aggregator.router.train import load_report
+from ddm.cli.main import app as ddm
+from ddm.ensemble import Ensemble
+from ddm.errors import DocumentError
+from ddm.loading.ensemble import load_ensemble
+from ddm.loading.release import open_release
+from ddm.protocol.manifest import Manifest
+from ddm.protocol.submission import Waiver
+from tests.conftest import Published
+from tests.support.browser import overflow, show_as
+
+HOSTILE = "</p><script>alert(1)</script> [x](javascript:alert(1)) `\n\n# **y** | ![z](http://a.example/b) <img src=x>"
+
+
+def page_input(published: Published) -> PageInput:
+    """What `publish` hands over, read back from what it published."""
+    federation = published.tiny.federation
+    inventory = take_inventory(federation)
+    release = open_release(published.release, root=published.root, state=None)
+    return PageInput(
+        plan=inventory.plan,
+        plan_digest=inventory.plan_digest,
+        root_digest=release.verified.root_fingerprint,
+        name=federation.settings().name,
+        manifest=release.manifest,
+        inventory=inventory,
+        report=load_report(federation, inventory),
+        ensemble=load_ensemble(release),
+    )
+
+
+@pytest.fixture(scope="module")
+def given(published_once: Published) -> PageInput:
+    return page_input(published_once)
+
+
+@pytest.fixture(scope="module")
+def drawn(published_once: Published) -> Mapping[str, str]:
+    """Both pages as they were published."""
+    targets = published_once.release / "targets" / published_once.plan_id
+    return {name: (targets / name).read_text("utf-8") for name in PAGE_NAMES}
+
+
+def undrawn(given: PageInput) -> Mapping[str, str]:
+    """Both pages, of experts too large to draw from."""
+    return pages(gather(given, None))
+
+
+class Reader(HTMLParser):
+    """What a browser would make of a page: its text, its elements, the values of each silo's card."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text, self.tags, self.attributes = "", [], []  # type: str, list[str], list[tuple[str, str, str]]
+        self.cards: dict[str, dict[str, str]] = {}
+        self._card, self._term, self._open = "", "", ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag == "article":
+            self._card = str(dict(attrs)["id"]).removeprefix("silo-")
+            self.cards[self._card] = {}
+        if tag in ("dt", "dd"):
+            self._open, self._term = tag, "" if tag == "dt" else self._term
+
+    def handle_endtag(self, tag: str) -> None:
+        self._card = "" if tag == "article" else self._card
+        self._open = "" if tag == self._open else self._open
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._card and self._open == "dt":
+            self._term += data
+        elif self._card and self._open == "dd":
+            self.cards[self._card][self._term] = self.cards[self._card].get(self._term, "") + data
+
+
+def alive(page: str) -> list[str]:
+    """Everything in a page that runs, loads, sends or leads elsewhere."""
+    read = Reader(page)
+    found = [tag for tag in read.tags if tag in {"script", "iframe", "object", "embed", "form", "link", "base"}]
+    for tag, name, value in read.attributes:
+        inside = value.startswith(("#", "data:image/png;base64,"))
+        if name.startswith("on") or (name in {"src", "href", "srcset", "xlink:href", "action"} and not inside):
+            found.append(f"{tag} {name}={value[:40]}")
+    return found + re.findall(r"url\(|@import", page)
+
+
+def front_matter(card: str) -> dict[str, object]:
+    parsed = yaml.safe_load(card.split("---\n")[1])
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+def test_card_and_report_say_of_every_silo_what_the_manifest_says(given: PageInput, drawn: Mapping[str, str]) -> None:
+    cards, listed = Reader(drawn[REPORT_NAME]).cards, front_matter(drawn[CARD_NAME])["silos"]
+    assert isinstance(listed, list) and len(listed) == len(cards) == len(given.manifest.silos) == 2
+    for silo, entry in zip(given.manifest.silos, listed, strict=True):
+        submission, card = given.inventory.silos[silo.silo_id].submission, cards[silo.silo_id]
+        prior = sum(expert.prior for expert in given.manifest.experts if expert.silo_id == silo.silo_id)
+        assert entry == {
+            "id": silo.silo_id,
+            "key_fingerprint": silo.key_fingerprint,
+            "images": submission.num_units,
+            "share": prior,
+            "epsilon": silo.epsilon,
+            "delta": silo.delta,
+            "isolation": silo.isolation,
+            "audit": silo.audit,
+            "admitted": False,
+        }
+        assert card["key"] == silo.key_fingerprint
+        assert float(card["epsilon"].split()[0]) == silo.epsilon
+        assert float(card["delta"]) == silo.delta
+        assert int(card["images"]) == submission.num_units
+        assert float(card["share"]) == pytest.approx(prior, abs=5e-4)
+        assert card["isolation"].split()[0] == silo.isolation
+        assert card["leak audit"] == "waived by test operator: made-up images"
+
+
+def test_report_gives_losses_releases_comparisons_and_provenance(given: PageInput, drawn: Mapping[str, str]) -> None:
+    text = Reader(drawn[REPORT_NAME]).text
+    expected = [given.plan.plan_id, given.plan_digest, given.root_digest, given.manifest.router.file.digest]
+    for silo in given.inventory.silos.values():
+        expected += [silo.digest, *(f"{expert.training.loss:.4f}" for expert in silo.submission.experts)]
+        expected += [f"epsilon {release.epsilon:g}, delta {release.delta:g}" for release in silo.submission.releases]
+    assert given.report.bands and given.report.calibration
+    expected += [f"{band.difference:+.5f}" for band in given.report.bands]
+    expected += [f"{band.after[0]:.3f}" for band in given.report.calibration]
+    assert [what for what in expected if what not in text] == []
+
+
+def test_silos_that_are_not_in_are_named_with_the_reason(given: PageInput) -> None:
+    changed = {"missing_silos": ("south",), "withdrawn_silos": ("west",)}
+    partial = undrawn(replace(given, manifest=given.manifest.model_copy(update=changed)))
+    for page in (partial[CARD_NAME], Reader(partial[REPORT_NAME]).text):
+        assert re.search(r"south is missing", page) and re.search(r"west is withdrawn", page)
+    whole = undrawn(given)
+    assert "Partial capacity" in partial[REPORT_NAME] and "Partial capacity" not in whole[REPORT_NAME]
+    assert front_matter(partial[CARD_NAME])["withdrawn_silos"] == ["west"]
+
+
+def test_expert_that_an_operator_admitted_though_screening_flagged_it_is_named_with_the_reason(
+    given: PageInput,
+) -> None:
+    """In the manifest, the report and the card; the control is the release that nothing was flagged of."""
+    document = json.loads(given.manifest.encode())
+    document["silos"][1]["admitted"] = True
+    document["experts"][1]["flags"] = ["copy", "stands_apart"]
+    admitted = Manifest.parse(json.dumps(document).encode(), subject="manifest")
+    expert, silo_id = admitted.experts[1].expert_id, admitted.silos[1].silo_id
+    pages, whole = undrawn(replace(given, manifest=admitted)), undrawn(given)
+    words = "repeats another silo's expert; a much higher loss than the other experts"
+    assert f"{expert}: {words}" in Reader(pages[REPORT_NAME]).cards[silo_id]["screening"]
+    assert f"flagged what {silo_id} sent" in Reader(pages[REPORT_NAME]).text
+    assert f"expert {expert} ({words})" in pages[CARD_NAME]
+    assert [entry["admitted"] for entry in front_matter(pages[CARD_NAME])["silos"]] == [False, True]  # type: ignore[attr-defined]
+    assert not [page for page in whole.values() if "lagged" in page]
+
+
+def test_manifest_of_before_flags_is_read_and_a_flag_without_its_admission_is_refused(given: PageInput) -> None:
+    document = json.loads(given.manifest.encode())
+    old = document | {
+        "format": "archipelago/manifest/1",
+        "silos": [{name: value for name, value in each.items() if name != "admitted"} for each in document["silos"]],
+        "experts": [{name: value for name, value in each.items() if name != "flags"} for each in document["experts"]],
+    }
+    read = Manifest.parse(json.dumps(old).encode(), subject="manifest")
+    assert [silo.admitted for silo in read.silos] == [False, False]
+    assert [expert.flags for expert in read.experts] == [(), ()]
+    for flags in (["copy"], ["made up"]):
+        document["experts"][1]["flags"] = flags
+        with pytest.raises(DocumentError):
+            Manifest.parse(json.dumps(document).encode(), subject="manifest")
+
+
+def test_pages_load_nothing_run_nothing_and_lead_nowhere(drawn: Mapping[str, str]) -> None:
+    assert alive(drawn[REPORT_NAME]) == []
+    assert alive(HOSTILE) != []
+    assert alive('<a href="https://a.example">x</a>') != []
+
+
+def hostile(given: PageInput) -> PageInput:
+    """The same release, had everybody who may write free text meant harm."""
+    silos = {}
+    for silo_id, silo in given.inventory.silos.items():
+        audit = silo.submission.audit.model_copy(update={"waiver": Waiver(role=HOSTILE, reason=HOSTILE)})
+        said = {"audit": audit, "software": {HOSTILE: HOSTILE}}
+        silos[silo_id] = replace(silo, submission=silo.submission.model_copy(update=said))
+    return replace(
+        given,
+        manifest=given.manifest.model_copy(update={"cite": HOSTILE, "licence": HOSTILE}),
+        inventory=replace(given.inventory, silos=silos),
+        report=given.report.model_copy(update={"reason": HOSTILE}),
+    )
+
+
+def test_markup_in_free_text_is_text_in_the_report(given: PageInput) -> None:
+    page = undrawn(hostile(given))[REPORT_NAME]
+    assert alive(page) == []
+    assert Reader(page).text.count(HOSTILE) == 4 + 4 * len(given.inventory.silos)
+    assert Reader(page).tags == Reader(undrawn(given)[REPORT_NAME]).tags
+
+
+def test_markup_in_free_text_is_text_in_the_card(given: PageInput) -> None:
+    card = undrawn(hostile(given))[CARD_NAME]
+    honest = undrawn(given)[CARD_NAME]
+    # A reader that lets everything through: HTML, tables, and links made of bare addresses.
+    parser = MarkdownIt("commonmark", {"html": True}).enable("table")
+
+    def kinds(text: str) -> list[str]:
+        return [token.type for block in parser.parse(text) for token in (block, *(block.children or ()))]
+
+    body = card.split("---\n", 2)[2]
+    plain = [kind for kind in kinds(body) if kind != "text"]
+    assert plain == [kind for kind in kinds(honest.split("---\n", 2)[2]) if kind != "text"]
+    assert not {"html_inline", "html_block", "link_open", "image"} & set(plain)
+    assert {"html_block", "link_open", "image"} & set(kinds(HOSTILE))
+    shown = "".join(token.content for block in parser.parse(body) for token in block.children or ())
+    assert " ".join(HOSTILE.split()) in " ".join(shown.split())
+    matter = front_matter(card)
+    assert (matter["license"], matter["license_name"]) == ("other", HOSTILE)
+    assert matter["root_fingerprint"] == given.root_digest
+
+
+def test_commands_of_the_card_verify_the_release(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = page_input(published)
+    card = undrawn(given)[CARD_NAME]
+    shutil.copytree(published.release, tmp_path / "release")
+    shutil.copyfile(published.root, tmp_path / "1.root.json")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (command,) = re.findall(r"\$ ddm (verify (?:\\\n|.)*)\n", card)
+    done = CliRunner().invoke(ddm, shlex.split(command.replace("\\\n", " ")))
+    assert done.exit_code == 0, done.output
+    assert done.output.count("by the key you pinned") == len(given.manifest.silos)
+    wrong = command.replace(given.manifest.silos[0].key_fingerprint, "0" * 64)
+    assert CliRunner().invoke(ddm, shlex.split(wrong.replace("\\\n", " "))).exit_code != 0
+
+
+def test_same_release_gives_the_same_pages(given: PageInput, drawn: Mapping[str, str], tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    write_pages(given, tmp_path, lambda done, total: told.append((done, total)))
+    assert {name: (tmp_path / name).read_text("utf-8") for name in PAGE_NAMES} == drawn
+    assert [done for done, _ in told] == list(range(1, told[0][1] + 1))
+
+
+def test_images_of_the_report_are_those_that_its_command_draws(given: PageInput, drawn: Mapping[str, str]) -> None:
+    sources = [value for tag, name, value in Reader(drawn[REPORT_NAME]).attributes if (tag, name) == ("img", "src")]
+    (num, steps, seed), *_ = re.findall(r"--num (\d+) --steps (\d+) --seed (\d+)", drawn[REPORT_NAME])
+    samples = given.ensemble.sample(int(num), strategy="lock", steps=int(steps), seed=int(seed))
+    shown = [np.asarray(Image.open(BytesIO(base64.b64decode(source.split(",")[1])))) for source in sources[: int(num)]]
+    expected = ((samples.images.clamp(-1, 1) + 1) * 127.5).round().byte()[:, 0].numpy()
+    assert np.array_equal(np.stack(shown)[..., 0], expected)
+    assert expected.std() > 0
+    assert len(sources) == 2 * 32 + 2 * 8
+
+
+class Constant:
+    """An expert that leads every sample to one grey level."""
+
+    def __init__(self, level: float) -> None:
+        self.level = level
+
+    def __call__(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        return (x_B - self.level) / t_B.clamp(min=1e-3).view(-1, 1, 1, 1)
+
+
+class Levels:
+    """The router that goes with three of them: it knows the grey level the better, the less noise there is."""
+
+    num_experts = 3
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        level_E, t_B1 = torch.tensor([-0.5, 0.0, 0.5]), t_B[:, None]
+        precision_B1 = 20 * (1 - t_B1) / t_B1.clamp(min=0.05)
+        return -precision_B1 * (x_B.mean((1, 2, 3))[:, None] / (1 - t_B1).clamp(min=0.05) - level_E).square()
+
+
+def three() -> Ensemble:
+    experts = [Constant(level) for level in (-0.5, 0.0, 0.5)]
+    return Ensemble(experts, Levels(), prior=(0.25, 0.25, 0.5), shape=(1, 4, 4))
+
+
+def test_a_silo_alone_is_drawn_from_all_of_its_experts_and_no_others() -> None:
+    effort = drawing.Effort(own=32, mixed=8, strategies=("lock",), steps=4)
+    found = drawing.draw(three(), (0, 0, 1), effort)
+    levels = [set((one.images.mean((1, 2, 3)) * 2).round().int().tolist()) for one in found.own.values()]
+    assert levels == [{-1, 0}, {1}]
+    assert [set(one.silo_N) for one in found.own.values()] == [{0}, {1}]
+
+
+def test_router_along_t_ends_at_the_prior_and_begins_with_the_right_silo() -> None:
+    effort = drawing.Effort(own=16, mixed=8, strategies=("lock",), steps=4)
+    found = drawing.draw(three(), (0, 0, 1), effort)
+    for silo, rows in found.posterior.items():
+        assert rows[-1] == pytest.approx((0.5, 0.5))
+        assert rows[0][silo] > 0.95
+        assert all(sum(row) == pytest.approx(1) for row in rows)
+
+
+@pytest.mark.parametrize("flops", [1.0, 1e6, 1e8, 1e9, 1e10, 1e12])
+def test_what_is_drawn_is_bounded_by_what_it_costs(flops: float) -> None:
+    chosen = drawing.affordable(flops, 3, 3)
+    costs = [effort.evaluations(3, 3) * flops for effort in drawing.EFFORTS]
+    if chosen is None:
+        assert min(costs) > drawing.MAX_FLOPS
+    else:
+        assert chosen.evaluations(3, 3) * flops <= drawing.MAX_FLOPS
+        assert all(cost > drawing.MAX_FLOPS for cost in costs[: drawing.EFFORTS.index(chosen)])
+
+
+def test_report_of_experts_too_large_to_draw_from_says_so(given: PageInput) -> None:
+    assert "too large to draw from" in undrawn(given)[REPORT_NAME]
+    assert "<img" not in undrawn(given)[REPORT_NAME]
+
+
+@pytest.mark.parametrize(("count", "num"), [(0, 128), (1, 7), (64, 128), (128, 128)])
+def test_interval_of_a_share_is_wilsons(count: int, num: int) -> None:
+    sample = drawing.Drawn(torch.zeros(num, 1, 1, 1), (0,) * count + (1,) * (num - count))
+    share = charts.shares(sample, (0.5, 0.5))[0]
+    oracle = binomtest(count, num).proportion_ci(method="wilson")
+    assert (share.value, share.low, share.high) == pytest.approx((count / num, oracle.low, oracle.high), abs=1e-6)
+
+
+def test_areas_of_a_stack_fill_the_chart_without_overlap() -> None:
+    rows = torch.rand(21, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(1)
+    areas = charts.stack(rows.tolist(), 2)
+    assert [area.silo for area in areas] == [2, 0, 1, 3]
+
+    def surface(area: charts.Area) -> float:
+        x_P, y_P = np.array([point.split(",") for point in area.points.split()], dtype=float).T
+        return abs(float(x_P @ np.roll(y_P, -1) - y_P @ np.roll(x_P, -1))) / 2
+
+    weight_T = torch.full((21,), 1 / 20, dtype=torch.float64)
+    weight_T[[0, -1]] /= 2
+    expected = [float(weight_T @ rows[:, area.silo]) for area in areas]
+    assert [surface(area) / (charts.WIDTH * charts.HEIGHT) for area in areas] == pytest.approx(expected, abs=2e-3)
+
+
+def test_large_images_are_made_small_and_other_channels_are_left_out() -> None:
+    def first(images: Tensor) -> tuple[charts.Picture, ...]:
+        return charts.pictures(drawing.Drawn(images, (0,) * len(images)), 8, (0.0, 1.0))
+
+    (large,) = first(torch.rand(1, 3, 300, 600))
+    decoded = Image.open(BytesIO(base64.b64decode(large.source.split(",")[1])))
+    assert decoded.size == (charts.MAX_PIXELS, charts.MAX_PIXELS // 2)
+    assert first(torch.rand(1, 2, 8, 8)) == ()
+    (white,) = first(torch.ones(1, 1, 8, 8))
+    assert np.asarray(Image.open(BytesIO(base64.b64decode(white.source.split(",")[1])))).min() == 255
+
+
+@pytest.mark.parametrize("device", ["phone", "desktop"])
+@pytest.mark.parametrize("dark", [False, True])
+def test_report_fits_the_window_and_breaks_no_rule_of_its_own(
+    browser: Chrome,
+    drawn: Mapping[str, str],
+    tmp_path: Path,
+    device: str,
+    dark: bool,
+) -> None:
+    page = tmp_path / REPORT_NAME
+    page.write_text(drawn[REPORT_NAME], "utf-8")
+    show_as(browser, device, dark=dark)
+    browser.get(page.as_uri())
+    assert overflow(browser) == 0
+    assert browser.execute_script("return [...document.images].every(one => one.naturalWidth > 0)")
+    loaded = browser.execute_script("return performance.getEntriesByType('resource').map(one => one.name)")
+    assert [name for name in loaded if not name.startswith("data:")] == []
+    background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", background))) < 200) == dark
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []

@@ -1,0 +1,167 @@
+"""Signing a plan: what the operator is shown before, what a crash leaves behind, when a plan may not be replaced."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from aggregator.cli import costs
+from aggregator.intake.service import IntakeDesk
+from aggregator.keys.store import load_key
+from aggregator.planning.plan import draft_plan
+from aggregator.planning.recipe import ClusteringRecipe
+from ddm.errors import BusyError, PolicyError
+from ddm.privacy.accounting import DiscreteLaplaceMechanism, GaussianMechanism, gaussian_mu, total_epsilon
+from ddm.system.console import human_seconds
+from ddm.trust.repository import Repository
+from ddm.trust.verify import verify_bundle
+from tests.conftest import Published
+from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
+
+
+class Crash(BaseException):
+    """Nothing catches it, as nothing catches kill -9."""
+
+
+def stop(*arguments: object, **named: object) -> None:
+    raise Crash
+
+
+@pytest.mark.parametrize("where", ["start_plan", "_close", "export_bundle"])
+def test_old_plan_works_on_when_signing_stopped_and_signing_again_leaves_nothing_behind(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    tiny = published.tiny
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(Repository, where, stop)
+        tiny.sign()
+    tiny.publish(tmp_path / "next")
+    shutil.rmtree(tiny.path / "scratch")
+    again = tiny.sign()
+    assert tiny.federation.current_plan()[0].plan_id == again
+    assert verify_bundle(tiny.federation.bundle(again), tiny.root.read_bytes(), state=None).plan_id == again
+    assert {path.name for path in (tiny.federation.path / "plans").iterdir()} == {
+        published.plan_id,
+        again,
+        "current.json",
+    }
+    assert not list(tiny.federation.path.glob("ceremony*"))
+
+
+def test_new_plan_is_current_when_signing_stopped_after_it_was_decided(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = published.tiny
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr("aggregator.changes.settle", stop)
+        tiny.sign()
+    plan, _ = tiny.federation.require().current_plan()
+    assert plan.plan_id != published.plan_id
+    assert verify_bundle(tiny.federation.bundle(plan.plan_id), tiny.root.read_bytes(), state=None)
+    assert not list(tiny.federation.path.glob("ceremony*"))
+
+
+def test_plan_is_not_replaced_while_intake_is_at_work(published: Published) -> None:
+    tiny = published.tiny
+    desk = IntakeDesk(tiny.federation, load_key(tiny.federation, "receipts", PASSPHRASE), lambda receipt: None)
+    with desk.locked(), pytest.raises(BusyError):
+        tiny.sign()
+    assert tiny.federation.current_plan()[0].plan_id == published.plan_id
+
+
+def test_plan_that_costs_more_than_its_total_is_refused_with_both_numbers_before_anything_is_signed(
+    published: Published,
+) -> None:
+    tiny = published.tiny
+    parts = {
+        "unit": "image",
+        "total": {"epsilon": 7.5, "delta": 1e-5},
+        "counts": {"epsilon": 1.0, "num_groups": 4},
+        "sketch": {"epsilon": 7.0, "delta": 1e-5, "rank": 2},
+    }
+    composed = total_epsilon(
+        [DiscreteLaplaceMechanism(epsilon=1.0), GaussianMechanism(mu=gaussian_mu(7.0, 1e-5))], 1e-5
+    )
+    assert composed > 7.5
+    with pytest.raises(PolicyError) as refused:
+        tiny.sign(recipe(releases=parts))
+    assert "7.5" in refused.value.expected
+    assert f"{composed:.4g}" in refused.value.got
+    assert tiny.federation.current_plan()[0].plan_id == published.plan_id
+    assert {path.name for path in (tiny.federation.path / "plans").iterdir()} == {published.plan_id, "current.json"}
+
+
+def shown(tiny: TinyFederation, folder: Path, **changes: object) -> str:
+    """What the operator is shown before signing."""
+    public = torch.from_numpy(images(240, 0.2, seed=1))
+    return costs(draft_plan(tiny.federation, recipe(**changes), public, folder))
+
+
+def test_shown_costs_name_every_release_with_what_it_costs_and_what_all_cost_together(
+    published_once: Published, tmp_path: Path
+) -> None:
+    parts = {
+        "unit": "patient",
+        "total": {"epsilon": 9.0, "delta": 1e-5},
+        "counts": {"epsilon": 1.0, "num_groups": 4},
+        "class_counts": {"epsilon": 0.5, "num_classes": 3},
+        "moments": {"epsilon": 2.0, "delta": 1e-6, "rank": 3},
+        "sketch": {"epsilon": 3.0, "delta": 1e-6, "rank": 2},
+    }
+    gaussians = [GaussianMechanism(mu=gaussian_mu(epsilon, 1e-6)) for epsilon in (2.0, 3.0)]
+    composed = total_epsilon(
+        [DiscreteLaplaceMechanism(epsilon=1.0), DiscreteLaplaceMechanism(epsilon=0.5), *gaussians], 1e-5
+    )
+    text = shown(published_once.tiny, tmp_path, releases=parts)
+    lines = {line.split("  ")[0 if line[0] != " " else 1].strip(): line for line in text.splitlines() if line.strip()}
+    assert "epsilon 9, delta 1e-05 per patient, replace-one" in lines["total, stated"]
+    assert f"epsilon {composed:.4g} at that delta" in lines["total, composed"]
+    assert composed < 6.5  # composed, not added up
+    assert "epsilon 1, 4 public groups" in lines["counts"]
+    assert "epsilon 0.5, 3 classes" in lines["class counts"]
+    assert "epsilon 2, delta 1e-06, rank 3" in lines["moments"]
+    assert "epsilon 3, delta 1e-06, rank 2, t 0." in lines["sketches"]
+    assert "4 principal components" in lines["encoder"]
+    assert lines["experts a silo"].split()[-1] == "1"
+
+
+def test_shown_costs_name_no_release_that_is_not_asked_for(published_once: Published, tmp_path: Path) -> None:
+    parts = {"unit": "image", "total": {"epsilon": 1.0, "delta": 1e-5}, "counts": {"epsilon": 1.0, "num_groups": 4}}
+    text = shown(published_once.tiny, tmp_path, releases=parts, router={"kind": "counts"})
+    assert "counts" in text
+    assert not any(name in text for name in ("sketches", "moments", "class counts"))
+
+
+@pytest.mark.parametrize(
+    ("partition", "expected"),
+    [
+        ({"kind": "silo_cluster", "min_images": 10}, "at most 2, one a coarse cluster"),
+        ({"kind": "random", "min_images": 10, "num_parts": 3}, "at most 3, on random shares, as a control"),
+    ],
+)
+def test_shown_costs_count_the_experts_and_their_training(
+    published_once: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: object, expected: str
+) -> None:
+    monkeypatch.setattr("aggregator.planning.plan._measure_training", lambda plan, images: 60.0)
+    text = shown(published_once.tiny, tmp_path, partition=partition)
+    assert expected in text
+    assert f"about {human_seconds(60.0 * int(expected.split()[2].rstrip(',')))} a silo" in text
+
+
+def test_shown_costs_warn_of_an_encoder_with_random_weights(published_once: Published, tmp_path: Path) -> None:
+    network = {"kind": "timm", "model": "test_resnet", "random_weights": True, "image_size": [32, 32]}
+    text = shown(published_once.tiny, tmp_path, encoder=network)
+    assert "test_resnet" in text
+    assert "RANDOM WEIGHTS" in text
+    assert "RANDOM" not in shown(published_once.tiny, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("num_images", "num_groups", "expected"), [(10_000, 32, 1024), (4096, 32, 1024), (4095, 32, 1023), (60, 32, 32)]
+)
+def test_fine_centroids_are_1024_where_public_images_allow_and_never_fewer_than_groups(
+    num_images: int, num_groups: int, expected: int
+) -> None:
+    assert ClusteringRecipe(num_coarse=2).fine_for(num_images, num_groups) == expected
+    assert ClusteringRecipe(num_fine=50, num_coarse=2).fine_for(num_images, num_groups) == 50

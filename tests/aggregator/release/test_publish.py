@@ -1,0 +1,336 @@
+"""Versions follow each other whole: a crash at any step, two operators at once, a late silo, a quorum."""
+
+import os
+import shutil
+import weakref
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aggregator.pages.drawing
+import aggregator.release.publish
+import ddm.loading.ensemble
+from aggregator.changes import Change, is_unsettled
+from aggregator.config import FederationSettings
+from aggregator.intake.inventory import take_inventory
+from aggregator.pages.drawing import Effort
+from aggregator.release.versions import check_none_lost
+from aggregator.router.train import train_router
+from ddm.errors import (
+    BusyError,
+    DigestError,
+    MissingFileError,
+    PolicyError,
+    RollbackError,
+    SetupError,
+)
+from ddm.io.settings import load_settings, save_settings
+from ddm.loading.release import open_release
+from ddm.protocol.base import check_json, sha256_file, sha256_hex
+from tests.conftest import Published
+from tests.support.federation import TinyFederation
+from tests.support.forked import ended, forked
+from tests.support.publishing import again, copied, files, killed_at, opened, write_short_pages
+
+WRITE_PAGES = aggregator.release.publish._write_pages
+
+
+@pytest.fixture(autouse=True)
+def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+
+
+def versions(tiny: TinyFederation) -> list[str]:
+    return sorted(path.name for path in tiny.federation.releases.iterdir())
+
+
+def listed_manifests(tiny: TinyFederation) -> set[str]:
+    """The manifests that the federation's present metadata list."""
+    data = (tiny.federation.tuf / "release.json").read_bytes()
+    targets = check_json(data, subject="release.json", limit=1 << 20)["signed"]["targets"]
+    return {target["hashes"]["sha256"] for name, target in targets.items() if name.endswith("/manifest.json")}
+
+
+# Nothing is published twice
+
+
+def test_same_content_is_copied_out_again_and_makes_no_new_version(published: Published, tmp_path: Path) -> None:
+    done = again(published.tiny, tmp_path / "same")
+    assert (done.fresh, done.manifest.version, versions(published.tiny)) == (False, 1, ["1"])
+    assert files(tmp_path / "same") == files(published.release)
+    renewed = again(published.tiny, tmp_path / "renewed", renew=True)
+    assert (renewed.fresh, renewed.manifest.version) == (True, 2)
+    assert opened(published, tmp_path / "renewed").manifest == renewed.manifest
+
+
+def test_changed_content_or_an_aged_timestamp_makes_a_new_version(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle(published.tiny, licence="CC0-1.0")
+    assert again(published.tiny, tmp_path / "licence").manifest.version == 2
+    assert not again(published.tiny, tmp_path / "same").fresh
+    monkeypatch.setattr(aggregator.release.publish, "RENEWED_BEFORE", aggregator.release.publish.RENEWED_BEFORE * 4)
+    assert again(published.tiny, tmp_path / "aged").manifest.version == 3
+
+
+def settle(tiny: TinyFederation, **changes: object) -> None:
+    """Edit federation.toml."""
+    path = tiny.federation.path / "federation.toml"
+    settings = load_settings(FederationSettings, path).model_copy(update=changes)
+    save_settings(settings, path, "edited")
+
+
+def test_metadata_that_were_signed_since_make_a_new_version(published: Published, tmp_path: Path) -> None:
+    """The control is above: the same content under the same metadata makes none."""
+    timestamp = published.tiny.federation.tuf / "timestamp.json"
+    timestamp.write_bytes(timestamp.read_bytes() + b" ")
+    assert not aggregator.release.publish.is_current(published.tiny.federation, 1)
+
+
+# --out
+
+
+def test_unusable_out_uses_up_no_version(published: Published, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SetupError, match="--out"):
+        again(published.tiny, tmp_path / "file" / "release", renew=True)
+    with pytest.raises(BusyError):
+        again(published.tiny, published.release, renew=True)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(BusyError):
+        again(published.tiny, tmp_path / "link", renew=True)
+    assert versions(published.tiny) == ["1"]
+    assert again(published.tiny, tmp_path / "deep" / "er", renew=True).manifest.version == 2
+
+
+def test_full_disk_at_out_uses_up_no_version(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(SetupError, match="--out"):
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        again(published.tiny, tmp_path / "out", renew=True)
+    assert (versions(published.tiny), list(tmp_path.glob("*out*"))) == (["1"], [])
+
+
+def test_version_number_of_a_lost_release_is_not_used_again(published: Published, tmp_path: Path) -> None:
+    again(published.tiny, tmp_path / "second", renew=True)
+    shutil.rmtree(published.tiny.federation.releases / "2")
+    with pytest.raises(SetupError, match="releases") as refused:
+        again(published.tiny, tmp_path / "third", renew=True)
+    assert "backup" in refused.value.remedy
+
+
+# Crashes: a process of its own, killed as `kill -9` does, at one of its writes
+
+
+def check_crash(published: Published, folder: Path, step: int) -> bool:
+    """Kill publishing at one step, look, publish again, look; tell whether it was killed at all."""
+    there = copied(published, folder)
+    tiny, out = there.tiny, folder / "out"
+    killed = killed_at(step, lambda: again(tiny, out))
+    check_listed(tiny)
+    if out.exists():
+        assert opened(there, out).manifest.version == 2
+        shutil.rmtree(out)
+    done = again(tiny, out)
+    assert (done.manifest.version, versions(tiny)) == (2, ["1", "2"])
+    assert opened(there, out).manifest == done.manifest
+    assert files(out) == files(tiny.federation.releases / "2")
+    assert not is_unsettled(tiny.federation.path)
+    check_none_lost(tiny.federation)
+    assert {path.name for path in folder.iterdir()} == {"fed", "out"}
+    assert not list(tiny.federation.path.glob("*.part"))
+    return killed
+
+
+def check_listed(tiny: TinyFederation) -> None:
+    """At every moment, also right after a crash, what the metadata list is there."""
+    manifests = {sha256_file(path) for path in tiny.federation.releases.glob("*/targets/*/manifest.json")}
+    assert listed_manifests(tiny) <= manifests, "the metadata list a release that does not exist"
+
+
+class Crash(BaseException):
+    """Nothing catches it."""
+
+
+def test_metadata_signed_before_the_release_is_there_would_be_noticed(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the tests below: publishing that writes the federation's own metadata first."""
+    honest = aggregator.release.publish._sign
+
+    def hasty(source: Any, targets: Path, metadata: Path, passphrase: bytes) -> None:
+        honest(source, targets, metadata, passphrase)
+        shutil.copytree(metadata, source.federation.tuf, dirs_exist_ok=True)
+
+    def crash(change: Change) -> None:
+        raise Crash
+
+    monkeypatch.setattr(Change, "commit", crash)
+    check_listed(published.tiny)
+    for sign in (honest, hasty):
+        monkeypatch.setattr(aggregator.release.publish, "_sign", sign)
+        with pytest.raises(Crash):
+            again(published.tiny, tmp_path / "out", renew=True)
+        if sign is honest:
+            check_listed(published.tiny)
+    with pytest.raises(AssertionError, match="does not exist"):
+        check_listed(published.tiny)
+
+
+def crash_steps(published: Published, folder: Path, stride: int) -> int:
+    """Crash at every `stride`-th step until none is left; return at how many."""
+    settle(published.tiny, licence="CC0-1.0")
+    for steps in count():
+        there = folder / str(steps)
+        if not check_crash(published, there, steps * stride):
+            break
+        shutil.rmtree(there)
+    return steps
+
+
+def test_publishing_killed_at_some_step_and_run_again_gives_exactly_one_version(
+    published: Published, tmp_path: Path
+) -> None:
+    assert crash_steps(published, tmp_path, stride=47) >= 4
+
+
+@pytest.mark.slow
+def test_publishing_killed_at_any_step_and_run_again_gives_exactly_one_version(
+    published: Published, tmp_path: Path
+) -> None:
+    assert crash_steps(published, tmp_path, stride=1) >= 150
+
+
+# Two operators
+
+
+def test_second_operator_is_told_to_wait(published: Published, tmp_path: Path) -> None:
+    with published.tiny.federation.signing_lock(), pytest.raises(BusyError):
+        again(published.tiny, tmp_path / "out", renew=True)
+    assert versions(published.tiny) == ["1"]
+
+
+def test_two_operators_at_once_publish_one_version(published: Published, tmp_path: Path) -> None:
+    """Two processes; the loser of the race is refused, or comes after and copies the same version out."""
+    settle(published.tiny, licence="CC0-1.0")
+    outs = [tmp_path / "one", tmp_path / "two"]
+    ready, go = os.pipe(), os.pipe()
+    pids = [operator(published.tiny, out, ready, go) for out in outs]
+    for _ in outs:
+        assert os.read(ready[0], 1) == b"r"
+    os.write(go[1], b"gg")
+    codes = [ended(pid) for pid in pids]
+    assert sorted(codes) in ([0, 0], [0, BusyError.exit_code])
+    assert versions(published.tiny) == ["1", "2"]
+    for code, out in zip(codes, outs, strict=True):
+        assert out.exists() == (code == 0)
+        if code == 0:
+            assert opened(published, out).manifest.version == 2
+
+
+def operator(tiny: TinyFederation, out: Path, ready: tuple[int, int], go: tuple[int, int]) -> int:
+    def publish_at_once() -> None:
+        os.write(ready[1], b"r")
+        os.read(go[0], 1)
+        try:
+            again(tiny, out)
+        except BusyError as error:
+            os._exit(error.exit_code)
+
+    return forked(publish_at_once)
+
+
+# Size
+
+
+def test_publishing_holds_two_experts_in_memory_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", {"east": 60, "north": 60, "south": 60, "west": 60})
+    real, seen, most = ddm.loading.ensemble.load_expert, list[weakref.ref[torch.nn.Module]](), list[int]()
+
+    def load(*asked: Any) -> torch.nn.Module:
+        expert = real(*asked)
+        seen.append(weakref.ref(expert))
+        most.append(sum(each() is not None for each in seen))
+        return expert
+
+    monkeypatch.setattr(ddm.loading.ensemble, "load_expert", load)
+    monkeypatch.setattr(aggregator.release.publish, "_MEMORY_BYTES", 0)
+    monkeypatch.setattr(aggregator.release.publish, "_write_pages", WRITE_PAGES)
+    monkeypatch.setattr(aggregator.pages.drawing, "EFFORTS", (Effort(own=2, mixed=4, strategies=("lock", "full")),))
+    tiny.complete(tmp_path / "release")
+    assert len(seen) >= 8, "for the pages, and to see that the release can be loaded"
+    assert max(most) == 2
+
+
+# Quorum, lateness
+
+
+def test_fewer_silos_than_the_quorum_are_not_published(late: tuple[TinyFederation, str], tmp_path: Path) -> None:
+    tiny, _ = late
+    with pytest.raises(PolicyError, match="at least 2") as refused:
+        again(tiny, tmp_path / "out", quorum=2)
+    assert "east" in str(refused.value)
+    settle(tiny, quorum=2)
+    with pytest.raises(PolicyError, match="at least 2"):
+        again(tiny, tmp_path / "out")
+    assert again(tiny, tmp_path / "out", quorum=1).manifest.missing_silos == ("east",)
+
+
+def test_late_silo_gives_a_next_version_that_retrains_only_the_router(
+    late: tuple[TinyFederation, str], tmp_path: Path
+) -> None:
+    tiny, plan_id = late
+    first = again(tiny, tmp_path / "first").manifest
+    assert (first.missing_silos, first.version) == (("east",), 1)
+    tiny.collect("east", plan_id)
+    tiny.take_in()
+    with pytest.raises(MissingFileError, match="router"):
+        again(tiny, tmp_path / "second")
+    train_router(tiny.federation, take_inventory(tiny.federation), seed=0)
+    second = again(tiny, tmp_path / "second").manifest
+    assert (second.missing_silos, second.version) == ((), 2)
+    assert second.supersedes_digest == sha256_hex(first.encode())
+    assert second.router.file.digest != first.router.file.digest
+    kept = next(expert for expert in second.experts if expert.silo_id == "north")
+    assert kept.file == first.experts[0].file
+    where = [tiny.federation.releases / str(n) / "targets" / plan_id / kept.file.path for n in (1, 2)]
+    where.append(tiny.federation.accepted / plan_id / "north" / kept.file.path)
+    assert len({path.stat().st_ino for path in where}) == 1
+    state = tmp_path / "state"
+    for name in ("first", "second"):
+        open_release(tmp_path / name, root=tiny.root, state=state)
+    with pytest.raises(RollbackError):
+        open_release(tmp_path / "first", root=tiny.root, state=state)
+
+
+# model.sig
+
+
+def test_published_model_signature_belongs_to_this_version_alone(published: Published, tmp_path: Path) -> None:
+    """The host swaps in the one of the version before; TUF lists it, and so names it."""
+    again(published.tiny, tmp_path / "second", renew=True)
+    signature = tmp_path / "second" / "targets" / published.plan_id / "model.sig"
+    opened(published, tmp_path / "second")
+    shutil.copyfile(published.release / "targets" / published.plan_id / "model.sig", signature)
+    with pytest.raises(DigestError, match=r"model\.sig"):
+        opened(published, tmp_path / "second")
+
+
+def test_model_signature_over_other_files_is_refused_although_tuf_lists_it(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = aggregator.release.publish._digests
+    with monkeypatch.context() as patch, pytest.raises(DigestError, match=r"model\.sig"):
+        patch.setattr(
+            aggregator.release.publish, "_digests", lambda manifest: {**honest(manifest), "plan.json": "0" * 64}
+        )
+        again(published.tiny, tmp_path / "lie", renew=True)
+    assert versions(published.tiny) == ["1"]
+    again(published.tiny, tmp_path / "truth", renew=True)

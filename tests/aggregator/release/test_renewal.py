@@ -1,0 +1,30 @@
+"""What `publish --renew` costs: a later timestamp, and no byte of an expert written again inside the federation."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import aggregator.release.publish
+from aggregator.release.versions import timestamp_expiry
+from ddm.protocol.base import now_utc
+from tests.conftest import Published
+from tests.support.publishing import again, opened, write_short_pages
+
+LATER = timedelta(days=60)
+
+
+def test_renewal_lasts_longer_and_shares_every_expert_and_the_router_with_the_version_before(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    federation = published.tiny.federation
+    assert again(published.tiny, tmp_path / "before", renew=True).manifest.version == 2
+    monkeypatch.setattr(aggregator.release.publish, "now_utc", lambda: now_utc() + LATER)
+    assert again(published.tiny, tmp_path / "renewed", renew=True).manifest.version == 3
+    assert timestamp_expiry(federation, 3) - timestamp_expiry(federation, 2) >= LATER
+    first, second = (federation.releases / str(version) / "targets" / published.plan_id for version in (2, 3))
+    names = [path.relative_to(first) for path in first.rglob("*") if path.is_file()]
+    same = {name.as_posix() for name in names if (first / name).samefile(second / name)}
+    assert {name.as_posix() for name in names} - same == {"manifest.json", "model.sig", "README.md", "report.html"}
+    assert opened(published, tmp_path / "renewed", tmp_path / "state").manifest.version == 3

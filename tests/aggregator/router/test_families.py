@@ -1,0 +1,285 @@
+"""Every family and every partition through `train_router` and back from its file; the silos' releases are made up."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from aggregator.router import train as under_test
+from aggregator.router.report import RouterReport, describe
+from aggregator.router.train import train_router
+from ddm.encoders import PcaEncoder
+from ddm.errors import RefusedError
+from ddm.io.tensors import save_tensors
+from ddm.loading.plan import PlanFiles
+from ddm.models import build_expert
+from ddm.partition.clustering import fit_clustering
+from ddm.partition.layout import Layout, silo_parts
+from ddm.protocol.base import File, sha256_hex
+from ddm.protocol.manifest import PublishedExpert, PublishedRouter
+from ddm.protocol.plan import Plan
+from ddm.routers.base import posterior
+from ddm.routers.calibration import Calibrated
+from ddm.routers.evaluation import cross_entropy
+from ddm.routers.loading import load_router
+from ddm.routers.moments import moments_noise_std
+from ddm.routers.sketch import Sketch
+from tests.support.documents import plan_document
+from tests.support.router_problems import GROUPS, World, make_world
+
+SHARES = [[0.8, 0.1, 0.05, 0.05], [0.05, 0.05, 0.2, 0.7]]
+RANK, RELEASED, T_R, NUM_CLASSES = 6, 3, 0.5, 2
+ROUTERS: dict[str, dict[str, Any]] = {
+    "counts": {"kind": "counts"},
+    "moments": {"kind": "moments"},
+    "learned": {"kind": "learned", "hidden": 8, "depth": 1, "num_steps": 20},
+    "samples": {
+        "kind": "samples",
+        "patch": 2,
+        "hidden": 16,
+        "depth": 1,
+        "heads": 2,
+        "num_steps": 10,
+        "images_per_expert": 20,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Releases:
+    """Stands for the inventory: what two silos released."""
+
+    plan: Plan
+    files: PlanFiles
+    world: World
+    silos: dict[str, Any]
+
+    @property
+    def num_units(self) -> dict[str, int]:
+        return dict(zip(self.silos, self.world.num_units, strict=True))
+
+    def _groups(self) -> dict[str, Tensor]:
+        images = zip(self.silos, self.world.silos, strict=True)
+        return {silo: self.files.clusters.groups(self.files.encoder.encode(x)) for silo, x in images}
+
+    def counts(self) -> dict[str, Tensor]:
+        return {silo: torch.bincount(group, minlength=GROUPS) for silo, group in self._groups().items()}
+
+    def class_counts(self) -> dict[str, Tensor]:
+        """Odd images are of class 1."""
+        found = {}
+        for silo, group in self._groups().items():
+            cell = group + GROUPS * (torch.arange(len(group)) % NUM_CLASSES)
+            found[silo] = torch.bincount(cell, minlength=NUM_CLASSES * GROUPS).view(NUM_CLASSES, GROUPS)
+        return found
+
+    def sketches(self) -> dict[str, Tensor]:
+        released = self.world.released(self.files.sketch.head(RELEASED), T_R)
+        return dict(zip(self.silos, released.values(), strict=True))
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        std, found = moments_noise_std(self.plan), {}
+        for index, (silo, x) in enumerate(zip(self.silos, self.world.silos, strict=True)):
+            noise = torch.randn(RELEASED, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+            s = self.files.sketch.head(RELEASED).project(x)
+            found[silo] = {"sum": (s.sum(0) + std * noise).float(), "second": (s.T @ s).float()}
+        return found
+
+    def t_release(self) -> float:
+        return T_R
+
+    def layout(self) -> Layout:
+        counts = self.counts().items()
+        return Layout.of(
+            self.plan.partition,
+            [silo_parts(self.plan.partition, silo, self.files.clusters, noisy) for silo, noisy in counts],
+        )
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Stands for the federation: where the plan's files lie."""
+
+    path: Path
+
+    @property
+    def decisions(self) -> Path:
+        return self.path / "decisions.jsonl"
+
+    @property
+    def screening(self) -> Path:
+        return self.path / "screening"
+
+    def plan_folder(self, plan_id: str) -> Path:
+        return self.path
+
+    def settings(self) -> SimpleNamespace:
+        return SimpleNamespace(max_influence=0.5)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return make_world(SHARES, [300, 200])
+
+
+@pytest.fixture(scope="module")
+def files(world: World) -> PlanFiles:
+    fit = world.public[:600]
+    encoder = PcaEncoder.fit(fit, 8)
+    clusters = fit_clustering(encoder.encode(fit), GROUPS, 2, GROUPS, seed=0)
+    group = clusters.groups(encoder.encode(fit))
+    return PlanFiles(encoder, clusters, Sketch.fit(fit, group, RANK, GROUPS, released_rank=RELEASED))
+
+
+def _plan(kind: str, partition: str) -> Plan:
+    document = plan_document(router=ROUTERS[kind], silos=["east", "north"])
+    document["data"] = {"shape": [1, 4, 4], "range": [-4.0, 4.0]}
+    document["sketch"] = {"path": "plan/sketch.safetensors", "rank": RANK}
+    document["clustering"] |= {"num_fine": GROUPS, "num_coarse": 2}
+    document["partition"] = {"kind": partition, "min_images": 5} | ({"num_parts": 2} if partition == "random" else {})
+    document["expert"]["architecture"] |= {"hidden": 16, "depth": 1, "heads": 2}
+    document["releases"] |= {
+        "counts": {"epsilon": 1.0, "num_groups": GROUPS},
+        "sketch": {"epsilon": 5.0, "delta": 1e-6, "rank": RELEASED},
+        "moments": {"epsilon": 1.0, "delta": 1e-6, "rank": RELEASED},
+        "class_counts": {"epsilon": 0.5, "num_classes": NUM_CLASSES},
+    }
+    return Plan.model_validate_json(json.dumps(document))
+
+
+def _releases(folder: Path, kind: str, partition: str, files: PlanFiles, world: World) -> Releases:
+    """Lay out what the aggregator finds: public images, and experts of fresh weights."""
+    np.savez(folder / "public.npz", fitted=world.public[:600].numpy(), holdout=world.public[600:].numpy())
+    plan = _plan(kind, partition)
+    found = Releases(plan, files, world, {"east": None, "north": None})
+    layout = found.layout()
+    for k, silo in enumerate(found.silos):
+        experts = []
+        for e in [e for e, silo_k in enumerate(layout.silo_E) if silo_k == k]:
+            weights = build_expert(plan.expert.architecture, plan.data.shape, seed=e).state_dict()
+            save_tensors(folder / f"{e}.safetensors", weights)
+            file = File.of(f"{e}.safetensors", folder / f"{e}.safetensors")
+            experts.append(SimpleNamespace(expert_id=silo, file=file))
+        found.silos[silo] = SimpleNamespace(
+            document=silo.encode(),
+            digest=sha256_hex(silo.encode()),
+            folder=folder,
+            submission=SimpleNamespace(experts=experts),
+        )
+    return found
+
+
+def _open(folder: Path, report: RouterReport, releases: Releases) -> Calibrated:
+    """What a researcher does with the manifest."""
+    file = File.of("router.safetensors", folder / "router" / "router.safetensors")
+    published = PublishedRouter(
+        kind=report.published,
+        t_release=report.t_release,
+        training_prior=report.training_prior,
+        temperature=report.temperature,
+        file=file,
+    )
+    names, layout = list(releases.silos), releases.layout()
+    experts = [
+        PublishedExpert(expert_id=part.expert_id, silo_id=names[k], cluster=part.cluster, prior=prior, file=file)
+        for k, part, prior in zip(layout.silo_E, layout.parts, report.expert_priors, strict=True)
+    ]
+    plan, sketch = releases.plan, releases.files.sketch
+    return load_router(published, folder / "router", plan=plan, sketch=sketch, experts=experts)
+
+
+CASES = [
+    ("counts", "silo"),
+    ("counts", "silo_cluster"),
+    ("learned", "silo_cluster"),
+    ("learned", "random"),
+    ("moments", "silo"),
+    ("moments", "random"),
+    ("samples", "silo_cluster"),
+]
+
+
+@pytest.mark.parametrize(("kind", "partition"), CASES)
+def test_trained_router_is_published_judged_and_loaded(
+    kind: str, partition: str, files: PlanFiles, world: World, tmp_path: Path
+) -> None:
+    releases = _releases(tmp_path, kind, partition, files, world)
+    report = train_router(Folder(tmp_path), releases, seed=0)  # type: ignore[arg-type]
+    layout = releases.layout()
+    assert report.candidate == kind and report.published in ("counts", kind)
+    assert report.t_release == (T_R if report.published == "learned" else None)
+    assert sum(report.expert_priors) == pytest.approx(1)
+    for k, units in enumerate(world.num_units):
+        own = sum(p for p, silo in zip(report.expert_priors, layout.silo_E, strict=True) if silo == k)
+        assert own == pytest.approx(units / 500)
+    assert report.minus_prior[2] < 0  # better than the prior, by the whole interval
+    assert (report.sketches is not None) == (kind in ("learned", "moments"))
+    assert len(report.bands) == (0 if kind == "counts" else 5)
+    assert report.published in describe(report)
+    names = [evaluation.metric for evaluation in report.evaluations()]
+    assert len(set(names)) == len(names)
+    router = _open(tmp_path, report, releases)
+    assert router.conditional is not None and router.conditional.prior_CE.shape == (NUM_CLASSES, len(layout.parts))
+    w = posterior(router, world.silos[0], torch.zeros(300), torch.tensor(report.expert_priors).log())
+    east = w[:, torch.tensor(layout.silo_E) == 0].sum(1)
+    assert float(east.mean()) > 0.7  # the prior would say 0.6
+
+
+def test_learned_router_of_clusters_tells_silos_apart_as_the_one_of_silos(
+    files: PlanFiles, world: World, tmp_path: Path
+) -> None:
+    losses = []
+    for partition in ("silo", "silo_cluster"):
+        (tmp_path / partition).mkdir()
+        releases = _releases(tmp_path / partition, "learned", partition, files, world)
+        report = train_router(Folder(tmp_path / partition), releases, seed=0)  # type: ignore[arg-type]
+        silo_E, prior = torch.tensor(releases.layout().silo_E), report.expert_priors
+
+        class Silos:
+            """The silos' likelihoods, from those of their experts."""
+
+            num_experts = 2
+            router = _open(tmp_path / partition, report, releases)
+            log_E = torch.tensor(prior).log()
+
+            def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+                joint = self.router.log_likelihood(x_B, t_B) + self.log_E
+                return torch.stack([joint[:, self.silo_E == k].logsumexp(1) for k in (0, 1)], 1)
+
+        Silos.silo_E = silo_E  # type: ignore[attr-defined]
+        label = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
+        losses.append([band.value for band in cross_entropy(Silos(), torch.cat(world.silos), label, [0.5, 0.5])])
+    np.testing.assert_allclose(losses[1], losses[0], atol=0.1)
+
+
+def test_harmful_candidate_is_not_published_and_the_report_says_why(
+    files: PlanFiles, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    releases = _releases(tmp_path, "moments", "silo", files, world)
+    moments = releases.moments()
+    swapped = {"east": moments["north"], "north": moments["east"]}
+    monkeypatch.setattr(Releases, "moments", lambda self: swapped)
+    report = train_router(Folder(tmp_path), releases, seed=0)  # type: ignore[arg-type]
+    assert report.published == "counts"
+    assert "moments is worse than counts" in report.reason and report.sketches is not None
+    assert report.sketches.difference_low > 0
+
+
+def test_releases_that_contradict_the_public_data_are_refused_and_nothing_is_written(
+    files: PlanFiles, world: World, tmp_path: Path
+) -> None:
+    releases = _releases(tmp_path, "counts", "silo", files, world)
+    east, north = (int(counts.argmax()) for counts in releases.counts().values())
+    swap = list(range(GROUPS))
+    swap[east], swap[north] = north, east
+    flipped = replace(files.sketch, group_mean_GR=files.sketch.group_mean_GR[swap])
+    spoilt = Releases(releases.plan, PlanFiles(files.encoder, files.clusters, flipped), world, releases.silos)
+    with pytest.raises(RefusedError, match="counts router on public data"):
+        train_router(Folder(tmp_path), spoilt, seed=0)  # type: ignore[arg-type]
+    assert not under_test.router_path(Folder(tmp_path), "x").exists()  # type: ignore[arg-type]

@@ -1,0 +1,97 @@
+"""The router: really trained on the sketches that arrived, judged on public data, tied to its submissions."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from aggregator.intake.inventory import Inventory, take_inventory
+from aggregator.router.report import RouterReport, describe
+from aggregator.router.train import load_report, router_path, train_router
+from ddm.diffusion.path import LinearPath
+from ddm.errors import MissingFileError, SetupError
+from ddm.io.tensors import load_tensors, read_header, save_tensors
+from ddm.routers.counts import CountsRouter
+from tests.conftest import Published
+from tests.support.federation import TinyFederation, recipe
+
+
+def weights(published: Published) -> dict[str, torch.Tensor]:
+    return load_tensors(router_path(published.tiny.federation, published.plan_id), None, max_bytes=1 << 20)
+
+
+def test_learned_router_changes_with_the_sketches_received(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inventory = take_inventory(published.tiny.federation)
+    first = train_router(published.tiny.federation, inventory, seed=0)
+    before = weights(published)
+    again = train_router(published.tiny.federation, inventory, seed=0)
+    assert all(torch.equal(value, before[name]) for name, value in weights(published).items())
+    assert again == first
+    others = {**inventory.sketches(), "north": torch.full_like(inventory.sketches()["north"], 0.7)}
+    monkeypatch.setattr(Inventory, "sketches", lambda inventory: others)
+    other = train_router(published.tiny.federation, inventory, seed=0)
+    assert other.sketches != first.sketches
+    if first.published == other.published == "learned":
+        assert not torch.equal(weights(published)["mass"], before["mass"])
+
+
+def test_learned_router_starts_from_counts_but_moves_with_the_sketches(published_once: Published) -> None:
+    from ddm.routers.refit import refit_shares
+
+    inventory = take_inventory(published_once.tiny.federation)
+    noisy = torch.stack(list(inventory.counts().values()))
+    num_units = list(inventory.num_units.values())
+    counts = CountsRouter.from_counts(inventory.files.sketch, noisy, num_units, 1.0, LinearPath())
+    t_release = inventory.t_release()
+    assert t_release is not None
+    refitted = refit_shares(counts, list(inventory.sketches().values()), num_units, t_release)
+    assert float((refitted.log_mass_KG.exp() - counts.log_mass_KG.exp()).abs().max()) > 1e-6
+
+
+def test_report_publishes_learned_only_where_it_is_nowhere_worse(published_once: Published) -> None:
+    federation = published_once.tiny.federation
+    report = load_report(federation, take_inventory(federation))
+    assert report.sketches is not None
+    compared = [*report.bands, report.sketches]
+    worse = [band for band in compared if band.difference > 1e-9 and band.difference_low > 0.0]
+    assert (report.published == "learned") <= (not worse)
+    assert all(band.difference == pytest.approx(band.candidate - band.counts, abs=1e-9) for band in compared)
+    assert report.published in describe(report)
+
+
+def test_router_of_other_submissions_is_not_published(published: Published, tmp_path: Path) -> None:
+    federation = published.tiny.federation
+    path = router_path(federation, published.plan_id).with_name("report.json")
+    report = RouterReport.parse(path.read_bytes(), subject="report")
+    stale = report.model_copy(update={"submissions": report.submissions | {"north": "0" * 64}})
+    path.write_bytes(stale.encode())
+    with pytest.raises(MissingFileError, match="router"):
+        published.tiny.publish_only(tmp_path / "out")
+
+
+def test_router_before_any_submission_says_what_to_do(tmp_path: Path) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", {"north": 20})
+    tiny.sign(recipe())
+    with pytest.raises(SetupError, match="none") as refused:
+        take_inventory(tiny.federation)
+    assert "aggregator run" in refused.value.remedy
+
+
+@pytest.mark.parametrize("other", [b"junk" * 50, None], ids=["junk", "another router"])
+def test_router_file_that_its_report_does_not_describe_is_not_published(
+    published: Published, tmp_path: Path, other: bytes | None
+) -> None:
+    tiny = published.tiny
+    path = router_path(tiny.federation, published.plan_id)
+    if other is None:
+        described = path.read_bytes()
+        first = read_header(path, max_bytes=1 << 20)
+        save_tensors(path, {name: torch.full(spec.shape, 0.25) for name, spec in first.items()})
+        assert path.read_bytes() != described
+    else:
+        path.write_bytes(other)
+    with pytest.raises(MissingFileError, match="the file that its report describes"):
+        tiny.publish_only(tmp_path / "next")
+    assert not (tmp_path / "next").exists()

@@ -1,0 +1,430 @@
+"""nginx itself, as configured for a federation, in front of a stand-in for Flower's server."""
+
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from aggregator.keys.tls import make_tls
+from aggregator.runtime import proxy
+from aggregator.runtime.proxy import (
+    Limits,
+    answers,
+    choose_proxy,
+    find_nginx,
+    is_loopback,
+    nginx_command,
+    render_config,
+    write_config,
+)
+from ddm.errors import MissingFileError, SetupError
+from ddm.system.processes import free_port, spawn, terminate_all
+
+LIMITS = Limits(body_bytes=100_000, requests=4, header_s=1, body_s=3)
+FLEET = "/v1/fleet/pull-messages"
+# From the first byte: the limits above are 1 s and 3 s, nginx's own are 60 s, and a loaded machine is slow.
+BOUND_S = 30.0
+
+needs_nginx = pytest.mark.skipif(find_nginx() is None, reason="nginx is not installed")
+
+
+@dataclass
+class Upstream:
+    """A stand-in for the SuperLink: answers every request, remembers what it was asked."""
+
+    port: int
+    requests: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
+
+
+@contextmanager
+def upstream_of(tls: Path) -> Iterator[Upstream]:
+    found = Upstream(0)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            found.requests.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+            self.send_response(200)
+            self.send_header("content-length", "2")
+            self.end_headers()
+            self.wfile.write(b"ok")
+
+        do_GET = do_POST = do_PUT = answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def handle(self) -> None:
+            with suppress(OSError):  # a client that leaves midway
+                super().handle()
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls / "server.pem", tls / "server.key")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        found.port = server.server_address[1]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield found
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@dataclass
+class Proxy:
+    """A running nginx."""
+
+    fed: Path
+    port: int
+    upstream: Upstream
+
+    @property
+    def ca(self) -> Path:
+        return self.fed / "tls" / "ca.pem"
+
+    @property
+    def log(self) -> str:
+        return (self.fed / "flower" / "nginx.log").read_text()
+
+    def connect(self, *, source: str = "127.0.0.1") -> ssl.SSLSocket:
+        plain = socket.create_connection(("127.0.0.1", self.port), timeout=10.0, source_address=(source, 0))
+        return ssl.create_default_context(cafile=str(self.ca)).wrap_socket(plain, server_hostname="127.0.0.1")
+
+    def ask(self, data: bytes, *, source: str = "127.0.0.1") -> int:
+        """Send these bytes; return the status of what comes back, 0 for a connection that was only closed."""
+        with self.connect(source=source) as connection:
+            with suppress(OSError):  # nginx may refuse before it has read everything
+                connection.sendall(data)
+            return status_of(connection)
+
+    def post(self, target: str = FLEET, *, source: str = "127.0.0.1", body: bytes = b"", more: str = "") -> int:
+        head = f"POST {target} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n{more}Connection: close\r\n\r\n"
+        return self.ask(head.encode() + body, source=source)
+
+
+def status_of(connection: socket.socket) -> int:
+    answer = b""
+    with suppress(OSError):
+        while b"\r\n" not in answer and (piece := connection.recv(4096)):
+            answer += piece
+    found = re.match(rb"HTTP/1\.[01] ([0-9]{3}) ", answer)
+    return int(found[1]) if found else 0
+
+
+@contextmanager
+def proxy_of(fed: Path, upstream: Upstream) -> Iterator[Proxy]:
+    nginx, flower = find_nginx(), fed / "flower"
+    assert nginx
+    port = free_port()
+    write_config(nginx, flower, render_config("127.0.0.1", port, upstream.port, LIMITS))
+    child = spawn(nginx_command(nginx, flower), name="nginx", log_path=flower / "nginx.log")
+    try:
+        found = Proxy(fed, port, upstream)
+        deadline = time.monotonic() + 20.0
+        while not answers("127.0.0.1", port, found.ca):
+            assert child.running() and time.monotonic() < deadline, child.log_tail()
+            child.wait(0.05)
+        yield found
+    finally:
+        terminate_all([child])
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    # A name that a careless configuration would read as syntax.
+    fed = tmp_path_factory.mktemp("a fed; with $odd {name}")
+    make_tls(fed / "tls", ["127.0.0.1"])
+    with upstream_of(fed / "tls") as upstream, proxy_of(fed, upstream) as found:
+        yield found
+
+
+@pytest.fixture
+def door(running: Proxy) -> Proxy:
+    running.upstream.requests.clear()
+    return running
+
+
+@needs_nginx
+def test_request_of_a_silo_passes_as_it_was_sent(door: Proxy) -> None:
+    assert door.post(body=b"\0\1payload", more="flwr-signature: abc\r\nX-Forwarded-For: 6.6.6.6\r\n") == 200
+    ((method, path, headers, body),) = door.upstream.requests
+    assert (method, path, body) == ("POST", FLEET, b"\0\1payload")
+    assert headers["flwr-signature"] == "abc"
+    assert headers["x-forwarded-for"] == "127.0.0.1", "a client does not choose where it comes from"
+
+
+def test_proxy_lets_pass_what_flowers_nodes_ask_for() -> None:
+    from flwr.supernode import fleet_http_client
+
+    source = Path(fleet_http_client.__file__).read_text()
+    paths = re.findall(r'path="([^"]+)"', source)
+    assert len(paths) >= 12
+    pattern = re.search(r'"~(\^POST .*)" 1;', render_config("127.0.0.1", 1, 2))
+    assert pattern and all(re.match(pattern[1], f"POST {path}") for path in paths)
+
+
+@needs_nginx
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/v1/control/start-run",
+        "/v1/runtime/push-messages",
+        "/v1/fleet",
+        "/v1/fleet/",
+        "/v1/fleet/a/b",
+        "/v1/fleets/pull-messages",
+        "/V1/FLEET/pull-messages",
+        "/docs",
+        "/openapi.json",
+        "/health",
+        "/",
+    ],
+)
+def test_code_submitted_through_the_public_port_is_refused(door: Proxy, target: str) -> None:
+    assert door.post(target) == 403
+    assert not door.upstream.requests
+
+
+@needs_nginx
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/v1/fleet/../control/start-run",
+        "/v1/fleet/%2e%2e/control/start-run",
+        "/v1/fleet/..%2fcontrol/start-run",
+        "/v1/fleet/%2e%2e%2fcontrol%2fstart-run",
+        "/v1/fleet/..;/control/start-run",
+        "/v1/fleet/..\\control\\start-run",
+        "/v1/fleet//../control/start-run",
+        "//v1/control/start-run",
+        "/v1//fleet/pull-messages",
+        "/v1/control/start-run?/v1/fleet/pull-messages",
+        "/v1/control/start-run#/v1/fleet/pull-messages",
+        "/v1/fleet/pull-messages?x=1",
+        "/v1/control/../fleet/pull-messages",
+        "/v1/fleet/pull%2dmessages",
+        "/v1/fleet/pull-messages%00",
+        "/v1/fleet/pull-messages/",
+        "https://127.0.0.1/v1/control/start-run",
+        "https://evil.example/v1/control/start-run",
+        "http://127.0.0.1:1/",
+        "*",
+        "v1/fleet/pull-messages",
+    ],
+)
+def test_path_trick_reaches_nothing(door: Proxy, target: str) -> None:
+    assert door.post(target) in (400, 403, 404)
+    assert not door.upstream.requests
+
+
+@needs_nginx
+def test_absolute_target_of_a_silos_path_goes_to_flower_and_nowhere_else(door: Proxy) -> None:
+    assert door.post(f"https://evil.example{FLEET}") == 200
+    assert [(path, headers["host"]) for _, path, headers, _ in door.upstream.requests] == [(FLEET, "localhost")]
+
+
+@needs_nginx
+def test_second_request_smuggled_behind_a_first_is_judged_by_itself(door: Proxy) -> None:
+    inner = b"POST /v1/control/start-run HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+    outer = f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: %s\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    for length in ("0", str(5 + len(inner))):
+        door.ask((outer % length).encode() + inner)
+    assert "/v1/control/start-run" not in {path for _, path, _, _ in door.upstream.requests}
+
+
+@needs_nginx
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "CONNECT", "TRACE", "post"])
+def test_method_that_no_silo_uses_is_refused(door: Proxy, method: str) -> None:
+    assert door.ask(f"{method} {FLEET} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()) in (400, 403, 405)
+    assert not door.upstream.requests
+
+
+@needs_nginx
+def test_plaintext_is_refused(door: Proxy) -> None:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=10.0) as plain:
+        plain.sendall(f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+        assert status_of(plain) == 400
+    assert not door.upstream.requests
+
+
+@needs_nginx
+def test_client_refuses_the_server_when_it_trusts_another_authority(door: Proxy, tmp_path: Path) -> None:
+    make_tls(tmp_path / "tls", ["127.0.0.1"])
+    context = ssl.create_default_context(cafile=str(tmp_path / "tls" / "ca.pem"))
+    with (
+        socket.create_connection(("127.0.0.1", door.port), timeout=10.0) as plain,
+        pytest.raises(ssl.SSLCertVerificationError),
+    ):
+        context.wrap_socket(plain, server_hostname="127.0.0.1")
+    assert not answers("127.0.0.1", door.port, tmp_path / "tls" / "ca.pem")
+
+
+@needs_nginx
+def test_proxy_refuses_a_server_behind_it_that_another_authority_signed(tmp_path: Path) -> None:
+    for name in ("fed", "other"):
+        make_tls(tmp_path / name / "tls", ["127.0.0.1"])
+    with upstream_of(tmp_path / "other" / "tls") as foreign, proxy_of(tmp_path / "fed", foreign) as door:
+        assert door.post() == 502
+        assert not foreign.requests
+
+
+@needs_nginx
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nX-Bomb: {'b' * 100_000}\r\n\r\n",
+        f"POST {FLEET} HTTP/1.1\r\nHost: x\r\n" + "".join(f"X-{i}: {'b' * 100}\r\n" for i in range(5000)) + "\r\n",
+        f"POST /{'a' * 100_000} HTTP/1.1\r\nHost: x\r\n\r\n",
+        f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: {LIMITS.body_bytes + 1}\r\n\r\n",
+        "\x16\x03\x01" + "\0" * 5000,
+    ],
+    ids=["one large header", "many headers", "long path", "absurd length", "large body", "no HTTP"],
+)
+def test_header_bomb_is_refused(door: Proxy, bomb: str) -> None:
+    assert door.ask(bomb.encode()) in (400, 413, 414, 431)
+    assert not door.upstream.requests
+
+
+@needs_nginx
+def test_body_without_a_length_is_cut_off_at_the_limit(door: Proxy) -> None:
+    piece = b"%x\r\n" % 50_000 + b"b" * 50_000 + b"\r\n"
+    head = f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    # The upstream may have answered what it got before nginx cut it off; it never gets more than the limit.
+    assert door.ask(head + piece * 50) in (0, 200, 413)
+    assert sum(len(body) for *_, body in door.upstream.requests) <= LIMITS.body_bytes
+
+
+def trickle(connections: list[ssl.SSLSocket], data: bytes) -> float:
+    """Send a byte now and then until every connection is closed; return after how long that was."""
+    started, pending, position = time.monotonic(), list(connections), 0
+    while pending:
+        assert time.monotonic() < started + BOUND_S, f"{len(pending)} connections still open"
+        for connection in list(pending):
+            connection.settimeout(0.01)
+            try:
+                connection.sendall(data[position % len(data) :][:1])
+                closed = connection.recv(4096) == b""
+            except TimeoutError:
+                closed = False
+            except OSError:
+                closed = True
+            if closed:
+                pending.remove(connection)
+        position += 1
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+@needs_nginx
+def test_slow_loris_is_dropped_while_others_are_served(door: Proxy) -> None:
+    with ExitStack() as stack:
+        lorises = [stack.enter_context(door.connect()) for _ in range(20)]
+        for loris in lorises:
+            loris.sendall(f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nflwr-signature: slow\r\n".encode())
+        assert door.post(more="flwr-signature: swift\r\n") == 200
+        assert trickle(lorises, b"X-Slow: 1\r\n") < BOUND_S
+    # What the upstream was sent before may still come in, without a signature.
+    signatures = [headers.get("flwr-signature") for _, _, headers, _ in door.upstream.requests]
+    assert [signature for signature in signatures if signature] == ["swift"]
+
+
+@needs_nginx
+def test_body_that_stops_midway_is_dropped(door: Proxy) -> None:
+    with door.connect() as connection:
+        connection.sendall(f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
+        connection.settimeout(BOUND_S)
+        assert status_of(connection) in (0, 408)
+
+
+@needs_nginx
+def test_one_address_cannot_take_up_all_requests(door: Proxy) -> None:
+    with ExitStack() as stack:
+        for _ in range(LIMITS.requests):
+            connection = stack.enter_context(door.connect())
+            connection.sendall(f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
+        assert door.post() == 429
+        assert door.post(source="127.0.0.2") == 200, "another address"
+
+
+@needs_nginx
+def test_refusals_are_logged_without_what_they_carried(door: Proxy) -> None:
+    for target in (f"/v1/control/x?{'s3cret' * 20}", "/" + "s3cret" * 20, "/v1/control/start-run\x1b[2Js3cret"):
+        door.post(target, body=b"s3cret", more="X-Token: s3cret\r\nReferer: s3cret\r\nUser-Agent: s3cret\r\n")
+    door.post("/v1/control/start-run")
+    door.post()
+    deadline = time.monotonic() + BOUND_S
+    while " 403 /v1/control/start-run " not in door.log and time.monotonic() < deadline:
+        time.sleep(0.02)
+    line = next(line for line in door.log.splitlines() if " 403 /v1/control/start-run " in line)
+    assert re.fullmatch(r"\S+ 127\.0\.0\.1 403 /v1/control/start-run [0-9]+ bytes [0-9.]+ s", line)
+    assert "s3crets3crets3crets3crets3crets3crets3crets3crets3crets3crets3" not in door.log
+    assert not any(word in door.log for word in ("X-Token", "Referer", "\x1b", "?s3cret"))
+    assert " 200 " not in door.log, "what is served is not logged: silos ask every few seconds for weeks"
+
+
+@needs_nginx
+def test_nothing_is_written_outside_the_federation(door: Proxy) -> None:
+    text = (door.fed / "flower" / "nginx.conf").read_text()
+    paths = re.findall(r"^\s*(?:pid|\w+_path|ssl_certificate\w*|proxy_ssl_trusted_certificate) (\S+);", text, re.M)
+    assert len(paths) == 9 and not [path for path in paths if path.startswith("/")]
+    assert {path.name for path in (door.fed / "flower" / "nginx").iterdir()} >= {"nginx.pid", "body", "proxy"}
+
+
+@needs_nginx
+def test_configuration_that_nginx_does_not_accept_is_refused(tmp_path: Path) -> None:
+    make_tls(tmp_path / "tls", ["127.0.0.1"])
+    nginx = find_nginx()
+    assert nginx
+    with pytest.raises(SetupError, match="no_such_directive"):
+        write_config(nginx, tmp_path / "flower", "no_such_directive on;\n")
+    with pytest.raises(SetupError, match="bind"):
+        write_config(nginx, tmp_path / "flower", render_config("192.0.2.1", 9092, 9093))
+    write_config(nginx, tmp_path / "flower", render_config("127.0.0.1", free_port(), 9093))
+
+
+@pytest.mark.parametrize("host", ["", "a b", "x; include /etc/passwd", "h{", "$host", "ü.example", "a\nb"])
+def test_host_that_is_more_than_a_host_is_refused(host: str) -> None:
+    with pytest.raises(SetupError):
+        render_config(host, 9092, 9093)
+
+
+def test_address_of_ipv6_is_written_in_brackets() -> None:
+    assert "listen [::1]:9092 ssl;" in render_config("::1", 9092, 9093)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.1", "::1"])
+def test_loopback_needs_no_nginx(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "find_nginx", lambda: None)
+    assert is_loopback(host) and choose_proxy(host) is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "fed.example.org", "127.0.0.1.example.org", "10.0.0.1"])
+def test_port_stays_closed_to_a_network_where_nginx_is_missing(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "find_nginx", lambda: None)
+    with pytest.raises(MissingFileError, match="nginx") as refused:
+        choose_proxy(host)
+    assert "nginx" in refused.value.remedy
+    monkeypatch.setattr(proxy, "find_nginx", lambda: Path("/usr/sbin/nginx"))
+    assert choose_proxy(host) == Path("/usr/sbin/nginx")
+
+
+def test_server_that_accepts_and_says_nothing_does_not_count_as_answering(tmp_path: Path) -> None:
+    make_tls(tmp_path / "tls", ["127.0.0.1"])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not answers("127.0.0.1", silent.getsockname()[1], tmp_path / "tls" / "ca.pem", timeout_s=0.2)
+    with upstream_of(tmp_path / "tls") as control:
+        assert answers("127.0.0.1", control.port, tmp_path / "tls" / "ca.pem")

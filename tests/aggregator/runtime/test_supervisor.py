@@ -1,0 +1,168 @@
+"""Programs that die, hang or never work, as real processes."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from aggregator.runtime.supervisor import Attempts, Heartbeat, Program, Supervisor
+from ddm.errors import TransportError
+from ddm.system.processes import Child, spawn
+from tests.support.processes import alive
+
+# Beats while the file `work` is there, and lives on without beating when it is gone.
+WORKER = """
+import pathlib, time
+folder = pathlib.Path({folder!r})
+print("up", flush=True)
+while True:
+    if (folder / "work").exists():
+        (folder / "alive").touch()
+    time.sleep(0.02)
+"""
+FAST = {"silent_s": 1.5, "ask_every_s": 0.1}
+
+
+class Clock:
+    """A clock that stands until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def starter(folder: Path, code: str, name: str = "worker") -> Callable[[], Child]:
+    return lambda: spawn([sys.executable, "-c", code], name=name, log_path=folder / f"{name}.log", grace_s=0.2)
+
+
+def worker(folder: Path, silent_s: float = FAST["silent_s"]) -> Program:
+    (folder / "work").touch()
+    beat = Heartbeat(folder / "alive").beats
+    return Program(
+        "worker", starter(folder, WORKER.format(folder=str(folder))), works=beat, **FAST | {"silent_s": silent_s}
+    )
+
+
+@contextmanager
+def kept(*programs: Program, **settings: object) -> Iterator[Supervisor]:
+    found = Supervisor(programs, **settings)  # type: ignore[arg-type]
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+def check_until(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        supervisor.check()
+        time.sleep(0.02)
+
+
+def test_program_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    with kept(worker(tmp_path, silent_s=60.0)) as supervisor:  # on a loaded machine it takes a while to start
+        supervisor.start("worker", timeout_s=20.0)
+        first = supervisor.pids()["worker"]
+        os.kill(first, signal.SIGKILL)
+        check_until(supervisor, lambda: supervisor.num_restarts()["worker"] == 1 and supervisor.ready("worker"))
+        assert supervisor.pids()["worker"] != first
+
+
+@pytest.mark.parametrize("how", ["lives on without working", "is stopped"])
+def test_program_is_replaced_when_it_hangs(how: str, tmp_path: Path) -> None:
+    with kept(worker(tmp_path)) as supervisor:
+        supervisor.start("worker", timeout_s=20.0)
+        first = supervisor.pids()["worker"]
+        if how == "is stopped":
+            os.kill(first, signal.SIGSTOP)
+        else:
+            (tmp_path / "work").unlink()
+        check_until(supervisor, lambda: not alive(first))
+        (tmp_path / "work").touch()
+        check_until(supervisor, lambda: supervisor.ready("worker"))
+        assert supervisor.num_restarts()["worker"] >= 1
+
+
+def test_program_is_left_alone_while_it_works(tmp_path: Path) -> None:
+    with kept(worker(tmp_path)) as supervisor:
+        supervisor.start("worker", timeout_s=20.0)
+        first = supervisor.pids()
+        over = time.monotonic() + 1.3 * FAST["silent_s"]
+        check_until(supervisor, lambda: time.monotonic() > over)
+        assert supervisor.pids() == first and supervisor.num_restarts() == {"worker": 0}
+
+
+def test_time_in_which_the_supervisor_stood_still_is_not_held_against_a_program(tmp_path: Path) -> None:
+    clock, answers = Clock(), iter([True, False, True])
+    program = Program("worker", starter(tmp_path, "import time; time.sleep(60)"), works=lambda: next(answers))
+    with kept(program, clock=clock) as supervisor:
+        supervisor.start("worker")
+        for passed in (10.0, 100_000.0, 10.0):
+            clock.now += passed
+            supervisor.check()
+        assert supervisor.num_restarts() == {"worker": 0}
+
+
+def test_supervisor_gives_up_on_a_program_that_cannot_run(tmp_path: Path) -> None:
+    clock = Clock()
+    start = starter(tmp_path, "print('no such thing'); raise SystemExit(3)", "broken")
+    program = Program("broken", start, max_per_hour=3)
+    with kept(program, clock=clock) as supervisor:
+        supervisor.start("broken")
+
+        def fail() -> None:
+            while True:
+                supervisor.check()
+                if not supervisor.pids():  # it waits to be started again
+                    clock.now += 120.0
+                time.sleep(0.01)
+
+        with pytest.raises(TransportError, match="broken: expected at most 3 restarts an hour, got no such thing"):
+            fail()
+        assert supervisor.num_restarts() == {"broken": 3}
+
+
+def test_start_is_refused_when_the_program_ends_or_never_works(tmp_path: Path) -> None:
+    dying = Program("dying", starter(tmp_path, "print('bad luck')", "dying"), works=lambda: False)
+    idle = Program("idle", starter(tmp_path, "import time; time.sleep(60)", "idle"), works=lambda: False)
+    with kept(dying, idle) as supervisor:
+        with pytest.raises(TransportError, match="bad luck"):
+            supervisor.start("dying", timeout_s=20.0)
+        with pytest.raises(TransportError, match="works within 0 s"):
+            supervisor.start("idle", timeout_s=0.2)
+        pids = supervisor.pids()
+    assert not any(map(alive, pids.values()))
+
+
+def test_faults_of_two_weeks_do_not_add_up_to_an_end() -> None:
+    clock = Clock()
+    attempts = Attempts(max_per_hour=3, clock=clock)
+    for _ in range(14 * 24):
+        assert attempts.allowed() and attempts.delay_s() == 0.0
+        attempts.count()
+        clock.now += 3601.0
+    for num in range(3):
+        assert attempts.allowed() and attempts.delay_s() == (0.0, 1.0, 5.0)[num]
+        attempts.count()
+    assert not attempts.allowed()
+    clock.now += 3601.0
+    assert attempts.allowed() and attempts.num == 14 * 24 + 3
+
+
+def test_heartbeat_does_not_mind_a_clock_that_jumps(tmp_path: Path) -> None:
+    path = tmp_path / "alive"
+    heartbeat = Heartbeat(path)
+    assert not heartbeat.beats(), "no file"
+    path.touch()
+    assert heartbeat.beats() and not heartbeat.beats()
+    for jump in (-172_800, 172_800):
+        os.utime(path, (time.time() + jump, time.time() + jump))
+        assert heartbeat.beats() and not heartbeat.beats()

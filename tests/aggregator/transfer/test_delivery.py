@@ -1,0 +1,116 @@
+"""What the ServerApp fetches of one silo, and what it leaves alone."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aggregator.transfer.delivery import MAX_SUBMISSIONS, SiloDelivery
+from ddm.errors import FormatError
+from ddm.transport.messages import Ask, Envelope, FileEntry, Held, Offer, Report, Span, Status
+
+PLAN = "digits-3f9a1c2e"
+ENTRY = FileEntry(path="sketch.safetensors", num_bytes=3)
+ASK = Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=1000, wait_s=0)
+
+
+@pytest.fixture
+def delivery(tmp_path: Path) -> SiloDelivery:
+    return SiloDelivery(tmp_path, PLAN, "north", index=(), shard_bytes=1000, max_submission_bytes=1000, wait_s=0)
+
+
+def announce(delivery: SiloDelivery, sequence: int) -> None:
+    span = Span(path=ENTRY.path, offset=0, num_bytes=3)
+    report = Report(status=Status(), sequence=sequence, files=(ENTRY,), spans=(span,))
+    assert delivery.take(ASK, Envelope(report, b"abc")) == 0
+
+
+def names(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "incoming" / PLAN / "north").iterdir()} - {"status.json", "seen"}
+
+
+@pytest.mark.parametrize("sequence", [MAX_SUBMISSIONS + 1, 999_999])
+def test_submission_is_not_fetched_when_a_silo_sends_one_after_the_other(
+    delivery: SiloDelivery, tmp_path: Path, sequence: int
+) -> None:
+    announce(delivery, MAX_SUBMISSIONS)
+    assert names(tmp_path) == {str(MAX_SUBMISSIONS)}
+    announce(delivery, sequence)
+    assert names(tmp_path) == {str(MAX_SUBMISSIONS), f"{sequence}.toomany"}
+
+
+def test_submission_is_not_fetched_again_when_it_was_answered_and_thrown_away(
+    delivery: SiloDelivery, tmp_path: Path
+) -> None:
+    receipts = tmp_path / "receipts" / PLAN / "north"
+    receipts.mkdir(parents=True)
+    (receipts / "1.json").write_bytes(b"refused")
+    announce(delivery, 1)
+    assert names(tmp_path) == set()
+    announce(delivery, 2)
+    assert names(tmp_path) == {"2"}
+
+
+WRITER = """
+import json, os, signal, sys
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from aggregator.transfer.delivery import SiloDelivery
+from ddm.transport.messages import Envelope
+from silo.courier.handlers import SiteLimits, answer
+root, plan, shard, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+limits = SiteLimits(root / "site", bundle_bytes=10**6, shard_bytes=shard, submission_bytes=10**9)
+delivery = SiloDelivery(root / "fed", plan, "north", index=(), shard_bytes=shard, max_submission_bytes=10**9, wait_s=0)
+delivery._bundle_complete = True
+sync, synced = os.fsync, []
+def killing(descriptor):
+    sync(descriptor)
+    synced.append(descriptor)
+    if len(synced) == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = killing
+with open(root / "fetched", "a") as log:
+    while not (root / "fed" / "incoming" / plan / "north" / "1").exists():
+        for envelope in delivery.next_requests([], 2):
+            reply = answer(envelope, limits)
+            print(len(reply.data), file=log, flush=True)
+            delivery.take(envelope.message, reply)
+"""
+
+
+@pytest.mark.parametrize("kill_at", [3, 5, 6])
+def test_submission_goes_on_where_it_stopped_when_the_writer_is_killed(tmp_path: Path, kill_at: int) -> None:
+    """Killed between any two writes of a shard: its bytes, the note that they are there, the folders."""
+    shard, size = 50_000, 1_000_000
+    outbox = tmp_path / "site" / "outbox" / PLAN / "1"
+    outbox.mkdir(parents=True)
+    (tmp_path / "site" / "inbox" / PLAN).mkdir(parents=True)
+    (outbox / "expert.safetensors").write_bytes(os.urandom(size))
+    command = [sys.executable, "-c", WRITER, str(tmp_path), PLAN, str(shard)]
+    runs = [subprocess.run([*command, str(kill_at)], check=False).returncode for _ in range(2)]
+    assert runs == [-signal.SIGKILL] * 2
+    subprocess.run([*command, "0"], check=True, timeout=60)
+    arrived = tmp_path / "fed" / "incoming" / PLAN / "north" / "1" / "expert.safetensors"
+    assert arrived.read_bytes() == (outbox / "expert.safetensors").read_bytes()
+    fetched = sum(int(line) for line in (tmp_path / "fetched").read_text().split())
+    assert size <= fetched <= size + 2 * shard, "each kill costs one shard at most"
+
+
+def test_bundle_is_not_sent_a_thousand_times_when_a_silo_lacks_the_same_range_a_thousand_times(tmp_path: Path) -> None:
+    index = (FileEntry(path="plan.json", num_bytes=10),)
+    limits = {"shard_bytes": 100, "max_submission_bytes": 100, "wait_s": 0}
+    delivery = SiloDelivery(tmp_path, PLAN, "north", index=index, **limits)
+    offer = Offer(plan_id=PLAN, files=index, spans=())
+    whole = Span(path="plan.json", offset=0, num_bytes=10)
+    with pytest.raises(FormatError):
+        delivery.take(offer, Envelope(Held(missing=(whole,) * 1000)))
+    half = Span(path="plan.json", offset=0, num_bytes=5)
+    with pytest.raises(FormatError):
+        delivery.take(offer, Envelope(Held(missing=(whole, half))))
+    assert delivery.take(offer, Envelope(Held(missing=(half,)))) == 0

@@ -1,0 +1,98 @@
+"""The command `ddm distill`, in this process: what it leaves, what it goes on from, and what it refuses at once."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ddm.cli.main import app
+from ddm.distillation.student import Student, load_student
+from ddm.errors import BusyError, DigestError, SetupError
+from ddm.io.files import locked
+from ddm.protocol.base import sha256_hex
+from ddm.system.console import run_app
+from tests.conftest import Published
+
+
+def command(*words: object) -> int:
+    """Run `ddm` with these words; return its exit code."""
+    with pytest.raises(SystemExit) as done:
+        run_app(app, [str(word) for word in words])
+    return int(done.value.code or 0)
+
+
+def distilled(published: Published, out: Path, *more: object) -> int:
+    return command(
+        "distill", published.release, "--root", published.root, "--state", out.parent / "state", "--out", out, *more
+    )
+
+
+def test_command_leaves_a_student_that_names_its_release_and_can_be_sampled_from(
+    published: Published, tmp_path: Path
+) -> None:
+    out = tmp_path / "student.safetensors"
+    assert distilled(published, out, "--num", 20, "--steps", 4) == 0
+    record, student = load_student(out)
+    manifest = next(published.release.glob("targets/*/manifest.json")).read_bytes()
+    assert record.source.manifest == sha256_hex(manifest)
+    assert record.source.root == sha256_hex(published.root.read_bytes())
+    assert (record.images.num, record.teacher, record.training.num_steps) == (20, "label", 4)
+    assert student.sample(3, steps=2).images.shape == (3, 1, 4, 4)
+    before = out.read_bytes()
+    assert distilled(published, out, "--num", 20, "--steps", 4) == 0
+    assert out.read_bytes() == before
+    weights = bytearray(before)
+    weights[-1] ^= 1
+    out.write_bytes(weights)
+    with pytest.raises(DigestError):
+        load_student(out)
+
+
+def test_command_distils_at_given_images_into_another_architecture(published: Published, tmp_path: Path) -> None:
+    out, images = tmp_path / "student.safetensors", tmp_path / "public.npz"
+    np.savez(images, images=np.random.default_rng(0).uniform(-1, 1, (30, 1, 4, 4)).astype(np.float32))
+    toml = tmp_path / "wide.toml"
+    toml.write_text('[architecture]\nkind = "dit"\npatch = 2\nhidden = 24\ndepth = 2\nheads = 2\n')
+    assert distilled(published, out, "--data", images, "--architecture", toml, "--steps", 3) == 0
+    record = Student.parse(out.with_suffix(".json").read_bytes(), subject="record")
+    assert record.images.model_dump() == {"kind": "given_images", "num": 30, "digest": sha256_hex(images.read_bytes())}
+    assert (record.teacher, record.architecture.hidden) == ("drawn", 24)  # type: ignore[union-attr]
+    assert load_student(out)[1].sample(1, steps=2).images.shape == (1, 1, 4, 4)
+
+
+def test_command_takes_any_file_name_and_refuses_what_would_fail_when_all_is_done(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "my stüdent.safetensors"
+    asked = ("--num", 5, "--steps", 2)
+    assert distilled(published, out, *asked) == 0
+    assert f"ddm sample-student '{out}'" in capsys.readouterr().out
+    assert load_student(out)[0].images.num == 5
+    assert distilled(published, out, "--num", 5, "--steps", 3) == SetupError.exit_code
+    assert "another --out, or remove my stüdent.work" in capsys.readouterr().err
+    with locked(out.with_suffix(".work"), "distillation"):
+        assert distilled(published, out, *asked) == BusyError.exit_code
+    (tmp_path / "folder.safetensors").mkdir()
+    assert distilled(published, tmp_path / "folder.safetensors", *asked) == SetupError.exit_code
+    assert not (tmp_path / "folder.work").exists()
+    for flag in ("--seed", "--steps", "--num"):
+        assert distilled(published, tmp_path / "b.safetensors", *asked, flag, 2**53) == 2
+    assert distilled(published, tmp_path / "b.safetensors", *asked, "--seed", 2**53 - 1) == 0
+    out.with_suffix(".json").rename(tmp_path / "b.json")
+    capsys.readouterr()
+    assert command("sample-student", tmp_path / "b.safetensors", "--num", 1, "--out", tmp_path / "a.png") == 12
+    assert "or distil again" in capsys.readouterr().err, "nobody signed it, and no publisher has it"
+
+
+def test_command_refuses_a_release_that_was_tampered_with_and_flags_that_do_not_go_together(
+    published: Published, tmp_path: Path
+) -> None:
+    out = tmp_path / "student.safetensors"
+    assert distilled(published, out, "--num", 5, "--data", "public.npz") == SetupError.exit_code
+    assert distilled(published, tmp_path / "student", "--num", 5) == SetupError.exit_code
+    expert = next(published.release.glob("targets/*/silos/*/experts/*/expert.safetensors"))
+    data = bytearray(expert.read_bytes())
+    data[-1] ^= 1
+    expert.write_bytes(data)
+    assert distilled(published, out, "--num", 20, "--steps", 4) == DigestError.exit_code
+    assert not out.with_suffix(".json").exists()

@@ -1,0 +1,133 @@
+"""The flags of `ddm sample`: what means nothing is refused before anything is opened, what remains is obeyed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ddm.cli.conditions import holders_of, shares_of
+from ddm.cli.main import app
+from ddm.cli.sample import _bytes, _weights
+from ddm.ensemble import Ensemble, Given
+from ddm.errors import MathError, SetupError
+from ddm.protocol.plan import ClassCondition, TextCondition
+from tests.conftest import Published
+
+
+def sample(*words: object) -> BaseException | None:
+    """Run the command; return how it ended, None for well."""
+    result = CliRunner().invoke(app, ["sample", *map(str, words)])
+    return result.exception
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--strategy full --tau 0.5", "--tau"),
+        ("--strategy sample --prefix full", "--prefix"),
+        ("--strategy lock --prefix full", "--prefix"),
+        ("--strategy top-1 --k 2", "--k"),
+        ("--mass 0.5", "--mass"),
+        ("--strategy top-k --least 0.5", "--least"),
+        ("--router-every 3", "--router-every"),
+        ("--guidance 2", "--guidance"),
+        ("--class-prior equal", "--class-prior"),
+        ("--text left", "--text"),
+        ("--text left --text-encoder nowhere --class 1", "--text"),
+        ("--text-encoder nowhere", "--text-encoder"),
+        ("--memory lots", "--memory"),
+    ],
+)
+def test_flag_that_means_nothing_is_refused_before_a_release_is_looked_for(
+    flags: str, named: str, tmp_path: Path
+) -> None:
+    words = ("nowhere", "--root", "nowhere", "--num", 4, "--out", tmp_path / "new" / "a.npz")
+    ended = sample(*words, *flags.split())
+    assert isinstance(ended, SetupError)
+    assert ended.subject == named
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("text", "size"), [("2GiB", 2 << 30), ("1.5 MiB", 3 << 19), ("700", 700)])
+def test_size_is_read_with_its_unit(text: str, size: int) -> None:
+    assert _bytes(text) == size
+    for wrong in ("-1GiB", "1GB", "1e3", "GiB", ""):
+        with pytest.raises(SetupError):
+            _bytes(wrong)
+
+
+def test_prior_is_dealt_among_silos_that_have_data() -> None:
+    """A silo's weight goes to its experts by their data; one whose experts have none cannot be given any."""
+    silo_ids, own = ["east", "north", "east", "south"], [0.1, 0.0, 0.3, 0.6]
+    assert _weights("--prior", "equal", silo_ids, own) == pytest.approx([0.125, 0.0, 0.375, 0.5])
+    assert _weights("--prior", "east=3,south=1", silo_ids, own) == pytest.approx([0.1875, 0.0, 0.5625, 0.25])
+    assert _weights("--prior", "data", silo_ids, own) == own
+    for wrong in ("north=1", "west=1", "east=-1", "east=nan", "east=1,east=2", "east=0", "east"):
+        with pytest.raises(SetupError, match="--prior"):
+            _weights("--prior", wrong, silo_ids, own)
+
+
+def test_flags_reach_the_sampler(published: Published, tmp_path: Path) -> None:
+    """Strategies, solvers and budgets give images; a budget gives the very same."""
+    words = (published.release, "--root", published.root, "--state", tmp_path / "state", "--num", 4, "--steps", 2)
+
+    def draw(flags: str) -> np.ndarray:
+        out = tmp_path / "a.npz"
+        assert sample(*words, "--out", out, *flags.split()) is None
+        with np.load(out) as found:
+            return np.asarray(found["images"])
+
+    plain = draw("")
+    assert np.array_equal(draw("--memory 1MiB"), plain)
+    np.testing.assert_allclose(draw("--batch 1"), plain, atol=1e-5)
+    for flags in (
+        "--solver rk4",
+        "--solver exponential",
+        "--strategy top-k --k 1",
+        "--strategy lock --tau 0.5 --prefix full",
+    ):
+        assert not np.array_equal(draw(flags), plain)
+
+
+def test_class_is_refused_when_experts_know_none(published: Published, tmp_path: Path) -> None:
+    words = (published.release, "--root", published.root, "--state", tmp_path / "state", "--num", 4)
+    assert "condition" in str(sample(*words, "--out", tmp_path / "a.npz", "--class", 1))
+
+
+def two_experts(condition: ClassCondition | TextCondition) -> Ensemble:
+    """Experts of which the second holds most of all data, and the first most of class 1."""
+    experts = [lambda x_B, t_B, *c_B: x_B] * 2
+    return Ensemble(
+        experts=experts,  # type: ignore[arg-type]
+        router=None,
+        prior=[0.25, 0.75],
+        shape=(1, 4, 4),
+        expert_ids=["east", "north"],
+        condition=condition,
+        given_class=lambda label: Given([0.8, 0.2] if label else [0.1, 0.9]),
+    )
+
+
+def test_shares_stand_beside_the_prior_given_the_class_that_was_asked_for() -> None:
+    ensemble, own, equal = two_experts(ClassCondition(num_classes=2)), [0.25, 0.75], [0.5, 0.5]
+    held = holders_of(ensemble, 1, None)
+    given = "prior given class 1"
+    assert shares_of(ensemble, (0.7, 0.3), own, held, 1) == f"east 0.70 ({given} 0.80), north 0.30 ({given} 0.20)"
+    # Equal silos in place of 1 to 3: 0.8 / 0.25 to 0.2 / 0.75, as 12 to 1.
+    assert "east 0.70 (prior given class 1 0.92)" in shares_of(ensemble, (0.7, 0.3), equal, held, 1)
+    assert holders_of(ensemble, 1, equal) == equal
+    assert shares_of(ensemble, (0.7, 0.3), own, None, None) == "east 0.70 (prior 0.25), north 0.30 (prior 0.75)"
+    with pytest.raises(MathError, match="0 to 1"):
+        holders_of(ensemble, 2, None)
+
+
+def test_nobody_knows_who_holds_a_text_so_the_prior_is_that_of_all_images() -> None:
+    ensemble = two_experts(TextCondition(dim=3, max_tokens=2))
+    held = holders_of(ensemble, torch.ones(2, 3), None)
+    assert held == [0.25, 0.75]
+    assert (
+        shares_of(ensemble, (0.5, 0.5), [0.25, 0.75], held, None) == "east 0.50 (prior 0.25), north 0.50 (prior 0.75)"
+    )
+    assert "east 0.50 (prior 0.50)" in shares_of(ensemble, (0.5, 0.5), [0.5, 0.5], held, None)

@@ -1,0 +1,155 @@
+"""Solvers against the closed-form flow of one Gaussian, and their order of convergence."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import inf, isfinite, log, log2
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddm.diffusion.path import CosinePath, LinearPath, Path, Velocity, velocity_from_x_0, x_0_and_eps
+from ddm.diffusion.solver import Memory, SolverName, filled, follow, integrate, solver_named, uniform_times
+from ddm.errors import MathError
+from tests.support.gaussian_mixture import GaussianMixture, four_silos
+
+
+def one_gaussian(path: Path) -> GaussianMixture:
+    """Its flow is ``x_t = alpha m + sqrt(alpha^2 v + sigma^2) x_1``, so noise x_1 ends at ``m + sqrt(v) x_1``."""
+    mean, variance = torch.tensor([[1.5, -0.5]]), torch.tensor([[0.25, 0.04]])
+    return GaussianMixture(mean.double(), variance.double(), torch.ones(1).double(), torch.zeros(1).long(), path)
+
+
+def error(path: Path, solver: SolverName, steps: int) -> float:
+    gaussian = one_gaussian(path)
+    x_1 = torch.randn(200, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = integrate(gaussian.velocity, x_1, uniform_times(steps), solver)
+    return float((found - (gaussian.mean_CD + gaussian.variance_CD.sqrt() * x_1)).abs().max())
+
+
+@pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
+@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2), ("rk4", 4)])
+def test_solver_converges_to_the_closed_form_with_its_order(path: Path, solver: SolverName, order: int) -> None:
+    coarse, fine = error(path, solver, 100), error(path, solver, 200)
+    assert abs(log2(coarse / fine) - order) < 0.15
+    assert fine < 0.02
+
+
+def four_silos_error(path: Path, solver: SolverName, times: Sequence[float]) -> float:
+    """The mean error on four silos' mixture, against the Runge-Kutta solver on steps three times as fine."""
+    mixture = four_silos(path)
+    x = torch.randn(50, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    fine = [t + (t_next - t) * n / 3 for t, t_next in pairwise(times) for n in range(3)] + [times[-1]]
+    truth = integrate(mixture.velocity, x, fine, "rk4")
+    return float((integrate(mixture.velocity, x, times, solver, path) - truth).abs().mean())
+
+
+@pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
+@pytest.mark.parametrize(("solver", "order"), [("midpoint", 2), ("exponential", 2)])
+def test_solver_of_second_order_has_it_on_a_mixture_away_from_the_ends(
+    path: Path, solver: SolverName, order: int
+) -> None:
+    """One Gaussian would flatter midpoint, which is of third order on it; at the ends log-SNR is infinite."""
+
+    def at(steps: int) -> float:
+        return four_silos_error(path, solver, [0.9 - 0.7 * n / steps for n in range(steps + 1)])
+
+    assert abs(log2(at(50) / at(100)) - order) < 0.25
+
+
+@pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
+def test_exponential_solver_is_of_more_than_first_order_from_end_to_end(path: Path) -> None:
+    assert log2(error(path, "exponential", 200) / error(path, "exponential", 800)) / 2 > 1.6
+    assert log2(error(path, "euler", 200) / error(path, "euler", 800)) / 2 < 1.1
+
+
+@pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_exponential_solver_is_exact_when_the_data_are_one_point(path: Path, steps: int) -> None:
+    """x_0 never changes then, and both ends are reached without a division by alpha or sigma."""
+    point = torch.tensor([1.5, -0.5], dtype=torch.float64)
+    x_1 = torch.randn(5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def velocity(x: Tensor, t: Tensor) -> Tensor:
+        return velocity_from_x_0(path, x, point.expand_as(x), t)
+
+    ends = integrate(velocity, x_1, uniform_times(steps), "exponential", path)
+    assert (ends - point).abs().max() < 1e-12
+    if steps > 1 and isinstance(path, CosinePath):
+        assert (integrate(velocity, x_1, uniform_times(steps)[:-1], "euler") - point).abs().max() > 1e-3
+
+
+def test_exponential_solver_extrapolates_better_in_t_than_in_log_snr() -> None:
+    """Against DPM-Solver++(2M), written out here, on steps that are even in t."""
+    for path in (LinearPath(), CosinePath()):
+        for steps in (20, 40):
+            mixture = four_silos(path)
+            x_1 = torch.randn(100, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+            truth = integrate(mixture.velocity, x_1, uniform_times(150), "rk4")
+            ours = integrate(mixture.velocity, x_1, uniform_times(steps), "exponential", path)
+            theirs = dpm_solver_2m(mixture.velocity, x_1, uniform_times(steps), path)
+            assert (ours - truth).abs().mean() < (theirs - truth).abs().mean()
+
+
+def dpm_solver_2m(velocity: Velocity, x: Tensor, times: Sequence[float], path: Path) -> Tensor:
+    """Algorithm 2 of Lu et al. 2022, of first order at both ends, where log-SNR is infinite."""
+    before: tuple[Tensor, float] | None = None
+    for t, t_next in pairwise(times):
+        alpha, sigma, alpha_next, sigma_next = (
+            float(part(torch.tensor(s, dtype=torch.float64))) for s in (t, t_next) for part in (path.alpha, path.sigma)
+        )
+        x_0 = x_0_and_eps(path, x, velocity(x, filled(x, t)), filled(x, t))[0]
+        here = log(alpha / sigma) if alpha > 0 else -inf
+        h = log(alpha_next / sigma_next) - here if sigma_next > 0 else inf
+        held = x_0
+        if before is not None and isfinite(before[1]) and isfinite(h):
+            held = x_0 + h / (2 * (here - before[1])) * (x_0 - before[0])
+        x = sigma_next / sigma * x + (alpha_next - alpha * sigma_next / sigma) * held
+        before = (x_0, here)
+    return x
+
+
+def test_solver_forgets_a_sample_that_changed_its_expert_and_no_other() -> None:
+    """Half of the samples change velocity in the middle; they go on as if they had started there."""
+    first, second = (four_silos().expert(k) for k in (0, 1))
+    times, step = uniform_times(10), solver_named("exponential", LinearPath())
+    x_1 = torch.randn(6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    changed = torch.arange(6) % 2 == 0
+    halfway, memory = follow(first, x_1, times[:6], step, Memory.none(x_1))
+
+    def rest(velocity: Velocity, known: Memory) -> Tensor:
+        return follow(velocity, halfway, times[5:], step, known)[0]
+
+    assert torch.equal(rest(first, memory.forget(changed))[~changed], rest(first, memory)[~changed])
+    assert torch.equal(rest(second, memory.forget(changed))[changed], rest(second, Memory.none(x_1))[changed])
+    assert (rest(second, memory)[changed] - rest(second, Memory.none(x_1))[changed]).abs().max() > 1e-3
+
+
+def test_heun_is_not_of_first_order() -> None:
+    assert log2(error(LinearPath(), "heun", 100) / error(LinearPath(), "heun", 200)) > 1.5
+
+
+def test_solver_evaluates_as_often_as_its_table_says() -> None:
+    for solver, expected in (("euler", 7), ("heun", 14), ("midpoint", 14), ("rk4", 28), ("exponential", 7)):
+        asked: list[Tensor] = []
+
+        def velocity(x: Tensor, t: Tensor, asked: list[Tensor] = asked) -> Tensor:
+            asked.append(t)
+            return torch.zeros_like(x)
+
+        integrate(velocity, torch.zeros(3, 2), uniform_times(7), solver)  # type: ignore[arg-type]
+        assert len(asked) == expected
+        assert all(t.shape == (3,) for t in asked)
+
+
+@pytest.mark.parametrize("times", [(1.0,), (0.0, 1.0), (1.0, 0.5, 0.5, 0.0), (1.2, 0.0), (1.0, -0.1)])
+def test_integration_is_refused_when_times_do_not_descend_within_0_and_1(times: tuple[float, ...]) -> None:
+    with pytest.raises(MathError):
+        integrate(lambda x, t: x, torch.zeros(1, 2), times)
+
+
+def test_unknown_solver_and_no_steps_are_refused() -> None:
+    with pytest.raises(MathError, match="solver"):
+        integrate(lambda x, t: x, torch.zeros(1, 2), (1.0, 0.0), "rk45")  # type: ignore[arg-type]
+    with pytest.raises(MathError, match="steps"):
+        uniform_times(0)

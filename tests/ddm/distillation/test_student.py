@@ -1,0 +1,269 @@
+"""A student of a published release whose experts work on latents and know classes: made, loaded, and sampled from."""
+
+import os
+import shutil
+import signal
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddm import load_student, open_ensemble
+from ddm.cli.distill import _stopping
+from ddm.cli.main import app
+from ddm.distillation.student import RECORD_SUFFIX, OwnSamples, Source, Student, autoencoder_beside
+from ddm.encoders.autoencoder import build_autoencoder
+from ddm.encoders.text import TextEncoder, pin
+from ddm.errors import DataError, DigestError, DocumentError, MathError, MissingFileError, SetupError, ShapeError
+from ddm.io.tensors import save_tensors
+from ddm.models import build_expert
+from ddm.protocol.base import File
+from ddm.protocol.latent import AutoencoderSize
+from ddm.protocol.plan import (
+    AutoencoderKlLatent,
+    ClassCondition,
+    DataSpec,
+    Dit,
+    NoCondition,
+    TextCondition,
+    Training,
+    UniformT,
+)
+from ddm.system.console import EXIT_TERMINATED, run_app
+from tests.support.federation import TinyFederation, recipe
+from tests.support.text_encoders import network, save
+
+SIZE = AutoencoderSize(channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4)
+PIXELS, SEEN = (1, 4, 4), (3, 2, 2)
+ARCHITECTURE = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
+TRAINING = {
+    "num_steps": 12,
+    "batch_size": 8,
+    "learning_rate": 0.05,
+    "weight_decay": 0.0,
+    "ema_decay": 0.5,
+    "checkpoint_steps": 4,
+}
+
+
+def command(*words: object) -> int:
+    """Run `ddm` with these words; return its exit code."""
+    with pytest.raises(SystemExit) as done:
+        run_app(app, [str(word) for word in words])
+    return int(done.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
+    """A federation whose experts work on latents and are told classes, published in `release`."""
+    path = tmp_path_factory.mktemp("student")
+    tiny = TinyFederation.create(path, {"north": 60, "west": 40})
+    weights = path / "autoencoder.safetensors"
+    save_tensors(weights, build_autoencoder(SIZE, PIXELS).state_dict())
+    chosen = recipe(
+        latent={"kind": "autoencoder_kl", "weights": str(weights)} | SIZE.model_dump(mode="json"),
+        condition={"kind": "class", "num_classes": 2, "drop": 0.2},
+        expert={"architecture": ARCHITECTURE, "training": TRAINING},
+        releases={
+            "unit": "image",
+            "total": {"epsilon": 8.0, "delta": 0.0},
+            "counts": {"epsilon": 4.0, "num_groups": 4},
+            "class_counts": {"epsilon": 4.0, "num_classes": 2},
+        },
+        router={"kind": "counts"},
+    )
+    tiny.complete(path / "release", chosen)
+    return tiny
+
+
+def distil(tiny: TinyFederation, out: Path, *more: object) -> int:
+    release = tiny.path / "release"
+    return command("distill", release, "--root", tiny.root, "--state", out.parent / "state", "--out", out, *more)
+
+
+@pytest.fixture(scope="module")
+def made(tiny: TinyFederation, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "student.safetensors"
+    assert distil(tiny, out, "--num", 40) == 0
+    return out
+
+
+@pytest.fixture
+def student(made: Path, tmp_path: Path) -> Path:
+    """A student of one's own, elsewhere, under another name; the release is not there."""
+    for source in (made, made.with_suffix(RECORD_SUFFIX), autoencoder_beside(made)):
+        shutil.copy(source, tmp_path / source.name.replace("student", "moved"))
+    return tmp_path / "moved.safetensors"
+
+
+def test_student_of_latents_and_classes_draws_pixels_of_the_class_asked_for(
+    student: Path, tiny: TinyFederation
+) -> None:
+    record, alone = load_student(student)
+    assert isinstance(record.latent, AutoencoderKlLatent)
+    assert isinstance(record.condition, ClassCondition)
+    drawn = alone.sample(4, steps=3, condition=1)
+    assert drawn.seen.shape == (4, *SEEN) and drawn.images.shape == (4, *PIXELS)
+    ensemble = open_ensemble(tiny.path / "release", root=tiny.root)
+    assert torch.equal(drawn.images, ensemble.latent.decode(drawn.seen)), "its autoencoder is the release's"
+    other = alone.sample(4, steps=3, condition=0)
+    assert not torch.equal(other.images, drawn.images)
+    with pytest.raises(MathError, match="class"):
+        alone.sample(1, condition=2)
+
+
+def test_student_that_was_interrupted_and_one_that_was_not_are_the_same_bytes(
+    made: Path, tiny: TinyFederation, tmp_path: Path
+) -> None:
+    out = tmp_path / "student.safetensors"
+    assert distil(tiny, out, "--num", 40) == 0
+    assert out.read_bytes() == made.read_bytes()
+    for path in (out, out.with_suffix(RECORD_SUFFIX), *out.with_suffix(".work").glob("checkpoints/step-*12.*")):
+        path.unlink()
+    assert len(list(out.with_suffix(".work").glob("checkpoints/*.json"))) == 1, "it goes on from step 8"
+    assert distil(tiny, out, "--num", 40) == 0
+    assert out.read_bytes() == made.read_bytes()
+
+
+def test_command_draws_from_a_student_and_says_where_it_comes_from(
+    student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = (student, "--num", 3, "--steps", 2)
+    assert command("sample-student", *asked, "--out", tmp_path / "a.npz", "--class", 1) == 0
+    assert load_student(student)[0].source.manifest in capsys.readouterr().out
+    assert command("sample-student", *asked, "--out", tmp_path / "b.npz", "--class", 1, "--guidance", 2) == 0
+    images = [np.load(tmp_path / name)["images"] for name in ("a.npz", "b.npz")]
+    assert images[0].shape == (3, *PIXELS) and not np.array_equal(*images)
+    assert command("sample-student", *asked, "--out", tmp_path / "c.npz", "--class", 2) == MathError.exit_code
+    assert command("sample-student", *asked, "--out", tmp_path / "d.gif") == SetupError.exit_code
+    for lone in (("--guidance", 1), ("--text", "a"), ("--text-encoder", tmp_path), ("--class", 1, "--text", "a")):
+        assert command("sample-student", *asked, "--out", tmp_path / "d.npz", *lone) == SetupError.exit_code
+
+
+def told_texts(folder: Path) -> Path:
+    """A student that reads texts, its weights random; the encoder that its record pins is made in `folder`."""
+    condition = pin(save(folder / "tiny-t5", network("T5EncoderModel")), max_tokens=6, drop=0.1)
+    expert = build_expert(Dit.model_validate(ARCHITECTURE), PIXELS, condition=condition, seed=1)
+    random = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(value.shape, generator=random) / 5 for name, value in expert.state_dict().items()}
+    weights = folder / "reader.safetensors"
+    save_tensors(weights, state)
+    record = Student(
+        source=Source(plan_id="tiny-00000000", version=1, manifest="0" * 64, root="0" * 64),
+        images=OwnSamples(num=1, seed=0),
+        teacher="label",
+        data=DataSpec(shape=PIXELS, range=(-1.0, 1.0)),
+        condition=condition,
+        architecture=Dit.model_validate(ARCHITECTURE),
+        path="linear",
+        t_distribution=UniformT(),
+        training=Training.model_validate(TRAINING),
+        loss=0.0,
+        seconds=0.0,
+        file=File.of("student.safetensors", weights),
+    )
+    weights.with_suffix(RECORD_SUFFIX).write_bytes(record.encode())
+    return weights
+
+
+def test_command_tells_a_student_the_prompt_through_the_pinned_encoder_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, out = told_texts(tmp_path), tmp_path / "a.npz"
+    asked = (weights, "--num", 3, "--steps", 2, "--out", out)
+    reading = ("--text-encoder", tmp_path / "tiny-t5", "--guidance", 2)
+    record, alone = load_student(weights)
+    assert isinstance(record.condition, TextCondition)
+    encoder = TextEncoder.open(tmp_path / "tiny-t5", record.condition)
+    found = {}
+    for prompt in ("bright left", "dark right"):
+        assert command("sample-student", *asked, "--text", prompt, *reading) == 0
+        with np.load(out) as drawn:
+            found[prompt] = drawn["images"]
+        text = encoder.encode([prompt])[0]
+        images = alone.sample(3, steps=2, condition=text, guidance=2).images
+        assert np.array_equal(found[prompt], images.clamp(-1, 1).numpy())
+    assert not np.allclose(*found.values(), atol=1e-3)
+    assert command("sample-student", *asked, "--text", "bright left", *reading, "--class", 1) == SetupError.exit_code
+    assert command("sample-student", *asked, "--class", 1) == ShapeError.exit_code
+    save(tmp_path / "other", network("T5EncoderModel", seed=1))
+    other = ("--text", "bright left", "--text-encoder", tmp_path / "other")
+    assert command("sample-student", *asked, *other) == DigestError.exit_code
+    assert "the file that the plan pins" in capsys.readouterr().err
+
+
+class Interrupting(StringIO):
+    """Standard output on which training, as soon as it tells of itself, is asked to end."""
+
+    def write(self, text: str) -> int:
+        if "training" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(text)
+
+
+def test_signal_ends_training_with_a_checkpoint_of_the_step_where_it_came(
+    made: Path, tiny: TinyFederation, tmp_path: Path
+) -> None:
+    out = tmp_path / "student.safetensors"
+    before = signal.getsignal(signal.SIGTERM)
+    with redirect_stdout(Interrupting()):
+        assert distil(tiny, out, "--num", 40) == EXIT_TERMINATED
+    assert signal.getsignal(signal.SIGTERM) is before
+    steps = sorted(path.stem for path in out.with_suffix(".work").glob("checkpoints/*.json"))
+    assert steps[-1] == "step-0000000010", "told of itself at step 10, between the plan's checkpoints at 8 and 12"
+    assert not out.exists()
+    assert distil(tiny, out, "--num", 40) == 0
+    assert out.read_bytes() == made.read_bytes()
+
+
+def test_second_signal_does_not_wait_for_the_step_to_end() -> None:
+    with _stopping() as asked:
+        assert not asked()
+        signal.raise_signal(signal.SIGINT)
+        assert asked()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_given_images_are_encoded_and_told_their_classes(tiny: TinyFederation, tmp_path: Path) -> None:
+    images = np.random.default_rng(0).uniform(-1, 1, (30, *PIXELS)).astype(np.float32)
+    data, out = tmp_path / "public.npz", tmp_path / "student.safetensors"
+    np.savez(data, images=images, labels=np.arange(30) % 2)
+    assert distil(tiny, out, "--data", data, "--steps", 3) == 0
+    record, alone = load_student(out)
+    assert (record.images.num, record.teacher, record.condition.kind) == (30, "drawn", "class")
+    assert alone.sample(2, steps=2, condition=0).images.shape == (2, *PIXELS)
+    np.savez(data, images=images)
+    assert distil(tiny, tmp_path / "other.safetensors", "--data", data, "--steps", 3) == DataError.exit_code
+    np.savez(data, images=images, labels=np.zeros(29, np.int64))
+    assert distil(tiny, tmp_path / "other.safetensors", "--data", data, "--steps", 3) == DataError.exit_code
+
+
+def test_student_without_condition_may_be_made_of_experts_that_have_one(tiny: TinyFederation, tmp_path: Path) -> None:
+    out = tmp_path / "student.safetensors"
+    assert distil(tiny, out, "--num", 20, "--steps", 2, "--unconditional") == 0
+    record, alone = load_student(out)
+    assert isinstance(record.condition, NoCondition)
+    assert alone.sample(2, steps=2).images.shape == (2, *PIXELS)
+    with pytest.raises(MathError, match="condition"):
+        alone.sample(2, condition=0)
+    assert distil(tiny, out, "--num", 20, "--steps", 2, "--texts", "texts.npz") == SetupError.exit_code
+
+
+def test_student_with_another_or_no_autoencoder_or_a_record_without_is_refused(student: Path) -> None:
+    beside, record = autoencoder_beside(student), student.with_suffix(RECORD_SUFFIX)
+    weights, text = bytearray(beside.read_bytes()), record.read_bytes()
+    weights[-1] ^= 1
+    beside.write_bytes(weights)
+    with pytest.raises(DigestError, match="autoencoder"):
+        load_student(student)
+    beside.unlink()
+    with pytest.raises(MissingFileError, match="autoencoder"):
+        load_student(student)
+    start = text.index(b'"autoencoder":{')
+    record.write_bytes(text[:start] + b'"autoencoder":null' + text[text.index(b"}", start) + 1 :])
+    with pytest.raises(DocumentError, match="student|moved"):
+        load_student(student)

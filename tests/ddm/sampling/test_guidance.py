@@ -1,0 +1,222 @@
+"""Guidance and conditional priors against the closed form of a mixture whose components have classes."""
+
+# Shape legend: K experts, C components, B batch.
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ddm.diffusion.path import Expert
+from ddm.ensemble import Ensemble, Lock, Sample, Strategy, TopK, TopOne
+from ddm.errors import MathError, ShapeError
+from ddm.protocol.plan import ClassCondition, TextCondition
+from ddm.sampling.guidance import Given
+from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
+
+CLASS_C = torch.tensor([0, 1, 1, 0, 1, 1, 0])
+"""Silo 2 holds no image of class 0, silo 3 none of class 1."""
+
+
+def within(label: int) -> Tensor:
+    """The weights of a class's components."""
+    return torch.where(label == CLASS_C, four_silos().weight_C, 0.0)
+
+
+def prior_given(label: int) -> list[float]:
+    return [float(within(label)[four_silos().silo_C == k].sum()) for k in range(4)]
+
+
+class ClassRouter:
+    """The exact ``log p(x_t | k, c, t)``; of an expert that never saw the class it says anything."""
+
+    num_experts = 4
+
+    def __init__(self, label: int) -> None:
+        self.label = label
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        mixture = four_silos()
+        columns = []
+        for k in range(4):
+            weight_C = torch.where(mixture.silo_C == k, within(self.label), 0.0)
+            known = float(weight_C.sum()) > 0
+            weight_C = weight_C / weight_C.sum() if known else mixture.weights_of(k)
+            columns.append(mixture.log_joint(x_B, t_B, weight_C).logsumexp(dim=-1) + (0.0 if known else 50.0))
+        return torch.stack(columns, dim=-1)
+
+
+def conditional_expert(mixture: GaussianMixture, k: int) -> Expert:
+    """Silo k's exact expert, told a class per sample or -1; it refuses a class that it never saw."""
+
+    def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor | None = None) -> Tensor:
+        u_B = mixture.expert(k)(x_B, t_B)
+        for label in () if c_B is None else sorted({*c_B.tolist()} - {-1}):
+            weight_C = torch.where(mixture.silo_C == k, within(int(label)), 0.0)
+            if float(weight_C.sum()) == 0:
+                raise RuntimeError("an expert was asked about a class that it never saw")
+            assert c_B is not None
+            u_B = torch.where((c_B == label)[:, None], mixture.velocity_under(weight_C)(x_B, t_B), u_B)
+        return u_B
+
+    return expert
+
+
+def exact(**changes: object) -> Ensemble:
+    mixture = four_silos()
+    settings = {
+        "experts": [conditional_expert(mixture, k) for k in range(4)],
+        "router": mixture,
+        "prior": mixture.prior_K,
+        "shape": (2,),
+        "chunk_size": 1024,
+        "condition": ClassCondition(num_classes=2),
+        "given_class": lambda label: Given(prior_given(label), ClassRouter(label)),
+    }
+    return Ensemble(**(settings | changes))  # type: ignore[arg-type]
+
+
+def noised() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = 2 * torch.randn(300, 2, generator=generator, dtype=torch.float64)
+    return x, torch.linspace(0.05, 1.0, 300, dtype=torch.float64)
+
+
+def truth(label: int, guidance: float, x: Tensor, t_B: Tensor) -> Tensor:
+    """Guidance of the pooled data's own velocities: no silo appears in it."""
+    mixture = four_silos()
+    return (1 + guidance) * mixture.velocity_under(within(label))(x, t_B) - guidance * mixture.velocity(x, t_B)
+
+
+@pytest.mark.parametrize("label", [0, 1])
+@pytest.mark.parametrize("guidance", [0.0, 0.5, 4.0])
+def test_guided_mixture_is_the_guided_velocity_of_the_pooled_data(label: int, guidance: float) -> None:
+    x, t_B = noised()
+    found = exact().velocity(x, t_B, condition=label, guidance=guidance)
+    assert (found - truth(label, guidance, x, t_B)).abs().max() < 1e-9 * (1 + guidance)
+
+
+def test_guided_mixture_is_wrong_with_one_set_of_weights_for_both_branches() -> None:
+    """Each of the three parts of a branch's weights matters: prior, router and mask."""
+    x, t_B = noised()
+    for given in (
+        Given(prior_given(0), four_silos()),  # the router of no condition
+        Given([p if q else 0.0 for p, q in zip(four_silos().prior_K, prior_given(0), strict=True)], ClassRouter(0)),
+        Given(prior_given(0), UninformedRouter(4)),
+    ):
+        wrong = exact(given_class=lambda label, given=given: given)
+        off = (wrong.velocity(x, t_B, condition=0, guidance=1.0) - truth(0, 1.0, x, t_B)).abs().max()
+        assert off > 0.05
+
+
+def test_prior_of_a_class_follows_another_prior_of_the_experts() -> None:
+    x, t_B = noised()
+    own, wanted = four_silos(), (0.1, 0.6, 0.2, 0.1)
+    weight_C = own.weight_C * torch.tensor(
+        [wanted[k] / own.prior_K[k] for k in own.silo_C.tolist()], dtype=torch.float64
+    )
+    other = replace(own, weight_C=weight_C)
+    found = exact().velocity(x, t_B, wanted, condition=1, guidance=2.0)
+    branch = other.velocity_under(torch.where(CLASS_C == 1, weight_C, 0.0))(x, t_B)
+    assert (found - (3 * branch - 2 * other.velocity(x, t_B))).abs().max() < 1e-9
+    assert (found - exact().velocity(x, t_B, condition=1, guidance=2.0)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("strategy", ["full", Sample(), Lock(), Lock(0.6), TopK(4)])
+def test_conditional_samples_have_the_class_and_the_shares_of_those_who_hold_it(strategy: str | Strategy) -> None:
+    """Without guidance every exact strategy stays exact, and no expert is asked about a class that it never saw."""
+    num, expected = 2000, torch.tensor(prior_given(0), dtype=torch.float64)
+    expected = expected / expected.sum()
+    drawn = exact().sample(num, strategy=strategy, steps=25, solver="heun", condition=0)
+    silo_N = four_silos().silo_of(drawn.images)
+    component_N = four_silos().log_joint(drawn.images, torch.zeros(num), four_silos().weight_C).argmax(dim=-1)
+    assert (CLASS_C[component_N] == 0).double().mean() > 0.99
+    found = torch.bincount(silo_N, minlength=4).double() / num
+    error = (expected * (1 - expected) / num).sqrt()
+    assert ((found - expected).abs() <= 4 * error + 2e-3).all()
+    assert found[2] < 0.01
+
+
+def test_sample_and_lock_are_approximations_under_guidance_alone() -> None:
+    """Guidance draws a class's samples together; following one expert at a time it does so less."""
+
+    def spread(strategy: str, guidance: float) -> float:
+        drawn = exact().sample(1000, strategy=strategy, steps=16, condition=1, guidance=guidance)
+        return float(drawn.images[:, 0].std())
+
+    plain, guided = ([spread(strategy, g) for strategy in ("full", "sample", "lock")] for g in (0.0, 3.0))
+    assert max(plain) - min(plain) < 0.05
+    assert guided[1] - guided[0] > 0.05
+    assert guided[2] - guided[0] > 0.1
+
+
+def test_expert_is_visited_once_for_both_branches() -> None:
+    asked: list[int] = []
+
+    def watched(k: int) -> Expert:
+        def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
+            asked.append(k)
+            return conditional_expert(four_silos(), k)(x_B, t_B, c_B)
+
+        return expert
+
+    exact(experts=[watched(k) for k in range(4)]).sample(
+        20, strategy="full", steps=3, solver="euler", condition=0, guidance=1
+    )
+    assert asked == [0, 1, 2, 3] * 3
+
+
+def test_silo_that_holds_no_image_of_a_class_declared_so_is_never_asked() -> None:
+    declared = (0.0, 1.0, 0.0, 1.0)
+    drawn = exact(given_class=None).sample(200, strategy="sample", steps=5, condition=0, condition_prior=declared)
+    assert drawn.shares[0] == drawn.shares[2] == 0.0
+
+
+@pytest.mark.parametrize("strategy", ["full", Lock(), TopOne()])
+def test_expert_of_prior_0_makes_nothing_under_a_condition_whatever_it_holds(strategy: str | Strategy) -> None:
+    """Without a condition it makes nothing either; the histograms of a class still tell what it once held."""
+    prior = (0.0, *four_silos().prior_K[1:])
+    drawn = exact(prior=prior).sample(200, strategy=strategy, steps=4, condition=0, guidance=1.0)
+    assert drawn.shares[0] == 0.0
+    assert exact().sample(200, strategy=strategy, steps=4, condition=0, guidance=1.0).shares[0] > 0.1
+    back = exact(prior=prior).sample(200, steps=4, condition=0, prior=(1.0, 1.0, 0.0, 0.0))
+    assert back.shares[0] > 0.1  # asked for by name
+
+
+def test_text_is_told_with_zeros_as_no_text() -> None:
+    told: list[Tensor] = []
+
+    def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
+        told.append(c_B)
+        return torch.zeros_like(x_B)
+
+    spoken = Ensemble([expert], None, (1.0,), (2,), condition=TextCondition(dim=3, max_tokens=4))
+    text = torch.ones(4, 3)
+    spoken.sample(2, steps=1, solver="euler", condition=text, condition_prior=(1.0,), guidance=1.0)
+    assert torch.equal(told[0], torch.cat([text.expand(2, 4, 3), torch.zeros(2, 4, 3)]))
+    wrong: list[Any] = [0, "a text", np.ones((4, 3)), torch.ones(5, 3), torch.ones(4, 2), torch.ones(0, 3)]
+    for asked in wrong:
+        with pytest.raises(ShapeError, match="condition"):
+            spoken.sample(2, condition=asked, condition_prior=(1.0,))
+
+
+def refused(ensemble: Ensemble, about: str, **arguments: object) -> None:
+    with pytest.raises(MathError, match=about):
+        ensemble.sample(2, steps=1, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prior", [None, (1.0, 1.0, 1.0, 1.0)])
+def test_condition_is_refused_when_it_means_nothing_or_nobody_knows_who_holds_it(prior: Sequence[float] | None) -> None:
+    refused(exact(), "condition", condition=2, condition_prior=prior)
+    refused(exact(), "condition", condition=torch.ones(1, 3), condition_prior=prior)
+    refused(Ensemble(four_silos().experts(), None, (1.0,) * 4, (2,)), "condition", condition=0, condition_prior=prior)
+    refused(exact(), "guidance", guidance=1.0, condition_prior=prior)
+    refused(exact(), "guidance", condition=0, guidance=-1.0)
+    refused(exact(), "guidance", condition=0, guidance=float("nan"))
+    refused(exact(given_class=None), "who holds it", condition=0)
+    refused(exact(), "saw it", condition=0, prior=(0.0, 0.0, 1.0, 0.0))
+    refused(exact(), "int, 0 to 1, got str", condition="a class")
+    refused(exact(), "int, 0 to 1, got int64", condition=np.int64(1))

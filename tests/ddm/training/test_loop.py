@@ -1,0 +1,372 @@
+"""The training loop against a plain one, its averages against sums, and its checkpoints against kill -9 and damage."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddm.diffusion.path import CosinePath, LinearPath
+from ddm.errors import DataError, NumericalError, SetupError, ShapeError
+from ddm.models import build_expert, training_flops
+from ddm.protocol.plan import Dit, LogitNormalT, Training, UniformT
+from ddm.training.batches import Examples, draw_batch, draw_times
+from ddm.training.config import Engine
+from ddm.training.loop import Progress, Trained, train
+from ddm.training.state import WARMUP_STEPS, averaging_weight
+
+SMALL = Dit(patch=2, hidden=16, depth=1, heads=2)
+SHAPE = (1, 4, 4)
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def settings(**changes: object) -> Training:
+    values: dict[str, object] = {
+        "num_steps": 30,
+        "batch_size": 8,
+        "learning_rate": 0.01,
+        "weight_decay": 0.01,
+        "ema_decay": 0.9,
+        "checkpoint_steps": 7,
+        "seed": 3,
+    }
+    return Training.model_validate(values | changes)
+
+
+def images(num: int = 40) -> Tensor:
+    return torch.rand(num, *SHAPE, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+@dataclass
+class Run:
+    """One call of `train` with everything that tests vary."""
+
+    folder: Path
+    recipe: Training = field(default_factory=settings)
+    data: Tensor = field(default_factory=images)
+    model: nn.Module = field(default_factory=lambda: build_expert(SMALL, SHAPE, seed=3))
+    told: list[Progress] = field(default_factory=list)
+    engine: Engine = Engine(device="cpu")
+    labels: Tensor | None = None
+
+    def __call__(self, should_stop: Callable[[], bool] = lambda: False) -> Trained:
+        return train(
+            self.model,
+            self.data,
+            self.recipe,
+            LinearPath(),
+            UniformT(),
+            checkpoint_dir=self.folder,
+            on_progress=self.told.append,
+            should_stop=should_stop,
+            engine=self.engine,
+            labels=self.labels,
+        )
+
+
+def same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(one[k].numpy().tobytes() == other[k].numpy().tobytes() for k in one)
+
+
+def stop_at(step: int) -> Callable[[], bool]:
+    """A `should_stop` that says yes when asked before the given step of this process."""
+    asked = iter(range(step + 1))
+    return lambda: next(asked) == step
+
+
+LONG = {"num_steps": 300, "checkpoint_steps": 7}
+
+
+def train_until_killed(folder: str) -> None:
+    """What the child process of the kill -9 test runs."""
+    torch.set_num_threads(1)
+    run = Run(Path(folder), settings(**LONG))
+    run.told = _Printing()
+    run()
+
+
+class _Printing(list[Progress]):
+    def append(self, progress: Progress) -> None:
+        print(progress.step, flush=True)
+        if progress.step >= 290:
+            sys.stdin.read()  # Never answered: it cannot finish before it is killed, however slow the parent is.
+
+
+def kill_in_mid_training(folder: Path, after_step: int) -> None:
+    code = "import sys; from tests.ddm.training.test_loop import train_until_killed; train_until_killed(sys.argv[1])"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child.stdin, child.stdout:
+        for line in child.stdout:
+            if int(line) >= after_step:
+                break
+        os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+
+
+def test_resumed_weights_are_byte_identical_when_the_process_was_killed_twice_in_mid_training(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", settings(**LONG))()
+    kill_in_mid_training(tmp_path / "killed", after_step=40)
+    kill_in_mid_training(tmp_path / "killed", after_step=150)
+    run = Run(tmp_path / "killed", settings(**LONG))
+    resumed = run()
+    assert 140 < run.told[0].step <= 300
+    assert same_bytes(resumed.ema, whole.ema)
+    assert resumed.loss == whole.loss
+    assert resumed.steps == whole.steps == 300
+    assert not list((tmp_path / "killed").glob(".*"))
+
+
+def test_weights_differ_when_the_seed_differs(tmp_path: Path) -> None:
+    one = Run(tmp_path / "one")()
+    other = Run(tmp_path / "other", settings(seed=4))()
+    assert same_bytes(one.ema, Run(tmp_path / "again")().ema)
+    assert not same_bytes(one.ema, other.ema)
+
+
+def test_stopped_run_raises_and_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole")()
+    for step in (5, 6, 9):
+        with pytest.raises(KeyboardInterrupt):
+            Run(tmp_path / "stopped")(stop_at(step))
+    run = Run(tmp_path / "stopped")
+    assert same_bytes(run().ema, whole.ema)
+    assert [progress.step for progress in run.told] == [30]
+
+
+def test_finished_run_is_returned_without_another_step(tmp_path: Path) -> None:
+    first = Run(tmp_path)()
+    again = Run(tmp_path)
+    assert same_bytes(again().ema, first.ema)
+    assert again.told == []
+
+
+def test_training_equals_a_plain_loop_written_out(tmp_path: Path) -> None:
+    recipe = settings(num_steps=12)
+    found = Run(tmp_path, recipe)()
+    model = build_expert(SMALL, SHAPE, seed=3)
+    weights = dict(model.named_parameters())
+    mean = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    square = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    history: list[dict[str, Tensor]] = []
+    for n in range(12):
+        batch = draw_batch(Examples(images()), recipe, n, UniformT())
+        x_0, eps, t_B, t = batch.x_0, batch.eps, batch.t_B, batch.t_B[:, None, None, None]
+        loss = (model((1 - t) * x_0 + t * eps, t_B) - (eps - x_0)).square().mean()
+        gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+        norm = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
+        rate = 0.01 * (n + 1) / WARMUP_STEPS
+        with torch.no_grad():
+            for name, weight in weights.items():
+                gradient = gradients[name] / max(1.0, norm)
+                mean[name] = 0.9 * mean[name] + 0.1 * gradient
+                square[name] = 0.999 * square[name] + 0.001 * gradient.square()
+                step = (mean[name] / (1 - 0.9 ** (n + 1))) / ((square[name] / (1 - 0.999 ** (n + 1))).sqrt() + 1e-8)
+                weight.copy_(weight * (1 - rate * 0.01) - rate * step)
+        history.append({name: weight.detach().clone() for name, weight in weights.items()})
+    decay = [0.9 ** (11 - n) for n in range(12)]
+    for name, value in found.ema.items():
+        expected = sum(d * step[name] for d, step in zip(decay, history, strict=True)) / sum(decay)
+        assert torch.allclose(value, expected, atol=2e-5), name
+        assert not torch.allclose(value, history[0][name], atol=2e-5), name
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
+def test_running_average_is_the_exact_decayed_mean_and_a_constant_weight_is_not(decay: float) -> None:
+    values = np.random.default_rng(0).normal(size=50)
+    running, constant = 123.0, 123.0
+    for n, value in enumerate(values, start=1):
+        running += averaging_weight(decay, n) * (value - running)
+        constant += (1 - decay) * (value - constant)
+        weights = decay ** np.arange(n - 1, -1, -1, dtype=float)
+        assert running == pytest.approx((weights * values[:n]).sum() / weights.sum())
+    assert decay == 0.0 or constant != pytest.approx(running, abs=0.1)
+
+
+@pytest.mark.parametrize("distribution", [UniformT(), LogitNormalT(mean=-0.5, std=1.2)])
+def test_times_cover_every_quantile_of_their_distribution_in_each_batch(distribution: UniformT | LogitNormalT) -> None:
+    for seed in range(20):
+        t_B = draw_times(distribution, 64, np.random.default_rng(seed)).double()
+        if isinstance(distribution, LogitNormalT):
+            t_B = torch.special.ndtr((torch.logit(t_B) - distribution.mean) / distribution.std)
+        assert sorted((t_B * 64).floor().clamp(max=63).int().tolist()) == pytest.approx(list(range(64)), abs=1)
+        assert t_B.sort().values.diff().max() < 2 / 64
+
+
+def test_loss_reaches_the_known_optimum_when_the_data_is_gaussian(tmp_path: Path) -> None:
+    class LinearVelocity(nn.Module):
+        """``a(t) x`` with a table over t: the optimum for N(0, v) data is known in closed form."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(20))
+
+        def forward(self, x: Tensor, t: Tensor) -> Tensor:
+            return self.table[(t * 20).long().clamp(max=19)][:, None, None, None] * x
+
+    data = 0.5 * torch.randn(2000, *SHAPE, generator=torch.Generator().manual_seed(1))
+    recipe = settings(
+        num_steps=400, batch_size=128, weight_decay=0.0, learning_rate=0.03, checkpoint_steps=400, ema_decay=0.98
+    )
+    trained = Run(tmp_path, recipe, data, LinearVelocity())()
+    t = (torch.arange(20) + 0.5) / 20
+    optimum = (t - (1 - t) * 0.25) / ((1 - t) ** 2 * 0.25 + t**2)
+    assert (trained.ema["table"] - optimum).abs().max() < 0.1
+    residual = 0.25 + 1 - (t - (1 - t) * 0.25) ** 2 / ((1 - t) ** 2 * 0.25 + t**2)
+    assert trained.loss == pytest.approx(float(residual.mean()), abs=0.02)
+
+
+def test_prediction_of_eps_and_another_path_train_to_other_weights(tmp_path: Path) -> None:
+    def trained(name: str, **changes: object) -> dict[str, Tensor]:
+        return train(
+            build_expert(SMALL, SHAPE),
+            images(),
+            settings(),
+            checkpoint_dir=tmp_path / name,
+            on_progress=lambda progress: None,
+            should_stop=lambda: False,
+            **({"path": LinearPath(), "t_distribution": UniformT()} | changes),  # type: ignore[arg-type]
+        ).ema
+
+    runs = [
+        trained("velocity"),
+        trained("eps", prediction="eps"),
+        trained("cosine", path=CosinePath()),
+        trained("logit", t_distribution=LogitNormalT()),
+    ]
+    assert all(not same_bytes(runs[i], runs[j]) for i in range(4) for j in range(i))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_byte, Path.unlink])
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_run_falls_back_to_the_checkpoint_before_when_the_last_one_is_torn(
+    tmp_path: Path, damage: Callable[[Path], None], suffix: str
+) -> None:
+    whole = Run(tmp_path / "whole")()
+    with pytest.raises(KeyboardInterrupt):
+        Run(tmp_path / "torn")(stop_at(23))
+    names = sorted(path.name for path in (tmp_path / "torn").iterdir())
+    assert [int(name[5:15]) for name in names] == [21, 21, 23, 23]
+    damage(tmp_path / "torn" / f"step-0000000023{suffix}")
+    asked: list[int] = []
+    run = Run(tmp_path / "torn")
+    assert same_bytes(run(lambda: bool(asked.append(1))).ema, whole.ema)
+    assert len(asked) == 30 - 21
+
+
+def test_run_starts_again_when_every_checkpoint_is_damaged(tmp_path: Path) -> None:
+    whole = Run(tmp_path)()
+    for path in tmp_path.iterdir():
+        truncate(path)
+    asked: list[int] = []
+    assert same_bytes(Run(tmp_path)(lambda: bool(asked.append(1))).ema, whole.ema)
+    assert len(asked) == 30
+
+
+@pytest.mark.parametrize("change", ["settings", "data", "weights"])
+def test_checkpoint_of_another_plan_data_or_start_is_refused(tmp_path: Path, change: str) -> None:
+    Run(tmp_path)()
+    run = Run(tmp_path)
+    if change == "settings":
+        run.recipe = settings(learning_rate=0.02)
+    elif change == "data":
+        run.data = images()
+        run.data[7, 0, 0, 0] += 1e-6
+    else:
+        run.model = build_expert(SMALL, SHAPE, seed=4)
+    with pytest.raises(SetupError, match="another training"):
+        run()
+
+
+class Breaking(nn.Module):
+    """Finite until its weight has been moved `after` times, then its answer or its gradient is not."""
+
+    def __init__(self, after: int, *, gradient_only: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.calls, self.after, self.gradient_only = 0, after, gradient_only
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls <= self.after:
+            return x * self.weight
+        # The square root of 0 is finite, its derivative is not.
+        return x * (self.weight * 0).sqrt() if self.gradient_only else x * self.weight * float("inf")
+
+
+@pytest.mark.parametrize("gradient_only", [True, False])
+def test_training_ends_with_an_error_and_a_finite_checkpoint_when_loss_or_gradient_is_not_finite(
+    tmp_path: Path, gradient_only: bool
+) -> None:
+    run = Run(tmp_path, model=Breaking(10, gradient_only=gradient_only))
+    with pytest.raises(NumericalError):
+        run()
+    assert [path.stem for path in sorted(tmp_path.iterdir())] == ["step-0000000007"] * 2
+
+
+def test_step_that_needs_more_memory_than_a_gpu_has_is_refused_with_what_to_change(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+
+    def full(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        if not given[0].is_meta:  # on which operations are counted
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    run.model.register_forward_pre_hook(full)
+    with pytest.raises(SetupError, match="memory of the GPU") as refused:
+        run()
+    assert "training.accumulate" in refused.value.remedy
+
+
+def test_progress_and_result_tell_steps_loss_rate_time_and_operations(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    trained = run()
+    assert [(told.step, told.num_steps) for told in run.told] == [(10, 30), (20, 30), (30, 30)]
+    assert run.told[-1].loss == trained.loss
+    assert run.told[0].seconds < run.told[1].seconds < trained.seconds + 1e-9
+    assert run.told[-1].steps_per_second == pytest.approx(30 / trained.seconds, rel=0.5)
+    assert trained.flops == training_flops(SMALL, SHAPE, 30 * 8)
+
+
+def test_seconds_add_up_over_restarts(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Run(tmp_path)(stop_at(15))
+    record = json.loads((tmp_path / "step-0000000015.json").read_text())
+    assert Run(tmp_path)().seconds > record["seconds"] > 0
+
+
+def test_bf16_training_gives_finite_float32_weights_that_differ_from_fp32(tmp_path: Path) -> None:
+    half = Run(tmp_path / "bf16", settings(precision="bf16"))()
+    assert all(value.dtype == torch.float32 and bool(value.isfinite().all()) for value in half.ema.values())
+    assert not same_bytes(half.ema, Run(tmp_path / "fp32")().ema)
+
+
+def test_training_without_images_or_with_another_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        Run(tmp_path, data=images(0))()
+    with pytest.raises(ShapeError):
+        Run(tmp_path, data=images()[0])()

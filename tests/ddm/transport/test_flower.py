@@ -1,0 +1,148 @@
+import json
+
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ddm.errors import DocumentError
+from ddm.transport.flower import decode_reply, decode_request, encode
+from ddm.transport.messages import (
+    MAX_BUNDLE_FILES,
+    Ask,
+    Deliver,
+    Delivered,
+    Envelope,
+    FileEntry,
+    Held,
+    Offer,
+    Pull,
+    Report,
+    Shards,
+    Span,
+    Status,
+)
+
+PLAN = "digits-3f9a1c2e"
+FILE = FileEntry(path="targets/plan.json", num_bytes=6, digest="0" * 64)
+SPAN = Span(path="targets/plan.json", offset=0, num_bytes=6)
+
+
+def raw(document, data=None, **array):
+    records = RecordDict({"head": ConfigRecord({"document": json.dumps(document)})})
+    if data is not None:
+        fields = {"dtype": "uint8", "shape": (len(data),), "stype": "archipelago.bytes", "data": data, **array}
+        records["data"] = ArrayRecord({"bytes": Array(**fields)})
+    return records
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [
+        Envelope(Offer(plan_id=PLAN, files=(FILE,), spans=(SPAN,)), b"abcdef"),
+        Envelope(Offer(plan_id=PLAN, files=(FILE,))),
+        Envelope(Ask(plan_id=PLAN, known=Status(state="training", progress=5), received=0, max_bytes=9, wait_s=20)),
+        Envelope(Pull(plan_id=PLAN, sequence=1, spans=(SPAN,))),
+        Envelope(Deliver(plan_id=PLAN, sequence=1), b"{}"),
+    ],
+)
+def test_request_survives_the_wire_when_valid(envelope):
+    assert decode_request(encode(envelope), max_bytes=6) == envelope
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [
+        Envelope(Held(missing=(SPAN,))),
+        Envelope(Report(status=Status(state="in_outbox"), sequence=1, files=(FILE,), spans=(SPAN,)), b"abcdef"),
+        Envelope(Shards(spans=(SPAN, SPAN)), b"abcdefghijkl"),
+        Envelope(Delivered(code=23)),
+    ],
+)
+def test_reply_survives_the_wire_when_valid(envelope):
+    assert decode_reply(encode(envelope), max_bytes=12) == envelope
+
+
+@given(pieces=st.lists(st.binary(max_size=40), min_size=1, max_size=8))
+@settings(max_examples=50)
+def test_pieces_come_back_as_cut_when_sent_as_one_run(pieces):
+    spans = tuple(Span(path=f"f{i}", offset=0, num_bytes=len(piece)) for i, piece in enumerate(pieces))
+    received = decode_reply(encode(Envelope(Shards(spans=spans), b"".join(pieces))), max_bytes=1000)
+    assert received.pieces() == pieces
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../up", "a/../b", "/root", ".hidden", "a/.hidden", "a//b", "a/", "", "a\\b", "a b", "ä", "a\n", "a/" * 8 + "b"],
+)
+def test_path_is_refused_when_it_could_leave_its_folder(path):
+    with pytest.raises(ValidationError):
+        Span(path=path, offset=0, num_bytes=0)
+
+
+@pytest.mark.parametrize("names", [("a", "A"), ("a", "a/b"), ("x/y", "x/y/z")])
+def test_index_is_refused_when_two_paths_collide(names):
+    with pytest.raises(ValidationError):
+        Offer(plan_id=PLAN, files=tuple(FileEntry(path=name, num_bytes=1) for name in names))
+
+
+def test_index_is_refused_when_it_lists_too_many_files():
+    files = tuple(FileEntry(path=f"f{i}", num_bytes=1) for i in range(MAX_BUNDLE_FILES + 1))
+    Offer(plan_id=PLAN, files=files[:-1])
+    with pytest.raises(ValidationError):
+        Offer(plan_id=PLAN, files=files)
+
+
+ASK = {"kind": "ask", "plan_id": PLAN, "known": {}, "received": 0, "max_bytes": 1, "wait_s": 1}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "exec"},
+        {"plan_id": "../etc-00000000"},
+        {"plan_id": PLAN + "\n"},
+        {"silo_id": "north"},
+        {"wait_s": 10**6},
+        {"wait_s": True},
+        {"received": "0"},
+        {"known": {"state": "owned"}},
+        {"known": {"progress": 101}},
+    ],
+)
+def test_request_is_refused_when_a_field_is_not_as_documented(change):
+    assert isinstance(decode_request(raw(ASK), max_bytes=1).message, Ask)
+    with pytest.raises(DocumentError) as refusal:
+        decode_request(raw({**ASK, **change}), max_bytes=1)
+    assert "owned" not in str(refusal.value) and "etc" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "array"),
+    [
+        (b"abcdefg", {}),
+        (b"abcde", {}),
+        (b"abcdef", {"dtype": "object"}),
+        (b"abcdef", {"stype": "numpy.ndarray"}),
+        (b"abcdef", {"shape": (2, 3)}),
+        (None, {}),
+    ],
+)
+def test_data_are_refused_when_they_do_not_fit_their_spans_or_limit(data, array):
+    document = json.loads(Shards(spans=(SPAN,)).model_dump_json())
+    assert decode_reply(raw(document, b"abcdef"), max_bytes=6).data == b"abcdef"
+    with pytest.raises(DocumentError):
+        decode_reply(raw(document, data, **array), max_bytes=6)
+
+
+def test_message_is_refused_when_it_holds_other_records():
+    records = encode(Envelope(Held()))
+    records["more"] = ConfigRecord({})
+    with pytest.raises(DocumentError):
+        decode_reply(records, max_bytes=1)
+
+
+def test_reply_is_refused_when_it_is_a_request():
+    with pytest.raises(DocumentError):
+        decode_reply(encode(Envelope(Pull(plan_id=PLAN, sequence=1, spans=(SPAN,)))), max_bytes=1)

@@ -1,0 +1,72 @@
+import pytest
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
+
+from aggregator.server_app import node_identity
+from ddm.errors import MissingFileError, SetupError
+from ddm.protocol.enrolment import Card
+from silo.courier.handlers import SiteLimits
+from silo.courier.supernode import Courier, answers_late, make_node_key
+
+
+def test_node_key_fits_its_public_line_and_the_card_when_made(tmp_path):
+    line = make_node_key(tmp_path / "node.key")
+    private = load_ssh_private_key((tmp_path / "node.key").read_bytes(), None)
+    assert load_ssh_public_key(line.encode()).public_numbers() == private.public_key().public_numbers()
+    assert (tmp_path / "node.key").stat().st_mode & 0o777 == 0o600
+    Card.__pydantic_validator__.validate_assignment(Card.model_construct(), "node_key", line)
+    pem = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    assert node_identity(line) == pem
+
+
+def test_node_key_is_kept_when_made_again(tmp_path):
+    make_node_key(tmp_path / "node.key")
+    before = (tmp_path / "node.key").read_bytes()
+    with pytest.raises(SetupError):
+        make_node_key(tmp_path / "node.key")
+    assert (tmp_path / "node.key").read_bytes() == before
+
+
+def test_courier_names_what_is_missing_when_the_site_is_incomplete(tmp_path):
+    (tmp_path / "courier").mkdir()
+    with pytest.raises(MissingFileError, match=r"node\.key"):
+        Courier(tmp_path, address="127.0.0.1:1", max_bundle_bytes=1).start()
+
+
+def test_limits_come_back_when_the_site_path_holds_unusual_characters(tmp_path):
+    site = tmp_path / 'a "b" c=d'
+    arguments = Courier(site, address="127.0.0.1:1", max_bundle_bytes=7).node_config().split(" ")
+    config = dict(argument.split("=", 1) for argument in arguments)
+    config["site"] = config["site"].strip('"')
+    limits = SiteLimits.of(config)
+    assert limits.site == site and limits.bundle_bytes == 7
+
+
+RECEIVED = "INFO :      Receiving: query message (ID: 5da3)\nINFO :      Received successfully\n"
+STARTED = "INFO :      Start `flwr-clientapp` process\n"
+SENT = "INFO :      Sending: query message (ID: 2e73)\nINFO :      Sent successfully\n"
+EARLY = RECEIVED.replace("INFO :      Received", STARTED + "INFO :      Received")
+
+
+@pytest.mark.parametrize(
+    ("log", "late"),
+    [
+        ("", False),
+        (RECEIVED, False),
+        (RECEIVED + STARTED, False),
+        (RECEIVED + STARTED + SENT, False),
+        (EARLY + SENT, False),
+        (SENT, False),
+        (RECEIVED + STARTED + SENT + RECEIVED, False),
+        (RECEIVED + STARTED + SENT + RECEIVED + SENT, True),
+        (RECEIVED + STARTED + SENT + RECEIVED + SENT + STARTED, True),
+        (RECEIVED + SENT + STARTED + RECEIVED + SENT + STARTED, True),
+        (RECEIVED + SENT + STARTED + EARLY + SENT, False),
+    ],
+)
+def test_supernode_counts_as_late_when_it_sends_an_answer_that_nothing_can_have_made(log, late):
+    assert answers_late(log) is late

@@ -1,0 +1,137 @@
+"""Latents end to end: from a recipe with an autoencoder over silos that encode once to samples in pixels."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from aggregator.intake.inventory import take_inventory
+from ddm import open_ensemble
+from ddm.encoders.autoencoder import AutoencoderKl, Identity, build_autoencoder
+from ddm.errors import DataError, DigestError
+from ddm.io.tensors import save_tensors
+from ddm.loading.plan import PlanFiles
+from ddm.protocol.latent import AutoencoderSize
+from ddm.protocol.plan import AutoencoderKlLatent, Plan
+from silo.data.cohort import Cohort, load_cohort
+from silo.data.latents import as_seen, keep_latents
+from tests.faults.test_disk_full import small_disk
+from tests.support.federation import TinyFederation, recipe
+
+SIZE = AutoencoderSize(channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4)
+PIXELS, SEEN = (1, 4, 4), (3, 2, 2)
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, Plan, Path]:
+    """A federation of two silos whose experts work on latents, published."""
+    path = tmp_path_factory.mktemp("latents")
+    tiny = TinyFederation.create(path, {"north": 60, "west": 40})
+    weights = path / "autoencoder.safetensors"
+    save_tensors(weights, build_autoencoder(SIZE, PIXELS).state_dict())
+    asked = {"kind": "autoencoder_kl", "weights": str(weights)} | SIZE.model_dump(mode="json")
+    plan_id = tiny.complete(path / "release", recipe(latent=asked))
+    plan = take_inventory(tiny.federation).plan
+    assert plan.plan_id == plan_id
+    return tiny, plan, path / "release"
+
+
+def cohort_of(tiny: TinyFederation, plan: Plan) -> Cohort:
+    path = tiny.path / "north.npz"
+    return load_cohort(path, plan.data, min_images=1, salt=b"s" * 32, unit="image", num_classes=None)
+
+
+def files_of(tiny: TinyFederation, plan: Plan) -> PlanFiles:
+    return PlanFiles.load(plan, tiny.federation.bundle(plan.plan_id) / "targets" / plan.plan_id)
+
+
+def test_experts_sketches_and_sampling_work_on_latents_and_what_is_drawn_is_pixels(
+    federation: tuple[TinyFederation, Plan, Path],
+) -> None:
+    tiny, plan, release = federation
+    assert plan.expert_shape == SEEN
+    files = files_of(tiny, plan)
+    assert files.sketch.mean_D.numel() == 12 and files.encoder.encode(torch.zeros(1, *PIXELS)).shape == (1, 4)
+    ensemble = open_ensemble(release, root=tiny.root)
+    drawn = ensemble.sample(3, steps=2)
+    assert drawn.seen.shape == (3, *SEEN) and drawn.images.shape == (3, *PIXELS)
+    assert torch.equal(drawn.images, files.latent.decode(drawn.seen))
+    undecoded = replace(ensemble, latent=Identity()).sample(3, steps=2)
+    assert torch.equal(undecoded.images, drawn.seen)
+
+
+def test_scale_of_a_plan_gives_public_latents_unit_deviation(federation: tuple[TinyFederation, Plan, Path]) -> None:
+    tiny, plan, _ = federation
+    with np.load(tiny.federation.plan_folder(plan.plan_id) / "public.npz") as public:
+        seen, pixels = torch.from_numpy(public["fitted_latents"]), torch.from_numpy(public["fitted"])
+    assert seen.double().std() == pytest.approx(1.0, abs=1e-5)
+    assert torch.allclose(files_of(tiny, plan).latent.encode(pixels), seen, atol=1e-5)
+    assert isinstance(plan.latent, AutoencoderKlLatent) and abs(plan.latent.scale - 1) > 0.01
+
+
+def test_silo_encodes_once_and_no_other_images_and_no_other_plan_find_its_latents(
+    federation: tuple[TinyFederation, Plan, Path], tmp_path: Path
+) -> None:
+    tiny, plan, _ = federation
+    kept = list(tiny.sites["north"].private.glob("latents-*.npy"))
+    assert [np.load(path).shape for path in kept] == [(60, *SEEN)]
+    cohort = cohort_of(tiny, plan)
+    calls: list[tuple[int, int]] = []
+    latent = files_of(tiny, plan).latent
+    for _ in range(2):
+        keep_latents(cohort, latent, plan, tmp_path, lambda done, total: calls.append((done, total)))
+    assert calls == [(60, 60)]
+    assert torch.equal(as_seen(cohort, plan, tmp_path).images, latent.encode(cohort.images))
+    assert as_seen(cohort, plan, tmp_path).digest == cohort.digest
+    with pytest.raises(DataError, match="latents"):
+        as_seen(replace(cohort, digest="0" * 64), plan, tmp_path)
+    other = plan.model_copy(update={"latent": plan.latent.model_copy(update={"scale": 2.0})})
+    with pytest.raises(DataError, match="latents"):
+        as_seen(cohort, other, tmp_path)
+
+
+def test_interrupted_encoding_leaves_no_latents_and_begins_anew(
+    federation: tuple[TinyFederation, Plan, Path], tmp_path: Path
+) -> None:
+    tiny, plan, _ = federation
+    cohort = cohort_of(tiny, plan)
+    latent = files_of(tiny, plan).latent
+    assert isinstance(latent, AutoencoderKl)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        keep_latents(cohort, latent, plan, tmp_path, stop)
+    with pytest.raises(DataError):
+        as_seen(cohort, plan, tmp_path)
+    keep_latents(cohort, latent, plan, tmp_path, lambda done, total: None)
+    assert len(as_seen(cohort, plan, tmp_path).images) == 60
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
+def test_full_disk_while_images_are_encoded_is_an_error_and_not_the_end_of_the_process(
+    federation: tuple[TinyFederation, Plan, Path], tmp_path: Path
+) -> None:
+    tiny, plan, _ = federation
+    cohort, latent = cohort_of(tiny, plan), files_of(tiny, plan).latent
+    cohort = replace(cohort, images=cohort.images.repeat(4, 1, 1, 1))
+    (private := tmp_path / "private").mkdir()
+    with small_disk(private, 2 * os.sysconf("SC_PAGE_SIZE")), pytest.raises(OSError, match="No space left"):
+        keep_latents(cohort, latent, plan, private, lambda done, total: None)
+
+
+def test_other_autoencoder_in_place_of_the_listed_one_is_refused(
+    federation: tuple[TinyFederation, Plan, Path], tmp_path: Path
+) -> None:
+    tiny, plan, _ = federation
+    shutil.copytree(tiny.federation.bundle(plan.plan_id) / "targets" / plan.plan_id, tmp_path / "plan")
+    other = build_autoencoder(SIZE, PIXELS, seed=1)
+    save_tensors(tmp_path / "plan" / "plan" / "autoencoder.safetensors", other.state_dict())
+    with pytest.raises(DigestError):
+        PlanFiles.load(plan, tmp_path / "plan")

@@ -1,0 +1,182 @@
+"""A plan above the policy is refused, rule by rule, and the refusal names the rule."""
+
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from ddm.errors import DocumentError, PolicyError
+from ddm.protocol.base import now_utc
+from ddm.protocol.plan import Plan
+from silo.config import Policy
+from silo.plan.policy import broken_rules, check_plan
+from tests.support.documents import plan_document, to_bytes
+
+ALLOWED = Policy()
+PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "policy.md"
+
+
+def plan(**changes: object) -> Plan:
+    return Plan.parse(to_bytes(plan_document(**changes)), subject="plan.json")
+
+
+def test_policy_lets_an_ordinary_plan_pass() -> None:
+    check_plan(plan(), ALLOWED, silo_id="north", now=now_utc())
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "subject"),
+    [
+        ("privacy", {"max_epsilon": 7.9}, "epsilon"),
+        ("privacy", {"max_delta": 1e-6}, "delta"),
+        ("training", {"max_steps": 1499}, "training steps of all its experts"),
+        ("training", {"max_batch_size": 63}, "batch size"),
+        ("training", {"architectures": []}, "architecture"),
+        ("training", {"max_expert_bytes": 1000}, "bytes of an expert"),
+        ("training", {"max_release_bytes": 1000}, "bytes of a release"),
+        ("training", {"max_train_s": 3599}, "seconds"),
+        ("training", {"max_gpu_hours": 0.5}, "GPU"),
+    ],
+)
+def test_policy_refuses_a_plan_that_asks_for_more(section: str, change: dict[str, object], subject: str) -> None:
+    policy = Policy.model_validate({section: change})
+    with pytest.raises(PolicyError, match=subject):
+        check_plan(plan(), policy, silo_id="north", now=now_utc())
+
+
+def test_policy_refuses_a_plan_that_does_not_name_this_silo() -> None:
+    with pytest.raises(PolicyError, match="silos"):
+        check_plan(plan(), ALLOWED, silo_id="south", now=now_utc())
+
+
+def test_policy_refuses_a_plan_that_expired_before_acceptance() -> None:
+    with pytest.raises(PolicyError, match="expiry"):
+        check_plan(plan(), ALLOWED, silo_id="north", now=now_utc() + timedelta(days=400))
+
+
+def test_policy_refuses_a_plan_without_the_audit_that_this_site_requires() -> None:
+    document = plan_document()
+    document["audit"]["required"] = False
+    lax = Plan.parse(to_bytes(document), subject="plan.json")
+    with pytest.raises(PolicyError, match="audit"):
+        check_plan(lax, ALLOWED, silo_id="north", now=now_utc())
+    relaxed = Policy.model_validate({"audit": {"required": False}})
+    assert not list(broken_rules(lax, relaxed, silo_id="north", now=now_utc()))
+
+
+def test_plan_with_an_unknown_architecture_does_not_parse() -> None:
+    document = plan_document()
+    document["expert"]["architecture"]["kind"] = "gan"
+    with pytest.raises(DocumentError, match="architecture"):
+        Plan.parse(to_bytes(document), subject="plan.json")
+
+
+def test_plan_with_an_unknown_field_does_not_parse() -> None:
+    document = plan_document()
+    document["releases"]["raw_images"] = True
+    with pytest.raises(DocumentError, match="field releases: got Extra inputs"):
+        Plan.parse(to_bytes(document), subject="plan.json")
+
+
+def asking(**releases: object) -> Plan:
+    document = plan_document()
+    document["releases"] |= releases
+    return Plan.parse(to_bytes(document), subject="plan.json")
+
+
+def rules_broken_by(asked: Plan, policy: Policy = ALLOWED) -> dict[str, tuple[str, str]]:
+    found = broken_rules(asked, policy, silo_id="north", now=now_utc())
+    return {subject: (allowed, got) for subject, allowed, got in found}
+
+
+def test_policy_that_protects_patients_refuses_a_plan_that_protects_images() -> None:
+    by_patient = Policy.model_validate({"privacy": {"unit": "patient"}})
+    assert "say nothing about a patient" in rules_broken_by(plan(), by_patient)["privacy unit"][1]
+    assert not rules_broken_by(asking(unit="patient"), by_patient)
+    assert not rules_broken_by(asking(unit="patient"))  # what protects patients protects their images
+
+
+def test_plan_whose_releases_cost_more_than_it_states_is_refused_with_both_figures() -> None:
+    stated = {"epsilon": 7.5, "delta": 1e-5}
+    (allowed, got) = rules_broken_by(asking(total=stated))["privacy of all releases together"]
+    assert "7.5" in allowed
+    assert 7.8 < float(got) < 7.9
+    assert not rules_broken_by(asking(total={"epsilon": 7.9, "delta": 1e-5}))
+
+
+def test_plan_that_asks_for_noise_alone_is_refused() -> None:
+    found = rules_broken_by(asking(counts={"epsilon": 1e-9, "num_groups": 32}))
+    assert "noise alone" in found["privacy of all releases together"][0]
+
+
+@pytest.mark.parametrize(
+    ("partition", "most", "num"),
+    [
+        ({"kind": "silo", "min_images": 50}, 1, 1),
+        ({"kind": "silo_cluster", "min_images": 50}, 3, 3),
+        ({"kind": "random", "min_images": 50, "num_parts": 5}, 5, 5),
+    ],
+)
+def test_policy_bounds_the_experts_of_a_silo_and_their_steps_together(
+    partition: dict[str, object], most: int, num: int
+) -> None:
+    asked = plan(partition=partition)
+    enough = {"max_experts": most, "max_steps": 1500 * num}
+    assert not rules_broken_by(asked, Policy.model_validate({"training": enough}))
+    fewer_steps = Policy.model_validate({"training": enough | {"max_steps": 1500 * num - 1}})
+    assert set(rules_broken_by(asked, fewer_steps)) == {"training steps of all its experts"}
+    if most > 1:
+        fewer = Policy.model_validate({"training": enough | {"max_experts": most - 1}})
+        assert rules_broken_by(asked, fewer) == {"experts of one silo": (f"at most {most - 1}", str(most))}
+
+
+def test_class_counts_larger_than_the_plans_own_limit_are_refused() -> None:
+    classes = {"epsilon": 0.1, "num_classes": 4096}
+    document = plan_document()
+    document["releases"] |= {"class_counts": classes, "total": {"epsilon": 8.0, "delta": 1e-5}}
+    document["limits"]["release_bytes"] = 8 * 32 * 4096
+    assert not rules_broken_by(Plan.parse(to_bytes(document), subject="plan.json"))
+    document["limits"]["release_bytes"] -= 1
+    assert set(rules_broken_by(Plan.parse(to_bytes(document), subject="plan.json"))) == {"bytes of the class counts"}
+
+
+def leaves(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Every field of a policy by its dotted name, with its default."""
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, BaseModel):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def test_policy_page_names_exactly_the_fields_and_their_defaults() -> None:
+    rows = {}
+    for line in PAGE.read_text("utf-8").splitlines():
+        if line.startswith("| `"):
+            name, default, _ = line.strip("| ").split(" | ", 2)
+            rows[name.split("`")[1]] = default.strip("`").replace(",", "")
+    defaults = dict(leaves(Policy()))
+    defaults["audit.waiver.role"] = defaults.pop("audit.waiver")
+    assert set(rows) == set(defaults)
+    units = {"GiB": 2**30, "MiB": 2**20}
+    for name, value in defaults.items():
+        shown = rows[name]
+        if shown.split()[-1] in units:
+            assert int(shown.split()[0]) * units[shown.split()[1]] == value
+        elif isinstance(value, bool) or value is None:
+            assert shown == {True: "true", False: "false", None: "none"}[value]
+        elif isinstance(value, tuple):
+            assert shown == json.dumps(list(value))
+        else:
+            assert type(value)(shown.strip('"')) == value
+
+
+def test_plan_with_one_release_above_its_total_does_not_parse() -> None:
+    document = plan_document()
+    document["releases"]["total"]["epsilon"] = 6.5
+    with pytest.raises(DocumentError, match="more epsilon"):
+        Plan.parse(to_bytes(document), subject="plan.json")

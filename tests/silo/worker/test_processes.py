@@ -1,0 +1,166 @@
+"""A silo that trains in several processes: the same expert, no key in them, no port to the outside, none left over."""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from ddm.errors import SetupError
+from ddm.io.settings import save_settings
+from ddm.system.reaper import descendants
+from silo.config import Site
+from silo.worker.state import State, load_state, state_path
+from silo.worker.worker import Worker
+from tests.silo.worker.test_worker import copy_of, end, recipe_of_many_steps, run_worker, wait_for, watch
+from tests.support.federation import TinyFederation
+from tests.support.processes import alive, wait_for_end
+
+SILO = "north"
+TOLERANCE = 2e-5
+LISTENING, LOOPBACK = "0A", "0100007F"  # as the kernel writes them
+
+
+def ask_for_processes(site: Site, num: int) -> None:
+    asked = site.settings().training.model_copy(update={"processes": num, "device": "cpu"})
+    save_settings(site.settings().model_copy(update={"training": asked}), site.path / "silo.toml", "test")
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> tuple[TinyFederation, str]:
+    """A federation whose plan has reached the silo's inbox."""
+    tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
+    plan_id = tiny.sign()
+    tiny.deliver_plan(SILO, plan_id)
+    return tiny, plan_id
+
+
+def training_processes(pid: int) -> list[int]:
+    """The processes below one that train, without the one of Python's own that comes with them."""
+    return [each for each in descendants(pid) if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def holds(pid: int, secret: bytes) -> bool:
+    """Whether a process has something in the memory that it can write."""
+    found = False
+    with Path(f"/proc/{pid}/maps").open() as maps, Path(f"/proc/{pid}/mem").open("rb", 0) as memory:
+        for line in maps:
+            begin, finish, rights = re.match(r"(\w+)-(\w+) (\S+)", line).groups()  # type: ignore[union-attr]
+            if rights.startswith("rw") and "[v" not in line:
+                memory.seek(int(begin, 16))
+                try:
+                    found |= secret in memory.read(int(finish, 16) - int(begin, 16))
+                except OSError:  # mapped, but nothing is there
+                    continue
+    return found
+
+
+def listening(pid: int) -> Iterator[str]:
+    """The addresses at which a process takes connections, as the kernel writes them."""
+    own = {str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTENING and f"socket:[{fields[9]}]" in own:
+                yield fields[1].partition(":")[0]
+
+
+def expert(site: Site) -> bytes:
+    """The expert as it leaves."""
+    (path,) = site.outbox.glob(f"*/1/silos/{SILO}/experts/{SILO}/expert.safetensors")
+    return path.read_bytes()
+
+
+def weights(site: Site) -> Tensor:
+    return torch.cat([value.flatten() for _, value in sorted(load(expert(site)).items())])
+
+
+def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_to_the_outside(
+    planned: tuple[TinyFederation, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("silo.worker.worker.NOTE_S", 0.0)
+    tiny, plan_id = planned
+    alone, site, key = copy_of(tiny, tmp_path / "alone"), tiny.sites[SILO], tiny.key(SILO)
+    ask_for_processes(site, 2)
+    secret, found, addresses = key._private.private_bytes_raw(), dict[int, bool](), set[str]()
+
+    def look(state: State) -> None:
+        for pid in [] if found or not state.step else training_processes(os.getpid()):
+            found[pid] = holds(pid, secret)
+            addresses.update(listening(pid))
+
+    worker = Worker(site, key, look)
+    worker.begin()
+    while worker.state.state != "in_outbox":
+        worker.step()
+    assert list(found.values()) == [False, False]
+    assert holds(os.getpid(), secret), "the search finds a key that is there"
+    assert addresses == {LOOPBACK}
+    assert not any(map(alive, found))
+    alone.work(SILO)
+    assert 0 < float((weights(site) - weights(alone.sites[SILO])).abs().max()) < TOLERANCE
+    tiny.collect(SILO, plan_id)
+    assert [receipt.verdict.kind for receipt in tiny.take_in()] == ["accepted"]
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> TinyFederation:
+    """A federation whose silo trains for some seconds, in two processes."""
+    made = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
+    made.deliver_plan(SILO, made.sign(recipe_of_many_steps()))
+    ask_for_processes(made.sites[SILO], 2)
+    return made
+
+
+def under_way(site: Site, process: subprocess.Popen[bytes]) -> list[int]:
+    """Wait until a worker has written another checkpoint; return the processes that train."""
+    before = steps(site)
+    watch(process, lambda: bool(steps(site) - before), "another checkpoint")
+    return training_processes(process.pid)
+
+
+def steps(site: Site) -> set[str]:
+    return {path.name for path in (site.private / "checkpoints").rglob("step-*.json")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_silo_ends_with_the_same_bytes_when_it_was_killed_or_stopped_and_when_one_of_its_processes_was_killed(
+    long: TinyFederation, tmp_path: Path
+) -> None:
+    control, site = copy_of(long, tmp_path / "control").sites[SILO], long.sites[SILO]
+    process = run_worker(site)
+    pids = under_way(site, process)
+    end(process, signal.SIGKILL)
+    assert len(pids) == 2
+    for pid in pids:
+        wait_for_end(pid)
+
+    process = run_worker(site)
+    pids = under_way(site, process)
+    for pid in pids:  # as a service manager does, to everyone at once
+        os.kill(pid, signal.SIGTERM)
+    end(process, signal.SIGTERM)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not any(map(alive, pids)) and load_state(state_path(site.private)).state == "training"
+
+    process = run_worker(site)
+    pids = under_way(site, process)
+    os.kill(pids[-1], signal.SIGKILL)
+    process.wait(timeout=60)
+    said = end(process)
+    assert process.returncode == SetupError.exit_code
+    assert "training process" in said and "SIGKILL" in said and "Traceback" not in said
+    assert len(said.splitlines()) < 10
+
+    for each in (site, control):
+        process = run_worker(each)
+        wait_for(each, process, "in_outbox")
+        end(process)
+    assert expert(site) == expert(control)

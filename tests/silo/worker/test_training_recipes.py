@@ -1,0 +1,173 @@
+"""What a silo's experts are trained on and for, as the plan asks: its own objective, classes, a public expert."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddm.errors import DataError, DigestError, DocumentError, MissingFileError
+from ddm.io.tensors import load_tensors, save_tensors, spec_of
+from ddm.loading.plan import PlanFiles
+from ddm.models import build_expert, load_expert
+from ddm.partition.clustering import Clusters
+from ddm.protocol.base import File
+from ddm.protocol.plan import Plan
+from ddm.training.config import Engine
+from silo.config import Policy, SiloSettings
+from silo.data.cohort import Cohort
+from silo.plan.workspace import Workplace
+from silo.worker.training import num_classes, train_experts
+from tests.support.documents import plan_document, to_bytes
+
+SHAPE = (1, 4, 4)
+NUM = 60
+RECIPE = {
+    "num_steps": 6,
+    "batch_size": 8,
+    "learning_rate": 0.01,
+    "weight_decay": 0.0,
+    "ema_decay": 0.5,
+    "checkpoint_steps": 6,
+}
+CLASSES = {"kind": "class", "num_classes": 3}
+ONE_GROUP = Clusters(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+
+
+def plan(adaptation: dict[str, Any] | None = None, base: File | None = None, **changes: object) -> Plan:
+    document = plan_document(data={"shape": list(SHAPE), "range": [-1.0, 1.0]}, **changes)
+    document["expert"] |= {
+        "architecture": {"kind": "dit", "patch": 2, "hidden": 8, "depth": 1, "heads": 2},
+        "training": RECIPE,
+        "adaptation": adaptation or {"kind": "full"},
+    }
+    document["files"] += [base.model_dump()] if base else []
+    return Plan.parse(to_bytes(document), subject="plan")
+
+
+def cohort(label_N: Tensor | None = None) -> Cohort:
+    images = torch.rand(NUM, *SHAPE, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return Cohort(images, "a" * 64, torch.arange(NUM), NUM, label_N)
+
+
+def trained(
+    asked: Plan, folder: Path, images: Cohort | None = None, silo_id: str = "north", **options: Any
+) -> dict[str, Tensor]:
+    """The tensors of the one expert that `silo_id` trains."""
+    files = PlanFiles(encoder=None, clusters=ONE_GROUP, sketch=None)  # type: ignore[arg-type]  # neither is used
+    work, fine_N = Workplace(folder / silo_id), torch.zeros(NUM, dtype=torch.int64)
+    work.expert_path(silo_id).parent.mkdir(parents=True)
+    train_experts(
+        asked,
+        files,
+        images or cohort(),
+        fine_N,
+        work,
+        Policy(),
+        silo_id,
+        on_progress=lambda done, of: None,
+        should_stop=lambda: False,
+        engine=Engine(device="cpu"),
+        **options,
+    )
+    expert = build_expert(asked.expert.architecture, SHAPE, condition=asked.condition)
+    specs = {name: spec_of(value) for name, value in expert.state_dict().items()}
+    return load_tensors(work.expert_path(silo_id), specs, max_bytes=1 << 24)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_silo_trains_its_own_exception_and_its_neighbours_what_all_train(tmp_path: Path) -> None:
+    other = {"silo_id": "north", "path": "cosine_vp", "prediction": "eps"}
+    plain, mixed = plan(), plan(objective={"path": "linear", "prediction": "velocity", "exceptions": [other]})
+    throughout = plan(objective={"path": "cosine_vp", "prediction": "eps"})
+    north = trained(mixed, tmp_path / "mixed")
+    assert same(north, trained(throughout, tmp_path / "throughout"))
+    assert not same(north, trained(plain, tmp_path / "plain"))
+    assert same(trained(mixed, tmp_path / "mixed", silo_id="east"), trained(plain, tmp_path / "plain", silo_id="east"))
+
+
+def test_expert_is_told_its_images_classes(tmp_path: Path) -> None:
+    asked = plan(condition=CLASSES)
+    assert num_classes(asked) == 3
+    one, other = (trained(asked, tmp_path / str(n), cohort(torch.arange(NUM) % n)) for n in (2, 3))
+    assert not same(one, other)
+
+
+def test_images_without_classes_are_refused_when_the_expert_is_to_be_told_them(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="class"):
+        trained(plan(condition=CLASSES), tmp_path)
+
+
+def test_plan_whose_condition_and_histogram_count_different_classes_is_refused() -> None:
+    releases = plan_document()["releases"] | {"class_counts": {"epsilon": 1.0, "num_classes": 4}}
+    with pytest.raises(DocumentError, match="number of classes"):
+        plan(condition=CLASSES, releases=releases)
+    assert num_classes(plan(releases=releases)) == 4
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> tuple[Path, File]:
+    """The plan's files, among them a public expert."""
+    expert = build_expert(plan().expert.architecture, SHAPE, seed=9)
+    with torch.no_grad():
+        for weight in expert.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    (tmp_path / "bundle" / "plan").mkdir(parents=True)
+    path = tmp_path / "bundle" / "plan" / "base.safetensors"
+    save_tensors(path, expert.state_dict())
+    return tmp_path / "bundle", File.of("plan/base.safetensors", path)
+
+
+ADAPTATIONS = {
+    "lora": {"kind": "lora", "rank": 2, "alpha": 4.0},
+    "partial": {"kind": "partial", "trained": ["head"]},
+}
+
+
+@pytest.mark.parametrize("kind", sorted(ADAPTATIONS))
+def test_expert_from_a_public_one_is_released_whole_and_differs_only_where_it_was_trained(
+    tmp_path: Path, bundle: tuple[Path, File], kind: str
+) -> None:
+    folder, file = bundle
+    base = load_expert(plan().expert.architecture, SHAPE, folder, file).state_dict()
+    whole = trained(plan(ADAPTATIONS[kind], file), tmp_path, bundle=folder)
+    changed = {name for name in base if not torch.equal(base[name], whole[name])}
+    linear = {name for name in base if base[name].dim() == 2}
+    assert changed == (linear if kind == "lora" else {"head.weight", "head.bias"})
+
+
+def flip_a_byte(folder: Path) -> None:
+    path = folder / "plan" / "base.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"), [(flip_a_byte, DigestError), (None, MissingFileError)], ids=["another file", "no folder"]
+)
+def test_public_expert_that_the_plan_does_not_list_is_not_trained_from(
+    tmp_path: Path, bundle: tuple[Path, File], spoil: Callable[[Path], None] | None, error: type[Exception]
+) -> None:
+    folder, file = bundle
+    if spoil:
+        spoil(folder)
+    with pytest.raises(error):
+        trained(plan(ADAPTATIONS["lora"], file), tmp_path, bundle=folder if spoil else None)
+
+
+def test_plan_that_starts_from_a_file_that_it_does_not_list_is_refused() -> None:
+    with pytest.raises(DocumentError, match="does not list"):
+        plan(ADAPTATIONS["lora"])
+
+
+def test_settings_of_a_site_say_how_its_machine_trains() -> None:
+    said = {"silo_id": "north", "data": "d", "federation": "f", "address": "a:1", "root_digest": "a" * 64}
+    assert SiloSettings.model_validate(said).training == Engine()
+    table = {"device": "cpu", "accumulate": 4, "recompute": True}
+    assert SiloSettings.model_validate(said | {"training": table}).training == Engine.model_validate(table)

@@ -1,0 +1,147 @@
+"""An aggregator that holds every key of its federation and signs whatever it likes."""
+
+import shutil
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddm.encoders import PcaEncoder
+from ddm.io.tensors import save_tensors
+from ddm.partition.clustering import Clusters
+from ddm.protocol.base import File, now_utc, sha256_hex
+from ddm.routers.sketch import Sketch
+from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
+from ddm.trust.keys import SigningKey
+from ddm.trust.metadata import sign_metadata
+from ddm.trust.repository import Repository
+from silo.config import Policy, Site
+from silo.plan.acceptance import AcceptedPlan, receive_plan
+from tests.support.documents import plan_document, to_bytes
+
+SILO, RANK, SIDE, DELTA = "north", 4, 4, 1e-5
+ROLES = ("root", "targets", "online", "plans", "release", SILO)
+
+
+def pictures(num: int, seed: int) -> Tensor:
+    """Made-up images."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(num, 1, SIDE, SIDE, generator=generator) / 3).clamp(-1, 1)
+
+
+PUBLIC = pictures(3000, 0)
+
+
+def clusters_around(images: Tensor) -> Clusters:
+    """A group for each image, whose centroid lies exactly on it."""
+    index_F = torch.arange(len(images))
+    return Clusters(PcaEncoder.fit(PUBLIC, RANK).encode(images), torch.zeros_like(index_F), index_F)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A plan before it is signed; `spoil` what you like.
+
+    Attributes:
+        document: plan.json as it will stand there, except for the list of files.
+        tensors: what the plan's files will hold, by name.
+    """
+
+    document: dict[str, Any]
+    tensors: dict[str, dict[str, Tensor]]
+
+    @classmethod
+    def honest(cls, clusters: Clusters, **releases: object) -> "Asked":
+        """A plan that any site would take."""
+        num_groups, num_coarse = (1 + int(index_F.max()) for index_F in (clusters.group_F, clusters.coarse_F))
+        encoder = PcaEncoder.fit(PUBLIC, RANK)
+        group_N = torch.arange(len(PUBLIC)) % num_groups
+        document = plan_document(
+            silos=[SILO],
+            data={"shape": [1, SIDE, SIDE], "range": [-1.0, 1.0]},
+            encoder={"kind": "pca", "path": "plan/encoder.safetensors", "dim": RANK},
+            clustering={"num_fine": len(clusters.group_F), "num_coarse": num_coarse},
+            sketch={"path": "plan/sketch.safetensors", "rank": RANK},
+            router={"kind": "counts"},
+        )
+        document["releases"] |= {
+            "counts": {"epsilon": 1.0, "num_groups": num_groups},
+            "sketch": {"epsilon": 7.0, "delta": DELTA, "rank": 2},
+            **releases,
+        }
+        sketch = Sketch.fit(PUBLIC, group_N, RANK, num_groups)
+        parts = {"encoder": encoder, "centroids": clusters, "sketch": sketch}
+        return cls(document, {name: dict(part.tensors()) for name, part in parts.items()})
+
+    def copy(self) -> "Asked":
+        return replace(self, document=deepcopy(self.document), tensors=deepcopy(self.tensors))
+
+
+@dataclass
+class Aggregator:
+    """A federation in `folder` with one site, which pinned its root."""
+
+    folder: Path
+    keys: dict[str, SigningKey] = field(default_factory=lambda: {role: SigningKey.generate() for role in ROLES})
+    num_plans: int = 0
+
+    def __post_init__(self) -> None:
+        keys, public = self.keys, {role: Holders((key.public,)) for role, key in self.keys.items()}
+        holders = {"root": "root", "targets": "targets", "snapshot": "online", "timestamp": "online"}
+        held = {role: public[holder] for role, holder in holders.items()}
+        targets = draft_targets(1, Delegates(keys["plans"].public, keys["release"].public), now_utc())
+        self.repository = Repository.create(
+            self.folder / "tuf",
+            root=sign_metadata(draft_root(1, held, now_utc()), [keys["root"]]),
+            targets=sign_metadata(targets, [keys["targets"]]),
+            plans_key=keys["plans"],
+            release_key=keys["release"],
+            online_key=keys["online"],
+            now=now_utc(),
+        )
+        self.site = Site(self.folder / SILO)
+        self.site.make_folders()
+        shutil.copyfile(self.folder / "tuf" / "1.root.json", self.site.root_path)
+
+    def deliver(self, asked: Asked, plan_id: str | None = None) -> str:
+        """Sign a plan and lay its bundle into the site's inbox; return its id."""
+        self.num_plans += 1
+        plan_id = plan_id or f"digits-{self.num_plans:08x}"
+        bundle = self.site.inbox / plan_id / "bundle"
+        shutil.rmtree(bundle, ignore_errors=True)
+        home = bundle / "targets" / plan_id
+        (home / "plan").mkdir(parents=True)
+        files = []
+        for name, tensors in asked.tensors.items():
+            path = f"plan/{name}.safetensors"
+            save_tensors(home / path, tensors)
+            files.append(File.of(path, home / path))
+        document = asked.document | {"plan_id": plan_id, "files": [file.model_dump() for file in files]}
+        encoded = to_bytes(document)
+        (home / "plan.json").write_bytes(encoded)
+        listed = {f"{plan_id}/{file.path}": (file.bytes, file.digest) for file in files}
+        silos = {SILO: self.keys[SILO].public}
+        delegates = Delegates(self.keys["plans"].public, self.keys["release"].public, plan_id, silos)
+        self.repository.start_plan(
+            plan_id,
+            listed | {f"{plan_id}/plan.json": (len(encoded), sha256_hex(encoded))},
+            targets=sign_metadata(self.repository.next_targets(delegates, now_utc()), [self.keys["targets"]]),
+            plans_key=self.keys["plans"],
+            release_key=self.keys["release"],
+            online_key=self.keys["online"],
+            now=now_utc(),
+        )
+        self.repository.export_bundle(bundle)
+        return plan_id
+
+    def offer(self, asked: Asked, policy: Policy | None = None, plan_id: str | None = None) -> AcceptedPlan:
+        """What the site's worker makes of a plan."""
+        return self.receive(self.deliver(asked, plan_id), policy)
+
+    def receive(self, plan_id: str, policy: Policy | None = None) -> AcceptedPlan:
+        """The worker's own code, on what lies in its inbox."""
+        policy = policy or Policy()
+        return receive_plan(self.site, plan_id, policy, silo_id=SILO, max_bytes=1 << 28, now=now_utc())

@@ -1,0 +1,200 @@
+"""A tiny real federation in one process: every step for real except Flower, whose files are copied by hand."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from aggregator.config import Federation, FederationSettings
+from aggregator.intake.inventory import take_inventory
+from aggregator.intake.service import IntakeDesk
+from aggregator.keys.store import load_key
+from aggregator.membership.registry import enroll
+from aggregator.planning.plan import draft_plan, sign_plan
+from aggregator.planning.recipe import Recipe
+from aggregator.release.publish import publish
+from aggregator.router.train import train_router
+from aggregator.setup import init_federation
+from ddm.protocol.base import sha256_hex
+from ddm.protocol.receipt import Receipt
+from ddm.trust.keys import SigningKey
+from silo.config import Policy, Site
+from silo.setup import init_site, make_card, read_invitation
+from silo.worker.state import State, state_path
+from silo.worker.worker import Worker
+
+PASSPHRASE = b"correct horse"
+NUM_STEPS = 6
+POLICY = {
+    "audit": {"required": True, "waiver": {"role": "test operator", "reason": "made-up images"}},
+    "approval": {"kind": "policy"},
+}
+
+
+def recipe(**changes: object) -> Recipe:
+    """A recipe so small that an expert trains in a second; `changes` replace whole tables."""
+    tables: dict[str, object] = {
+        "data": {"shape": [1, 4, 4], "range": [-1.0, 1.0]},
+        "encoder": {"kind": "pca", "dim": 4},
+        "clustering": {"num_fine": 8, "num_coarse": 2},
+        "sketch": {"rank": 4},
+        "partition": {"kind": "silo", "min_images": 10},
+        "expert": {
+            "architecture": {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2},
+            "training": {
+                "num_steps": NUM_STEPS,
+                "batch_size": 8,
+                "learning_rate": 0.002,
+                "weight_decay": 0.01,
+                "ema_decay": 0.9,
+                "checkpoint_steps": 2,
+            },
+        },
+        "releases": {
+            "unit": "image",
+            "total": {"epsilon": 8.0, "delta": 1e-5},
+            "counts": {"epsilon": 1.0, "num_groups": 4},
+            "sketch": {"epsilon": 7.0, "delta": 1e-5, "rank": 2},
+        },
+        "router": {"kind": "learned", "hidden": 8, "depth": 1, "num_steps": 20},
+        "audit": {"required": True, "min_holdout_units": 300, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6},
+        "limits": {"expert_bytes": 1 << 20, "release_bytes": 1 << 20, "train_s": 600, "gpu_hours": 1.0},
+    }
+    import json
+
+    return Recipe.model_validate_json(json.dumps(tables | changes))
+
+
+def images(num: int, centre: float, seed: int) -> np.ndarray:
+    """Made-up pictures around a grey level, with a bright or dark half."""
+    rng = np.random.default_rng(seed)
+    side = np.where(rng.random((num, 1, 1, 1)) < 0.5 + centre / 2, 0.5, -0.5) * np.linspace(-1, 1, 4)[None, None, None]
+    return np.clip(centre * 0.3 + side + 0.15 * rng.standard_normal((num, 1, 4, 4)), -1, 1).astype(np.float32)
+
+
+def cohort(num: int, centre: float, seed: int, *, patients: bool = False) -> dict[str, np.ndarray]:
+    """A silo's npz: images and the class of each (which half is bright), with patients if asked for."""
+    made = images(num, centre, seed)
+    arrays = {"images": made, "labels": (made[..., 0].mean((1, 2)) > made[..., -1].mean((1, 2))).astype(np.int64)}
+    owners = np.random.default_rng(seed).permutation(np.arange(num) * 2 // 5)
+    return arrays | {"patients": np.array([f"patient {owner}" for owner in owners])} if patients else arrays
+
+
+@dataclass(frozen=True)
+class TinyFederation:
+    """The operator's folder and the silos' sites, all below one folder."""
+
+    path: Path
+    federation: Federation
+    sites: dict[str, Site]
+
+    @classmethod
+    def create(cls, path: Path, sizes: dict[str, int], *, patients: bool = False) -> "TinyFederation":
+        """Make the federation and enroll its silos; with `patients`, two or three images belong to each."""
+        federation = Federation(path / "fed")
+        settings = FederationSettings(name="tiny", host="127.0.0.1", port=9092)
+        init_federation(federation, settings, PASSPHRASE)
+        root_digest = sha256_hex((federation.tuf / "1.root.json").read_bytes())
+        sites = {}
+        for index, (silo_id, size) in enumerate(sizes.items()):
+            site = Site(path / silo_id)
+            np.savez(path / f"{silo_id}.npz", **cohort(size, index - 0.5, seed=index, patients=patients))
+            invited = read_invitation(federation.path / "invitation.json", root_digest)
+            key = init_site(site, silo_id, path / f"{silo_id}.npz", invited, PASSPHRASE, None)
+            write_policy(site, POLICY)
+            (path / f"{silo_id}.card.json").write_bytes(make_card(site, key))
+            enroll(federation, path / f"{silo_id}.card.json")
+            sites[silo_id] = site
+        return cls(path, federation, sites)
+
+    @property
+    def root(self) -> Path:
+        """The pinned root."""
+        return self.federation.tuf / "1.root.json"
+
+    def sign(self, chosen: Recipe | None = None) -> str:
+        """Sign a plan; return its id."""
+        chosen = chosen or recipe()
+        public = torch.from_numpy(np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)]))
+        scratch = self.path / "scratch"
+        draft = draft_plan(self.federation, chosen, public, scratch)
+        sign_plan(self.federation, draft, PASSPHRASE)
+        shutil.rmtree(scratch)
+        return draft.plan.plan_id
+
+    def deliver_plan(self, silo_id: str, plan_id: str) -> None:
+        """What the courier does with a plan."""
+        shutil.copytree(self.federation.bundle(plan_id), self.sites[silo_id].inbox / plan_id / "bundle")
+
+    def key(self, silo_id: str) -> SigningKey:
+        """Open a silo's key."""
+        return SigningKey.load(self.sites[silo_id].key_path, PASSPHRASE)
+
+    def work(self, silo_id: str, until: str = "in_outbox") -> State:
+        """Run the silo's worker, in this process, until it enters a state."""
+        worker = Worker(self.sites[silo_id], self.key(silo_id), lambda state: None)
+        worker.begin()
+        while worker.state.state != until:
+            before = worker.state
+            worker.step()
+            if worker.state == before:
+                raise AssertionError(f"{silo_id} stands still in state {before.state}: {before.problem}")
+        return worker.state
+
+    def collect(self, silo_id: str, plan_id: str, sequence: int = 1) -> Path:
+        """What the ServerApp does with a submission."""
+        arrived = self.federation.incoming / plan_id / silo_id / str(sequence)
+        shutil.copytree(self.sites[silo_id].outbox / plan_id / str(sequence), arrived)
+        return arrived
+
+    def take_in(self) -> list[Receipt]:
+        """Run the intake desk once."""
+        verdicts: list[Receipt] = []
+        desk = IntakeDesk(self.federation, load_key(self.federation, "receipts", PASSPHRASE), verdicts.append)
+        desk.step()
+        return verdicts
+
+    def deliver_receipt(self, silo_id: str, plan_id: str, sequence: int = 1) -> None:
+        """What the courier does with a receipt."""
+        source = self.federation.receipts / plan_id / silo_id / f"{sequence}.json"
+        target = self.sites[silo_id].inbox / plan_id / "receipts" / f"{sequence}.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+
+    def complete(self, out: Path, chosen: Recipe | None = None) -> str:
+        """From the plan to the published release; return the plan's id."""
+        plan_id = self.sign(chosen)
+        for silo_id in self.sites:
+            self.deliver_plan(silo_id, plan_id)
+            self.work(silo_id)
+            self.collect(silo_id, plan_id)
+        verdicts = self.take_in()
+        if {receipt.verdict.kind for receipt in verdicts} != {"accepted"}:
+            raise AssertionError([receipt.verdict for receipt in verdicts])
+        for silo_id in self.sites:
+            self.deliver_receipt(silo_id, plan_id)
+            self.work(silo_id, until="accepted")
+        self.publish(out)
+        return plan_id
+
+    def publish(self, out: Path) -> None:
+        """Train the router and publish the next version."""
+        train_router(self.federation, take_inventory(self.federation), seed=0)
+        self.publish_only(out)
+
+    def publish_only(self, out: Path) -> None:
+        """Publish with the router that is there."""
+        publish(self.federation, PASSPHRASE, out, renew=True)
+
+    def state_of(self, silo_id: str) -> State:
+        """Read a silo's state from disk."""
+        return State.parse(state_path(self.sites[silo_id].private).read_bytes(), subject="state")
+
+
+def write_policy(site: Site, policy: dict[str, object]) -> None:
+    """Replace a site's policy."""
+    from ddm.io.settings import save_settings
+
+    save_settings(Policy.model_validate(policy), site.path / "policy.toml", "test")

@@ -1,0 +1,160 @@
+"""A federation whose plan and release are made up, for tests of who signs what; keys, ceremonies and files are real."""
+
+import shutil
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from aggregator.config import Federation, FederationSettings
+from aggregator.keys.ceremony import complete, sign_document
+from aggregator.keys.rotation import next_receipts_key
+from aggregator.keys.store import load_key
+from aggregator.membership.registry import enroll, taking_part
+from aggregator.planning.plan import Draft, sign_plan
+from aggregator.setup import init_federation
+from ddm.protocol.base import File, now_utc
+from ddm.protocol.enrolment import CARD_KIND, Card
+from ddm.protocol.plan import Plan
+from ddm.trust.drafts import Holders
+from ddm.trust.envelope import seal
+from ddm.trust.keys import SigningKey
+from ddm.trust.repository import Repository
+from ddm.trust.silo_role import sign_silo_metadata
+from tests.support.documents import plan_document, to_bytes
+
+PASSPHRASE = b"correct horse"
+SILOS = ("east", "north")
+
+
+def listed(base: Path, prefix: str) -> dict[str, tuple[int, str]]:
+    """What lies below `base`, as metadata lists it."""
+    files = {path.relative_to(base).as_posix(): path for path in sorted(base.rglob("*")) if path.is_file()}
+    described = {f"{prefix}/{name}": File.of("x", path) for name, path in files.items()}
+    return {name: (file.bytes, file.digest) for name, file in described.items()}
+
+
+@dataclass
+class Offices:
+    """The operator's folder, the holders' keys and the silos'."""
+
+    path: Path
+    silos: dict[str, SigningKey] = field(default_factory=dict)
+    holders: dict[str, SigningKey] = field(default_factory=dict)
+    now: datetime = field(default_factory=now_utc)
+
+    @property
+    def federation(self) -> Federation:
+        """The operator's folder."""
+        return Federation(self.path / "fed")
+
+    @property
+    def root(self) -> bytes:
+        """What everybody pinned."""
+        return (self.federation.tuf / "1.root.json").read_bytes()
+
+    @property
+    def repository(self) -> Repository:
+        """The metadata."""
+        return Repository(self.federation.tuf)
+
+    def copy(self, path: Path) -> "Offices":
+        """The same, in another place."""
+        shutil.copytree(self.path, path, dirs_exist_ok=True)
+        return Offices(path, dict(self.silos), dict(self.holders), self.now)
+
+    def found(self, root: Holders | None = None, targets: Holders | None = None) -> list[str]:
+        """Make the federation."""
+        settings = FederationSettings(name="digits", host="127.0.0.1", port=9092)
+        return init_federation(self.federation, settings, PASSPHRASE, root=root, targets=targets)
+
+    def enroll(self, silo_id: str, key: SigningKey | None = None) -> None:
+        """Enroll a silo with a new key, or with this one."""
+        self.silos[silo_id] = key or SigningKey.generate()
+        node = ec.generate_private_key(ec.SECP256R1()).public_key()
+        node = node.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+        card = Card(silo_id=silo_id, signing_key=str(self.silos[silo_id].public), node_key=node, created_at=now_utc())
+        path = self.path / f"{silo_id}.card.json"
+        path.write_bytes(seal(card.encode(), CARD_KIND, self.silos[silo_id]))
+        enroll(self.federation, path)
+
+    def draft(self, number: int, silos: tuple[str, ...] = SILOS) -> Draft:
+        """A plan that nobody could carry out, but anybody can sign."""
+        folder = self.path / f"draft-{number}"
+        document = plan_document(plan_id=f"digits-{number:08x}", silos=sorted(silos))
+        document["receipt_key"] = str(next_receipts_key(self.federation))
+        files = []
+        for entry in document["files"]:
+            (folder / "plan").mkdir(parents=True, exist_ok=True)
+            (folder / entry["path"]).write_bytes(entry["path"].encode())
+            files.append(File.of(entry["path"], folder / entry["path"]).model_dump())
+        plan = Plan.parse(to_bytes(document | {"files": files}), subject="plan")
+        few = torch.zeros(1, 1, 8, 8)
+        return Draft(plan, folder, few, few, None, 1.0, 1, 1, 1.0)
+
+    def plan(self, number: int, silos: tuple[str, ...] = SILOS) -> list[str]:
+        """Sign a plan."""
+        return sign_plan(self.federation, self.draft(number, silos), PASSPHRASE)
+
+    def publish(self, number: int, dest: Path, silos: tuple[str, ...] | None = None) -> Path:
+        """Publish made-up experts of a plan, as files and as metadata, and return the release."""
+        plan_id = f"digits-{number:08x}"
+        targets = dest / "targets" / plan_id
+        shutil.copytree(self.federation.plan_targets(plan_id), targets)
+        roles = {}
+        plan, _ = self.federation.current_plan()
+        for silo_id in silos or tuple(taking_part(self.federation, plan)):
+            home = targets / "silos" / silo_id
+            home.mkdir(parents=True)
+            (home / "submission.json").write_text(f'{{"silo":"{silo_id}"}}')
+            (home / "expert.safetensors").write_bytes(silo_id.encode() * 40)
+            roles[silo_id] = self.silo_metadata(number, silo_id, home)
+        (targets / "manifest.json").write_bytes(b"{}")
+        (targets / "router.safetensors").write_bytes(b"router" * 50)
+        release = {
+            name: file
+            for name, file in listed(targets, plan_id).items()
+            if name.split("/")[1:] in (["manifest.json"], ["router.safetensors"])
+        }
+        self.repository.publish(
+            plan_id,
+            roles,
+            release,
+            release_key=load_key(self.federation, "release", PASSPHRASE),
+            online_key=load_key(self.federation, "online", PASSPHRASE),
+            now=now_utc(),
+        )
+        self.repository.export_release(dest)
+        return dest
+
+    def silo_metadata(self, number: int, silo_id: str, home: Path) -> bytes:
+        """What a silo signs of the files in `home`."""
+        plan_id = f"digits-{number:08x}"
+        files = listed(home, f"{plan_id}/silos/{silo_id}")
+        return sign_silo_metadata(plan_id, silo_id, files, self.silos[silo_id], version=1, now=self.now)
+
+    def hold(self, *names: str, threshold: int) -> Holders:
+        """Make holders' keys."""
+        for name in names:
+            self.holders.setdefault(name, SigningKey.generate())
+        return Holders(tuple(self.holders[name].public for name in names), threshold)
+
+    def document(self, role: str) -> Path:
+        """The document of a role that waits."""
+        (found,) = self.federation.path.glob(f"ceremony/{role}-*.json")
+        return found
+
+    def sign(self, role: str, *names: str) -> None:
+        """Sign what waits, each holder on a machine with nothing but that document."""
+        for name in names:
+            away = self.path / f"machine of {name}"
+            away.mkdir(exist_ok=True)
+            document = Path(shutil.copy(self.document(role), away))
+            shutil.copy(sign_document(document, self.holders[name]), self.document(role).parent)
+
+    def complete(self) -> str:
+        """Put into force what waits."""
+        return complete(self.federation, PASSPHRASE).purpose

@@ -1,0 +1,123 @@
+"""The closed-form oracle: a Gaussian mixture whose components belong to silos, with exact experts and an exact router.
+
+Everything here follows from Gaussian conditioning, component by component, without the formulas under test.
+"""
+
+# Shape legend: C components, K silos, B batch, D dimensions.
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddm.diffusion.path import LinearPath, Path
+
+
+@dataclass(frozen=True)
+class GaussianMixture:
+    """Components with diagonal covariance; component c belongs to silo ``silo_C[c]``."""
+
+    mean_CD: Tensor
+    variance_CD: Tensor
+    weight_C: Tensor
+    silo_C: Tensor
+    path: Path = LinearPath()
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.silo_C.max()) + 1
+
+    @property
+    def prior_K(self) -> list[float]:
+        return [float(self.weight_C[self.silo_C == k].sum()) for k in range(self.num_experts)]
+
+    def on(self, path: Path) -> "GaussianMixture":
+        return GaussianMixture(self.mean_CD, self.variance_CD, self.weight_C, self.silo_C, path)
+
+    def log_joint(self, x_BD: Tensor, t_B: Tensor, weight_C: Tensor) -> Tensor:
+        """``log weight_c + log N(x; alpha m_c, alpha^2 v_c + sigma^2)``, shape (B, C)."""
+        alpha, sigma = self.path.alpha(t_B)[:, None, None], self.path.sigma(t_B)[:, None, None]
+        mean_BCD = alpha * self.mean_CD.to(x_BD)
+        std_BCD = (alpha.square() * self.variance_CD.to(x_BD) + sigma.square()).sqrt()
+        log_density = torch.distributions.Normal(mean_BCD, std_BCD, validate_args=False).log_prob(x_BD[:, None])
+        return weight_C.to(x_BD).log() + log_density.sum(dim=-1)
+
+    def log_density(self, x_BD: Tensor, t_B: Tensor) -> Tensor:
+        return self.log_joint(x_BD, t_B, self.weight_C).logsumexp(dim=-1)
+
+    def denoised(self, x_BD: Tensor, t_B: Tensor, weight_C: Tensor) -> tuple[Tensor, Tensor]:
+        """E[x_0 | x_t] and E[eps | x_t] under the given component weights."""
+        alpha, sigma = self.path.alpha(t_B)[:, None, None], self.path.sigma(t_B)[:, None, None]
+        mean_CD, variance_CD = self.mean_CD.to(x_BD), self.variance_CD.to(x_BD)
+        residual = (x_BD[:, None] - alpha * mean_CD) / (alpha.square() * variance_CD + sigma.square())
+        of_component = self.log_joint(x_BD, t_B, weight_C).softmax(dim=-1)[..., None]
+        x_0 = (of_component * (mean_CD + alpha * variance_CD * residual)).sum(dim=1)
+        return x_0, (of_component * sigma * residual).sum(dim=1)
+
+    def weights_of(self, k: int) -> Tensor:
+        return torch.where(self.silo_C == k, self.weight_C, 0.0)
+
+    def velocity_under(self, weight_C: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        def velocity(x_BD: Tensor, t_B: Tensor) -> Tensor:
+            x_0, eps = self.denoised(x_BD, t_B, weight_C)
+            return self.path.d_alpha(t_B)[:, None] * x_0 + self.path.d_sigma(t_B)[:, None] * eps
+
+        return velocity
+
+    def velocity(self, x_BD: Tensor, t_B: Tensor) -> Tensor:
+        """The velocity of all the data."""
+        return self.velocity_under(self.weight_C)(x_BD, t_B)
+
+    def expert(self, k: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """The velocity of silo k's data alone."""
+        return self.velocity_under(self.weights_of(k))
+
+    def eps_expert(self, k: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """What a perfect eps-predicting expert of silo k answers."""
+        return lambda x_BD, t_B: self.denoised(x_BD, t_B, self.weights_of(k))[1]
+
+    def experts(self) -> list[Callable[[Tensor, Tensor], Tensor]]:
+        return [self.expert(k) for k in range(self.num_experts)]
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        """The exact router: ``log p(x_t | k, t)``, shape (B, K)."""
+        columns = [
+            self.log_joint(x_B, t_B, self.weights_of(k) / self.weights_of(k).sum()).logsumexp(dim=-1)
+            for k in range(self.num_experts)
+        ]
+        return torch.stack(columns, dim=-1)
+
+    def silo_of(self, x_BD: Tensor) -> Tensor:
+        """The silo of the most likely component of finished samples."""
+        return self.silo_C[self.log_joint(x_BD, torch.zeros(len(x_BD)), self.weight_C).argmax(dim=-1)]
+
+    def draw(self, num: int, seed: int) -> Tensor:
+        """Data, shape (num, D)."""
+        generator = torch.Generator().manual_seed(seed)
+        c_N = torch.multinomial(self.weight_C, num, replacement=True, generator=generator)
+        noise = torch.randn(num, self.mean_CD.shape[1], generator=generator, dtype=self.mean_CD.dtype)
+        return self.mean_CD[c_N] + self.variance_CD[c_N].sqrt() * noise
+
+
+class UninformedRouter:
+    """A router that has learned nothing: every silo equally likely to have made any x_t."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        return torch.zeros(len(x_B), self.num_experts, dtype=x_B.dtype, device=x_B.device)
+
+
+def four_silos(path: Path | None = None) -> GaussianMixture:
+    """Unequal silos, (.7, .2, .08, .02), of one to three well-separated components in two dimensions."""
+    mean_CD = [[2.0, 2.0], [-2.0, 2.0], [0.0, 3.0], [2.0, -2.0], [0.0, -3.0], [-2.0, -1.5], [-3.5, 0.0]]
+    variance_CD = [[0.04, 0.02], [0.02, 0.04], [0.03, 0.03], [0.05, 0.02], [0.02, 0.02], [0.03, 0.04], [0.02, 0.03]]
+    weight_C, silo_C = [0.3, 0.25, 0.15, 0.12, 0.08, 0.08, 0.02], [0, 0, 0, 1, 1, 2, 3]
+    return GaussianMixture(
+        torch.tensor(mean_CD, dtype=torch.float64),
+        torch.tensor(variance_CD, dtype=torch.float64),
+        torch.tensor(weight_C, dtype=torch.float64),
+        torch.tensor(silo_C),
+        path or LinearPath(),
+    )

@@ -1,0 +1,146 @@
+"""A federation of real processes, run through the public commands as its operators and a service manager would."""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import tomli_w
+
+from ddm.system.processes import Child, free_port, program, spawn, terminate_all
+from ddm.system.reaper import descendants
+from silo.config import Site
+from tests.support.federation import POLICY, images, recipe, write_policy
+
+SILOS: Mapping[str, int] = {"north": 60, "south": 40}
+SHARD_BYTES = 65536
+LIMIT_S = 240.0
+
+
+class Operators:
+    """Runs commands to their end, and services that are started again whenever they fail.
+
+    Args:
+        folder: everything lies below it.
+        prefix: what a service's command begins with, by service; a network namespace, another clock.
+    """
+
+    def __init__(self, folder: Path, prefix: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.folder = folder
+        self.prefix = dict(prefix or {})
+        self.services: dict[str, list[str]] = {}
+        self.running: dict[str, Child] = {}
+        self.num_restarts: dict[str, int] = {}
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    @property
+    def fed(self) -> Path:
+        return self.folder / "fed"
+
+    @property
+    def plan_id(self) -> str:
+        return str(json.loads((self.fed / "plans" / "current.json").read_text())["plan_id"])
+
+    def call(self, name: str, *arguments: object, code: int = 0) -> str:
+        """Run a command to its end; it must exit with `code`."""
+        command = [*self.prefix.get(name, ()), str(program(name)), *(str(argument) for argument in arguments)]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        assert done.returncode == code, f"{name} {arguments}: {done.returncode}: {done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+    def serve(self, service: str, name: str, *arguments: object) -> None:
+        """Start a service."""
+        prefix = self.prefix.get(service, ())
+        self.services[service] = [*prefix, str(program(name)), *(str(argument) for argument in arguments)]
+        self.num_restarts[service] = 0
+        self._start(service)
+
+    def _start(self, service: str) -> None:
+        log = self.folder / "logs" / f"{service}.log"
+        command = self.services[service]
+        # A guard looks for a program by its path.
+        command = [subprocess.check_output(["which", command[0]], text=True).strip(), *command[1:]]
+        self.running[service] = spawn(command, name=service, log_path=log, env=self.environment, grace_s=15.0)
+
+    def look_after(self) -> None:
+        """What a service manager does: start again what failed, leave what ended well."""
+        for service, child in self.running.items():
+            if not child.running() and child.returncode:
+                self.num_restarts[service] += 1
+                assert self.num_restarts[service] <= 20, self.logs()
+                self._start(service)
+
+    def wait_until(self, seen: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+        """Wait for something on disk; between looks, wait on a service itself."""
+        deadline = time.monotonic() + limit_s
+        while not seen():
+            assert time.monotonic() < deadline, f"not seen: {what}\n{self.logs()}"
+            self.look_after()
+            next(iter(self.running.values())).wait(0.2)
+
+    def ended(self, service: str) -> bool:
+        """Whether a service ended well."""
+        return not self.running[service].running() and self.running[service].returncode == 0
+
+    def stop(self) -> None:
+        """End every service."""
+        terminate_all(self.running.values())
+
+    def logs(self) -> str:
+        return "\n".join(f"== {name}\n{child.log_tail()}" for name, child in self.running.items())
+
+    def pids(self, service: str, pattern: str) -> list[int]:
+        """Processes that a service started whose command line holds a text."""
+        found = []
+        for pid in descendants(self.running[service].pid):
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            # A guard's own line holds the whole command; it is not the program.
+            if pattern in line and "-m ddm.system.reaper {" not in line:
+                found.append(pid)
+        return found
+
+
+def found_federation(operators: Operators, *, host: str = "127.0.0.1", num_steps: int | None = None) -> None:
+    """Make the federation, its silos and a signed plan; every silo's policy approves by itself."""
+    folder = operators.folder
+    (folder / "pass").write_text("correct horse\n")
+    secret = ("--passphrase-file", folder / "pass")
+    operators.call("aggregator", "init", operators.fed, "--name", "two", "--address", f"{host}:{free_port()}", *secret)
+    settings = operators.fed / "federation.toml"
+    settings.write_text(settings.read_text().replace("shard_bytes = 67108864", f"shard_bytes = {SHARD_BYTES}"))
+    fingerprint = json.loads((operators.fed / "invitation.json").read_text())["root_digest"]
+    for index, (silo, size) in enumerate(SILOS.items()):
+        np.savez(folder / f"{silo}.npz", images=images(size, index - 0.5, seed=index))
+        operators.call("silo", "init", folder / silo, "--id", silo, "--data", folder / f"{silo}.npz",
+                       "--invitation", operators.fed / "invitation.json", "--root-fingerprint", fingerprint,
+                       *secret)  # fmt: skip
+        write_policy(Site(folder / silo), POLICY)
+        operators.call("silo", "enroll", folder / silo, "--out", folder / f"{silo}.card.json")
+        operators.call("aggregator", "enroll", operators.fed, folder / f"{silo}.card.json")
+    tables = recipe().model_dump(mode="json", exclude_none=True)
+    tables["expert"]["architecture"] |= {"hidden": 64, "heads": 4}
+    if num_steps:
+        tables["expert"]["training"] |= {"num_steps": num_steps, "checkpoint_steps": 2}
+    (folder / "plan.toml").write_bytes(tomli_w.dumps(tables).encode())
+    np.savez(folder / "public.npz", images=np.concatenate([images(120, at, seed=90) for at in (-0.5, 0.5)]))
+    operators.call("aggregator", "plan", operators.fed, "--recipe", folder / "plan.toml",
+                   "--public", folder / "public.npz", "--yes")  # fmt: skip
+
+
+def serve_everything(operators: Operators) -> None:
+    """Start the aggregator, and each silo's worker and courier as services of their own."""
+    operators.serve("aggregator", "aggregator", "run", operators.fed)
+    for silo in SILOS:
+        for part in ("worker", "courier"):
+            operators.serve(f"{silo}-{part}", "silo", "run", operators.folder / silo, "--only", part)
+
+
+def everyone_is_done(operators: Operators) -> bool:
+    """Whether the aggregator and both workers ended well."""
+    return all(operators.ended(service) for service in ("aggregator", *(f"{silo}-worker" for silo in SILOS)))

@@ -1,0 +1,289 @@
+"""Everything that is parsed from outside: one honest sample of each, its parser, and the errors it may refuse with."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from tuf.api.metadata import MetaFile, Role, Root, Snapshot, Targets, Timestamp
+
+from ddm.errors import ArchipelagoError, DocumentError, FormatError, SignatureError, TrustError
+from ddm.protocol.base import Document, now_utc, sha256_hex
+from ddm.protocol.enrolment import Card, Invitation
+from ddm.protocol.manifest import Manifest
+from ddm.protocol.plan import Plan
+from ddm.protocol.receipt import Receipt
+from ddm.protocol.submission import Submission
+from ddm.transport.flower import decode_reply, decode_request, encode
+from ddm.transport.messages import (
+    Ask,
+    Deliver,
+    Delivered,
+    Envelope,
+    FileEntry,
+    Held,
+    Offer,
+    Pull,
+    Report,
+    Shards,
+    Span,
+    Status,
+)
+from ddm.trust.ceremony import HolderSignature, Request
+from ddm.trust.envelope import _Envelope, open_sealed, seal
+from ddm.trust.keys import SigningKey
+from ddm.trust.metadata import LIMITS, METADATA_LIFE, expiry, parse_metadata, payload_of, sign_metadata
+from ddm.trust.silo_role import delegation, sign_silo_metadata, verify_silo_metadata
+from tests.support.documents import plan_document
+
+PLAN = "digits-3f9a1c2e"
+KEY = SigningKey.generate()
+NOW = now_utc()
+DIGEST = "c" * 64
+MAX_SHARD_BYTES = 4096
+LIMIT = 4 * 1024 * 1024
+_WHEN = NOW.isoformat()
+
+
+@dataclass(frozen=True)
+class Door:
+    """One way in.
+
+    Attributes:
+        sample: what an honest sender sends.
+        parse: reads it.
+        refusals: what a stranger's bytes may raise, and nothing else.
+        again: writes what was parsed, for parsers whose result can be written.
+        limit: most bytes it reads.
+    """
+
+    sample: bytes
+    parse: Callable[[bytes], Any]
+    refusals: tuple[type[ArchipelagoError], ...] = (DocumentError,)
+    again: Callable[[Any], bytes] | None = None
+    limit: int = LIMIT
+
+
+def file_of(path: str) -> dict[str, Any]:
+    return {"path": path, "bytes": 8448, "digest": DIGEST}
+
+
+def submission_document() -> dict[str, Any]:
+    """A submission with every optional part filled in."""
+    price = {"epsilon": 1.0, "delta": 1e-5}
+    return {
+        "format": "archipelago/submission/1",
+        "plan_id": PLAN,
+        "plan_digest": DIGEST,
+        "silo_id": "north",
+        "sequence": 1,
+        "created_at": _WHEN,
+        "num_units": 240,
+        "isolation": "none",
+        "experts": [
+            {
+                "expert_id": "north-1",
+                "cluster": 1,
+                "num_images": 240,
+                "steps": 1500,
+                "file": file_of("silos/north/experts/north-1/expert.safetensors"),
+                "training": {"loss": 0.5, "seconds": 12.0, "flops": 1e12},
+                "privacy": {"kind": "none"},
+            }
+        ],
+        "releases": [
+            {"kind": "counts", **price, "file": file_of("counts.safetensors")},
+            {"kind": "sketch", **price, "t_release": 0.5, "file": file_of("sketch.safetensors")},
+            {"kind": "moments", **price, "file": file_of("moments.safetensors")},
+            {"kind": "class_counts", **price, "file": file_of("class_counts.safetensors")},
+        ],
+        "spent": {**price, "unit": "image", "relation": "replace_one"},
+        "ledger": {"head_digest": DIGEST, "num_entries": 2, "chain": ["a" * 64, DIGEST]},
+        "audit": {"verdict": "waived", "digest": DIGEST, "waiver": {"role": "head of data", "reason": "made up"}},
+        "approval": {"kind": "person", "at": _WHEN},
+        "software": {"torch": "2.13.0"},
+    }
+
+
+def manifest_document() -> dict[str, Any]:
+    """A manifest of one silo."""
+    expert = file_of("silos/north/experts/north/expert.safetensors")
+    router = {"kind": "learned", "t_release": 0.5, "training_prior": [1.0], "temperature": 1.0}
+    return {
+        "format": "archipelago/manifest/1",
+        "plan_id": PLAN,
+        "plan_digest": DIGEST,
+        "version": 2,
+        "supersedes_digest": DIGEST,
+        "published_at": _WHEN,
+        "licence": "CC-BY-4.0",
+        "cite": "somebody",
+        "missing_silos": ["east"],
+        "withdrawn_silos": ["west"],
+        "silos": [
+            {
+                "silo_id": "north",
+                "submission": file_of("silos/north/submission.json"),
+                "key_fingerprint": DIGEST,
+                "epsilon": 8.0,
+                "delta": 1e-5,
+                "audit": "waived",
+                "isolation": "none",
+            }
+        ],
+        "experts": [{"expert_id": "north", "silo_id": "north", "cluster": 0, "prior": 1.0, "file": expert}],
+        "router": {**router, "file": file_of("router.safetensors")},
+        "evaluation": [{"metric": "nats", "strategy": "full", "value": 1.0, "low": 0.5, "high": 1.5}],
+        "files": [file_of("README.md")],
+    }
+
+
+def receipt_document() -> dict[str, Any]:
+    """A refusal."""
+    return {
+        "format": "archipelago/receipt/1",
+        "plan_id": PLAN,
+        "plan_digest": DIGEST,
+        "silo_id": "north",
+        "sequence": 1,
+        "submission_digest": DIGEST,
+        "verdict": {"kind": "refused", "code": 21, "reason": "a reason"},
+        "at": _WHEN,
+    }
+
+
+def card_document() -> dict[str, Any]:
+    """A silo's public keys."""
+    return {
+        "format": "archipelago/card/1",
+        "silo_id": "north",
+        "signing_key": str(KEY.public),
+        "node_key": "ecdsa-sha2-nistp256 AAAAE2VjZHNh",
+        "created_at": _WHEN,
+    }
+
+
+@cache
+def metadata() -> Mapping[str, bytes]:
+    """One signed TUF file of each kind."""
+    tuf_key, until = KEY.public.tuf_key(), expiry(NOW, METADATA_LIFE)
+    roles = {name: Role([tuf_key.keyid], 1) for name in ("root", "timestamp", "snapshot", "targets")}
+    listed = MetaFile(1, 100, {"sha256": DIGEST})
+    made = {
+        "root": Root(1, None, until, {tuf_key.keyid: tuf_key}, roles, False),
+        "targets": Targets(1, None, until, {}, delegation(PLAN, {"north": KEY.public}).delegations),
+        "snapshot": Snapshot(1, None, until, {"targets.json": listed}),
+        "timestamp": Timestamp(1, None, until, listed),
+    }
+    return {kind: sign_metadata(signed, [KEY]) for kind, signed in made.items()}
+
+
+@cache
+def silo_role() -> bytes:
+    """What a silo signs of its submission."""
+    base = f"{PLAN}/silos/north"
+    files = {f"{base}/submission.json": (100, DIGEST), f"{base}/experts/north/expert.safetensors": (100, DIGEST)}
+    return sign_silo_metadata(PLAN, "north", files, KEY, version=1, now=NOW)
+
+
+def _document(kind: type[Document], sample: dict[str, Any]) -> Door:
+    parse = lambda data: kind.parse(data, subject="document")  # noqa: E731
+    return Door(json.dumps(sample).encode(), parse, again=lambda value: value.encode())
+
+
+def _tuf(kind: type[Any], name: str) -> Door:
+    return Door(
+        metadata()[name],
+        lambda data: parse_metadata(data, kind, name),
+        again=lambda value: value.to_bytes(),
+        limit=LIMITS[name],
+    )
+
+
+def _sign_request(data: bytes) -> object:
+    request = Request.parse(data, subject="request")
+    return request.signed(), request.replaced(), request.holders()
+
+
+@cache
+def doors() -> Mapping[str, Door]:
+    """Every parser of documents and metadata, by name."""
+    role = {"plan_id": PLAN, "silo_id": "north", "key": KEY.public, "now": NOW}
+    root = payload_of(parse_metadata(metadata()["root"], Root, "root").signed).decode()
+    request = {"format": "archipelago/ceremony/1", "role": "root", "purpose": "because", "payload": root}
+    answer = {"format": "archipelago/holder-signature/1", "payload_digest": DIGEST, "key": str(KEY.public)}
+    invitation = {
+        "format": "archipelago/invitation/1",
+        "federation": "tiny",
+        "address": "127.0.0.1:9092",
+        "ca_certificate": "-----BEGIN CERTIFICATE-----",
+        "root": "{}",
+        "root_digest": sha256_hex(b"{}"),
+    }
+    sealed = seal(json.dumps(receipt_document()).encode(), "receipt", KEY)
+    return {
+        "plan": _document(Plan, plan_document()),
+        "submission": _document(Submission, submission_document()),
+        "manifest": _document(Manifest, manifest_document()),
+        "receipt": _document(Receipt, receipt_document()),
+        "card": _document(Card, card_document()),
+        "invitation": _document(Invitation, invitation),
+        "envelope": _document(_Envelope, json.loads(sealed)),
+        "request": _document(Request, request | {"before": root, "root": root}),
+        "holder's signature": _document(HolderSignature, answer | {"signature": "0" * 128}),
+        "sealed receipt": Door(
+            sealed, lambda data: open_sealed(data, "receipt", KEY.public, 65536), (DocumentError, SignatureError)
+        ),
+        "request to sign": Door(json.dumps(request).encode(), _sign_request),
+        "root": _tuf(Root, "root"),
+        "targets": _tuf(Targets, "targets"),
+        "snapshot": _tuf(Snapshot, "snapshot"),
+        "timestamp": _tuf(Timestamp, "timestamp"),
+        "silo's role": Door(
+            silo_role(), lambda data: verify_silo_metadata(data, **role), (TrustError, FormatError), limit=256 * 1024
+        ),
+    }
+
+
+_FILE = FileEntry(path="targets/plan.json", num_bytes=6, digest=DIGEST)
+_SPAN = Span(path="targets/plan.json", offset=0, num_bytes=6)
+REQUESTS = {
+    "offer": Envelope(Offer(plan_id=PLAN, files=(_FILE,), spans=(_SPAN,)), b"abcdef"),
+    "ask": Envelope(Ask(plan_id=PLAN, known=Status(), max_bytes=10, received=0, wait_s=1)),
+    "pull": Envelope(Pull(plan_id=PLAN, sequence=1, spans=(_SPAN,))),
+    "deliver": Envelope(Deliver(plan_id=PLAN, sequence=1), b"{}"),
+}
+REPLIES = {
+    "held": Envelope(Held(missing=(_SPAN,))),
+    "report": Envelope(Report(status=Status(), sequence=1, files=(_FILE,), spans=(_SPAN,)), b"abcdef"),
+    "shards": Envelope(Shards(spans=(_SPAN,)), b"abcdef"),
+    "delivered": Envelope(Delivered()),
+}
+
+
+def records(document: str, data: bytes | None) -> RecordDict:
+    """Pack a document that may be anything."""
+    packed = RecordDict({"head": ConfigRecord({"document": document})})
+    if data:
+        array = Array(dtype="uint8", shape=(len(data),), stype="archipelago.bytes", data=data)
+        packed["data"] = ArrayRecord({"bytes": array})
+    return packed
+
+
+def _message(envelope: Envelope[Any], decode: Callable[..., Any]) -> Door:
+    def parse(data: bytes) -> Any:
+        # Flower carries text, so bytes that are none never come this far.
+        return decode(records(data.decode("utf-8", "replace"), envelope.data), max_bytes=MAX_SHARD_BYTES)
+
+    again = lambda found: str(encode(found)["head"]["document"]).encode()  # noqa: E731
+    return Door(envelope.message.model_dump_json().encode(), parse, again=again, limit=1024 * 1024)
+
+
+@cache
+def messages() -> Mapping[str, Door]:
+    """Every message between aggregator and courier, by name; its bytes travel unchanged."""
+    return {name: _message(envelope, decode_request) for name, envelope in REQUESTS.items()} | {
+        name: _message(envelope, decode_reply) for name, envelope in REPLIES.items()
+    }

@@ -1,0 +1,76 @@
+"""What tests of publishing share: a federation that publishes quickly, a process that is killed at a chosen step."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from aggregator.keys.store import load_key
+from aggregator.release.publish import Publication, publish
+from ddm.loading.release import Release, open_release
+from ddm.protocol.base import sha256_file
+from ddm.protocol.manifest import Manifest
+from ddm.trust.keys import SigningKey
+from tests.conftest import Published
+from tests.support.federation import PASSPHRASE, TinyFederation
+from tests.support.forked import ended, forked
+
+CHANGES = ("rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync")
+
+
+def write_short_pages(source: object, draft: Manifest, targets: Path, on_progress: object) -> None:
+    """Pages of one line: drawing them is what takes the time, and they have tests of their own."""
+    for name in ("README.md", "report.html"):
+        (targets / name).write_text(f"version {draft.version}\n")
+
+
+def again(tiny: TinyFederation, out: Path, **options: object) -> Publication:
+    """Publish where things stand."""
+    return publish(tiny.federation, PASSPHRASE, out, **options)  # type: ignore[arg-type]
+
+
+def opened(published: Published, release: Path, state: Path | None = None) -> Release:
+    """Verify a release as a researcher."""
+    return open_release(release, root=published.root, state=state)
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Every file below a folder by its digest."""
+    return {path.relative_to(folder).as_posix(): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def receipts_key(tiny: TinyFederation) -> SigningKey:
+    """Open the key that signs receipts."""
+    return load_key(tiny.federation, "receipts", PASSPHRASE)
+
+
+def copied(published: Published, folder: Path) -> Published:
+    """The federation alone, without the sites, in a new place."""
+    federation = type(published.tiny.federation)(folder / "fed")
+    shutil.copytree(published.tiny.federation.path, federation.path)
+    return Published(published.release, published.root, published.plan_id, TinyFederation(folder, federation, {}))
+
+
+def killed_at(step: int, act: Callable[[], object]) -> bool:
+    """Act in a forked process that is killed right before its n-th change on disk; tell whether it got that far."""
+    left = step
+
+    def deadly(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            nonlocal left
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return real(*arguments, **named)
+
+        return call
+
+    def act_until_killed() -> None:
+        for name in CHANGES:
+            setattr(os, name, deadly(getattr(os, name)))
+        act()
+
+    code = ended(forked(act_until_killed))
+    assert code in (0, -signal.SIGKILL), "it failed by itself"
+    return code != 0

@@ -1,0 +1,16 @@
+"""A stand-in for the operating system's randomness, the same in every run: what one draw is to show is certain."""
+
+import random
+
+
+class Seeded:
+    """A `ddm.privacy.noise.Noise` of a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def below(self, bound: int) -> int:
+        return self._random.randrange(bound)
+
+    def octets(self, num: int) -> bytes:
+        return self._random.randbytes(num)

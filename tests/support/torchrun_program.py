@@ -1,0 +1,53 @@
+"""What each of two processes runs that torchrun starts: one training after another, by what a file tells."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ddm.models import build_expert
+from ddm.protocol.plan import Mmdit, TextCondition
+from ddm.training.config import Engine
+from tests.ddm.training.test_loop import SHAPE, SMALL, Run, settings
+
+JOINT = Mmdit(patch=2, hidden=16, depth=2, heads=2, shared_depth=1)
+TEXT = TextCondition(dim=3, max_tokens=2)
+
+
+def fresh(kind: str) -> nn.Module:
+    """A network of either kind that several processes train."""
+    return build_expert(JOINT, SHAPE, condition=TEXT, seed=3) if kind == "mmdit" else build_expert(SMALL, SHAPE, seed=3)
+
+
+def texts(kind: str, num: int = 40) -> Tensor | None:
+    """What that network is told about each image."""
+    if kind != "mmdit":
+        return None
+    return torch.rand(num, TEXT.max_tokens, TEXT.dim, generator=torch.Generator().manual_seed(1))
+
+
+def main(folder: Path) -> None:
+    """Train each of the runs in `runs.json`, whose checkpoints lie in folders of their own; the first writes."""
+    torch.set_num_threads(1)
+    for name, asked in json.loads((folder / "runs.json").read_text("utf-8")).items():
+        kind, place = asked["kind"], folder / (asked["folder"] or name)
+        run = Run(place, settings(**asked["recipe"]), model=fresh(kind), labels=texts(kind))
+        run.engine = Engine.model_validate(asked["engine"])
+        try:
+            # Only the first process is told, and all of them stop.
+            ema = run(lambda run=run, stop=asked["stop"]: bool(run.told) and run.told[-1].step == stop).ema
+        except KeyboardInterrupt:
+            continue
+        if ema:
+            save_file(ema, folder / f"{name}.safetensors")
+            (folder / f"{name}.json").write_text(json.dumps([(told.step, told.loss) for told in run.told]))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    os._exit(0)  # a thread of torch's that outlives the interpreter may abort; the files are written and closed
