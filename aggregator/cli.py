@@ -113,7 +113,7 @@ def router(
     federation = Federation(fed).require()
     inventory = take_inventory(federation)
     units = ", ".join(f"{silo_id} {number}" for silo_id, number in inventory.num_units.items())
-    say(f"Training on releases of {units} {inventory.plan.releases.unit}s, as each silo states …")
+    say(f"Training on statistics of {units} {inventory.plan.statistics.unit}s, as each silo states …")
     with progress("Training the router") as advance:
         report = train_router(federation, inventory, seed=seed, on_progress=lambda step, total, _: advance(step, total))
     say(describe(report))
@@ -130,8 +130,8 @@ app.command("withdraw")(withdraw)
 def costs(draft: "Draft") -> str:
     """Return what the operator is shown before a plan is signed."""
     made = draft.plan
-    training, releases = made.expert.training, made.releases
-    per_unit = f"per {releases.unit}, {releases.relation.replace('_', '-')}"
+    training, statistics = made.expert.training, made.statistics
+    per_unit = f"per {statistics.unit}, {statistics.relation.replace('_', '-')}"
     rows = [
         ("silos", ", ".join(made.silos)),
         ("encoder", _encoder(made)),
@@ -142,7 +142,7 @@ def costs(draft: "Draft") -> str:
             f"{made.expert.architecture.kind}, {human_bytes(draft.expert_bytes)}, {training.num_steps} steps",
         ),
         ("training", f"about {human_seconds(draft.train_s)} a silo (one thread of this machine, from a few steps)"),
-        ("total, stated", f"epsilon {releases.total.epsilon:g}, delta {releases.total.delta:g} {per_unit}"),
+        ("total, stated", f"epsilon {statistics.total.epsilon:g}, delta {statistics.total.delta:g} {per_unit}"),
         ("total, composed", f"epsilon {draft.epsilon:.4g} at that delta"),
         *_releases(draft),
         ("without privacy", "expert weights (no DP-SGD), number of units, losses"),
@@ -178,7 +178,7 @@ def _experts(draft: "Draft") -> str:
 
 
 def _releases(draft: "Draft") -> list[tuple[str, str]]:
-    asked = draft.plan.releases
+    asked = draft.plan.statistics
     rows = [("  counts", f"epsilon {asked.counts.epsilon:g}, {asked.counts.num_groups} public groups")]
     if asked.class_counts:
         rows.append(

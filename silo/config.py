@@ -55,7 +55,7 @@ class TrainingPolicy(Settings):
     max_steps: Annotated[int, Field(gt=0)] = 1_000_000
     max_batch_size: Annotated[int, Field(gt=0)] = 4096
     max_expert_bytes: Annotated[int, Field(gt=0)] = 4 * 1024**3
-    max_release_bytes: Annotated[int, Field(gt=0)] = 256 * 1024**2
+    max_statistic_bytes: Annotated[int, Field(gt=0)] = 256 * 1024**2
     max_train_s: Annotated[int, Field(gt=0)] = 7 * 24 * 3600
     max_gpu_hours: Annotated[float, Field(ge=0)] = 1000.0
     architectures: tuple[Literal["dit", "mmdit", "unet"], ...] = ("dit",)

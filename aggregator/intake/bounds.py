@@ -1,4 +1,4 @@
-"""How far may honest noise carry a release? Beyond these bounds a silo did not draw what the plan says.
+"""How far may honest noise carry a statistic? Beyond these bounds a silo did not draw what the plan says.
 
 Each bound fails for an honest silo with a probability of at most `FAILURE` over a whole file: a silo that is refused
 because of one has made a mistake or lies. They limit what one silo can do to the router; they do not show that the
@@ -74,7 +74,7 @@ def moments_bounds(num_units: int, noise_std: float, rank: int) -> tuple[float, 
 
     Args:
         num_units: n_k.
-        noise_std: sigma of the release.
+        noise_std: sigma of the statistic.
         rank: R.
     """
     q = 1 + math.sqrt(rank) * GRID  # a rounded sketch's norm, with room for the rounded noise

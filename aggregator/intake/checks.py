@@ -12,16 +12,16 @@ from pathlib import Path
 from torch import Tensor
 
 from aggregator.intake.limits import submission_entries
-from aggregator.intake.plausibility import check_releases
+from aggregator.intake.plausibility import check_statistics
 from ddm.errors import AbsentFileError, DigestError, PolicyError, ReplayError, UnlistedFileError
 from ddm.io.files import list_files, read_bounded
 from ddm.io.tensors import check_file
-from ddm.loading.plan import PlanFiles, release_noise_level
+from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.layout import silo_parts
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_file, sha256_hex
 from ddm.protocol.plan import Plan, RandomPartition, SiloPartition, most_experts
-from ddm.protocol.submission import Submission, SubmittedSketch, expert_path, release_terms, submission_path
+from ddm.protocol.submission import Submission, SubmittedSketch, expert_path, statistic_terms, submission_path
 from ddm.trust.keys import PublicKey
 from ddm.trust.silo_role import read_silo_metadata
 
@@ -94,7 +94,7 @@ def verify_submission(folder: Path, expected: Expectation) -> Intake:
     _check_binding(submission, expected)
     _check_listing(submission, signed, files, role_name, document)
     _check_terms(submission, expected)
-    noisy_G = check_releases(submission, files, expected.plan, expected.files.sketch)
+    noisy_G = check_statistics(submission, files, expected.plan, expected.files.sketch)
     _check_experts(submission, expected, noisy_G)
     _check_weights(submission, files, expected.plan)
     return Intake(submission=submission, digest=sha256_hex(data), files=files)
@@ -132,27 +132,27 @@ def _check_listing(
     role_name: str,
     document: str,
 ) -> None:
-    """The role lists the document and its experts; the rest of the folder is the releases; nothing else is there."""
+    """The role lists the document and its experts; the rest of the folder is the statistics; nothing else is there."""
     experts = {expert.file.path: (expert.file.bytes, expert.file.digest) for expert in submission.experts}
     if {name: value for name, value in signed.items() if name != document} != experts:
         raise DigestError(document, expected="exactly the experts that the silo's role lists", got="others")
-    for release in submission.releases:
-        file: File = release.file
+    for statistic in submission.statistics:
+        file: File = statistic.file
         _check_bytes(_present(files, file.path), file.path, file.bytes, file.digest)
-    known = {role_name, *signed, *(release.file.path for release in submission.releases)}
+    known = {role_name, *signed, *(statistic.file.path for statistic in submission.statistics)}
     for name in files:
         if name not in known:
             raise UnlistedFileError(name, expected="only files that the submission lists", got="another")
 
 
 def _check_terms(submission: Submission, expected: Expectation) -> None:
-    """The submission keeps to the plan: which releases at which cost, how many units, how large its files."""
-    plan, asked, spent = expected.plan, expected.plan.releases, submission.spent
-    wanted = {**release_terms(asked), "all together": (asked.total.epsilon, asked.total.delta)}
-    told: dict[str, tuple[float, float]] = {one.kind: (one.epsilon, one.delta) for one in submission.releases}
+    """The submission keeps to the plan: which statistics at which cost, how many units, how large its files."""
+    plan, asked, spent = expected.plan, expected.plan.statistics, submission.spent
+    wanted = {**statistic_terms(asked), "all together": (asked.total.epsilon, asked.total.delta)}
+    told: dict[str, tuple[float, float]] = {one.kind: (one.epsilon, one.delta) for one in submission.statistics}
     told["all together"] = (spent.epsilon, spent.delta)
     if told.keys() != wanted.keys():
-        raise PolicyError("submission, releases", expected=", ".join(wanted), got=", ".join(told))
+        raise PolicyError("submission, statistics", expected=", ".join(wanted), got=", ".join(told))
     for kind, terms in wanted.items():
         if told[kind] != terms:
             subject = f"submission, epsilon and delta of {kind}"
@@ -161,10 +161,10 @@ def _check_terms(submission: Submission, expected: Expectation) -> None:
             )
     if spent.unit != asked.unit:
         raise PolicyError("submission, privacy unit", expected=asked.unit, got=spent.unit)
-    t_release = release_noise_level(plan, expected.files.sketch) or 0.0
-    for release in submission.releases:
-        if isinstance(release, SubmittedSketch) and abs(release.t_release - t_release) > T_RELEASE_TOLERANCE:
-            got = f"{release.t_release:.6f}"
+    t_release = sketch_noise_level(plan, expected.files.sketch) or 0.0
+    for statistic in submission.statistics:
+        if isinstance(statistic, SubmittedSketch) and abs(statistic.t_release - t_release) > T_RELEASE_TOLERANCE:
+            got = f"{statistic.t_release:.6f}"
             raise PolicyError("submission, t_release", expected=f"{t_release:.6f}", got=got)
     _check_sizes(submission, plan)
 
@@ -172,13 +172,17 @@ def _check_terms(submission: Submission, expected: Expectation) -> None:
 def _check_sizes(submission: Submission, plan: Plan) -> None:
     numbers = [
         ("bytes of an expert", max(expert.file.bytes for expert in submission.experts), plan.limits.expert_bytes),
-        ("bytes of a release", max(release.file.bytes for release in submission.releases), plan.limits.release_bytes),
+        (
+            "bytes of a statistic",
+            max(statistic.file.bytes for statistic in submission.statistics),
+            plan.limits.statistic_bytes,
+        ),
     ]
     for subject, size, most in numbers:
         if size > most:
             raise PolicyError(f"submission, {subject}", expected=f"at most {most}", got=f"{size}")
     fewest = plan.partition.min_images * (most_experts(plan) if isinstance(plan.partition, RandomPartition) else 1)
-    if plan.releases.unit == "image" and submission.num_units < fewest:
+    if plan.statistics.unit == "image" and submission.num_units < fewest:
         raise PolicyError("submission, images", expected=f"at least {fewest}", got=f"{submission.num_units}")
 
 
@@ -194,7 +198,7 @@ def _check_experts(submission: Submission, expected: Expectation, noisy_G: Tenso
         names = ", ".join(part.expert_id for part in parts)
         got = f"{len(submission.experts)}, of other names, clusters, places or order"
         raise PolicyError("submission, experts", expected=f"{names}, as its noised counts tell", got=got)
-    alone = isinstance(plan.partition, SiloPartition) and plan.releases.unit == "image"
+    alone = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
     for expert in submission.experts:
         if expert.num_images != (submission.num_units if alone else None):
             told = f"the silo's {submission.num_units} units" if alone else "none, since it would be exact"

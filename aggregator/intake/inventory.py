@@ -8,19 +8,19 @@ from torch import Tensor
 
 from aggregator.config import Federation
 from aggregator.intake.flags import Flags, flags_of
-from aggregator.intake.plausibility import release_specs
+from aggregator.intake.plausibility import statistic_specs
 from aggregator.intake.quarantine import is_admitted
 from aggregator.membership.registry import card_of, signing_key, taking_part
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import DigestError, ReplayError, SetupError
 from ddm.io.files import read_bounded
 from ddm.io.tensors import load_tensors
-from ddm.loading.plan import PlanFiles, release_noise_level
+from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.partition.layout import Layout, silo_parts
 from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, now_utc, sha256_hex
 from ddm.protocol.plan import Plan
-from ddm.protocol.submission import Submission, release_terms, submission_path
+from ddm.protocol.submission import Submission, statistic_terms, submission_path
 from ddm.trust.silo_role import verify_silo_metadata
 
 
@@ -77,23 +77,23 @@ class Inventory:
 
     def counts(self) -> Mapping[str, Tensor]:
         """Each silo's noised histogram, shape (G,), int64."""
-        return {silo_id: tensors["counts"] for silo_id, tensors in self._released("counts").items()}
+        return {silo_id: tensors["counts"] for silo_id, tensors in self._statistics("counts").items()}
 
     def class_counts(self) -> Mapping[str, Tensor]:
         """Each silo's noised histogram over classes and groups, shape (C, G), int64; empty where none was asked for."""
-        return {silo_id: tensors["counts"] for silo_id, tensors in self._released("class_counts").items()}
+        return {silo_id: tensors["counts"] for silo_id, tensors in self._statistics("class_counts").items()}
 
     def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Each silo's noised `sum`, shape (R,), and `second`, shape (R, R), float32; empty where none was asked for."""
-        return self._released("moments")
+        return self._statistics("moments")
 
     def sketches(self) -> Mapping[str, Tensor]:
         """Each silo's noised sketches, shape (n_k, R), float32; empty where none were asked for."""
-        return {silo_id: tensors["sketch"] for silo_id, tensors in self._released("sketch").items()}
+        return {silo_id: tensors["sketch"] for silo_id, tensors in self._statistics("sketch").items()}
 
     def t_release(self) -> float | None:
         """The noise level of the sketches, None where none were asked for."""
-        return release_noise_level(self.plan, self.files.sketch)
+        return sketch_noise_level(self.plan, self.files.sketch)
 
     def layout(self) -> Layout:
         """Every silo's experts, as its noised histogram tells them; the order of the manifest and of the router."""
@@ -101,14 +101,14 @@ class Inventory:
         counts = self.counts().items()
         return Layout.of(partition, [silo_parts(partition, silo_id, clusters, noisy_G) for silo_id, noisy_G in counts])
 
-    def _released(self, kind: Kind) -> Mapping[str, Mapping[str, Tensor]]:
-        if kind not in release_terms(self.plan.releases):
+    def _statistics(self, kind: Kind) -> Mapping[str, Mapping[str, Tensor]]:
+        if kind not in statistic_terms(self.plan.statistics):
             return {}
         return {silo_id: self._release(silo, kind) for silo_id, silo in self.silos.items()}
 
     def _release(self, silo: AcceptedSilo, kind: Kind) -> Mapping[str, Tensor]:
-        file = next(release.file for release in silo.submission.releases if release.kind == kind)
-        specs = release_specs(kind, self.plan, silo.submission.num_units)
+        file = next(statistic.file for statistic in silo.submission.statistics if statistic.kind == kind)
+        specs = statistic_specs(kind, self.plan, silo.submission.num_units)
         return load_tensors(silo.folder / file.path, specs, max_bytes=file.bytes, digest=file.digest)
 
 

@@ -1,16 +1,16 @@
 """How much may one submission be? Asked before anything of it is here, so by programs that import no torch."""
 
 from ddm.protocol.plan import Plan, most_experts
-from ddm.protocol.submission import release_terms
+from ddm.protocol.submission import statistic_terms
 
 MAX_OTHER_ENTRIES = 32
 MAX_DOCUMENTS_BYTES = 16 << 20
 
 
 def submission_bytes(plan: Plan) -> int:
-    """Return the most bytes that a submission of `plan` may have: its experts, its releases, its documents."""
-    releases = len(release_terms(plan.releases)) * plan.limits.release_bytes
-    return most_experts(plan) * plan.limits.expert_bytes + releases + MAX_DOCUMENTS_BYTES
+    """Return the most bytes that a submission of `plan` may have: its experts, its statistics, its documents."""
+    statistics = len(statistic_terms(plan.statistics)) * plan.limits.statistic_bytes
+    return most_experts(plan) * plan.limits.expert_bytes + statistics + MAX_DOCUMENTS_BYTES
 
 
 def submission_entries(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""Could honest noise have made these releases? Each is opened strictly, then held to `aggregator.intake.bounds`.
+"""Could honest noise have made these statistics? Each is opened strictly, then held to `aggregator.intake.bounds`.
 
 What is read here decides about experts and routers of everybody; the bounds keep one silo from sending just anything.
 """
@@ -13,33 +13,33 @@ from aggregator.intake.bounds import cell_noise_bound, moments_bounds, sketch_no
 from ddm.diffusion.path import path_named
 from ddm.errors import TensorFileError
 from ddm.io.tensors import TensorSpec, load_tensors
-from ddm.loading.plan import release_noise_level
+from ddm.loading.plan import sketch_noise_level
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission
 from ddm.routers.conditional import class_counts_specs
 from ddm.routers.counts import counts_specs
 from ddm.routers.moments import moments_noise_std, moments_specs
-from ddm.routers.sketch import Sketch, sketch_release_specs
+from ddm.routers.sketch import Sketch, released_sketch_specs
 
 # Shape legend: N units, R sketch dimensions.
 
 
-def release_specs(kind: str, plan: Plan, num_units: int) -> dict[str, TensorSpec]:
+def statistic_specs(kind: str, plan: Plan, num_units: int) -> dict[str, TensorSpec]:
     """Return what a released file of this kind must hold."""
     specs: Mapping[str, Callable[[], dict[str, TensorSpec]]] = {
         "counts": lambda: counts_specs(plan),
         "class_counts": lambda: class_counts_specs(plan),
         "moments": lambda: moments_specs(plan),
-        "sketch": lambda: sketch_release_specs(plan, num_units),
+        "sketch": lambda: released_sketch_specs(plan, num_units),
     }
     return specs[kind]()
 
 
-def check_releases(submission: Submission, files: Mapping[str, Path], plan: Plan, sketch: Sketch) -> Tensor:
-    """Open every release and refuse values that no honest noise explains.
+def check_statistics(submission: Submission, files: Mapping[str, Path], plan: Plan, sketch: Sketch) -> Tensor:
+    """Open every statistic and refuse values that no honest noise explains.
 
     Args:
-        submission: its releases are exactly those of the plan.
+        submission: its statistics are exactly those of the plan.
         files: where each lies.
         plan: the plan.
         sketch: the plan's.
@@ -51,15 +51,15 @@ def check_releases(submission: Submission, files: Mapping[str, Path], plan: Plan
         TensorFileError: other tensors than the plan implies, or values out of bounds.
     """
     num_units, found = submission.num_units, {}
-    for release in submission.releases:
-        name, specs = release.file.path, release_specs(release.kind, plan, num_units)
-        tensors = found[release.kind] = load_tensors(files[name], specs, max_bytes=plan.limits.release_bytes)
-        if release.kind == "sketch":
+    for statistic in submission.statistics:
+        name, specs = statistic.file.path, statistic_specs(statistic.kind, plan, num_units)
+        tensors = found[statistic.kind] = load_tensors(files[name], specs, max_bytes=plan.limits.statistic_bytes)
+        if statistic.kind == "sketch":
             _check_sketches(tensors["sketch"], plan, sketch, name)
-        elif release.kind == "moments":
+        elif statistic.kind == "moments":
             _check_moments(tensors["sum"], tensors["second"], plan, num_units, name)
         else:
-            _check_histogram(tensors["counts"], release.epsilon, num_units, name)
+            _check_histogram(tensors["counts"], statistic.epsilon, num_units, name)
     return found["counts"]["counts"]
 
 
@@ -84,7 +84,7 @@ def _check_moments(sum_R: Tensor, second_RR: Tensor, plan: Plan, num_units: int,
 
 
 def _check_sketches(sketch_NR: Tensor, plan: Plan, sketch: Sketch, name: str) -> None:
-    path, t_r = path_named(plan.objective.path), torch.tensor(release_noise_level(plan, sketch), dtype=torch.float64)
+    path, t_r = path_named(plan.objective.path), torch.tensor(sketch_noise_level(plan, sketch), dtype=torch.float64)
     num_rows, rank = sketch_NR.shape
     most = sketch_norm_bound(float(path.alpha(t_r)), float(path.sigma(t_r)), sketch.scale, rank, num_rows)
     if float(sketch_NR.double().norm(dim=1).max()) > most:

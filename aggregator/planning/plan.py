@@ -23,7 +23,7 @@ from ddm.encoders.autoencoder import AutoencoderKl, Identity, Latent, open_weigh
 from ddm.errors import DataError, SetupError
 from ddm.io.files import link_or_copy, locked, require_file, write_atomic
 from ddm.io.tensors import load_tensors, save_tensors
-from ddm.loading.plan import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH, release_noise_level
+from ddm.loading.plan import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH, sketch_noise_level
 from ddm.models import MAX_WEIGHT, build_expert, empty_expert, expected_tensors, num_parameters
 from ddm.partition.clustering import fit_clustering
 from ddm.privacy.plan_cost import check_total, plan_epsilon
@@ -61,7 +61,7 @@ class Draft:
         fitted: public images that encoder, clusters and sketch were fitted on, shape (N, C, H, W).
         holdout: public images kept back to judge the routers, shape (N, C, H, W).
         t_release: noise level at which sketches leave; None where none do.
-        epsilon: what all releases cost together at the total's delta.
+        epsilon: what all statistics cost together at the total's delta.
         expert_bytes: size of one expert.
         num_experts: most experts that a silo may have.
         train_s: seconds that training all of these would take here, one thread, measured on a few steps.
@@ -96,7 +96,7 @@ def draft_plan(
         SetupError: no silo is enrolled, the encoder's weights are not there, or no text encoder in the folder named.
         TensorFileError: the autoencoder's weights are not what the recipe's sizes imply.
         DataError: too few public images for the recipe.
-        PolicyError: the releases cost more than the total that the recipe states.
+        PolicyError: the statistics cost more than the total that the recipe states.
     """
     silos = tuple(sorted(cards(federation)))
     if not silos:
@@ -110,7 +110,7 @@ def draft_plan(
     fit, holdout = public[order[num_holdout:]], public[order[:num_holdout]]
     condition = _condition(recipe)
     encoder, spec = _open_encoder(recipe, fit)
-    num_fine = recipe.clustering.fine_for(len(fit), recipe.releases.counts.num_groups)
+    num_fine = recipe.clustering.fine_for(len(fit), recipe.statistics.counts.num_groups)
     latent, latent_spec, latents = _open_latent(recipe, fit, holdout, on_progress)
     seen = latents[0] if latents else fit
     sketch = _fit_public_parts(recipe, encoder, num_fine, fit, seen, folder, on_progress)
@@ -144,7 +144,7 @@ def draft_plan(
         t_distribution=recipe.t_distribution,
         condition=condition,
         expert=recipe.expert,
-        releases=recipe.releases,
+        statistics=recipe.statistics,
         router=recipe.router,
         audit=recipe.audit,
         limits=recipe.limits,
@@ -157,7 +157,7 @@ def draft_plan(
         folder=folder,
         fitted=fit,
         holdout=holdout,
-        t_release=release_noise_level(plan, sketch),
+        t_release=sketch_noise_level(plan, sketch),
         epsilon=plan_epsilon(plan),
         expert_bytes=4 * num_parameters(expert),
         num_experts=num_experts,
@@ -223,14 +223,14 @@ def _fit_public_parts(
     on_progress: Progress | None,
 ) -> Sketch:
     """Fit clusters on features of images, and the sketch on what experts see of them; write all three."""
-    releases, clustering = recipe.releases, recipe.clustering
-    num_groups = releases.counts.num_groups
+    statistics, clustering = recipe.statistics, recipe.clustering
+    num_groups = statistics.counts.num_groups
     features = encoder.encode(fit, on_progress)
     clusters = fit_clustering(
         features, num_fine, clustering.num_coarse, num_groups, seed=recipe.public.seed, balanced=clustering.balanced
     )
     group_N = clusters.group_F[clusters.assign(features)]
-    released = max((part.rank for part in (releases.sketch, releases.moments) if part), default=recipe.sketch.rank)
+    released = max((part.rank for part in (statistics.sketch, statistics.moments) if part), default=recipe.sketch.rank)
     sketch = Sketch.fit(seen, group_N, recipe.sketch.rank, num_groups, released_rank=released)
     for path, part in ((ENCODER_PATH, encoder), (CENTROIDS_PATH, clusters), (SKETCH_PATH, sketch)):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -18,8 +18,8 @@ from ddm.protocol.plan import (
     NoCondition,
     Objective,
     Partition,
-    Releases,
     Router,
+    Statistics,
     UniformT,
 )
 
@@ -108,7 +108,7 @@ class Recipe(Settings):
     objective: Objective = Objective()
     expert: Expert
     base: str | None = None  # the public expert that training starts from: a file on this machine
-    releases: Releases
+    statistics: Statistics
     router: Router
     audit: Audit
     limits: Limits

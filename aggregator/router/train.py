@@ -76,13 +76,13 @@ def train_router(
 
     Raises:
         RefusedError: an accepted expert stands apart from the others and nobody admitted it; or the router to publish
-            is worse than the prior on public data: the releases contradict the plan.
+            is worse than the prior on public data: the statistics contradict the plan.
     """
     refuse_outliers(federation, inventory)
     plan, layout = inventory.plan, inventory.layout()
     path = path_named(plan.objective.path)
     noisy_KG = torch.stack(list(inventory.counts().values()))
-    num_units, epsilon = list(inventory.num_units.values()), plan.releases.counts.epsilon
+    num_units, epsilon = list(inventory.num_units.values()), plan.statistics.counts.epsilon
     share_K = capped_shares(num_units, federation.settings().max_influence)
     by_silo = CountsRouter.from_counts(
         inventory.files.sketch, noisy_KG, num_units, epsilon, path_named(plan.objective.path)
@@ -245,7 +245,7 @@ def _experts(inventory: Inventory, device: torch.device) -> LazyExperts:
 
 def _class_tensors(inventory: Inventory) -> Mapping[str, Tensor]:
     """Return what is stored beside the router where the silos released their classes."""
-    asked = inventory.plan.releases.class_counts
+    asked = inventory.plan.statistics.class_counts
     if asked is None:
         return {}
     noisy_KCG = torch.stack(list(inventory.class_counts().values()))

@@ -88,7 +88,7 @@ def info(
         )
         for silo in manifest.silos
     ]
-    say(table(rows, ("silo", f"{plan.releases.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
+    say(table(rows, ("silo", f"{plan.statistics.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
     say("\nThe experts' weights were trained without differential privacy; epsilon covers the router's inputs only.")
     warn_if_expired(opened)
 

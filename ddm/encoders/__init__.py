@@ -1,4 +1,4 @@
-"""Which public features describe an image? One encoder a file, one interface."""
+"""Public features of images: one encoder a file, one interface."""
 
 from collections.abc import Callable
 from typing import Protocol

@@ -51,7 +51,7 @@ class PlanFiles:
             listed = plan.file(path)
             return load_tensors(folder / path, specs, max_bytes=listed.bytes, digest=listed.digest)
 
-        dim, num_groups = plan.encoder.dim, plan.releases.counts.num_groups
+        dim, num_groups = plan.encoder.dim, plan.statistics.counts.num_groups
         encoder: Encoder
         if isinstance(plan.encoder, PcaSpec):
             encoder = PcaEncoder.from_tensors(load(plan.encoder.path, pca_specs(plan.data, dim)))
@@ -76,9 +76,9 @@ class PlanFiles:
         return open_latent(plan.latent, plan.data.shape, listed, folder)
 
 
-def release_noise_level(plan: Plan, sketch: Sketch) -> float | None:
+def sketch_noise_level(plan: Plan, sketch: Sketch) -> float | None:
     """Return the t_release that the plan's epsilon and delta imply for its sketches; None where none are released."""
-    asked = plan.releases.sketch
+    asked = plan.statistics.sketch
     if asked is None:
         return None
     return t_release(gaussian_mu(asked.epsilon, asked.delta), sketch.scale, path_named(plan.objective.path), asked.rank)

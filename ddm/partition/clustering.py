@@ -27,7 +27,7 @@ class Clusters:
     Attributes:
         centroids_FD: fine centroids in feature space, float32.
         coarse_F: the coarse cluster of each fine centroid, int64.
-        group_F: the group of each fine centroid in the counts release, int64.
+        group_F: the group of each fine centroid in the counts, int64.
     """
 
     centroids_FD: Tensor
@@ -52,7 +52,7 @@ class Clusters:
         return Nearest(self.centroids_FD).find(features)
 
     def groups(self, features: Tensor) -> Tensor:
-        """Return the group of each feature in the counts release, shape (N,), int64."""
+        """Return the group of each feature in the counts, shape (N,), int64."""
         return self.group_F[self.assign(features)]
 
     def check(self, num_coarse: int, num_groups: int) -> None:
@@ -102,7 +102,7 @@ def fit_clustering(
         features: public features, shape (N, D).
         num_fine: number of fine centroids.
         num_coarse: number of coarse clusters, at most `num_groups`.
-        num_groups: number of groups in the counts release, at most `num_fine`.
+        num_groups: number of groups in the counts, at most `num_fine`.
         seed: of the initial centroids; the features are public, so no privacy hangs on it.
         balanced: give the coarse clusters about as many public images each (`_balance`).
 

@@ -1,4 +1,4 @@
-"""What does a release cost, alone and with others, and how much noise does it need?
+"""What does a statistic cost, alone and with others, and how much noise does it need?
 
 Everything is under the replace-one relation: one unit's record is exchanged for another, the number of units is public.
 """
@@ -89,7 +89,7 @@ def privacy_curve(mechanisms: Iterable[Mechanism]) -> Curve:
     """Return an upper bound on the epsilon of all mechanisms together, as a function of delta that never rises.
 
     The privacy loss distributions are composed pessimistically. Basic composition, with the Gaussians first composed
-    exactly (``mu^2`` adds), is a second upper bound; the smaller of the two is returned, so that a pure release costs
+    exactly (``mu^2`` adds), is a second upper bound; the smaller of the two is returned, so that a pure statistic costs
     exactly its epsilon and no discretisation step more.
     """
     listed = list(mechanisms)
@@ -204,13 +204,13 @@ def t_release(mu: float, scale_C: float, path: Path, rank: int) -> float:
     ``mu = sensitivity * C * alpha_r / sigma_r``; rounded up to a multiple of 2^-20, which only adds noise.
 
     Args:
-        mu: what the release may cost.
+        mu: what the statistic may cost.
         scale_C: the sketch's scale, in data units.
         path: the probability path.
         rank: dimensions of the sketch.
 
     Raises:
-        NumericalError: the release would be noise alone.
+        NumericalError: the statistic would be noise alone.
     """
 
     def ratio(t: float) -> float:

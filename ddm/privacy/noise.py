@@ -1,4 +1,4 @@
-"""Where does the noise of a release come from, and how is it drawn so that it hides what it is added to?
+"""Where does the noise of a statistic come from, and how is it drawn so that it hides what it is added to?
 
 Noise is drawn from the operating system's randomness, as whole numbers; no seed reaches this file.
 """

@@ -9,20 +9,20 @@ from ddm.protocol.plan import Plan
 
 Kind = Literal["counts", "sketch", "moments", "class_counts"]
 _SLACK = 1 + 1e-9  # parts that sum to exactly the total fit it
-_MIN_EPSILON = 1e-6  # below it a release is noise alone, and whole numbers of 64 bits may not hold it
+_MIN_EPSILON = 1e-6  # below it a statistic is noise alone, and whole numbers of 64 bits may not hold it
 
 
 def mechanisms(plan: Plan) -> Mapping[Kind, Mechanism]:
     """Return everything that the plan draws, by kind, in the order in which it is drawn.
 
     Raises:
-        PolicyError: a release with an epsilon that leaves noise alone.
+        PolicyError: a statistic with an epsilon that leaves noise alone.
     """
-    asked = plan.releases
+    asked = plan.statistics
     least = min(part.epsilon for part in (asked.counts, asked.class_counts, asked.moments, asked.sketch) if part)
     if least < _MIN_EPSILON:
         expected = f"at least {_MIN_EPSILON:g}, or it is noise alone"
-        raise PolicyError(f"plan {plan.plan_id}: epsilon of a release", expected=expected, got=f"{least:g}")
+        raise PolicyError(f"plan {plan.plan_id}: epsilon of a statistic", expected=expected, got=f"{least:g}")
     drawn: dict[Kind, Mechanism] = {"counts": DiscreteLaplaceMechanism(epsilon=asked.counts.epsilon)}
     if asked.class_counts:
         drawn["class_counts"] = DiscreteLaplaceMechanism(epsilon=asked.class_counts.epsilon)
@@ -34,17 +34,17 @@ def mechanisms(plan: Plan) -> Mapping[Kind, Mechanism]:
 
 
 def plan_epsilon(plan: Plan) -> float:
-    """Return what all releases of the plan cost together at ``releases.total.delta``, composed."""
-    return total_epsilon(mechanisms(plan).values(), plan.releases.total.delta)
+    """Return what all statistics of the plan cost together at ``statistics.total.delta``, composed."""
+    return total_epsilon(mechanisms(plan).values(), plan.statistics.total.delta)
 
 
 def check_total(plan: Plan) -> None:
-    """Refuse a plan whose releases cost more than the total it states.
+    """Refuse a plan whose statistics cost more than the total it states.
 
     Raises:
-        PolicyError: names both, or a release that is noise alone.
+        PolicyError: names both, or a statistic that is noise alone.
     """
-    total, found = plan.releases.total, plan_epsilon(plan)
+    total, found = plan.statistics.total, plan_epsilon(plan)
     if not found <= total.epsilon * _SLACK:
         expected = f"epsilon of at most {total.epsilon:g} at delta {total.delta:g}, as it states"
-        raise PolicyError(f"plan {plan.plan_id}: all releases together", expected=expected, got=f"{found:.4g}")
+        raise PolicyError(f"plan {plan.plan_id}: all statistics together", expected=expected, got=f"{found:.4g}")

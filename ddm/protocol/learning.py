@@ -88,7 +88,7 @@ Adaptation = Annotated[FullAdaptation | LoraAdaptation | PartialAdaptation, Fiel
 
 
 class Training(Model):
-    """How an expert is trained. `seed` covers training only, never the noise of a release.
+    """How an expert is trained. `seed` covers training only, never the noise of a statistic.
 
     Attributes:
         mask_ratio: share of an image's tokens that a step leaves out; only for the architecture dit.

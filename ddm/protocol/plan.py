@@ -101,7 +101,7 @@ class Clustering(Model):
 
 
 class SketchSpec(Model):
-    """The public projection through which a router sees an image; releases use its leading dimensions."""
+    """The public projection through which a router sees an image; statistics use its leading dimensions."""
 
     path: RelativePath = "plan/sketch.safetensors"
     rank: Annotated[int, Field(gt=0, le=1024)]
@@ -139,14 +139,14 @@ class Budget(Model):
     delta: Delta
 
 
-class CountsRelease(Model):
+class CountsStatistic(Model):
     """A histogram over public groups of fine centroids, by discrete Laplace noise."""
 
     epsilon: Epsilon
     num_groups: Annotated[int, Field(gt=0, le=4096)]
 
 
-class SketchRelease(Model):
+class SketchStatistic(Model):
     """One noised sketch per unit, by the Gaussian mechanism at t_release, of the projection's leading dimensions."""
 
     epsilon: Epsilon
@@ -154,7 +154,7 @@ class SketchRelease(Model):
     rank: Annotated[int, Field(gt=0, le=1024)]
 
 
-class MomentsRelease(Model):
+class MomentsStatistic(Model):
     """Mean and second moments of the sketches of all units, by the Gaussian mechanism."""
 
     epsilon: Epsilon
@@ -162,14 +162,14 @@ class MomentsRelease(Model):
     rank: Annotated[int, Field(gt=0, le=256)]
 
 
-class ClassCountsRelease(Model):
+class ClassCountsStatistic(Model):
     """A histogram over classes and public groups, by discrete Laplace noise; for priors given a class."""
 
     epsilon: Epsilon
     num_classes: Annotated[int, Field(gt=1, le=4096)]
 
 
-class Releases(Model):
+class Statistics(Model):
     """Everything differentially private that the plan asks for, and the total it may cost.
 
     What all of it costs together is composed by `ddm.privacy.plan_cost`; here each part only has to fit by itself.
@@ -178,18 +178,18 @@ class Releases(Model):
     unit: Unit
     relation: Literal["replace_one"] = "replace_one"
     total: Budget
-    counts: CountsRelease
-    sketch: SketchRelease | None = None
-    moments: MomentsRelease | None = None
-    class_counts: ClassCountsRelease | None = None
+    counts: CountsStatistic
+    sketch: SketchStatistic | None = None
+    moments: MomentsStatistic | None = None
+    class_counts: ClassCountsStatistic | None = None
 
     @model_validator(mode="after")
-    def _total_covers_parts(self) -> "Releases":
+    def _total_covers_parts(self) -> "Statistics":
         asked = [part for part in (self.counts, self.sketch, self.moments, self.class_counts) if part]
         if any(part.epsilon > self.total.epsilon for part in asked):
-            raise ValueError("a release asks for more epsilon than total")
+            raise ValueError("a statistic asks for more epsilon than total")
         if any(part.delta > self.total.delta for part in (self.sketch, self.moments) if part):
-            raise ValueError("a release asks for more delta than total")
+            raise ValueError("a statistic asks for more delta than total")
         return self
 
 
@@ -238,7 +238,7 @@ class Limits(Model):
     """Bounds on what a silo sends and on how long it works."""
 
     expert_bytes: PositiveInt
-    release_bytes: PositiveInt
+    statistic_bytes: PositiveInt
     train_s: PositiveInt
     gpu_hours: Annotated[float, Field(ge=0.0)]
 
@@ -263,7 +263,7 @@ class Plan(Document):
     t_distribution: TDistribution
     condition: Condition
     expert: Expert
-    releases: Releases
+    statistics: Statistics
     router: Router
     audit: Audit
     limits: Limits
@@ -279,7 +279,7 @@ class Plan(Document):
         named |= {self.latent.path} if isinstance(self.latent, AutoencoderKlLatent) else set()
         if not named - {None} <= set(listed):
             raise ValueError("the plan names a file that it does not list")
-        counted = self.releases.class_counts
+        counted = self.statistics.class_counts
         if isinstance(self.condition, ClassCondition) and counted and counted.num_classes != self.condition.num_classes:
             raise ValueError("condition and class counts disagree about the number of classes")
         others = [other.silo_id for other in self.objective.exceptions]
@@ -290,7 +290,7 @@ class Plan(Document):
         _check_shape(self.expert_shape, self.condition, self.expert.architecture, self.router, self.encoder)
         if self.expires_at <= self.created_at:
             raise ValueError("the plan expires before it is created")
-        _check_routing(self.releases, self.router, self.sketch, self.clustering, self.partition)
+        _check_routing(self.statistics, self.router, self.sketch, self.clustering, self.partition)
         return self
 
     @property
@@ -320,18 +320,18 @@ def _check_shape(
 
 
 def _check_routing(
-    releases: Releases, router: Router, sketch: SketchSpec, clustering: Clustering, partition: Partition
+    statistics: Statistics, router: Router, sketch: SketchSpec, clustering: Clustering, partition: Partition
 ) -> None:
-    """The router has the releases that it is made from, and these fit the public projection and clusters."""
-    if isinstance(router, LearnedRouter) and releases.sketch is None:
-        raise ValueError("a learned router needs the release of sketches")
-    if isinstance(router, MomentsRouter) and releases.moments is None:
-        raise ValueError("a moments router needs the release of moments")
+    """The router has the statistics that it is made from, and these fit the public projection and clusters."""
+    if isinstance(router, LearnedRouter) and statistics.sketch is None:
+        raise ValueError("a learned router needs sketches")
+    if isinstance(router, MomentsRouter) and statistics.moments is None:
+        raise ValueError("a moments router needs moments")
     if isinstance(router, MomentsRouter) and isinstance(partition, SiloClusterPartition):
         raise ValueError("a moments router knows silos, not clusters: use the partition silo")
-    if any(part.rank > sketch.rank for part in (releases.sketch, releases.moments) if part):
-        raise ValueError("a release asks for more dimensions than the sketch has")
-    if not clustering.num_coarse <= releases.counts.num_groups <= clustering.num_fine:
+    if any(part.rank > sketch.rank for part in (statistics.sketch, statistics.moments) if part):
+        raise ValueError("a statistic asks for more dimensions than the sketch has")
+    if not clustering.num_coarse <= statistics.counts.num_groups <= clustering.num_fine:
         raise ValueError("there must be at least as many fine centroids as groups, and as many groups as clusters")
 
 

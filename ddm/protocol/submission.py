@@ -1,6 +1,6 @@
 """The submission: all that one silo sends. Whatever leaves a hospital is named on this page.
 
-The file is signed by being listed in the silo's TUF role. It is published whole; the releases it names (noised
+The file is signed by being listed in the silo's TUF role. It is published whole; the statistics it names (noised
 histograms, moments, sketches) reach the aggregator only, and stand here as digests.
 """
 
@@ -25,7 +25,7 @@ from ddm.protocol.base import (
     Time,
     Unit,
 )
-from ddm.protocol.plan import Releases
+from ddm.protocol.plan import Statistics
 
 
 def expert_path(silo_id: str, expert_id: str) -> str:
@@ -43,8 +43,8 @@ def submission_path(silo_id: str) -> str:
     return f"silos/{silo_id}/submission.json"
 
 
-def release_terms(asked: Releases) -> Mapping[str, tuple[float, float]]:
-    """The epsilon and delta of every release that a plan asks for, by kind; a histogram has no delta."""
+def statistic_terms(asked: Statistics) -> Mapping[str, tuple[float, float]]:
+    """The epsilon and delta of every statistic that a plan asks for, by kind; a histogram has no delta."""
     histograms = {"counts": asked.counts, "class_counts": asked.class_counts}
     gaussians = {"moments": asked.moments, "sketch": asked.sketch}
     return {
@@ -71,7 +71,7 @@ class SubmittedExpert(Model):
     """One expert: its weights and what is said about them.
 
     `num_images` stands only where it is the silo's public number of units: with one expert a silo and the image as the
-    unit. Else it would tell what the releases are noised to hide.
+    unit. Else it would tell what the statistics are noised to hide.
     """
 
     expert_id: ExpertId
@@ -120,11 +120,11 @@ class SubmittedClassCounts(Model):
     file: File
 
 
-SubmittedRelease = SubmittedCounts | SubmittedSketch | SubmittedMoments | SubmittedClassCounts
+SubmittedStatistic = SubmittedCounts | SubmittedSketch | SubmittedMoments | SubmittedClassCounts
 
 
 class Spent(Model):
-    """The plan's total, which all releases of this submission together do not exceed; it depends on no data."""
+    """The plan's total, which all statistics of this submission together do not exceed; it depends on no data."""
 
     epsilon: Epsilon
     delta: Delta
@@ -186,8 +186,8 @@ class Submission(Document):
     num_units: Annotated[int, Field(ge=2, lt=2**53)]
     isolation: Literal["none", "users", "containers"]
     experts: Annotated[tuple[SubmittedExpert, ...], Field(min_length=1, max_length=4096)]
-    releases: Annotated[
-        tuple[Annotated[SubmittedRelease, Field(discriminator="kind")], ...],
+    statistics: Annotated[
+        tuple[Annotated[SubmittedStatistic, Field(discriminator="kind")], ...],
         Field(min_length=1, max_length=8),
     ]
     spent: Spent
@@ -198,9 +198,9 @@ class Submission(Document):
 
     @model_validator(mode="after")
     def _no_kind_twice(self) -> "Submission":
-        kinds = [release.kind for release in self.releases]
+        kinds = [statistic.kind for statistic in self.statistics]
         if len(set(kinds)) != len(kinds):
-            raise ValueError("a kind of release appears twice")
+            raise ValueError("a kind of statistic appears twice")
         if len({expert.expert_id for expert in self.experts}) != len(self.experts):
             raise ValueError("an expert_id appears twice")
         return self

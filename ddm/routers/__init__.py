@@ -1,1 +1,1 @@
-"""Routers, one family a file: which expert did a noised sample come from?"""
+"""Routers, one family a file: the probability that a noised sample came from each expert."""

@@ -99,7 +99,7 @@ def compare(
 ) -> Comparison:
     """Compare a candidate of any family with the counts router, both as they would be published.
 
-    The intervals cover the choice of public images and the counts release's own noise. Looking at each of them would
+    The intervals cover the choice of public images and the counts' own noise. Looking at each of them would
     find a harmless candidate worse too often, so each is widened to hold together with the others (Bonferroni).
 
     Args:

@@ -47,7 +47,7 @@ class ConditionalPrior:
             sketch: the plan's public sketch, for the public shares of the groups.
             noisy_KCG: released counts by silo, class and group.
             num_units: the public number of units of each silo.
-            epsilon: of the release.
+            epsilon: of the statistic.
             layout: the experts.
         """
         num_silos, num_classes, num_groups = noisy_KCG.shape
@@ -101,16 +101,16 @@ class ConditionalPrior:
 
 def conditional_specs(num_experts: int, plan: Plan) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of what is stored beside a router; nothing where no class was released."""
-    asked = plan.releases.class_counts
+    asked = plan.statistics.class_counts
     if asked is None:
         return {}
     return {
         "class_prior": TensorSpec("F32", (asked.num_classes, num_experts)),
-        "class_mass": TensorSpec("F32", (num_experts, asked.num_classes, plan.releases.counts.num_groups)),
+        "class_mass": TensorSpec("F32", (num_experts, asked.num_classes, plan.statistics.counts.num_groups)),
     }
 
 
 def class_counts_specs(plan: Plan) -> dict[str, TensorSpec]:
     """Return what a silo's released histogram over classes and groups must hold."""
-    num_classes = plan.releases.class_counts.num_classes if plan.releases.class_counts else 0
-    return {"counts": TensorSpec("I64", (num_classes, plan.releases.counts.num_groups))}
+    num_classes = plan.statistics.class_counts.num_classes if plan.statistics.class_counts else 0
+    return {"counts": TensorSpec("I64", (num_classes, plan.statistics.counts.num_groups))}

@@ -65,7 +65,7 @@ class CountsRouter:
             sketch: the plan's public sketch.
             noisy_KG: released counts, integers, possibly negative.
             num_units: the public number of units of each expert.
-            epsilon: of the release.
+            epsilon: of the statistic.
             path: the probability path.
         """
         weight_G = sketch.group_weight_G.double().numpy()
@@ -125,7 +125,7 @@ def counts_router_specs(num_experts: int, num_groups: int) -> dict[str, TensorSp
 
 def counts_specs(plan: Plan) -> dict[str, TensorSpec]:
     """Return what a silo's released histogram must hold."""
-    return {"counts": TensorSpec("I64", (plan.releases.counts.num_groups,))}
+    return {"counts": TensorSpec("I64", (plan.statistics.counts.num_groups,))}
 
 
 def expected_counts(
@@ -139,7 +139,7 @@ def expected_counts(
     Args:
         noisy_G: released counts, ``n_c + z_c`` with ``P(z) ~ exp(-epsilon |z| / 2)``.
         num_units: the public sum of the true counts.
-        epsilon: of the release.
+        epsilon: of the statistic.
         weight_G: public shares of the groups, positive.
     """
     reach = min(num_units, math.ceil(2 * _NEGLIGIBLE / epsilon))

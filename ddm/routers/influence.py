@@ -1,6 +1,6 @@
-"""How much may one silo count where all silos' releases are weighed together?
+"""How much may one silo count where all silos' statistics are weighed together?
 
-A silo states its own number of units, and nothing proves it. Each silo's likelihood is fitted on its own releases
+A silo states its own number of units, and nothing proves it. Each silo's likelihood is fitted on its own statistics
 alone, so what it states cannot change what the router says of two others; but the network on top, the temperature and
 the choice of the family are fitted on all together, weighted by units. There a silo's share is capped. Its prior in
 the ensemble is not: that is a statement which everybody reads, and which a researcher can replace.

@@ -1,7 +1,7 @@
 """The learned router: what do the noised sketches, and public images, add to the counts?
 
 Two parts. (a) The mixture's shares, refitted by maximum a posteriori under the sketches' known noise with the counts
-release as evidence: valid for every t, and in all dimensions of the public sketch. (b) A small network on top,
+statistic as evidence: valid for every t, and in all dimensions of the public sketch. (b) A small network on top,
 ``log p = (a) + g(t) net(s, t)`` with ``g = alpha_t``, taught by public images what the groups' Gaussians miss
 (`ddm.routers.residual`).
 """
@@ -140,7 +140,7 @@ def fit_learned(
         num_units: the public number of units of each silo.
         public: public images that the plan was fitted on.
         settings: the plan's sizes and number of steps.
-        seed: of batches, noise and initial weights; the releases have their privacy already.
+        seed: of batches, noise and initial weights; the statistics have their privacy already.
         on_progress: called with step, number of steps, and held-out loss.
         t_release: noise level of the sketches.
         share_K: what each silo counts for when the network is taught; its share of all units when omitted.

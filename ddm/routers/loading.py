@@ -69,8 +69,8 @@ def _load(
     published: PublishedRouter, load: Load, plan: Plan, sketch: Sketch, experts: Sequence[PublishedExpert]
 ) -> tuple[dict[str, Tensor], Router]:
     """Return the file's tensors and the router that they make."""
-    num_experts, num_groups, path = len(experts), plan.releases.counts.num_groups, path_named(plan.objective.path)
-    settings, released = plan.router, plan.releases
+    num_experts, num_groups, path = len(experts), plan.statistics.counts.num_groups, path_named(plan.objective.path)
+    settings, released = plan.router, plan.statistics
     if published.kind == "counts":
         tensors = load(counts_router_specs(num_experts, num_groups))
         return tensors, CountsRouter.from_tensors(tensors, sketch, path)
@@ -86,7 +86,7 @@ def _load(
     if released.moments and settings.kind == "moments":
         tensors = load(moments_router_specs(num_experts, released.moments.rank))
         return tensors, MomentsRouter.from_tensors(tensors, sketch, path)
-    raise TensorFileError(published.file.path, expected="a router with the release it was made from", got="without")
+    raise TensorFileError(published.file.path, expected="a router with the statistic it was made from", got="without")
 
 
 def silo_numbers(experts: Sequence[PublishedExpert]) -> tuple[int, ...]:

@@ -61,12 +61,12 @@ class MomentsRouter:
             sum_KR: released sums of sketches.
             second_KRR: released sums of their outer products.
             num_units: the public number of units of each silo.
-            noise_std: of the release, from `moments_noise_std`.
+            noise_std: of the statistic, from `moments_noise_std`.
             path: the probability path.
         """
         narrow = sketch.head(sum_KR.shape[1])
-        releases = zip(sum_KR.double(), second_KRR.double(), num_units, strict=True)
-        found = [expected_moments(narrow, total_R, second_RR, n, noise_std) for total_R, second_RR, n in releases]
+        statistics = zip(sum_KR.double(), second_KRR.double(), num_units, strict=True)
+        found = [expected_moments(narrow, total_R, second_RR, n, noise_std) for total_R, second_RR, n in statistics]
         means, covs = zip(*found, strict=True)
         return cls(sketch, torch.stack(means), torch.stack(covs), path)
 
@@ -115,7 +115,7 @@ def moments_router_specs(num_experts: int, rank: int) -> dict[str, TensorSpec]:
 
 def moments_specs(plan: Plan) -> dict[str, TensorSpec]:
     """Return what a silo's released moments must hold."""
-    rank = plan.releases.moments.rank if plan.releases.moments else 0
+    rank = plan.statistics.moments.rank if plan.statistics.moments else 0
     return {"sum": TensorSpec("F32", (rank,)), "second": TensorSpec("F32", (rank, rank))}
 
 
@@ -125,9 +125,9 @@ def moments_noise_std(plan: Plan) -> float:
     Raises:
         ShapeError: the plan asks for no moments.
     """
-    asked = plan.releases.moments
+    asked = plan.statistics.moments
     if asked is None:
-        raise ShapeError("plan", expected="a release of moments", got="none")
+        raise ShapeError("plan", expected="moments among its statistics", got="none")
     return moments_sensitivity(asked.rank) / gaussian_mu(asked.epsilon, asked.delta)
 
 
@@ -137,7 +137,7 @@ def expected_moments(
     """Return the Gaussian that a sketch of the silo follows, as far as noisy moments tell.
 
     In the axes of the public covariance, of variances l_i, the silo's mean lies ``N(0, tau^2 l_i)`` off the public one
-    and entry (i, j) of its covariance ``N(0, tau^2 l_i l_j)`` (twice that on the diagonal). The release adds noise of
+    and entry (i, j) of its covariance ``N(0, tau^2 l_i l_j)`` (twice that on the diagonal). The statistic adds noise of
     variance ``(noise_std / n)^2`` (twice that on the diagonal), and n images say that much only to ``l_i / n`` and
     ``l_i l_j / n``. Each tau is averaged out by the silo's own numbers. Posterior means follow; what stays unknown of a
     direction, the mean's variance and a deviation of its own, is added to its variance, and a floor does the rest: a
@@ -148,7 +148,7 @@ def expected_moments(
         sum_R: released sum of sketches, float64.
         second_RR: released sum of their outer products, float64.
         num_units: n, public.
-        noise_std: of the release.
+        noise_std: of the statistic.
     """
     public_mean_R, public_cov_RR = _public_moments(sketch)
     variance_R, axes_RR = torch.linalg.eigh(public_cov_RR)

@@ -33,7 +33,7 @@ class Evidence:
     Attributes:
         noisy_KG: released counts, unclipped, in the order of silos.
         num_units: the public number of units of each silo.
-        epsilon: of the release.
+        epsilon: of the statistic.
         layout: the experts.
         share_K: what each silo counts for, summing to 1; its share of all units when omitted.
     """
@@ -48,7 +48,7 @@ class Evidence:
         shares = self.num_units if self.share_K is None else self.share_K
         if not len(self.noisy_KG) == len(self.num_units) == len(shares) == max(self.layout.silo_E) + 1:
             expected = f"{max(self.layout.silo_E) + 1} of each kind, one a silo"
-            raise ShapeError("releases", expected=expected, got=f"{len(self.noisy_KG)} and {len(self.num_units)}")
+            raise ShapeError("statistics", expected=expected, got=f"{len(self.noisy_KG)} and {len(self.num_units)}")
 
     def weights(self, group_N: Tensor, seed: int) -> "PublicWeights":
         """Weigh public images by their groups; the seed draws the bootstrap."""
@@ -59,7 +59,7 @@ class PublicWeights:
     """How much each public image counts for each expert; all weights together are 1.
 
     Args:
-        evidence: the releases.
+        evidence: the statistics.
         group_N: the images' groups.
         seed: of the bootstrap.
 

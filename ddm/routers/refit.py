@@ -19,11 +19,11 @@ def refit_shares(
     """Return the mixture whose shares best explain counts and sketches together, by expectation-maximisation.
 
     The released sketches may have fewer dimensions than the router: its shares are judged in these and serve in all.
-    The counts release enters as Gamma evidence on each count, of its posterior mean and variance; in log space its mode
+    The counts enter as Gamma evidence on each count, of its posterior mean and variance; in log space its mode
     is the counts router itself, which is what no sketches would give back.
 
     Args:
-        counts_router: shares known from the counts release, with errors.
+        counts_router: shares known from the counts, with errors.
         sketches: released sketches (N, r) at `t_release`, one tensor per silo.
         num_units: the public number of units of each silo.
         t_release: noise level of the sketches.

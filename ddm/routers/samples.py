@@ -1,6 +1,6 @@
 """The samples router: a transformer on x_t itself, trained on images that the submitted experts draw.
 
-It costs no release. It is as private as the experts' weights: not at all, where these were trained without noise.
+It costs no statistic. It is as private as the experts' weights: not at all, where these were trained without noise.
 """
 
 from collections.abc import Mapping, Sequence

@@ -92,7 +92,7 @@ class Sketch:
         return len(self.group_weight_G)
 
     def head(self, rank: int) -> "Sketch":
-        """Return the sketch of the leading `rank` dimensions; releases are made of such a one."""
+        """Return the sketch of the leading `rank` dimensions; statistics are made of such a one."""
         if not 1 <= rank <= self.rank:
             raise ShapeError("sketch", expected=f"1 to {self.rank} dimensions", got=str(rank))
         return replace(
@@ -137,7 +137,7 @@ class Sketch:
             t_r: their noise level.
             t: shape (B,), each at least `t_r`.
             path: the probability path.
-            generator: of the added noise; the release has its privacy already.
+            generator: of the added noise; the statistic has its privacy already.
 
         Raises:
             NumericalError: a `t` below `t_r`: noise cannot be taken away.
@@ -221,9 +221,9 @@ def sketch_specs(data: DataSpec, rank: int, num_groups: int) -> dict[str, Tensor
     return {name: TensorSpec("F32", shape) for name, shape in shapes.items()}
 
 
-def sketch_release_specs(plan: Plan, num_units: int) -> dict[str, TensorSpec]:
+def released_sketch_specs(plan: Plan, num_units: int) -> dict[str, TensorSpec]:
     """Return what a silo's released sketches must hold: one row per unit."""
-    rank = plan.releases.sketch.rank if plan.releases.sketch else 0
+    rank = plan.statistics.sketch.rank if plan.statistics.sketch else 0
     return {"sketch": TensorSpec("F32", (num_units, rank))}
 
 

@@ -99,13 +99,13 @@ def _non_private_router(inventory: Inventory, private: Sequence[Tensor], lessons
     settings = plan.router
     if not isinstance(settings, LearnedSettings):
         settings = LearnedSettings(hidden=128, depth=3, num_steps=2000)
-    num_groups = plan.releases.counts.num_groups
+    num_groups = plan.statistics.counts.num_groups
     groups = [files.clusters.group_F[files.clusters.assign(files.encoder.encode(images))] for images in private]
     exact_KG = torch.stack([torch.bincount(group_N, minlength=num_groups) for group_N in groups]).double()
     mass_KG = (exact_KG + 0.5) / (exact_KG + 0.5).sum(1, keepdim=True)
     counts = CountsRouter(files.sketch, mass_KG.log(), LinearPath())
     path, t_small = LinearPath(), torch.tensor(NEAR_DATA, dtype=torch.float64)
-    released = files.sketch.head(plan.releases.sketch.rank) if plan.releases.sketch else files.sketch
+    released = files.sketch.head(plan.statistics.sketch.rank) if plan.statistics.sketch else files.sketch
     generator = torch.Generator().manual_seed(0)
     sketches = {}
     for silo, images in zip(inventory.silos, private, strict=True):
@@ -122,7 +122,7 @@ def _routers(
 ) -> dict[str, Router]:
     noisy_KG = torch.stack(list(inventory.counts().values()))
     num_units = list(inventory.num_units.values())
-    epsilon = inventory.plan.releases.counts.epsilon
+    epsilon = inventory.plan.statistics.counts.epsilon
     counts = CountsRouter.from_counts(inventory.files.sketch, noisy_KG, num_units, epsilon, LinearPath())
     found: dict[str, Router] = {"counts": counts}
     settings = inventory.plan.router

@@ -1,4 +1,4 @@
-"""What attacks on the releases achieve: empirical epsilons, and re-identification from the default release."""
+"""What attacks on the statistics achieve: empirical epsilons, and re-identification from the default statistic."""
 
 from collections.abc import Callable
 
@@ -23,20 +23,20 @@ ATTACKS: dict[str, tuple[Callable[[float], Neighbours], float, float]] = {
     "sketches": (lambda epsilon: neighbours.sketches(epsilon, DELTA), DELTA, 1.0),
     "moments": (lambda epsilon: neighbours.moments(epsilon, DELTA), DELTA, 0.05),
 }
-"""By release: the attack at an epsilon, its delta, and the share of the draws that it can afford."""
+"""By statistic: the attack at an epsilon, its delta, and the share of the draws that it can afford."""
 
 
 def empirical_epsilons(presets: Presets, say: Callable[[str], None]) -> tuple[Empirical, ...]:
-    """Attack every release at epsilon 1, and again with a quarter of its noise, which must show."""
+    """Attack every statistic at epsilon 1, and again with a quarter of its noise, which must show."""
     found = []
-    for release, (attack, delta, share) in ATTACKS.items():
+    for statistic, (attack, delta, share) in ATTACKS.items():
         num = int(share * presets.attack_draws)
         bound, quartered = (
             epsilon_bound(*attack(epsilon).scores(num), delta) for epsilon in (CLAIM, with_quarter_noise(CLAIM, delta))
         )
-        name = f"{release} (delta {delta:g}, {num} draws)"
-        found.append(Empirical(release=name, claim=CLAIM, bound=bound, bound_quartered=quartered))
-        say(f"membership attack on {release}: epsilon above {bound:.3f}, with a quarter of the noise {quartered:.3f}")
+        name = f"{statistic} (delta {delta:g}, {num} draws)"
+        found.append(Empirical(statistic=name, claim=CLAIM, bound=bound, bound_quartered=quartered))
+        say(f"membership attack on {statistic}: epsilon above {bound:.3f}, with a quarter of the noise {quartered:.3f}")
     return tuple(found)
 
 

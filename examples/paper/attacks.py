@@ -1,4 +1,4 @@
-"""What can be learnt of one record from the releases? Membership, re-identification, reconstruction.
+"""What can be learnt of one record from the statistics? Membership, re-identification, reconstruction.
 
 The attacker knows all but what he is after: the mechanism and how much noise it adds, every other record and, for
 membership, both records of which one was there. `neighbours` and `drawing` make what is attacked here.
@@ -22,7 +22,7 @@ _TAILS_T = np.geomspace(1e-4, 0.5, 40)
 
 
 def epsilon_bound(first_N: Scores, second_N: Scores, delta: float, confidence: float = 0.999) -> float:
-    """Return a lower confidence bound on the epsilon of a release, from the scores of independent experiments.
+    """Return a lower confidence bound on the epsilon of a statistic, from the scores of independent experiments.
 
     ``epsilon >= log((TPR - delta) / FPR)`` for any test, and with the worlds exchanged ``log((TNR - delta) / FNR)``.
     Which of the two, and at which threshold, every other experiment decides; the rest measure that one test.
@@ -86,7 +86,7 @@ def reidentification(
         s_0_NR: the records' sketches without noise, all of which the attacker has.
         released_NR: the released ones, row i from record i (see `drawing.sketches_in_order`); assigning does not use
             the order.
-        alpha: of the path, at the noise level of the release.
+        alpha: of the path, at the noise level of the statistic.
         outlying: how many records count as outliers.
         together: assign each record once (the most likely permutation) instead of each sketch by itself.
     """
@@ -108,10 +108,10 @@ def reconstruct(
 
     Args:
         released_NR: released sketches.
-        alpha: of the path, at the noise level of the release.
+        alpha: of the path, at the noise level of the statistic.
         sigma: likewise.
         sketch: the public projection, of R dimensions.
-        guess_ND: what is guessed without the release, one image for each row or one for all.
+        guess_ND: what is guessed without the statistic, one image for each row or one for all.
         mean_R: the sketch of that guess, or one a row.
         cov_RR: S, the public covariance of sketches around it.
     """

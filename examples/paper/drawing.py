@@ -1,4 +1,4 @@
-"""Releases for an attacker, drawn by the silos' own code: `silo.privacy.releases.draw`, with the operating system's
+"""Statistics for an attacker, drawn by the silos' own code: `silo.privacy.statistics.draw`, with the operating system's
 noise.
 
 Only the ledger keeps no account, since an attack repeats what a site does once.
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from ddm.io.tensors import load_tensors
-from ddm.loading.plan import release_noise_level
+from ddm.loading.plan import sketch_noise_level
 from ddm.privacy.noise import OS_NOISE, Noise
 from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import Unit, now_utc
 from ddm.protocol.plan import Budget, Plan
 from ddm.routers.sketch import Sketch
 from silo.privacy.ledger import Entry, Ledger
-from silo.privacy.releases import Source, draw
+from silo.privacy.statistics import Source, draw
 
 # Shape legend: N images, U units, R sketch dimensions, D values of an image, G public groups.
 
@@ -34,7 +34,7 @@ MAX_GROUPS = 4096  # that a plan may have
 
 def noise_of(plan: Plan, sketch: Sketch) -> tuple[float, float]:
     """Return alpha and sigma / C at the noise level at which a plan's sketches are released."""
-    t_r = release_noise_level(plan, sketch) or 1.0
+    t_r = sketch_noise_level(plan, sketch) or 1.0
     return 1 - t_r, t_r / sketch.scale
 
 
@@ -69,17 +69,17 @@ def make_source(plan: Plan, sketch: Sketch, images_U: Tensor, group_U: Tensor, i
         sketch=sketch,
         images=images_N,
         group_N=group_N,
-        unit_N=unit_N // images_each if plan.releases.unit == "patient" else unit_N,
+        unit_N=unit_N // images_each if plan.statistics.unit == "patient" else unit_N,
         label_N=None,
         dataset_digest="0" * 64,
     )
 
 
 def release(source: Source, kinds: tuple[Kind, ...], noise: Noise = OS_NOISE) -> Released:
-    """Draw releases with the silos' code."""
+    """Draw statistics with the silos' code."""
     with tempfile.TemporaryDirectory() as scratch:
         budget = Budget(epsilon=1000.0, delta=0.5)
-        ledger = _Unmetered(Path(scratch) / "ledger.jsonl", budget=budget, unit=source.plan.releases.unit)
+        ledger = _Unmetered(Path(scratch) / "ledger.jsonl", budget=budget, unit=source.plan.statistics.unit)
         ledger.draws.mkdir()
         paths = {kind: draw(kind, source, ledger, Path(scratch), noise=noise) for kind in kinds}
         return {kind: load_tensors(path, None, max_bytes=1 << 30) for kind, path in paths.items()}
@@ -149,11 +149,11 @@ class _Unmetered(Ledger):
         return debit
 
 
-def make_plan(releases: Mapping[str, object], *, rank: int = 1, unit: Unit = "image") -> Plan:
-    """Write a plan around the releases that it asks for."""
+def make_plan(statistics: Mapping[str, object], *, rank: int = 1, unit: Unit = "image") -> Plan:
+    """Write a plan around the statistics that it asks for."""
     created, side = now_utc(), _side(rank)
     asked = {"unit": unit, "total": {"epsilon": 1000.0, "delta": 0.5}, "counts": {"epsilon": 1.0, "num_groups": 1}}
-    asked |= releases
+    asked |= statistics
     names = ("centroids", "encoder", "sketch")
     training = {"num_steps": 1, "batch_size": 1, "learning_rate": 0.1, "weight_decay": 0.0, "ema_decay": 0.0}
     document = {
@@ -176,9 +176,9 @@ def make_plan(releases: Mapping[str, object], *, rank: int = 1, unit: Unit = "im
             "architecture": {"kind": "dit", "patch": 2, "hidden": 4, "depth": 1, "heads": 2},
             "training": training | {"checkpoint_steps": 1},
         },
-        "releases": asked,
+        "statistics": asked,
         "router": {"kind": "counts"},
         "audit": {"required": False, "min_holdout_units": 1, "max_near_copy_rate": 1.0, "max_mia_auc": 1.0},
-        "limits": {"expert_bytes": 1, "release_bytes": 1, "train_s": 1, "gpu_hours": 1.0},
+        "limits": {"expert_bytes": 1, "statistic_bytes": 1, "train_s": 1, "gpu_hours": 1.0},
     }
     return Plan.model_validate_json(json.dumps(document))

@@ -1,4 +1,4 @@
-"""The router families at a total epsilon, from releases that the silos' own code draws."""
+"""The router families at a total epsilon, from statistics that the silos' own code draws."""
 
 import json
 import tempfile
@@ -15,7 +15,7 @@ from worlds import World
 
 from ddm.diffusion.path import LinearPath
 from ddm.io.tensors import load_tensors
-from ddm.loading.plan import release_noise_level
+from ddm.loading.plan import sketch_noise_level
 from ddm.partition.layout import Layout, silo_parts
 from ddm.privacy.accounting import gaussian_delta, gaussian_mu_within
 from ddm.privacy.plan_cost import Kind, check_total, mechanisms
@@ -30,15 +30,15 @@ from ddm.routers.learned import fit_learned
 from ddm.routers.moments import MomentsRouter, moments_noise_std, moments_specs
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.samples import draw_from_experts, fit_samples
-from ddm.routers.sketch import sketch_release_specs
+from ddm.routers.sketch import released_sketch_specs
 from silo.privacy.ledger import Ledger
-from silo.privacy.releases import Source, draw
+from silo.privacy.statistics import Source, draw
 
 DELTA = 1e-5
 PATH = LinearPath()
 CONCENTRATIONS = torch.logspace(-1, 4, 41, dtype=torch.float64)
 MAX_BYTES = 1 << 28
-COUNTS_SHARE = {"learned": 0.75, "moments": 0.2}  # of the total epsilon; the Gaussian release gets what is left
+COUNTS_SHARE = {"learned": 0.75, "moments": 0.2}  # of the total epsilon; the Gaussian statistic gets what is left
 MOMENTS_RANK = 16
 IMAGES_PER_EXPERT = 600
 
@@ -49,7 +49,7 @@ class Asked:
 
     Attributes:
         family: counts, learned or moments.
-        epsilon: of all releases together at `DELTA`, replace-one, per image.
+        epsilon: of all statistics together at `DELTA`, replace-one, per image.
         num_steps: of training, for the families that train.
     """
 
@@ -99,11 +99,11 @@ def as_published(fitted: Fitted, world: World, parts: PublicParts, seed: int) ->
 
 
 def fit_family(world: World, parts: PublicParts, asked: Asked, seed: int) -> Fitted:
-    """Draw the releases of one plan and fit its router."""
+    """Draw the statistics of one plan and fit its router."""
     plan = make_plan(world, asked)
     released = release(plan, world, parts)
     noisy_KG = torch.stack([each["counts"] for each in released["counts"]])
-    epsilon = plan.releases.counts.epsilon
+    epsilon = plan.statistics.counts.epsilon
     evidence = Evidence(noisy_KG, world.num_units, epsilon, _layout(plan, parts, noisy_KG))
     counts = CountsRouter.from_counts(parts.sketch, noisy_KG, world.num_units, epsilon, PATH)
     router: Router = counts
@@ -120,7 +120,7 @@ def fit_family(world: World, parts: PublicParts, asked: Asked, seed: int) -> Fit
             parts.lessons(world),
             plan.router,
             seed,
-            t_release=release_noise_level(plan, parts.sketch),
+            t_release=sketch_noise_level(plan, parts.sketch),
         )
     return Fitted(router, evidence)
 
@@ -143,14 +143,14 @@ def fit_from_samples(world: World, experts: Sequence[nn.Module], num_steps: int,
 
 @cache
 def mu_within(epsilon: float, counts_epsilon: float) -> float:
-    """Return the Gaussian release that fits beside counts of `counts_epsilon` into a total."""
+    """Return the Gaussian statistic that fits beside counts of `counts_epsilon` into a total."""
     return gaussian_mu_within(epsilon, DELTA, counts_epsilon)
 
 
 def make_plan(world: World, asked: Asked) -> Plan:
-    """Write the plan whose releases cost `asked.epsilon` together."""
+    """Write the plan whose statistics cost `asked.epsilon` together."""
     data, share = world.dataset, COUNTS_SHARE.get(asked.family, 1.0)
-    releases: dict[str, object] = {
+    statistics: dict[str, object] = {
         "unit": "image",
         "total": {"epsilon": asked.epsilon, "delta": DELTA},
         "counts": {"epsilon": share * asked.epsilon, "num_groups": data.num_groups},
@@ -159,19 +159,19 @@ def make_plan(world: World, asked: Asked) -> Plan:
         mu = mu_within(asked.epsilon, share * asked.epsilon)
         gaussian = {"epsilon": asked.epsilon, "delta": gaussian_delta(mu, asked.epsilon)}
         if asked.family == "learned":
-            releases["sketch"] = gaussian | {"rank": data.released_rank}
+            statistics["sketch"] = gaussian | {"rank": data.released_rank}
         else:
-            releases["moments"] = gaussian | {"rank": MOMENTS_RANK}
+            statistics["moments"] = gaussian | {"rank": MOMENTS_RANK}
     router: dict[str, object] = {"kind": asked.family}
     if asked.family == "learned":
         router |= {"hidden": 128, "depth": 3, "num_steps": asked.num_steps}
-    plan = Plan.model_validate_json(json.dumps(_document(world, releases, router)))
+    plan = Plan.model_validate_json(json.dumps(_document(world, statistics, router)))
     check_total(plan)
     return plan
 
 
-def _document(world: World, releases: dict[str, object], router: dict[str, object]) -> dict[str, object]:
-    """A whole plan; what the releases do not depend on is filled in."""
+def _document(world: World, statistics: dict[str, object], router: dict[str, object]) -> dict[str, object]:
+    """A whole plan; what the statistics do not depend on is filled in."""
     created, digest = now_utc(), sha256_hex(b"")
     training = {"num_steps": 1, "batch_size": 1, "learning_rate": 1e-3, "weight_decay": 0.0, "ema_decay": 0.0}
     architecture = {"kind": "dit", "patch": 2, "hidden": 2, "depth": 1, "heads": 1}
@@ -196,23 +196,23 @@ def _document(world: World, releases: dict[str, object], router: dict[str, objec
         "t_distribution": {"kind": "uniform"},
         "condition": {"kind": "none"},
         "expert": {"architecture": architecture, "training": training | {"checkpoint_steps": 1}},
-        "releases": releases,
+        "statistics": statistics,
         "router": router,
         "audit": {"required": True, "min_holdout_units": 1, "max_near_copy_rate": 0.0, "max_mia_auc": 0.5},
-        "limits": {"expert_bytes": 1, "release_bytes": MAX_BYTES, "train_s": 1, "gpu_hours": 0.0},
+        "limits": {"expert_bytes": 1, "statistic_bytes": MAX_BYTES, "train_s": 1, "gpu_hours": 0.0},
     }
 
 
 def release(plan: Plan, world: World, parts: PublicParts) -> Mapping[Kind, list[Mapping[str, Tensor]]]:
-    """Draw every silo's releases with the silos' own code: ledger, operating system's randomness, files."""
+    """Draw every silo's statistics with the silos' own code: ledger, operating system's randomness, files."""
     kinds = tuple(mechanisms(plan))
     found: dict[Kind, list[Mapping[str, Tensor]]] = {kind: [] for kind in kinds}
     for images, group_N in zip(world.silos, parts.silo_groups, strict=True):
         specs = {"counts": counts_specs(plan), "moments": moments_specs(plan)}
-        specs["sketch"] = sketch_release_specs(plan, len(images))
+        specs["sketch"] = released_sketch_specs(plan, len(images))
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            ledger = Ledger(folder / "ledger.jsonl", budget=plan.releases.total, unit="image")
+            ledger = Ledger(folder / "ledger.jsonl", budget=plan.statistics.total, unit="image")
             source = Source(
                 plan=plan,
                 plan_digest=plan.digest,

@@ -15,7 +15,7 @@ from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import Unit
 from ddm.protocol.plan import Plan
 from ddm.routers.sketch import Sketch
-from silo.privacy.releases import Source
+from silo.privacy.statistics import Source
 
 # Shape legend: N experiments, U units, R sketch dimensions.
 
@@ -26,13 +26,13 @@ MOMENTS_RANK = 64
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Two neighbouring data sets, and the statistic that best tells from which of them a release was drawn.
+    """Two neighbouring data sets, and the statistic that best tells from which of them a statistic was drawn.
 
-    One release holds many experiments: each unit is exchanged in cells, rows or directions of its own, and no two of
+    One statistic holds many experiments: each unit is exchanged in cells, rows or directions of its own, and no two of
     them share noise. So each shows what an attacker sees who knows all other units.
 
     Attributes:
-        kinds: the releases that are looked at together.
+        kinds: the statistics that are looked at together.
         worlds: both data sets, every unit exchanged between them.
         score: each experiment's log-likelihood ratio of the first world over the second, up to a constant.
     """
@@ -42,7 +42,7 @@ class Neighbours:
     score: Callable[[Released], Scores]
 
     def scores(self, num: int) -> tuple[Scores, Scores]:
-        """Draw releases of both worlds until there are `num` scores of each."""
+        """Draw statistics of both worlds until there are `num` scores of each."""
         first, second = (self._scores(source, num) for source in self.worlds)
         return first, second
 
@@ -54,7 +54,7 @@ class Neighbours:
 
 
 def with_quarter_noise(epsilon: float, delta: float = 0.0) -> float:
-    """Return the epsilon whose release has a quarter of the noise: the control that an attack must tell apart."""
+    """Return the epsilon whose statistic has a quarter of the noise: the control that an attack must tell apart."""
     if delta == 0.0:
         return 4 * epsilon
     return total_epsilon([GaussianMechanism(mu=4 * gaussian_mu(epsilon, delta))], delta)
@@ -112,7 +112,7 @@ def sketches(
         scale: C of the public sketch.
         unit: of the plan.
         images_each: how many images a patient has; with the image as the unit each has a row.
-        num: units of one release.
+        num: units of one statistic.
     """
     plan = make_plan({"sketch": {"epsilon": epsilon, "delta": delta, "rank": rank}}, rank=rank, unit=unit)
     sketch = public_sketch(rank, scale)
@@ -154,7 +154,7 @@ def moments(epsilon: float, delta: float, *, degrees: float = 180.0) -> Neighbou
 
 
 def counts_and_sketches(counts_epsilon: float, epsilon: float, delta: float) -> Neighbours:
-    """Exchange each unit in two releases of one plan: for its opposite, which lies in another group."""
+    """Exchange each unit in two statistics of one plan: for its opposite, which lies in another group."""
     asked = {"epsilon": epsilon, "delta": delta, "rank": 2}
     counted = {"epsilon": counts_epsilon, "num_groups": MAX_GROUPS}
     plan = make_plan({"counts": counted, "sketch": asked, "total": {"epsilon": 1000.0, "delta": delta}}, rank=2)

@@ -59,7 +59,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
     parser.add_argument("--data", type=Path, help="folder of the data set's files; digits need none")
-    parser.add_argument("--seeds", type=int, default=3, help="worlds: splits, encoders, releases (default 3)")
+    parser.add_argument("--seeds", type=int, default=3, help="worlds: splits, encoders, statistics (default 3)")
     parser.add_argument("--out", type=Path, required=True, help="folder for figure, tables and unfinished runs")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed")
     parser.add_argument(

@@ -33,7 +33,7 @@ METHOD = (
     "all private images, and of exact counts over the same groups; `both` is a network trained beside exact counts, "
     "shown for what more there is to gain, and no part of the reference. The numbers of groups and dimensions and the "
     "encoder's training were chosen on the test images of the first split. Test images and their noise are the "
-    "same for every seed of Fashion-MNIST, so that intervals are about splits, encoders, clusters and releases. "
+    "same for every seed of Fashion-MNIST, so that intervals are about splits, encoders, clusters and statistics. "
     "A router that always answers the prior keeps the silos' shares, so the shares within public clusters are "
     "compared as well, and two routers that must fail there."
 )
@@ -71,7 +71,7 @@ def write_report(
             f"{datetime.now(UTC):%Y-%m-%d}; seeds measured at commit {', '.join(sorted({r.commit for r in results}))}. "
             f"Means over t = {', '.join(f'{t:g}' for t in TIMES)}. Brackets: 95% interval over {len(results)} seeds, "
             "each a new split of the data, new clusters and new noise. Every epsilon is a plan's total, per image, "
-            f"replace-one, delta {DELTA:g}; the releases are drawn by the silos' own code."
+            f"replace-one, delta {DELTA:g}; the statistics are drawn by the silos' own code."
         ),
         _filled(ENCODERS[presets.encoders[0]]),
         _filled(METHOD),

@@ -115,9 +115,9 @@ class Shares(_Kept):
 
 
 class Empirical(_Kept):
-    """What a membership attack shows of one release: a 99.9% lower bound on its epsilon."""
+    """What a membership attack shows of one statistic: a 99.9% lower bound on its epsilon."""
 
-    release: str
+    statistic: str
     claim: float
     bound: float
     bound_quartered: float

@@ -51,7 +51,7 @@ def check_targets(dataset: str, results: Sequence[SeedResult]) -> list[Target]:
             met = attack.bound <= attack.claim < attack.bound_quartered
             note = f"with a quarter of the noise {attack.bound_quartered:.3f}"
             limit = f"at most {attack.claim:g}; above it with a quarter of the noise"
-            found.append(Target(f"empirical epsilon, {attack.release}", limit, attack.bound, None, None, met, note))
+            found.append(Target(f"empirical epsilon, {attack.statistic}", limit, attack.bound, None, None, met, note))
     return found
 
 

@@ -25,9 +25,9 @@ class Dataset:
         num_silos: K.
         num_private: images dealt to silos; the rest of the training images is public.
         num_held_out: public images that nothing is fitted on but a router's temperature.
-        num_groups: public groups of the counts release.
+        num_groups: public groups of the counts statistic.
         rank: dimensions of the public sketch, R.
-        released_rank: how many of them the sketch release has.
+        released_rank: how many of them the sketch statistic has.
         pca_dim: features of the encoder `pca`.
     """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ddm.errors import DigestError, NumericalError, PolicyError, ReplayError
 from ddm.io.files import copy_tree_bounded, read_bounded, sync_folder
 from ddm.io.tensors import stored_bytes
-from ddm.loading.plan import PlanFiles, release_noise_level
+from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.models import expected_tensors
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, sha256_hex
 from ddm.protocol.plan import Plan
@@ -92,7 +92,7 @@ def receive_plan(
 def _check_noise(accepted: AcceptedPlan) -> None:
     """Open the plan's files, and see that its sketches would be more than noise, before weeks of training."""
     try:
-        release_noise_level(accepted.plan, accepted.files().sketch)
+        sketch_noise_level(accepted.plan, accepted.files().sketch)
     except NumericalError as error:
         raise PolicyError(
             f"plan {accepted.plan.plan_id}: {error.subject}", expected=error.expected, got=error.got

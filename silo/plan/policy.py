@@ -38,18 +38,18 @@ def broken_rules(plan: Plan, policy: Policy, *, silo_id: str, now: datetime) -> 
 
 
 def _privacy_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]]:
-    releases, total = plan.releases, plan.releases.total
-    if (policy.privacy.unit, releases.unit) == ("patient", "image"):
-        got = "image; image-level releases say nothing about a patient, who may have many images"
+    statistics, total = plan.statistics, plan.statistics.total
+    if (policy.privacy.unit, statistics.unit) == ("patient", "image"):
+        got = "image; image-level statistics say nothing about a patient, who may have many images"
         yield "privacy unit", "patient", got
     if total.epsilon > policy.privacy.max_epsilon:
-        yield "epsilon of all releases", f"at most {policy.privacy.max_epsilon:g}", f"{total.epsilon:g}"
+        yield "epsilon of all statistics", f"at most {policy.privacy.max_epsilon:g}", f"{total.epsilon:g}"
     if total.delta > policy.privacy.max_delta:
-        yield "delta of all releases", f"at most {policy.privacy.max_delta:g}", f"{total.delta:g}"
+        yield "delta of all statistics", f"at most {policy.privacy.max_delta:g}", f"{total.delta:g}"
     try:
         check_total(plan)
     except PolicyError as error:
-        yield "privacy of all releases together", error.expected or "", error.got or ""
+        yield "privacy of all statistics together", error.expected or "", error.got or ""
 
 
 def _training_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]]:
@@ -58,16 +58,16 @@ def _training_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]
     if architecture not in allowed.architectures:
         yield "architecture", " or ".join(allowed.architectures) or "none", architecture
     num_experts = most_experts(plan)
-    classes = plan.releases.class_counts
-    class_bytes = 8 * plan.releases.counts.num_groups * classes.num_classes if classes else 0
+    classes = plan.statistics.class_counts
+    class_bytes = 8 * plan.statistics.counts.num_groups * classes.num_classes if classes else 0
     numbers = (
         ("experts of one silo", num_experts, allowed.max_experts),
         ("training steps of all its experts", num_experts * plan.expert.training.num_steps, allowed.max_steps),
         ("batch size", plan.expert.training.batch_size, allowed.max_batch_size),
         ("steps between checkpoints", plan.expert.training.checkpoint_steps, plan.expert.training.num_steps),
         ("bytes of an expert", plan.limits.expert_bytes, allowed.max_expert_bytes),
-        ("bytes of a release", plan.limits.release_bytes, allowed.max_release_bytes),
-        ("bytes of the class counts", class_bytes, plan.limits.release_bytes),
+        ("bytes of a statistic", plan.limits.statistic_bytes, allowed.max_statistic_bytes),
+        ("bytes of the class counts", class_bytes, plan.limits.statistic_bytes),
         ("seconds of training", plan.limits.train_s, allowed.max_train_s),
         ("GPU hours", plan.limits.gpu_hours, allowed.max_gpu_hours),
     )

@@ -59,9 +59,9 @@ class Workplace:
         return self.folder / "verdict.json"
 
     @property
-    def releases(self) -> Path:
-        """The draws, one file a release."""
-        return self.folder / "releases"
+    def statistics(self) -> Path:
+        """The draws, one file a statistic."""
+        return self.folder / "statistics"
 
 
 def workplace(site: Site, plan_id: str) -> Workplace:

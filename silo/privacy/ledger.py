@@ -2,7 +2,7 @@
 
 One line a record, each naming the digest of the line before it. A debit covers everything that one plan draws from one
 version of the data, and stands here, durably, before any of that noise is drawn; each draw is recorded here before it
-is used, so that one debit never pays for it twice. The budget holds for plans chosen in the light of earlier releases
+is used, so that one debit never pays for it twice. The budget holds for plans chosen in the light of earlier statistics
 (docs/adr/0007-a-ledger-for-adaptive-plans.md).
 
 The head (number of records and digest of the last) is kept in a second file, written after the ledger: a ledger shorter
@@ -64,7 +64,7 @@ class Debit(Document):
 
 
 class Draw(Document):
-    """Noise drawn for one kind of a debit's releases, by the digest of the file that holds it."""
+    """Noise drawn for one kind of a debit's statistics, by the digest of the file that holds it."""
 
     record: Literal["draw"] = "draw"
     number: PositiveInt
@@ -126,7 +126,7 @@ class Ledger:
             plan_id: the plan.
             plan_digest: sha256 of its signed bytes.
             dataset_digest: of the cohort; another dataset is another debit.
-            unit: whom the plan's releases protect.
+            unit: whom the plan's statistics protect.
             mechanisms: all that the plan draws. It counts whole from here on: whether a part is drawn may hang on what
                 the others showed, and so saves nothing.
 
@@ -348,14 +348,14 @@ def _check_unit(subject: str, unit: Unit, counted: Unit) -> None:
     if (unit, counted) == ("image", "patient"):
         raise LedgerError(
             subject,
-            expected="releases by patient, since the policy's privacy.unit is patient",
-            got="releases by image, which say nothing about a patient",
+            expected="statistics by patient, since the policy's privacy.unit is patient",
+            got="statistics by image, which say nothing about a patient",
             remedy="What this site released by image cannot be counted by patient: set privacy.unit back to image.",
         )
 
 
 def _alike(paid: Mapping[Kind, Mechanism], asked: Mapping[Kind, Mechanism]) -> bool:
-    """Whether these are the same releases; mu is computed, and another machine may round it otherwise."""
+    """Whether these are the same statistics; mu is computed, and another machine may round it otherwise."""
 
     def same(one: Mechanism, other: Mechanism) -> bool:
         if isinstance(one, GaussianMechanism) and isinstance(other, GaussianMechanism):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddm.errors import ApprovalError
 from ddm.io.files import link_or_copy, sync_folder, write_atomic
-from ddm.loading.plan import PlanFiles, release_noise_level
+from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import File, sha256_file, sha256_hex
 from ddm.protocol.plan import Plan, SiloPartition
@@ -23,10 +23,10 @@ from ddm.protocol.submission import (
     SubmittedCounts,
     SubmittedExpert,
     SubmittedMoments,
-    SubmittedRelease,
     SubmittedSketch,
+    SubmittedStatistic,
     expert_path,
-    release_terms,
+    statistic_terms,
     submission_path,
 )
 from ddm.trust.keys import SigningKey
@@ -35,7 +35,7 @@ from silo.config import Isolation, Site
 from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import TrainingRecord, Workplace
 from silo.privacy.ledger import Ledger
-from silo.privacy.releases import RELEASE_NAMES
+from silo.privacy.statistics import STATISTIC_NAMES
 from silo.worker.training import find_parts
 
 
@@ -55,7 +55,7 @@ def draft(
     plan = accepted.plan
     parts = find_parts(plan, files, work, silo_id)
     records = [work.record(part.expert_id) for part in parts]
-    one_a_unit = isinstance(plan.partition, SiloPartition) and plan.releases.unit == "image"
+    one_a_unit = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
     head_digest, num_entries, chain = ledger.head
     return Submission(
         plan_id=plan.plan_id,
@@ -69,8 +69,10 @@ def draft(
             _submitted_expert(record, part.cluster, work, silo_id, with_images=one_a_unit)
             for record, part in zip(records, parts, strict=True)
         ),
-        releases=tuple(_submitted_release(kind, plan, files, work) for kind in mechanisms(plan)),
-        spent=Spent(epsilon=plan.releases.total.epsilon, delta=plan.releases.total.delta, unit=plan.releases.unit),
+        statistics=tuple(_submitted_statistic(kind, plan, files, work) for kind in mechanisms(plan)),
+        spent=Spent(
+            epsilon=plan.statistics.total.epsilon, delta=plan.statistics.total.delta, unit=plan.statistics.unit
+        ),
         ledger=LedgerHead(head_digest=head_digest, num_entries=num_entries, chain=chain),
         audit=verdict,
         approval=None,
@@ -93,9 +95,9 @@ def _submitted_expert(
     )
 
 
-def _submitted_release(kind: Kind, plan: Plan, files: PlanFiles, work: Workplace) -> SubmittedRelease:
-    epsilon, delta = release_terms(plan.releases)[kind]
-    file = File.of(RELEASE_NAMES[kind], work.releases / RELEASE_NAMES[kind])
+def _submitted_statistic(kind: Kind, plan: Plan, files: PlanFiles, work: Workplace) -> SubmittedStatistic:
+    epsilon, delta = statistic_terms(plan.statistics)[kind]
+    file = File.of(STATISTIC_NAMES[kind], work.statistics / STATISTIC_NAMES[kind])
     match kind:
         case "counts":
             return SubmittedCounts(epsilon=epsilon, delta=delta, file=file)
@@ -104,7 +106,7 @@ def _submitted_release(kind: Kind, plan: Plan, files: PlanFiles, work: Workplace
         case "moments":
             return SubmittedMoments(epsilon=epsilon, delta=delta, file=file)
         case "sketch":
-            t_release = release_noise_level(plan, files.sketch) or 0.0
+            t_release = sketch_noise_level(plan, files.sketch) or 0.0
             return SubmittedSketch(epsilon=epsilon, delta=delta, t_release=t_release, file=file)
 
 
@@ -121,8 +123,8 @@ def stage_review(draft_submission: Submission, work: Workplace, review: Path) ->
 def payload(submission: Submission, work: Workplace) -> Mapping[str, Path]:
     """The tensor files that leave with a submission: relative path to where each lies on this site."""
     experts = {expert.file.path: work.expert_path(expert.expert_id) for expert in submission.experts}
-    releases = {release.file.path: work.releases / release.file.path for release in submission.releases}
-    return {**experts, **releases}
+    statistics = {statistic.file.path: work.statistics / statistic.file.path for statistic in submission.statistics}
+    return {**experts, **statistics}
 
 
 def send(
@@ -130,7 +132,7 @@ def send(
 ) -> Submission:
     """Sign an approved draft and move it into the outbox in one rename; what is there already is left as it is.
 
-    The silo's signature lists the submission and its experts; the releases stand in the submission as digests.
+    The silo's signature lists the submission and its experts; the statistics stand in the submission as digests.
 
     Raises:
         ApprovalError: a file changed since it was reviewed.
@@ -162,7 +164,7 @@ def send(
 
 
 def _check_unchanged(submission: Submission, files: Mapping[str, Path]) -> None:
-    listed = [expert.file for expert in submission.experts] + [release.file for release in submission.releases]
+    listed = [expert.file for expert in submission.experts] + [statistic.file for statistic in submission.statistics]
     for file in listed:
         if sha256_file(files[file.path]) != file.digest:
             raise ApprovalError(file.path, expected="the bytes that were reviewed", got="other bytes")

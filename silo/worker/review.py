@@ -19,7 +19,7 @@ def _heading(draft: Submission) -> str:
         audit += f" by {draft.audit.waiver.role}: {draft.audit.waiver.reason}"
     lines = [
         f"Submission {draft.sequence} of silo {draft.silo_id} for plan {draft.plan_id}",
-        f"  releases cost   epsilon {spent.epsilon:g}, delta {spent.delta:g} per {spent.unit} ({spent.relation})",
+        f"  statistics cost epsilon {spent.epsilon:g}, delta {spent.delta:g} per {spent.unit} ({spent.relation})",
         f"  leak audit      {audit}",
         f"  isolation       {draft.isolation}" + _isolation_note(draft.isolation),
         f"  ledger          {draft.ledger.num_entries} entries, head {draft.ledger.head_digest[:16]}",
@@ -37,9 +37,9 @@ def _files(draft: Submission) -> str:
     for expert in draft.experts:
         private = "no differential privacy" if expert.privacy.kind == "none" else "DP-SGD"
         rows.append((expert.file.path, human_bytes(expert.file.bytes), private, expert.file.digest[:16]))
-    for release in draft.releases:
-        cost = f"epsilon {release.epsilon:g}, delta {release.delta:g}"
-        rows.append((release.file.path, human_bytes(release.file.bytes), cost, release.file.digest[:16]))
+    for statistic in draft.statistics:
+        cost = f"epsilon {statistic.epsilon:g}, delta {statistic.delta:g}"
+        rows.append((statistic.file.path, human_bytes(statistic.file.bytes), cost, statistic.file.digest[:16]))
     return table(rows, ("file", "size", "privacy", "sha256"))
 
 

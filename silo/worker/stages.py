@@ -23,14 +23,14 @@ from ddm.protocol.submission import AuditVerdict
 from ddm.routers.conditional import class_counts_specs
 from ddm.routers.counts import counts_specs
 from ddm.routers.moments import moments_specs
-from ddm.routers.sketch import sketch_release_specs
+from ddm.routers.sketch import released_sketch_specs
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort, load_cohort
 from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import Workplace
 from silo.privacy.audit import gate, measure
 from silo.privacy.ledger import Ledger
-from silo.privacy.releases import Source, draw
+from silo.privacy.statistics import Source, draw
 from silo.worker.training import fewest_in_all, num_classes
 
 _GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
@@ -55,34 +55,34 @@ def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
         plan.data,
         min_images=fewest_in_all(plan, policy),
         salt=site.salt(),
-        unit=plan.releases.unit,
+        unit=plan.statistics.unit,
         num_classes=num_classes(plan),
         captions=isinstance(plan.condition, TextCondition),
     )
 
 
 def check_sizes(accepted: AcceptedPlan, cohort: Cohort) -> None:
-    """Refuse, before anything is debited, a plan that accepts no files as large as this site's releases are.
+    """Refuse, before anything is debited, a plan that accepts no files as large as this site's statistics are.
 
     Raises:
-        PolicyError: names the release.
+        PolicyError: names the statistic.
     """
     plan = accepted.plan
     specs: dict[Kind, dict[str, TensorSpec]] = {
         "counts": counts_specs(plan),
         "class_counts": class_counts_specs(plan),
         "moments": moments_specs(plan),
-        "sketch": sketch_release_specs(plan, cohort.num_units),
+        "sketch": released_sketch_specs(plan, cohort.num_units),
     }
     for kind in mechanisms(plan):
-        needed, most = stored_bytes(specs[kind]), plan.limits.release_bytes
+        needed, most = stored_bytes(specs[kind]), plan.limits.statistic_bytes
         if needed > most:
             expected = f"at most the plan's own limit of {most} bytes"
             raise PolicyError(f"plan {plan.plan_id}: size of {kind}", expected=expected, got=f"{needed} bytes")
 
 
 def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None:
-    """Refuse, before training and again before the first draw, a plan whose releases together are over budget.
+    """Refuse, before training and again before the first draw, a plan whose statistics together are over budget.
 
     Raises:
         BudgetError: nothing was debited and no noise was drawn.
@@ -169,13 +169,13 @@ def release(
     ledger: Ledger,
     kinds: Iterable[Kind],
 ) -> None:
-    """Draw some of this plan's releases; all of them are debited in the ledger before the first noise is drawn.
+    """Draw some of this plan's statistics; all of them are debited in the ledger before the first noise is drawn.
 
     Raises:
         BudgetError: the ledger would go over; nothing was drawn.
         LedgerError: the ledger is damaged.
     """
-    work.releases.mkdir(exist_ok=True)
+    work.statistics.mkdir(exist_ok=True)
     check_budget(accepted, cohort, ledger)
     source = Source(
         plan=accepted.plan,
@@ -188,4 +188,4 @@ def release(
         dataset_digest=cohort.digest,
     )
     for kind in kinds:
-        draw(kind, source, ledger, work.releases)
+        draw(kind, source, ledger, work.statistics)

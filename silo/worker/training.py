@@ -33,7 +33,7 @@ from silo.config import Policy
 from silo.data.captions import some_texts
 from silo.data.cohort import Cohort
 from silo.plan.workspace import TrainingRecord, Workplace
-from silo.privacy.releases import RELEASE_NAMES
+from silo.privacy.statistics import STATISTIC_NAMES
 
 # Shape legend: N images, F fine centroids, G public groups, D feature values.
 
@@ -52,10 +52,10 @@ def fewest_in_all(plan: Plan, policy: Policy) -> int:
 
 
 def num_classes(plan: Plan) -> int | None:
-    """Return how many classes images may have, where the plan needs them: for its experts or for a release."""
+    """Return how many classes images may have, where the plan needs them: for its experts or for a statistic."""
     if isinstance(plan.condition, ClassCondition):
         return plan.condition.num_classes
-    return plan.releases.class_counts.num_classes if plan.releases.class_counts else None
+    return plan.statistics.class_counts.num_classes if plan.statistics.class_counts else None
 
 
 def counts_tell_experts(plan: Plan) -> bool:
@@ -65,10 +65,10 @@ def counts_tell_experts(plan: Plan) -> bool:
 
 def find_parts(plan: Plan, files: PlanFiles, work: Workplace, silo_id: str) -> tuple[Part, ...]:
     """Return this silo's experts, from the histogram as it was released where that decides."""
-    noisy_G = torch.zeros(plan.releases.counts.num_groups, dtype=torch.int64)
+    noisy_G = torch.zeros(plan.statistics.counts.num_groups, dtype=torch.int64)
     if counts_tell_experts(plan):
-        path = work.releases / RELEASE_NAMES["counts"]
-        noisy_G = load_tensors(path, counts_specs(plan), max_bytes=plan.limits.release_bytes)["counts"]
+        path = work.statistics / STATISTIC_NAMES["counts"]
+        noisy_G = load_tensors(path, counts_specs(plan), max_bytes=plan.limits.statistic_bytes)["counts"]
     return silo_parts(plan.partition, silo_id, files.clusters, noisy_G)
 
 

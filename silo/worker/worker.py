@@ -293,7 +293,7 @@ class Worker:
         return workplace(self.site, self._plan_id)
 
     def _cohort(self, accepted: AcceptedPlan) -> Cohort:
-        """Read the images again, and hold them to what was scanned: experts and releases are about the same data."""
+        """Read the images again, and hold them to what was scanned: experts and statistics are about the same data."""
         cohort = stages.scan(self.site, accepted, self.policy)
         if cohort.digest != self.state.dataset_digest:
             remedy = "Bring back the images that were there when the plan was taken on, or give it up: silo withdraw."

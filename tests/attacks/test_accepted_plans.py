@@ -16,7 +16,7 @@ from ddm.io.tensors import load_tensors
 from ddm.protocol.plan import Budget
 from silo.plan.acceptance import AcceptedPlan, load_accepted, waiting_plans, workplace_folder
 from silo.privacy.ledger import Ledger
-from silo.privacy.releases import RELEASE_NAMES, Source, draw
+from silo.privacy.statistics import RELEASE_NAMES, Source, draw
 from tests.support.dishonest_aggregator import DELTA, PUBLIC, Aggregator, Asked, clusters_around, pictures
 
 PATIENTS = 512  # each singled out by a centroid of its own
@@ -51,7 +51,7 @@ def worlds_of(accepted: AcceptedPlan) -> tuple[Source, Source]:
 
 def told_apart(accepted: AcceptedPlan, num: int = 1024) -> tuple[np.ndarray, np.ndarray]:
     """Scores of the attack on the two cells in which a patient may stand alone."""
-    epsilon = accepted.plan.releases.counts.epsilon
+    epsilon = accepted.plan.statistics.counts.epsilon
 
     def score(found: Released) -> np.ndarray:
         return neighbours.moved_score(found["counts"]["counts"], 1, epsilon)

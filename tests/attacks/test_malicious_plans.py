@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from ddm.errors import ArchipelagoError, DocumentError, PolicyError, TensorFileError
-from ddm.loading.plan import release_noise_level
+from ddm.loading.plan import sketch_noise_level
 from silo.config import Policy, PrivacyPolicy
 from tests.support.dishonest_aggregator import DELTA, PUBLIC, RANK, Aggregator, Asked, clusters_around
 
@@ -27,7 +27,7 @@ def spoiled(part: str, name: str, change: Callable[[Tensor], Tensor]) -> Asked:
 
 def asking(**releases: object) -> Asked:
     asked = HONEST.copy()
-    asked.document["releases"] |= releases
+    asked.document["statistics"] |= releases
     return asked
 
 
@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Asked, type[ArchipelagoError], tuple[str, ...]]] = {
     "noise level of its own choice": (
         asking(sketch=SKETCH | {"t_release": 0.0}),
         DocumentError,
-        ("plan.json, field releases.sketch", "not permitted"),
+        ("plan.json, field statistics.sketch", "not permitted"),
     ),
     "epsilon so large that hardly any noise is left": (
         asking(total={"epsilon": 990.0, "delta": DELTA}, sketch=SKETCH | {"epsilon": 900.0}),
@@ -132,14 +132,14 @@ def test_plan_that_protects_images_only_is_refused_where_patients_are_protected(
         aggregator.offer(HONEST, PATIENT_SITE)
     message = str(refusal.value)
     assert all(word in message for word in ("privacy unit", "expected patient", "got image", "nothing about a patient"))
-    assert aggregator.offer(asking(unit="patient"), PATIENT_SITE).plan.releases.unit == "patient"
+    assert aggregator.offer(asking(unit="patient"), PATIENT_SITE).plan.statistics.unit == "patient"
 
 
 def test_more_epsilon_means_less_noise_so_that_limiting_epsilon_limits_what_a_plan_can_hide() -> None:
     """No field states t_release: the only way to less noise is an epsilon that the policy sees."""
     sketch = neighbours.public_sketch(2)
     levels = [
-        release_noise_level(neighbours.make_plan({"sketch": SKETCH | {"epsilon": epsilon}}, rank=2), sketch)
+        sketch_noise_level(neighbours.make_plan({"sketch": SKETCH | {"epsilon": epsilon}}, rank=2), sketch)
         for epsilon in (7.0, 90.0, 900.0)
     ]
     assert levels == sorted(levels, reverse=True)

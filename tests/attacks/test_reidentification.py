@@ -18,7 +18,7 @@ from ddm.encoders import PcaEncoder
 from ddm.partition.clustering import fit_clustering
 from ddm.privacy.accounting import GaussianMechanism, gaussian_mu, total_epsilon
 from ddm.routers.sketch import Sketch
-from silo.privacy.releases import Source
+from silo.privacy.statistics import Source
 
 RANK, GROUPS = 12, 16
 EPSILON, DELTA = 7.0, 1e-5

@@ -107,7 +107,7 @@ def test_federation_of_patients_dealt_at_random_ends_in_a_release_that_samples(
     for submission in release.submissions.values():
         assert [expert.num_images for expert in submission.experts] == [None, None]
         assert (submission.spent.unit, submission.spent.epsilon) == ("patient", 8.0)
-        assert [one.kind for one in submission.releases] == ["counts", "class_counts", "moments"]
+        assert [one.kind for one in submission.statistics] == ["counts", "class_counts", "moments"]
     inventory = take_inventory(tiny.federation)
     assert {tensor.shape for tensor in inventory.class_counts().values()} == {(2, 4)}
     assert {one["second"].shape for one in inventory.moments().values()} == {(3, 3)}

@@ -261,7 +261,7 @@ def hostile_submissions(tiny: TinyFederation, plan_id: str) -> list[dict[str, by
         {bad: bad},
         document | {bad: bad},
         document | {"silo_id": bad},
-        document | {"releases": [{"kind": bad}]},
+        document | {"statistics": [{"kind": bad}]},
         document | {"software": {bad: 1}},
         document | {"experts": [{bad: bad}]},
         document | {"plan_digest": bad},

@@ -67,7 +67,7 @@ class Asked:
             sketch={"path": "plan/sketch.safetensors", "rank": RANK},
             router={"kind": "counts"},
         )
-        document["releases"] |= {
+        document["statistics"] |= {
             "counts": {"epsilon": 1.0, "num_groups": num_groups},
             "sketch": {"epsilon": 7.0, "delta": DELTA, "rank": 2},
             **releases,

@@ -47,7 +47,7 @@ def plan_document(**changes: object) -> dict[str, Any]:
             },
             "dp_sgd": None,
         },
-        "releases": {
+        "statistics": {
             "unit": "image",
             "relation": "replace_one",
             "total": {"epsilon": 8.0, "delta": 1e-5},
@@ -58,7 +58,7 @@ def plan_document(**changes: object) -> dict[str, Any]:
         },
         "router": {"kind": "learned", "hidden": 128, "depth": 3, "num_steps": 2000},
         "audit": {"required": True, "min_holdout_units": 300, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6},
-        "limits": {"expert_bytes": 67108864, "release_bytes": 16777216, "train_s": 3600, "gpu_hours": 1.0},
+        "limits": {"expert_bytes": 67108864, "statistic_bytes": 16777216, "train_s": 3600, "gpu_hours": 1.0},
     }
     return document | changes
 

@@ -52,7 +52,7 @@ def recipe(**changes: object) -> Recipe:
                 "checkpoint_steps": 2,
             },
         },
-        "releases": {
+        "statistics": {
             "unit": "image",
             "total": {"epsilon": 8.0, "delta": 1e-5},
             "counts": {"epsilon": 1.0, "num_groups": 4},
@@ -60,7 +60,7 @@ def recipe(**changes: object) -> Recipe:
         },
         "router": {"kind": "learned", "hidden": 8, "depth": 1, "num_steps": 20},
         "audit": {"required": True, "min_holdout_units": 300, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6},
-        "limits": {"expert_bytes": 1 << 20, "release_bytes": 1 << 20, "train_s": 600, "gpu_hours": 1.0},
+        "limits": {"expert_bytes": 1 << 20, "statistic_bytes": 1 << 20, "train_s": 600, "gpu_hours": 1.0},
     }
     import json
 

@@ -3,4 +3,4 @@
 import multiprocessing
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["silo.privacy.releases"])
+CONTEXT.set_forkserver_preload(["silo.privacy.statistics"])

@@ -93,7 +93,7 @@ def submission_document() -> dict[str, Any]:
                 "privacy": {"kind": "none"},
             }
         ],
-        "releases": [
+        "statistics": [
             {"kind": "counts", **price, "file": file_of("counts.safetensors")},
             {"kind": "sketch", **price, "t_release": 0.5, "file": file_of("sketch.safetensors")},
             {"kind": "moments", **price, "file": file_of("moments.safetensors")},

@@ -48,7 +48,7 @@ class Arrival:
     def rewrite(self, change: Callable[[dict], None], *, key: SigningKey | None = None, version: int = 1) -> None:
         """Change the document, describe the files as they now are, and sign it all again as a cheating silo would."""
         document = self.document()
-        for entry in document["experts"] + document["releases"]:
+        for entry in document["experts"] + document["statistics"]:
             path = self.folder / entry["file"]["path"]
             entry["file"] |= {"bytes": path.stat().st_size, "digest": sha256_file(path)}
         change(document)

@@ -72,7 +72,7 @@ def bisect(tail: Callable[[float], float]) -> float:
 
 
 def test_moments_bounds_hold_what_the_release_itself_draws_and_not_what_is_twice_as_long() -> None:
-    """The worst honest silo, all of its images in one direction, with the noise of `silo.privacy.releases`' law."""
+    """The worst honest silo, all of its images in one direction, with the noise of `silo.privacy.statistics`' law."""
     noise_std, num_units, rank, num_draws = 50.0, 40, 6, 4000
     rng = np.random.default_rng(0)
     s_R = np.eye(rank)[0]

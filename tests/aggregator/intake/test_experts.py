@@ -48,7 +48,7 @@ def wide(sent_wide_once: tuple[TinyFederation, str], tmp_path: Path) -> Arrival:
 def test_intake_accepts_every_kind_of_release_with_two_experts_by_patient(wide: Arrival) -> None:
     """The control of all refusals below."""
     document = wide.document()
-    assert [release["kind"] for release in document["releases"]] == ["counts", "class_counts", "moments", "sketch"]
+    assert [release["kind"] for release in document["statistics"]] == ["counts", "class_counts", "moments", "sketch"]
     assert [(e["expert_id"], e["cluster"], e["num_images"]) for e in document["experts"]] == [
         ("north-0", 0, None),
         ("north-1", 1, None),
@@ -61,10 +61,10 @@ def test_intake_accepts_every_kind_of_release_with_two_experts_by_patient(wide: 
 def test_intake_refuses_a_submission_that_keeps_back_a_release(wide: Arrival, kind: str) -> None:
     (wide.folder / f"{kind}.safetensors").unlink()
     document = wide.document()
-    kept = [release for release in document["releases"] if release["kind"] != kind]
-    wide.document_path.write_text(json.dumps(document | {"releases": kept}))
+    kept = [release for release in document["statistics"] if release["kind"] != kind]
+    wide.document_path.write_text(json.dumps(document | {"statistics": kept}))
     wide.rewrite(lambda document: None)
-    wide.refused(PolicyError, "releases", kind)
+    wide.refused(PolicyError, "statistics", kind)
 
 
 @pytest.mark.parametrize("change", [{"epsilon": 0.5}, {"epsilon": 30.0}, {"delta": 1e-7}])
@@ -72,7 +72,7 @@ def test_intake_refuses_a_submission_that_keeps_back_a_release(wide: Arrival, ki
 def test_intake_refuses_a_release_at_another_cost_than_the_plans(
     wide: Arrival, number: int, change: dict[str, float]
 ) -> None:
-    wide.rewrite(lambda document: document["releases"][number].update(change))
+    wide.rewrite(lambda document: document["statistics"][number].update(change))
     wide.refused(PolicyError, "epsilon and delta of")
 
 

@@ -95,7 +95,7 @@ def test_intake_refuses_a_submission_that_names_another_silo(arrival: Arrival) -
 
 
 def test_intake_refuses_a_replayed_submission(arrival: Arrival) -> None:
-    arrival.rewrite(lambda document: document["releases"][0].update(epsilon=2.0))
+    arrival.rewrite(lambda document: document["statistics"][0].update(epsilon=2.0))
     arrival.refused(PolicyError)
     arrival.arrive_again(2)
     receipts = arrival.tiny.take_in()
@@ -195,7 +195,7 @@ def test_intake_refuses_a_submission_that_spent_more_than_the_plan(arrival: Arri
 
 
 def test_intake_refuses_sketches_released_below_the_plans_noise_level(arrival: Arrival) -> None:
-    arrival.rewrite(lambda document: document["releases"][1].update(t_release=0.1))
+    arrival.rewrite(lambda document: document["statistics"][1].update(t_release=0.1))
     arrival.refused(PolicyError, "t_release")
 
 
@@ -220,7 +220,7 @@ def test_intake_answers_a_submission_too_large_to_fetch(arrival: Arrival) -> Non
 @pytest.mark.parametrize("attack", ["the smallest integer", "below the noise", "above the noise", "units from nowhere"])
 def test_intake_refuses_counts_that_no_noise_explains(arrival: Arrival, attack: str) -> None:
     plan, _ = arrival.tiny.federation.current_plan()
-    reach = cell_noise_bound(plan.releases.counts.epsilon, plan.releases.counts.num_groups)
+    reach = cell_noise_bound(plan.statistics.counts.epsilon, plan.statistics.counts.num_groups)
     num_units = arrival.document()["num_units"]
     counts = {
         "the smallest integer": [-(2**63), 0, num_units, 0],
@@ -234,7 +234,7 @@ def test_intake_refuses_counts_that_no_noise_explains(arrival: Arrival, attack: 
 
 def test_intake_accepts_counts_as_far_out_as_noise_may_carry_them(arrival: Arrival) -> None:
     plan, _ = arrival.tiny.federation.current_plan()
-    reach = cell_noise_bound(plan.releases.counts.epsilon, plan.releases.counts.num_groups)
+    reach = cell_noise_bound(plan.statistics.counts.epsilon, plan.statistics.counts.num_groups)
     arrival.change_counts(lambda _: torch.tensor([-reach, arrival.document()["num_units"] + reach, 0, 0]))
     assert arrival.verdict().verdict.kind == "accepted"
 
@@ -311,9 +311,9 @@ def test_intake_refuses_a_release_that_the_plan_did_not_ask_for(arrival: Arrival
     file = {"path": "moments.safetensors", "bytes": 1, "digest": "a" * 64}
     extra = {"kind": "moments", "epsilon": 1.0, "delta": 1e-6, "file": file}
     document = arrival.document()
-    arrival.document_path.write_text(json.dumps(document | {"releases": [*document["releases"], extra]}))
+    arrival.document_path.write_text(json.dumps(document | {"statistics": [*document["statistics"], extra]}))
     arrival.rewrite(lambda document: None)
-    arrival.refused(PolicyError, "releases", "moments")
+    arrival.refused(PolicyError, "statistics", "moments")
 
 
 def test_intake_refuses_another_number_of_images_than_the_silos_units(arrival: Arrival) -> None:

@@ -152,7 +152,7 @@ def test_report_gives_losses_releases_comparisons_and_provenance(given: PageInpu
     expected = [given.plan.plan_id, given.plan_digest, given.root_digest, given.manifest.router.file.digest]
     for silo in given.inventory.silos.values():
         expected += [silo.digest, *(f"{expert.training.loss:.4f}" for expert in silo.submission.experts)]
-        expected += [f"epsilon {release.epsilon:g}, delta {release.delta:g}" for release in silo.submission.releases]
+        expected += [f"epsilon {release.epsilon:g}, delta {release.delta:g}" for release in silo.submission.statistics]
     assert given.report.bands and given.report.calibration
     expected += [f"{band.difference:+.5f}" for band in given.report.bands]
     expected += [f"{band.after[0]:.3f}" for band in given.report.calibration]

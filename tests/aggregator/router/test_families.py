@@ -52,7 +52,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Releases:
+class Statistics:
     """Stands for the inventory: what two silos released."""
 
     plan: Plan
@@ -144,7 +144,7 @@ def _plan(kind: str, partition: str) -> Plan:
     document["clustering"] |= {"num_fine": GROUPS, "num_coarse": 2}
     document["partition"] = {"kind": partition, "min_images": 5} | ({"num_parts": 2} if partition == "random" else {})
     document["expert"]["architecture"] |= {"hidden": 16, "depth": 1, "heads": 2}
-    document["releases"] |= {
+    document["statistics"] |= {
         "counts": {"epsilon": 1.0, "num_groups": GROUPS},
         "sketch": {"epsilon": 5.0, "delta": 1e-6, "rank": RELEASED},
         "moments": {"epsilon": 1.0, "delta": 1e-6, "rank": RELEASED},
@@ -153,11 +153,11 @@ def _plan(kind: str, partition: str) -> Plan:
     return Plan.model_validate_json(json.dumps(document))
 
 
-def _releases(folder: Path, kind: str, partition: str, files: PlanFiles, world: World) -> Releases:
+def _releases(folder: Path, kind: str, partition: str, files: PlanFiles, world: World) -> Statistics:
     """Lay out what the aggregator finds: public images, and experts of fresh weights."""
     np.savez(folder / "public.npz", fitted=world.public[:600].numpy(), holdout=world.public[600:].numpy())
     plan = _plan(kind, partition)
-    found = Releases(plan, files, world, {"east": None, "north": None})
+    found = Statistics(plan, files, world, {"east": None, "north": None})
     layout = found.layout()
     for k, silo in enumerate(found.silos):
         experts = []
@@ -175,7 +175,7 @@ def _releases(folder: Path, kind: str, partition: str, files: PlanFiles, world: 
     return found
 
 
-def _open(folder: Path, report: RouterReport, releases: Releases) -> Calibrated:
+def _open(folder: Path, report: RouterReport, releases: Statistics) -> Calibrated:
     """What a researcher does with the manifest."""
     file = File.of("router.safetensors", folder / "router" / "router.safetensors")
     published = PublishedRouter(
@@ -264,7 +264,7 @@ def test_harmful_candidate_is_not_published_and_the_report_says_why(
     releases = _releases(tmp_path, "moments", "silo", files, world)
     moments = releases.moments()
     swapped = {"east": moments["north"], "north": moments["east"]}
-    monkeypatch.setattr(Releases, "moments", lambda self: swapped)
+    monkeypatch.setattr(Statistics, "moments", lambda self: swapped)
     report = train_router(Folder(tmp_path), releases, seed=0)  # type: ignore[arg-type]
     assert report.published == "counts"
     assert "moments is worse than counts" in report.reason and report.sketches is not None
@@ -279,7 +279,7 @@ def test_releases_that_contradict_the_public_data_are_refused_and_nothing_is_wri
     swap = list(range(GROUPS))
     swap[east], swap[north] = north, east
     flipped = replace(files.sketch, group_mean_GR=files.sketch.group_mean_GR[swap])
-    spoilt = Releases(releases.plan, PlanFiles(files.encoder, files.clusters, flipped), world, releases.silos)
+    spoilt = Statistics(releases.plan, PlanFiles(files.encoder, files.clusters, flipped), world, releases.silos)
     with pytest.raises(RefusedError, match="counts router on public data"):
         train_router(Folder(tmp_path), spoilt, seed=0)  # type: ignore[arg-type]
     assert not under_test.router_path(Folder(tmp_path), "x").exists()  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ ALL = {
 
 def plan(**releases: object) -> Plan:
     document = plan_document()
-    document["releases"] = {"unit": "image", **releases}
+    document["statistics"] = {"unit": "image", **releases}
     document["router"] = {"kind": "counts"}
     return Plan.parse(to_bytes(document), subject="plan.json")
 

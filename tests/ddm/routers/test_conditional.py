@@ -73,7 +73,7 @@ def test_experts_of_a_silo_split_its_share_of_a_class_by_their_groups(sketch: Sk
 
 def test_conditional_prior_survives_its_file(sketch: Sketch, tmp_path) -> None:
     document = plan_document()
-    document["releases"] |= {
+    document["statistics"] |= {
         "class_counts": {"epsilon": 0.5, "num_classes": CLASSES},
         "counts": {"epsilon": 1.0, "num_groups": GROUPS},
     }

@@ -50,7 +50,7 @@ def _plan(kind: str, **releases: object) -> Plan:
     document["data"] = {"shape": [1, 4, 4], "range": [-1.0, 1.0]}
     document["sketch"] = {"path": "plan/sketch.safetensors", "rank": RANK}
     document["clustering"] |= {"num_coarse": 2}
-    document["releases"] |= {
+    document["statistics"] |= {
         "counts": {"epsilon": 1.0, "num_groups": GROUPS},
         "sketch": {"epsilon": 6.0, "delta": 1e-5, "rank": RELEASED},
         "moments": {"epsilon": 1.0, "delta": 1e-6, "rank": RELEASED},

@@ -155,7 +155,7 @@ def test_experts_of_a_silo_share_its_gaussian_and_a_head_sees_less(sketch: Sketc
 
 def test_plan_says_what_moments_are_released_with_how_much_noise() -> None:
     document = plan_document(router={"kind": "moments"})
-    document["releases"] |= {"moments": {"epsilon": 2.0, "delta": 1e-6, "rank": 5}}
+    document["statistics"] |= {"moments": {"epsilon": 2.0, "delta": 1e-6, "rank": 5}}
     plan = Plan.model_validate_json(json.dumps(document))
     assert moments_specs(plan) == {"sum": TensorSpec("F32", (5,)), "second": TensorSpec("F32", (5, 5))}
     assert moments_noise_std(plan) == pytest.approx(moments_sensitivity(5) / gaussian_mu(2.0, 1e-6))

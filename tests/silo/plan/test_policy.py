@@ -36,7 +36,7 @@ def test_policy_lets_an_ordinary_plan_pass() -> None:
         ("training", {"max_batch_size": 63}, "batch size"),
         ("training", {"architectures": []}, "architecture"),
         ("training", {"max_expert_bytes": 1000}, "bytes of an expert"),
-        ("training", {"max_release_bytes": 1000}, "bytes of a release"),
+        ("training", {"max_statistic_bytes": 1000}, "bytes of a release"),
         ("training", {"max_train_s": 3599}, "seconds"),
         ("training", {"max_gpu_hours": 0.5}, "GPU"),
     ],
@@ -76,14 +76,14 @@ def test_plan_with_an_unknown_architecture_does_not_parse() -> None:
 
 def test_plan_with_an_unknown_field_does_not_parse() -> None:
     document = plan_document()
-    document["releases"]["raw_images"] = True
+    document["statistics"]["raw_images"] = True
     with pytest.raises(DocumentError, match="field releases: got Extra inputs"):
         Plan.parse(to_bytes(document), subject="plan.json")
 
 
 def asking(**releases: object) -> Plan:
     document = plan_document()
-    document["releases"] |= releases
+    document["statistics"] |= releases
     return Plan.parse(to_bytes(document), subject="plan.json")
 
 
@@ -136,10 +136,10 @@ def test_policy_bounds_the_experts_of_a_silo_and_their_steps_together(
 def test_class_counts_larger_than_the_plans_own_limit_are_refused() -> None:
     classes = {"epsilon": 0.1, "num_classes": 4096}
     document = plan_document()
-    document["releases"] |= {"class_counts": classes, "total": {"epsilon": 8.0, "delta": 1e-5}}
-    document["limits"]["release_bytes"] = 8 * 32 * 4096
+    document["statistics"] |= {"class_counts": classes, "total": {"epsilon": 8.0, "delta": 1e-5}}
+    document["limits"]["statistic_bytes"] = 8 * 32 * 4096
     assert not rules_broken_by(Plan.parse(to_bytes(document), subject="plan.json"))
-    document["limits"]["release_bytes"] -= 1
+    document["limits"]["statistic_bytes"] -= 1
     assert set(rules_broken_by(Plan.parse(to_bytes(document), subject="plan.json"))) == {"bytes of the class counts"}
 
 
@@ -177,6 +177,6 @@ def test_policy_page_names_exactly_the_fields_and_their_defaults() -> None:
 
 def test_plan_with_one_release_above_its_total_does_not_parse() -> None:
     document = plan_document()
-    document["releases"]["total"]["epsilon"] = 6.5
+    document["statistics"]["total"]["epsilon"] = 6.5
     with pytest.raises(DocumentError, match="more epsilon"):
         Plan.parse(to_bytes(document), subject="plan.json")

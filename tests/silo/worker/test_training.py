@@ -80,11 +80,11 @@ def test_expert_with_too_few_images_is_made_of_the_nearest_others_too(own: list[
 def test_counts_alone_are_drawn_before_training_and_tell_the_experts(assigned: Assigned) -> None:
     tiny, work = assigned("copy")
     tiny.work(SILO, until="training")
-    drawn = {path.name: path.read_bytes() for path in (work / "releases").iterdir()}
+    drawn = {path.name: path.read_bytes() for path in (work / "statistics").iterdir()}
     assert set(drawn) == {"counts.safetensors"}
     assert load_state(state_path(tiny.sites[SILO].private)).num_steps == 2 * NUM_STEPS
     tiny.work(SILO)
-    assert (work / "releases" / "counts.safetensors").read_bytes() == drawn["counts.safetensors"], "drawn once"
+    assert (work / "statistics" / "counts.safetensors").read_bytes() == drawn["counts.safetensors"], "drawn once"
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_experts_are_those_of_the_released_histogram_whatever_the_images_are(
     released_G = torch.zeros(4, dtype=torch.int64)
     for cluster, size in enumerate(size_C):
         released_G[files.clusters.group_F[files.clusters.coarse_F == cluster][0]] = size
-    (work / "releases").mkdir()
-    save_file({"counts": released_G}, work / "releases" / "counts.safetensors")
+    (work / "statistics").mkdir()
+    save_file({"counts": released_G}, work / "statistics" / "counts.safetensors")
     assert [part.cluster for part in find_parts(plan, files, Workplace(work), SILO)] == expected
 
 

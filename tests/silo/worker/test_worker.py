@@ -243,7 +243,7 @@ def test_worker_keeps_the_same_draws_when_it_starts_again(planned: tuple[TinyFed
     tiny, plan_id = planned
     site = tiny.sites[SILO]
     tiny.work(SILO, until="released")
-    releases = site.private / "checkpoints" / plan_id / "releases"
+    releases = site.private / "checkpoints" / plan_id / "statistics"
     before = {path.name: path.read_bytes() for path in releases.iterdir()}
     entries = site.ledger_path.read_bytes()
     state = load_state(state_path(site.private))

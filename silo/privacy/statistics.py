@@ -3,8 +3,8 @@
 A draw lies under its debit's digest beside the ledger before it is recorded there. After a crash the same call goes on
 where it stopped: no second debit, and no second draw for one debit.
 
-With the patient as the unit every release looks at one record of each patient, drawn uniformly for that release alone:
-exchanging all that a patient has then exchanges one record, which is what the noise is made for.
+With the patient as the unit every statistic looks at one record of each patient, drawn uniformly for that statistic
+alone: exchanging all that a patient has then exchanges one record, which is what the noise is made for.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,31 +24,31 @@ from ddm.privacy.accounting import GRID, gaussian_mu, moments_sensitivity, t_rel
 from ddm.privacy.noise import OS_NOISE, Noise, discrete_laplace, one_per_unit, rounded_gaussian, shuffled
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import sha256_file
-from ddm.protocol.plan import ClassCountsRelease, CountsRelease, MomentsRelease, Plan, SketchRelease
+from ddm.protocol.plan import ClassCountsStatistic, CountsStatistic, MomentsStatistic, Plan, SketchStatistic
 from ddm.routers.sketch import Sketch
 from silo.privacy.ledger import Ledger
 
 # Shape legend: N records, U units, G public groups, R sketch dimensions.
 
-RELEASE_NAMES: Mapping[Kind, str] = {
+STATISTIC_NAMES: Mapping[Kind, str] = {
     "counts": "counts.safetensors",
     "class_counts": "class_counts.safetensors",
     "moments": "moments.safetensors",
     "sketch": "sketch.safetensors",
 }
-_BLOCK_VALUES = 2**20  # so many at a time; a release never needs much more memory than its images
+_BLOCK_VALUES = 2**20  # so many at a time; a statistic never needs much more memory than its images
 
 Draw = Callable[[NDArray[np.int64], Noise], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """All that a plan's releases are made from.
+    """All that a plan's statistics are made from.
 
     Attributes:
         plan: the accepted plan.
         plan_digest: sha256 of its signed bytes.
-        sketch: the plan's public sketch; releases use its leading dimensions.
+        sketch: the plan's public sketch; statistics use its leading dimensions.
         images: shape (N, C, H, W).
         group_N: each image's public group.
         unit_N: the privacy unit of each image, numbered from 0 without a gap; with the image as the unit, its index.
@@ -72,15 +72,15 @@ def draw(kind: Kind, source: Source, ledger: Ledger, folder: Path, *, noise: Noi
     Args:
         kind: which one.
         source: what it is made from.
-        ledger: of this site; the first of a plan's releases debits them all.
+        ledger: of this site; the first of a plan's statistics debits them all.
         folder: where the file goes.
         noise: the operating system's; tests hand in another.
 
     Returns:
-        The file in `folder`, called as in `RELEASE_NAMES`.
+        The file in `folder`, called as in `STATISTIC_NAMES`.
 
     Raises:
-        PolicyError: the plan asks for no such release, or its sketch would not protect as its epsilon claims.
+        PolicyError: the plan asks for no such statistic, or its sketch would not protect as its epsilon claims.
         DataError: groups, units or classes that do not fit the plan.
         BudgetError: the ledger would go over; no noise was drawn.
         LedgerError: the ledger is damaged, or an earlier draw is gone.
@@ -89,16 +89,16 @@ def draw(kind: Kind, source: Source, ledger: Ledger, folder: Path, *, noise: Noi
     draw_from = _prepared(kind, source)
 
     def make() -> Mapping[str, Tensor]:
-        by_image = source.plan.releases.unit == "image"
+        by_image = source.plan.statistics.unit == "image"
         chosen_U = np.arange(num_units) if by_image else one_per_unit(source.unit_N.numpy(), num_units, noise)
         return draw_from(chosen_U, noise)
 
-    return _draw_once(kind, source, ledger, folder / RELEASE_NAMES[kind], make)
+    return _draw_once(kind, source, ledger, folder / STATISTIC_NAMES[kind], make)
 
 
 def _prepared(kind: Kind, source: Source) -> Draw:
     """Do all that may fail before anything is debited; what is left needs the choice of records, and noise."""
-    asked = source.plan.releases
+    asked = source.plan.statistics
     if kind == "counts":
         return _counts(source, asked.counts)
     if kind == "class_counts" and asked.class_counts:
@@ -107,7 +107,7 @@ def _prepared(kind: Kind, source: Source) -> Draw:
         return _moments(source, asked.moments)
     if kind == "sketch" and asked.sketch:
         return _sketches(source, asked.sketch)
-    expected = f"a release of {' or '.join(mechanisms(source.plan))}"
+    expected = f"a statistic of {' or '.join(mechanisms(source.plan))}"
     raise PolicyError(f"plan {source.plan.plan_id}", expected=expected, got=kind)
 
 
@@ -116,13 +116,13 @@ def _check_units(source: Source) -> int:
     num_records, num_units = len(source.images), int(source.unit_N.max()) + 1
     present_U = torch.unique(source.unit_N)  # ascending
     whole = len(source.unit_N) == num_records and torch.equal(present_U, torch.arange(num_units))
-    if not whole or (source.plan.releases.unit == "image" and num_units != num_records):
+    if not whole or (source.plan.statistics.unit == "image" and num_units != num_records):
         expected = "one of units 0, 1, 2, ... for each image, and none of them twice if the unit is the image"
         raise DataError("privacy units", expected=expected, got="others")
     return num_units
 
 
-def _counts(source: Source, asked: CountsRelease) -> Draw:
+def _counts(source: Source, asked: CountsStatistic) -> Draw:
     """Draw the histogram over public groups, with discrete Laplace noise."""
     group_N = _cells(source.group_N, asked.num_groups, len(source.images), "groups")
 
@@ -133,9 +133,9 @@ def _counts(source: Source, asked: CountsRelease) -> Draw:
     return draw_from
 
 
-def _class_counts(source: Source, asked: ClassCountsRelease) -> Draw:
+def _class_counts(source: Source, asked: ClassCountsStatistic) -> Draw:
     """Draw the histogram over classes and public groups, with discrete Laplace noise."""
-    num_groups = source.plan.releases.counts.num_groups
+    num_groups = source.plan.statistics.counts.num_groups
     if source.label_N is None:
         raise DataError("classes", expected="one for each image", got="none")
     group_N = _cells(source.group_N, num_groups, len(source.images), "groups")
@@ -149,7 +149,7 @@ def _class_counts(source: Source, asked: ClassCountsRelease) -> Draw:
     return draw_from
 
 
-def _moments(source: Source, asked: MomentsRelease) -> Draw:
+def _moments(source: Source, asked: MomentsStatistic) -> Draw:
     """Draw the sums of ``s`` and of ``s s^T`` over units, each term on the public grid, with Gaussian noise.
 
     Isotropic noise on ``(sum s, sum s s^T / sqrt(2))``: a symmetric matrix has its off-diagonal entries twice in the
@@ -173,7 +173,7 @@ def _moments(source: Source, asked: MomentsRelease) -> Draw:
     return draw_from
 
 
-def _sketches(source: Source, asked: SketchRelease) -> Draw:
+def _sketches(source: Source, asked: SketchStatistic) -> Draw:
     """Draw one noised sketch per unit, in a random order.
 
     ``s_r = alpha_r s_0 + (sigma_r / C) n``, with s_0 rounded to the public grid and the noise rounded to it as well.
@@ -220,9 +220,9 @@ def _draw_once(
     plan = source.plan
     with ledger.drawing():
         debit = ledger.spend(
-            plan.plan_id, source.plan_digest, source.dataset_digest, plan.releases.unit, mechanisms(plan)
+            plan.plan_id, source.plan_digest, source.dataset_digest, plan.statistics.unit, mechanisms(plan)
         )
-        kept = ledger.draws / f"{debit.digest}.{RELEASE_NAMES[kind]}"
+        kept = ledger.draws / f"{debit.digest}.{STATISTIC_NAMES[kind]}"
         recorded = ledger.draw_of(debit, kind)
         if recorded is None:
             if not kept.exists():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-import silo.privacy.releases
+import silo.privacy.statistics
 from ddm.diffusion.path import LinearPath
 from ddm.errors import BudgetError, DataError, LedgerError, NumericalError, PolicyError
 from ddm.io.tensors import load_tensors
@@ -21,9 +21,9 @@ from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Budget, Plan
 from ddm.routers.counts import counts_specs
-from ddm.routers.sketch import Sketch, sketch_release_specs
+from ddm.routers.sketch import Sketch, released_sketch_specs
 from silo.privacy.ledger import Debit, Ledger
-from silo.privacy.releases import RELEASE_NAMES, Source, draw
+from silo.privacy.statistics import RELEASE_NAMES, Source, draw
 from tests.support.documents import plan_document, to_bytes
 from tests.support.fork_server import CONTEXT
 from tests.support.seeded import Seeded
@@ -105,7 +105,7 @@ def sketches_of(ledger: Ledger, folder: Path, noise: Noise = OS_NOISE, **kwargs)
     source = make_source(**kwargs)
     path = draw("sketch", source, ledger, folder, noise=noise)
     num_units = int(source.unit_N.max()) + 1
-    return load_tensors(path, sketch_release_specs(source.plan, num_units), max_bytes=1_000_000)["sketch"]
+    return load_tensors(path, released_sketch_specs(source.plan, num_units), max_bytes=1_000_000)["sketch"]
 
 
 def debits(ledger: Ledger) -> list[dict]:
@@ -269,7 +269,7 @@ MOMENTS = make_plan(sketch=None, moments={"epsilon": 5.0, "delta": 1e-5, "rank":
 def drawn(kind: Kind, source: Source, noise: Noise = OS_NOISE, chosen: np.ndarray | None = None):
     """What a release draws from these records, without a ledger."""
     chosen = np.arange(len(source.images)) if chosen is None else chosen
-    return silo.privacy.releases._prepared(kind, source)(chosen, noise)
+    return silo.privacy.statistics._prepared(kind, source)(chosen, noise)
 
 
 def test_class_counts_are_the_histogram_by_class_and_group(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_noise_of_histograms_has_the_variance_of_their_epsilon(kind: Kind, num: 
     asked = {"epsilon": 0.5, "num_classes": CLASSES}
     source = make_source(make_plan(counts=0.5, sketch=None, class_counts=asked))
     exact = UNITS // GROUPS if kind == "counts" else UNITS // GROUPS // CLASSES
-    prepared = silo.privacy.releases._prepared(kind, source)
+    prepared = silo.privacy.statistics._prepared(kind, source)
     noise = torch.stack([prepared(np.arange(UNITS), OS_NOISE)["counts"] - exact for _ in range(num)]).double()
     q = math.exp(-0.5 / 2)
     variance = 2 * q / (1 - q) ** 2
@@ -316,7 +316,7 @@ def test_noise_of_moments_is_isotropic_where_off_diagonal_entries_count_twice() 
     source = make_source(MOMENTS, images=images, group_N=group, unit_N=torch.arange(40))
     s_NR, num = HEAD.project(images), 600
     std = moments_sensitivity(RANK) / gaussian_mu(5.0, 1e-5)
-    prepared = silo.privacy.releases._prepared("moments", source)
+    prepared = silo.privacy.statistics._prepared("moments", source)
     draws = [prepared(np.arange(40), OS_NOISE) for _ in range(num)]
     first = torch.stack([each["sum"] for each in draws]).double() - s_NR.sum(0)
     second = torch.stack([each["second"] for each in draws]).double() - s_NR.T @ s_NR
@@ -335,11 +335,11 @@ def test_noise_of_moments_is_isotropic_where_off_diagonal_entries_count_twice() 
 def test_moments_of_a_million_units_at_a_tiny_epsilon_neither_overflow_nor_lose_a_unit(monkeypatch) -> None:
     plan = make_plan(sketch=None, moments={"epsilon": 1e-6, "delta": 1e-12, "rank": 2})
     whole = np.full((1_000_000, 2), 2**16)
-    monkeypatch.setattr(silo.privacy.releases, "_on_grid", lambda source, rank: whole)
+    monkeypatch.setattr(silo.privacy.statistics, "_on_grid", lambda source, rank: whole)
     seen: list[tuple[np.ndarray, float]] = []
-    monkeypatch.setattr(silo.privacy.releases, "_from_grid", lambda total, step: seen.append((total, step)))
+    monkeypatch.setattr(silo.privacy.statistics, "_from_grid", lambda total, step: seen.append((total, step)))
     monkeypatch.setattr(
-        silo.privacy.releases, "rounded_gaussian", lambda shape, std, noise: np.zeros(shape, dtype=np.int64)
+        silo.privacy.statistics, "rounded_gaussian", lambda shape, std, noise: np.zeros(shape, dtype=np.int64)
     )
     drawn("moments", make_source(plan), chosen=np.arange(1_000_000))
     assert [total.tolist() for total, _ in seen] == [[2**16 * 10**6] * 2, [[2**16 * 10**6] * 2] * 2]
@@ -352,7 +352,7 @@ def test_moments_of_a_million_units_at_a_tiny_epsilon_neither_overflow_nor_lose_
 
 
 def by_patient(unit_N: torch.Tensor, **kwargs) -> Source:
-    """Releases by patient with next to no noise."""
+    """Statistics by patient with next to no noise."""
     quiet = make_plan(
         unit="patient",
         counts=200.0,
@@ -458,7 +458,7 @@ def _work_until(stage: str, folder: str, reached: Event) -> None:
     if stage == "written":
         ledger.record_draw = hold  # type: ignore[method-assign,assignment]
     if stage == "recorded":
-        silo.privacy.releases.write_atomic = hold  # type: ignore[assignment]
+        silo.privacy.statistics.write_atomic = hold  # type: ignore[assignment]
     counts_of(ledger, Path(folder), noise=Reporting(hold) if stage == "debited" else OS_NOISE)
 
 
