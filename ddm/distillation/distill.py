@@ -14,7 +14,7 @@ Where experts have conditions, student and teacher are told the same, at a step 
 are, and every letter above is given it: the label of an image of a class has the posterior given x_t and the class.
 
 A teacher's answer is shown to the student as the x_0 and eps that it means at this x_t
-(`ddm.diffusion.path.x_0_and_eps`), so that a step on it is an ordinary step of `ddm.training.train`, whose loop,
+(`ddm.diffusion.path.x_0_and_eps`), so that a step on it is an ordinary step of `ddm.training.loop.train`, whose loop,
 checkpoints and machines these are.
 """
 
@@ -70,7 +70,7 @@ def distill(
         settings: how; the same recipe as an expert's.
         teacher: who answers at x_t.
         source: names the ensemble; a run does not continue with another one.
-        checkpoint_dir: as in `ddm.training.train`, as are the others.
+        checkpoint_dir: as in `ddm.training.loop.train`, as are the others.
         on_progress: told of progress.
         should_stop: asked before a step.
         t_distribution: of the training times.

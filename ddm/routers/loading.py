@@ -86,7 +86,8 @@ def _load(
     if released.moments and settings.kind == "moments":
         tensors = load(moments_router_specs(num_experts, released.moments.rank))
         return tensors, MomentsRouter.from_tensors(tensors, sketch, path)
-    raise TensorFileError(published.file.path, expected="a router with the statistic it was made from", got="without")
+    expected = "a router with the t_release of the sketches it was made from"
+    raise TensorFileError(published.file.path, expected=expected, got="no t_release")
 
 
 def silo_numbers(experts: Sequence[PublishedExpert]) -> tuple[int, ...]:

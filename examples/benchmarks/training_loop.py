@@ -27,7 +27,7 @@ BATCH = 64
 
 
 def ours(images: Tensor, num_steps: int) -> float:
-    """Seconds of `ddm.training.train`: seeded batches, warm-up, clipping, EMA, finite guard, one checkpoint."""
+    """Seconds of `ddm.training.loop.train`: seeded batches, warm-up, clipping, EMA, finite guard, one checkpoint."""
     settings = Training(
         num_steps=num_steps,
         batch_size=BATCH,

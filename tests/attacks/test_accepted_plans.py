@@ -16,7 +16,7 @@ from ddm.io.tensors import load_tensors
 from ddm.protocol.plan import Budget
 from silo.plan.acceptance import AcceptedPlan, load_accepted, waiting_plans, workplace_folder
 from silo.privacy.ledger import Ledger
-from silo.privacy.statistics import RELEASE_NAMES, Source, draw
+from silo.privacy.statistics import STATISTIC_NAMES, Source, draw
 from tests.support.dishonest_aggregator import DELTA, PUBLIC, Aggregator, Asked, clusters_around, pictures
 
 PATIENTS = 512  # each singled out by a centroid of its own
@@ -92,11 +92,11 @@ def test_second_of_two_plans_that_differ_in_one_centroid_is_refused_over_budget(
     plans = [aggregator.offer(singling_out(1.0)), aggregator.offer(singling_out(1.0, moved=0.01))]
     ledger = ledger_at(tmp_path, 1.5)
     draw("counts", source_of(plans[0], PRIVATE), ledger, tmp_path)
-    (tmp_path / RELEASE_NAMES["counts"]).unlink()
+    (tmp_path / STATISTIC_NAMES["counts"]).unlink()
     with pytest.raises(BudgetError) as refusal:
         draw("counts", source_of(plans[1], PRIVATE), ledger, tmp_path)
     assert all(word in str(refusal.value) for word in ("privacy ledger", "at most 1.5", "got 2 with this plan"))
-    assert not (tmp_path / RELEASE_NAMES["counts"]).exists()
+    assert not (tmp_path / STATISTIC_NAMES["counts"]).exists()
     assert ledger.spent()[0] == 1.0
 
 

@@ -97,22 +97,22 @@ REFUSED: dict[str, tuple[Asked, type[ArchipelagoError], tuple[str, ...]]] = {
     "epsilon so large that hardly any noise is left": (
         asking(total={"epsilon": 990.0, "delta": DELTA}, sketch=SKETCH | {"epsilon": 900.0}),
         PolicyError,
-        ("epsilon of all releases", "at most 8", "990"),
+        ("epsilon of all statistics", "at most 8", "990"),
     ),
     "delta so large that anything may leak": (
         asking(total={"epsilon": 8.0, "delta": 0.5}, sketch=SKETCH | {"delta": 0.5}),
         PolicyError,
-        ("delta of all releases", "at most 1e-05", "0.5"),
+        ("delta of all statistics", "at most 1e-05", "0.5"),
     ),
     "total below one of its parts": (
         asking(total={"epsilon": 1.0, "delta": DELTA}),
         DocumentError,
-        ("plan.json, field releases", "a release asks for more epsilon than total"),
+        ("plan.json, field statistics", "a statistic asks for more epsilon than total"),
     ),
     "total below its parts together": (
         asking(counts={"epsilon": 4.0, "num_groups": 8}),
         PolicyError,
-        ("privacy of all releases together", "at most 8", "as it states", "got 10.96"),
+        ("privacy of all statistics together", "at most 8", "as it states", "got 10.96"),
     ),
 }
 

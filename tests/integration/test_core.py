@@ -43,7 +43,7 @@ def test_class_that_was_asked_for_is_drawn_from_a_published_release(tmp_path: Pa
     chosen = recipe(
         condition={"kind": "class", "num_classes": 2, "drop": 0.1},
         expert={"architecture": ARCHITECTURE, "training": TRAINING},
-        releases=COUNTED | {"class_counts": {"epsilon": 4.0, "num_classes": 2}},
+        statistics=COUNTED | {"class_counts": {"epsilon": 4.0, "num_classes": 2}},
         router={"kind": "counts"},
     )
     tiny.complete(tmp_path / "release", chosen)
@@ -66,7 +66,7 @@ def test_silos_may_learn_on_different_paths_and_still_make_one_ensemble(tmp_path
     chosen = recipe(
         objective={"path": "linear", "prediction": "velocity", "exceptions": exceptions},
         expert={"architecture": ARCHITECTURE, "training": TRAINING},
-        releases=COUNTED,
+        statistics=COUNTED,
         router={"kind": "counts"},
     )
     tiny.complete(tmp_path / "release", chosen)
@@ -105,7 +105,7 @@ def test_experts_adapted_from_a_public_one_are_published_whole(tmp_path: Path) -
             "training": TRAINING | {"num_steps": 20, "checkpoint_steps": 10},
             "adaptation": {"kind": "lora", "rank": 2, "alpha": 2.0},
         },
-        releases=COUNTED,
+        statistics=COUNTED,
         router={"kind": "counts"},
     )
     tiny.complete(tmp_path / "release", chosen)

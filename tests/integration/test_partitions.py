@@ -21,13 +21,13 @@ EXPERT["training"] |= {"num_steps": 3, "checkpoint_steps": 1}
 CLUSTERED = recipe(
     partition={"kind": "silo_cluster", "min_images": 10},
     expert=EXPERT,
-    releases={"unit": "image", "total": {"epsilon": 8.0, "delta": 0.0}, "counts": {"epsilon": 8.0, "num_groups": 4}},
+    statistics={"unit": "image", "total": {"epsilon": 8.0, "delta": 0.0}, "counts": {"epsilon": 8.0, "num_groups": 4}},
     router={"kind": "counts"},
 )
 RANDOM = recipe(
     partition={"kind": "random", "min_images": 20, "num_parts": 2},
     expert=EXPERT,
-    releases={
+    statistics={
         "unit": "patient",
         "total": {"epsilon": 8.0, "delta": 1e-5},
         "counts": {"epsilon": 2.0, "num_groups": 4},

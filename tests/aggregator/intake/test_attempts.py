@@ -24,7 +24,7 @@ from tests.support.publishing import receipts_key
 
 STAYS = """
 import sys, time
-from aggregator.intake import desk
+from aggregator.intake import service
 from aggregator.runtime.intake_process import app
 from ddm.system.console import run_app
 
@@ -32,7 +32,7 @@ def verify(folder, expected):
     print("in the midst of it", flush=True)
     time.sleep(600)
 
-desk.verify_submission = verify
+service.verify_submission = verify
 run_app(app, sys.argv[1:3])
 """
 

@@ -17,7 +17,7 @@ from ddm.routers.moments import moments_noise_std
 from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
 from tests.support.submissions import SILO, Arrival, arrive
 
-WIDE_RELEASES = {
+WIDE_STATISTICS = {
     "unit": "patient",
     "total": {"epsilon": 20.0, "delta": 1e-5},
     "counts": {"epsilon": 8.0, "num_groups": 4},
@@ -34,7 +34,7 @@ def sent_wide_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFedera
     write_policy(
         tiny.sites[SILO], POLICY | {"privacy": {"unit": "patient", "max_epsilon": 20.0, "budget_epsilon": 20.0}}
     )
-    plan_id = tiny.sign(recipe(partition={"kind": "silo_cluster", "min_images": 5}, releases=WIDE_RELEASES))
+    plan_id = tiny.sign(recipe(partition={"kind": "silo_cluster", "min_images": 5}, statistics=WIDE_STATISTICS))
     tiny.deliver_plan(SILO, plan_id)
     tiny.work(SILO)
     return tiny, plan_id
@@ -167,7 +167,7 @@ def longest_moments(wide: Arrival, plan: Plan) -> tuple[float, float]:
 
 @pytest.mark.parametrize("attack", ["a count below the noise", "units from nowhere"])
 def test_intake_refuses_class_counts_that_no_noise_explains(wide: Arrival, attack: str) -> None:
-    reach, num_units = cell_noise_bound(WIDE_RELEASES["class_counts"]["epsilon"], 8), wide.document()["num_units"]  # type: ignore[index]
+    reach, num_units = cell_noise_bound(WIDE_STATISTICS["class_counts"]["epsilon"], 8), wide.document()["num_units"]  # type: ignore[index]
     counts = {
         "a count below the noise": torch.tensor([[-reach - 1, reach + 1, num_units, 0], [0] * 4]),
         "units from nowhere": torch.full((2, 4), num_units + reach),

@@ -85,7 +85,7 @@ def test_plan_that_costs_more_than_its_total_is_refused_with_both_numbers_before
     )
     assert composed > 7.5
     with pytest.raises(PolicyError) as refused:
-        tiny.sign(recipe(releases=parts))
+        tiny.sign(recipe(statistics=parts))
     assert "7.5" in refused.value.expected
     assert f"{composed:.4g}" in refused.value.got
     assert tiny.federation.current_plan()[0].plan_id == published.plan_id
@@ -113,7 +113,7 @@ def test_shown_costs_name_every_release_with_what_it_costs_and_what_all_cost_tog
     composed = total_epsilon(
         [DiscreteLaplaceMechanism(epsilon=1.0), DiscreteLaplaceMechanism(epsilon=0.5), *gaussians], 1e-5
     )
-    text = shown(published_once.tiny, tmp_path, releases=parts)
+    text = shown(published_once.tiny, tmp_path, statistics=parts)
     lines = {line.split("  ")[0 if line[0] != " " else 1].strip(): line for line in text.splitlines() if line.strip()}
     assert "epsilon 9, delta 1e-05 per patient, replace-one" in lines["total, stated"]
     assert f"epsilon {composed:.4g} at that delta" in lines["total, composed"]
@@ -128,7 +128,7 @@ def test_shown_costs_name_every_release_with_what_it_costs_and_what_all_cost_tog
 
 def test_shown_costs_name_no_release_that_is_not_asked_for(published_once: Published, tmp_path: Path) -> None:
     parts = {"unit": "image", "total": {"epsilon": 1.0, "delta": 1e-5}, "counts": {"epsilon": 1.0, "num_groups": 4}}
-    text = shown(published_once.tiny, tmp_path, releases=parts, router={"kind": "counts"})
+    text = shown(published_once.tiny, tmp_path, statistics=parts, router={"kind": "counts"})
     assert "counts" in text
     assert not any(name in text for name in ("sketches", "moments", "class counts"))
 

@@ -67,7 +67,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
         latent={"kind": "autoencoder_kl", "weights": str(weights)} | SIZE.model_dump(mode="json"),
         condition={"kind": "class", "num_classes": 2, "drop": 0.2},
         expert={"architecture": ARCHITECTURE, "training": TRAINING},
-        releases={
+        statistics={
             "unit": "image",
             "total": {"epsilon": 8.0, "delta": 0.0},
             "counts": {"epsilon": 4.0, "num_groups": 4},

@@ -15,7 +15,7 @@ from ddm.models.dit import DiT
 from ddm.models.layers import sincos_positions
 from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition, TextCondition, dit_size
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "architectures.md"
+PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "architectures.md"
 SMALL = Dit(patch=2, hidden=16, depth=2, heads=2)
 DEMO = Dit(patch=2, hidden=96, depth=4, heads=4)
 CLASSES = ClassCondition(num_classes=3)

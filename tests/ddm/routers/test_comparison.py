@@ -164,7 +164,7 @@ def test_intervals_widen_with_the_number_of_looks(world: World) -> None:
 
 def test_public_comparison_refuses_releases_of_another_number_of_experts(world: World) -> None:
     counts, noisy = _counts(world)
-    with pytest.raises(ShapeError, match="releases"):
+    with pytest.raises(ShapeError, match="statistics"):
         _compare(world, counts, _silent(counts), noisy[:1])
     three = CountsRouter(counts.sketch, counts.log_mass_KG[[0, 1, 1]], PATH)
     with pytest.raises(ShapeError, match="routers"):

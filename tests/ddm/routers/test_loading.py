@@ -170,7 +170,7 @@ def test_router_of_another_family_than_the_plans_is_refused(tmp_path) -> None:
     with pytest.raises(TensorFileError, match="moments"):
         load_router(published, tmp_path, plan=_plan("learned"), sketch=SKETCH, experts=experts)
     learned = _publish(tmp_path, "learned", _learned().tensors(), 2, t_release=None)
-    with pytest.raises(TensorFileError, match="release"):
+    with pytest.raises(TensorFileError, match="t_release"):
         load_router(learned, tmp_path, plan=_plan("learned"), sketch=SKETCH, experts=experts)
 
 

@@ -25,7 +25,7 @@ from ddm.training.state import WARMUP_STEPS, averaging_weight
 
 SMALL = Dit(patch=2, hidden=16, depth=1, heads=2)
 SHAPE = (1, 4, 4)
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def settings(**changes: object) -> Training:

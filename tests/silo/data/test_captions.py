@@ -79,7 +79,7 @@ def asking(folder: Path) -> Recipe:
     return recipe(
         condition={"kind": "text", "encoder": str(folder), "max_tokens": L, "drop": 0.1},
         expert={"architecture": architecture, "training": TRAINING},
-        releases=COUNTS,
+        statistics=COUNTS,
         router={"kind": "counts"},
     )
 

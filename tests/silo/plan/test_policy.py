@@ -16,7 +16,7 @@ from silo.plan.policy import broken_rules, check_plan
 from tests.support.documents import plan_document, to_bytes
 
 ALLOWED = Policy()
-PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "policy.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "policy.md"
 
 
 def plan(**changes: object) -> Plan:
@@ -36,7 +36,7 @@ def test_policy_lets_an_ordinary_plan_pass() -> None:
         ("training", {"max_batch_size": 63}, "batch size"),
         ("training", {"architectures": []}, "architecture"),
         ("training", {"max_expert_bytes": 1000}, "bytes of an expert"),
-        ("training", {"max_statistic_bytes": 1000}, "bytes of a release"),
+        ("training", {"max_statistic_bytes": 1000}, "bytes of a statistic"),
         ("training", {"max_train_s": 3599}, "seconds"),
         ("training", {"max_gpu_hours": 0.5}, "GPU"),
     ],
@@ -77,7 +77,7 @@ def test_plan_with_an_unknown_architecture_does_not_parse() -> None:
 def test_plan_with_an_unknown_field_does_not_parse() -> None:
     document = plan_document()
     document["statistics"]["raw_images"] = True
-    with pytest.raises(DocumentError, match="field releases: got Extra inputs"):
+    with pytest.raises(DocumentError, match="field statistics: got Extra inputs"):
         Plan.parse(to_bytes(document), subject="plan.json")
 
 
@@ -101,7 +101,7 @@ def test_policy_that_protects_patients_refuses_a_plan_that_protects_images() -> 
 
 def test_plan_whose_releases_cost_more_than_it_states_is_refused_with_both_figures() -> None:
     stated = {"epsilon": 7.5, "delta": 1e-5}
-    (allowed, got) = rules_broken_by(asking(total=stated))["privacy of all releases together"]
+    (allowed, got) = rules_broken_by(asking(total=stated))["privacy of all statistics together"]
     assert "7.5" in allowed
     assert 7.8 < float(got) < 7.9
     assert not rules_broken_by(asking(total={"epsilon": 7.9, "delta": 1e-5}))
@@ -109,7 +109,7 @@ def test_plan_whose_releases_cost_more_than_it_states_is_refused_with_both_figur
 
 def test_plan_that_asks_for_noise_alone_is_refused() -> None:
     found = rules_broken_by(asking(counts={"epsilon": 1e-9, "num_groups": 32}))
-    assert "noise alone" in found["privacy of all releases together"][0]
+    assert "noise alone" in found["privacy of all statistics together"][0]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from ddm.protocol.plan import Budget, Plan
 from ddm.routers.counts import counts_specs
 from ddm.routers.sketch import Sketch, released_sketch_specs
 from silo.privacy.ledger import Debit, Ledger
-from silo.privacy.statistics import RELEASE_NAMES, Source, draw
+from silo.privacy.statistics import STATISTIC_NAMES, Source, draw
 from tests.support.documents import plan_document, to_bytes
 from tests.support.fork_server import CONTEXT
 from tests.support.seeded import Seeded
@@ -47,7 +47,7 @@ def make_plan(counts: float = 1.0, sketch: float | None = 7.0, **changes: object
         clustering={"num_fine": GROUPS, "num_coarse": 1},
         sketch={"rank": WIDE},
         router={"kind": "counts"},
-        releases=releases | changes,
+        statistics=releases | changes,
     )
     return Plan.parse(to_bytes(document), subject="plan.json")
 
@@ -275,7 +275,7 @@ def drawn(kind: Kind, source: Source, noise: Noise = OS_NOISE, chosen: np.ndarra
 def test_class_counts_are_the_histogram_by_class_and_group(tmp_path: Path) -> None:
     quiet = make_plan(sketch=None, class_counts={"epsilon": 900.0, "num_classes": CLASSES})
     path = draw("class_counts", make_source(quiet), open_ledger(tmp_path, 1000.0), tmp_path)
-    assert path.name == RELEASE_NAMES["class_counts"] == "class_counts.safetensors"
+    assert path.name == STATISTIC_NAMES["class_counts"] == "class_counts.safetensors"
     exact = load_tensors(path, None, max_bytes=10_000)["counts"]
     assert (exact.dtype, exact.shape) == (torch.int64, (CLASSES, GROUPS))
     assert torch.equal(exact, torch.full((CLASSES, GROUPS), UNITS // CLASSES // GROUPS))

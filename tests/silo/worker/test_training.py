@@ -24,7 +24,7 @@ from tests.support.federation import NUM_STEPS, POLICY, TinyFederation, recipe, 
 SILO = "north"
 BY_CLUSTER = recipe(
     partition={"kind": "silo_cluster", "min_images": 10},
-    releases={"unit": "image", "total": {"epsilon": 8.0, "delta": 0.0}, "counts": {"epsilon": 8.0, "num_groups": 4}},
+    statistics={"unit": "image", "total": {"epsilon": 8.0, "delta": 0.0}, "counts": {"epsilon": 8.0, "num_groups": 4}},
     router={"kind": "counts"},
 )
 # four fine centroids on a line, two groups and two clusters of two
