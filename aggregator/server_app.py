@@ -24,7 +24,8 @@ from aggregator.config import Federation
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
 from aggregator.transfer.dispatcher import IN_FLIGHT, Node, Post
 from ddm.errors import BusyError, MissingFileError, SetupError, TransportError
-from ddm.io.files import locked, read_bounded
+from ddm.io.files import read_bounded
+from ddm.io.locks import locked
 from ddm.protocol.base import Model, PlanId, PositiveInt, SiloId
 from ddm.transport.flower import decode_reply, encode
 from ddm.transport.messages import MAX_WAIT_S, Envelope, Reply, Request

@@ -32,7 +32,9 @@ from aggregator.membership.registry import check_ledger, remember_ledger, signin
 from aggregator.membership.withdrawal import finish_withdrawal, withdrawn_silos
 from aggregator.transfer.delivery import MAX_SUBMISSIONS, TOO_LARGE, TOO_MANY
 from ddm.errors import ArchipelagoError, PolicyError, RefusedError, ReplayError
-from ddm.io.files import copy_tree_bounded, locked, read_bounded, sync_folder, write_atomic
+from ddm.io.copying import copy_tree_bounded
+from ddm.io.files import aside, move_into_place, read_bounded, write_atomic
+from ddm.io.locks import locked
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt, Refused
@@ -156,14 +158,13 @@ class IntakeDesk:
     def _answer(self, silo_id: str, path: Path) -> None:
         """Accept, refuse or set aside what arrived."""
         sequence = int(path.stem)
-        part = self._accepted(silo_id).with_suffix(".part")
         digest = None
         verdict: Accepted | Refused
         try:
             self._check_fetched(silo_id, path, sequence)
-            for stale in (self._accepted(silo_id), part):  # kept before a crash, never answered
-                shutil.rmtree(stale, ignore_errors=True)
-            with self._attempt(silo_id, sequence):
+            # What is there was kept before a crash, and never answered.
+            shutil.rmtree(self._accepted(silo_id), ignore_errors=True)
+            with aside(self._accepted(silo_id)) as part, self._attempt(silo_id, sequence):
                 most = submission_entries(self.plan)
                 copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
                 taken = self._verify(silo_id, part, sequence)
@@ -172,11 +173,7 @@ class IntakeDesk:
                     return
                 self._keep(silo_id, taken, part)
             verdict = Accepted()
-        except OSError:
-            shutil.rmtree(part, ignore_errors=True)  # half a copy gives its room back
-            raise
         except ArchipelagoError as error:
-            shutil.rmtree(part, ignore_errors=True)
             verdict = Refused(code=error.exit_code, reason=str(error)[:400])
         self._sign(silo_id, sequence, digest, verdict)
 
@@ -248,8 +245,7 @@ class IntakeDesk:
         if part != final:
             if final.exists():
                 shutil.rmtree(final)
-            part.rename(final)
-            sync_folder(final.parent)
+            move_into_place(part, final)
         remember_ledger(self.federation, silo_id, self.plan.plan_id, taken.submission.ledger.chain)
 
     def _accepted(self, silo_id: str) -> Path:

@@ -17,11 +17,13 @@ from types import TracebackType
 
 from aggregator.runtime.flower_commands import FlowerCommands
 from aggregator.runtime.proxy import answers, nginx_command, render_config, write_config
-from aggregator.runtime.supervisor import MAX_PER_HOUR, Attempts, Heartbeat, Program, Supervisor
 from aggregator.transfer.delivery import plan_done
 from ddm.errors import BusyError, TransportError
-from ddm.io.files import locked, require_file, write_atomic
+from ddm.io.files import require_file, write_atomic
+from ddm.io.locks import is_locked, locked
+from ddm.system.backoff import Backoff
 from ddm.system.processes import Child, flower_environment, free_port, port_in_use, script_command, spawn
+from ddm.system.supervisor import MAX_PER_HOUR, Heartbeat, Program, Supervisor
 
 _START_TIMEOUT_S = 60.0
 # After how long without an answer, or without a heartbeat, a program counts as hanging.
@@ -83,7 +85,7 @@ class FlowerRuntime:
         self._beside = tuple(beside)
         self._heartbeat = Heartbeat(self._flower / "serverapp.alive")
         self._supervisor = Supervisor([*self._beside, *self._programs()])
-        self._runs = Attempts()
+        self._runs = Backoff(MAX_PER_HOUR)
         self._run_ids: list[str] = []
         self._was_alive = False
         self._submitted_at = self._ask_at = 0.0
@@ -251,11 +253,7 @@ class FlowerRuntime:
             self._submit()
 
     def _server_app_alive(self) -> bool:
-        try:
-            with locked(self._flower, "serverapp"):
-                return False
-        except BusyError:
-            return True
+        return is_locked(self._flower, "serverapp")
 
     def _server_app_works(self) -> bool:
         """Whether the ServerApp, where there is one, has touched its heartbeat since the last question."""

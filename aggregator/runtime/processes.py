@@ -1,6 +1,5 @@
 """Which of a federation's processes live? Read from the lock of `aggregator run` and from what it wrote down."""
 
-import fcntl
 import os
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 from aggregator.config import Federation
 from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded
+from ddm.io.locks import is_locked
 from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, Time, check_json
 
 _MAX_INFO_BYTES = 65536
@@ -48,7 +48,7 @@ class Processes(Model):
 def read_processes(federation: Federation) -> Processes:
     """Read which programs were started and look whether they live."""
     folder = federation.path / "flower"
-    running = is_held(folder / ".runtime.lock")
+    running = is_locked(folder, "runtime")
     # Written once, at the start.
     started_at = changed_at(folder / "run.json") if running else None
     try:
@@ -81,21 +81,6 @@ def changed_at(path: Path) -> datetime | None:
     with suppress(OSError):
         return datetime.fromtimestamp(path.lstat().st_mtime, UTC).replace(microsecond=0)
     return None
-
-
-def is_held(lock: Path) -> bool:
-    """Whether a process holds a lock of `ddm.io.files.locked`; looking creates nothing and lasts microseconds."""
-    try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def is_alive(pid: int) -> bool:

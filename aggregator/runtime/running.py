@@ -2,7 +2,7 @@
 
 import json
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from aggregator.config import Federation
@@ -11,14 +11,16 @@ from aggregator.intake.limits import submission_bytes
 from aggregator.membership.registry import taking_part
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import choose_proxy
-from aggregator.runtime.supervisor import MAX_PER_HOUR, Heartbeat, Program
 from aggregator.transfer.delivery import plan_done
 from ddm.errors import DocumentError, SetupError
-from ddm.io.files import locked, write_atomic
+from ddm.io.files import write_atomic
+from ddm.io.locks import locked
 from ddm.protocol.base import check_json
 from ddm.protocol.plan import Plan
 from ddm.system.console import say
-from ddm.system.processes import Child, spawn, stop_on_signals
+from ddm.system.processes import Child, spawn
+from ddm.system.signals import stop_on_signals
+from ddm.system.supervisor import MAX_PER_HOUR, Heartbeat, Program
 
 CHECK_S = 1.0
 _MAX_NEWS_BYTES = 65536
@@ -52,19 +54,22 @@ def run_federation(federation: Federation, passphrase: bytes) -> None:
         say("nginx is not installed: Flower's own server takes the address, which only this machine reaches.")
     silos, intake = SiloNews(federation, plan), IntakeNews(federation.path / "flower" / "logs" / "intake.log")
     say(f"Plan {plan.plan_id}: waiting for {', '.join(plan.silos)} at {settings.host}:{settings.port}")
-    with FlowerRuntime(
-        federation.path,
-        host=settings.host,
-        port=settings.port,
-        plan_id=plan.plan_id,
-        nodes={silo_id: card.node_key for silo_id, card in silos_now.items()},
-        shard_bytes=settings.shard_bytes,
-        max_submission_bytes=submission_bytes(plan),
-        nginx=nginx,
-        beside=(intake_program(federation, plan, passphrase),),
-    ) as runtime:
-        # Only from here on: while Flower starts, a signal need not wait for it.
-        stop = stop_on_signals()
+    with (
+        FlowerRuntime(
+            federation.path,
+            host=settings.host,
+            port=settings.port,
+            plan_id=plan.plan_id,
+            nodes={silo_id: card.node_key for silo_id, card in silos_now.items()},
+            shard_bytes=settings.shard_bytes,
+            max_submission_bytes=submission_bytes(plan),
+            nginx=nginx,
+            beside=(intake_program(federation, plan, passphrase),),
+        ) as runtime,
+        stop_on_signals() as stop,
+        ExitStack() as stack,
+    ):  # while Flower starts, a signal interrupts at once
+        stack.callback(runtime.stop)  # before signals act again: a second Ctrl-C changes nothing
         restarts = RestartNews(runtime)
         while not (runtime.finished or _all_done(federation, plan)):
             if stop.wait(CHECK_S):

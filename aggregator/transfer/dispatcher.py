@@ -14,6 +14,7 @@ from typing import Protocol
 from aggregator.transfer.delivery import SiloDelivery
 from aggregator.transfer.pacing import Pace
 from ddm.errors import ArchipelagoError
+from ddm.system.backoff import Backoff
 from ddm.transport.messages import Ask, Envelope, Pull, Reply, Request
 
 IN_FLIGHT = 3
@@ -24,7 +25,7 @@ _TICK_S, _IDLE_TICK_S = 0.5, 1.0
 # A silo answers in the order of its requests; one that was lost on the way must not hide the others for long.
 _LOOK_AT_ALL_S = 3.0
 _NODES_EVERY_S = 2.0
-_BACKOFF_S = (2.0, 5.0, 15.0, 30.0)
+_LONGEST_WAIT_S = 30.0
 # Flower holds a message in memory about three times while it puts it together: for half a gibibyte in all.
 _MEMORY_BYTES = 160 * 1024 * 1024
 _LEAST_PULL_BYTES = 1024 * 1024
@@ -87,7 +88,7 @@ class Line:
         self._carrier, self._pull_bytes, self._in_flight = carrier, pull_bytes, in_flight
         self._paces, self._clock = paces, clock
         self._sent: dict[str, _Sent] = {}
-        self._num_failures = 0
+        self._failures = Backoff(longest_s=_LONGEST_WAIT_S, clock=clock)
         self._not_before = self._next_look = 0.0
 
     @property
@@ -173,10 +174,10 @@ class Line:
             _log.warning("silo %s, answer to %s could not be kept: %s", silo_id, kind, error.strerror)
         del self._sent[message_id]
         if code:
-            self._not_before = self._clock() + _BACKOFF_S[min(self._num_failures, len(_BACKOFF_S) - 1)]
-            self._num_failures += 1
+            self._failures.count()
+            self._not_before = self._clock() + self._failures.delay_s()
         else:
-            self._num_failures = 0
+            self._failures.reset()
         return True
 
 

@@ -9,7 +9,6 @@ included, are the very bytes that become tensors, and a file that is only checke
 import json
 import math
 import mmap
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ddm.errors import DocumentError, TensorFileError, TrustError
-from ddm.io.files import sync_folder
+from ddm.io.files import replacing
 from ddm.io.hashing import Once
 from ddm.io.untrusted import open_regular
 from ddm.protocol.base import check_json
@@ -253,20 +252,10 @@ def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: Ma
     if len(encoded) > MAX_HEADER_BYTES:
         raise TensorFileError(path.name, expected=f"a header of at most {MAX_HEADER_BYTES} bytes", got="a larger one")
     _parse_header(encoded, offset, path.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as handle:
-            handle.write(len(encoded).to_bytes(8, "little") + encoded)
-            for name in order:
-                handle.write(_raw_bytes(tensors[name]))
-            handle.flush()
-            os.fsync(handle.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with replacing(path) as handle:
+        handle.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in order:
+            handle.write(_raw_bytes(tensors[name]))
 
 
 def spec_of(tensor: "torch.Tensor") -> TensorSpec:

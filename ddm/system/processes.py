@@ -1,17 +1,19 @@
-"""How does Archipelago start other programs so that none of them outlives it?
+"""Other programs, started so that none of them outlives this process.
 
 Every program runs under a `ddm.system.reaper`, a small process that ends the program and all it started when asked,
 when the program dies, or when this process dies, however it dies (kill -9 included).
 
-A supervisor looks like this; `SIGTERM` and Ctrl-C both end in `finally`, and a second Ctrl-C changes nothing:
+Where SIGTERM and Ctrl-C shall end in `finally`, and a second Ctrl-C shall change nothing:
 
-    stop = stop_on_signals()
-    child = spawn([...], log_path=...)
-    try:
-        while child.running() and not stop.wait(1.0):
-            ...
-    finally:
-        terminate_all([child])
+    with stop_on_signals() as stop:
+        child = spawn([...], log_path=...)
+        try:
+            while child.running() and not stop.wait(1.0):
+                ...
+        finally:
+            terminate_all([child])
+
+`ddm.system.supervisor` starts again what ends or hangs.
 """
 
 import errno
@@ -21,12 +23,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ddm.errors import MissingFileError, SetupError
@@ -182,22 +182,6 @@ def terminate_all(children: Iterable[Child]) -> None:
     for child in remaining:
         if not child.wait(child.stop_timeout_s()):
             child.kill()
-
-
-def stop_on_signals() -> threading.Event:
-    """Make SIGINT and SIGTERM set an event instead of interrupting.
-
-    Returns:
-        The event.
-    """
-    stop = threading.Event()
-
-    def request(signum: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, request)
-    return stop
 
 
 def program(name: str) -> Path:

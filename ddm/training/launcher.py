@@ -17,8 +17,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from ddm.errors import ArchipelagoError, SetupError, TrustError
+from ddm.system.signals import blocked
 from ddm.training.peer_check import strangers
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ class _Child:
 
     def start(self) -> None:
         """Start it, and send it what to do."""
-        with _unheard_signals():
+        resource_tracker.ensure_running()  # else it starts with the process, and lets signals in again
+        with blocked():
             self._process.start()
         self._theirs.close()
         self.send(self._errand)
@@ -253,17 +255,6 @@ def _taken_over(places: Mapping[str, _Place], descriptor: int) -> dict[str, "Ten
         ).reshape(place.shape)
         for name, place in places.items()
     }
-
-
-@contextmanager
-def _unheard_signals() -> Iterator[None]:
-    """A process that is started meanwhile never hears of Ctrl-C or SIGTERM, however early they come."""
-    resource_tracker.ensure_running()  # else it starts with the process, and lets them in again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _take_part(pipe: Connection, descriptor: int, rank: int, num: int) -> None:

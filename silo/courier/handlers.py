@@ -17,7 +17,8 @@ from urllib.parse import unquote
 from pydantic import ValidationError
 
 from ddm.errors import ArchipelagoError, DigestError, DocumentError, MissingFileError, PolicyError, ReplayError
-from ddm.io.files import locked, read_bounded, write_atomic
+from ddm.io.files import read_bounded, write_atomic
+from ddm.io.locks import locked
 from ddm.transport.messages import (
     MAX_SUBMISSION_FILES,
     Ask,
