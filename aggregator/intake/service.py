@@ -7,7 +7,6 @@ answer, until a person has decided; in `incoming/` an empty folder says that it 
 this process is not begun with for ever (`intake.attempts`), and what `aggregator withdraw` notes is carried out here.
 """
 
-import re
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -38,11 +37,11 @@ from ddm.io.locks import locked
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt, Refused
+from ddm.transport.sequences import sequences
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 
 MAX_RECEIPT_BYTES = 65536
-_SEQUENCE = re.compile("[1-9][0-9]{0,6}")
 
 
 class IntakeDesk:
@@ -109,15 +108,12 @@ class IntakeDesk:
     def _arrived(self, silo_id: str) -> list[Path]:
         """List what arrived, in order: whole submissions, and marks of those that were not fetched."""
         incoming = self.federation.incoming / self.plan.plan_id / silo_id
-        found = [path for path in incoming.glob("[0-9]*") if _SEQUENCE.fullmatch(path.stem)]
-        return sorted(
-            (path for path in found if path.suffix in ("", TOO_LARGE, TOO_MANY)), key=lambda path: int(path.stem)
-        )
+        found = [(number, kind) for kind in ("", TOO_LARGE, TOO_MANY) for number in sequences(incoming, kind)]
+        return [incoming / f"{number}{kind}" for number, kind in sorted(found)]
 
     def _conclude(self, silo_id: str) -> None:
         """Mark the silo as final if its last answer says so: accepted, or refused for the last time."""
-        folder = self._final(silo_id).parent
-        answered = [int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdigit()]
+        answered = sequences(self._final(silo_id).parent, ".json")
         if not answered or self._final(silo_id).exists():
             return
         last = max(answered)

@@ -1,4 +1,4 @@
-"""What stands between a network and Flower's server? nginx, which lets silos' requests pass and nothing else.
+"""nginx between the network and Flower's server: it lets silos' requests pass and nothing else.
 
 On one port Flower serves silos (`/v1/fleet/`), whoever submits code (`/v1/control/`) and its own programs
 (`/v1/runtime/`). So Flower's server listens on loopback, and nginx on the federation's address passes on a POST whose
@@ -242,14 +242,13 @@ def write_config(nginx: Path, flower: Path, text: str) -> None:
         )
 
 
-def answers(host: str, port: int, ca_path: Path, *, path: str = "/health", timeout_s: float = 5.0) -> bool:
+def answers(host: str, port: int, ca_path: Path, *, timeout_s: float = 5.0) -> bool:
     """Whether a server there, with the federation's certificate, answers HTTP; what it answers does not matter.
 
     Args:
         host: address to connect to.
         port: its port.
         ca_path: the federation's authority.
-        path: what to ask for.
         timeout_s: how long each step may take.
     """
     context = ssl.create_default_context(cafile=str(ca_path))
@@ -258,7 +257,7 @@ def answers(host: str, port: int, ca_path: Path, *, path: str = "/health", timeo
             socket.create_connection((host, port), timeout=timeout_s) as plain,
             context.wrap_socket(plain, server_hostname="localhost") as connection,
         ):
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             return connection.recv(5) == b"HTTP/"
     except OSError:
         return False

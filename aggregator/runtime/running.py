@@ -54,21 +54,18 @@ def run_federation(federation: Federation, passphrase: bytes) -> None:
         say("nginx is not installed: Flower's own server takes the address, which only this machine reaches.")
     silos, intake = SiloNews(federation, plan), IntakeNews(federation.path / "flower" / "logs" / "intake.log")
     say(f"Plan {plan.plan_id}: waiting for {', '.join(plan.silos)} at {settings.host}:{settings.port}")
-    with (
-        FlowerRuntime(
-            federation.path,
-            host=settings.host,
-            port=settings.port,
-            plan_id=plan.plan_id,
-            nodes={silo_id: card.node_key for silo_id, card in silos_now.items()},
-            shard_bytes=settings.shard_bytes,
-            max_submission_bytes=submission_bytes(plan),
-            nginx=nginx,
-            beside=(intake_program(federation, plan, passphrase),),
-        ) as runtime,
-        stop_on_signals() as stop,
-        ExitStack() as stack,
-    ):  # while Flower starts, a signal interrupts at once
+    runtime = FlowerRuntime(
+        federation.path,
+        host=settings.host,
+        port=settings.port,
+        plan_id=plan.plan_id,
+        nodes={silo_id: card.node_key for silo_id, card in silos_now.items()},
+        shard_bytes=settings.shard_bytes,
+        max_submission_bytes=submission_bytes(plan),
+        nginx=nginx,
+        beside=(intake_program(federation, plan, passphrase),),
+    )
+    with runtime, stop_on_signals() as stop, ExitStack() as stack:  # while Flower starts, a signal need not wait for it
         stack.callback(runtime.stop)  # before signals act again: a second Ctrl-C changes nothing
         restarts = RestartNews(runtime)
         while not (runtime.finished or _all_done(federation, plan)):
@@ -107,7 +104,7 @@ def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Pro
     ]
 
     def start() -> Child:
-        return spawn(command, name="intake", log_path=flower / "logs" / "intake.log", input_bytes=passphrase)
+        return spawn(command, log_path=flower / "logs" / "intake.log", input_bytes=passphrase)
 
     # Every silo may use up its own attempts, and no more: all of them together do not end the others' federation.
     most = MAX_PER_HOUR + MOST_OF_A_SILO * len(plan.silos)

@@ -1,4 +1,4 @@
-"""Which message goes to which silo now, and what comes of its answer? One line a silo, each in a thread of its own.
+"""Messages to silos and their answers: one line a silo, each in a thread of its own.
 
 Whoever fetches an answer waits until its last byte was sent. So a silo that sends slowly, or announces an answer and
 never sends it, holds up its own line and no other. Flower itself is behind `Carrier`.
@@ -188,7 +188,6 @@ class Post:
         carrier: Flower.
         deliveries: one a silo, by the public key of its node.
         stopped: whether a stop was ordered.
-        in_flight: most messages under way to one silo.
         max_bytes_per_s: cap on what all silos together are asked for; None for none.
         max_silo_bytes_per_s: cap on what each silo is asked for; None for none.
     """
@@ -199,7 +198,6 @@ class Post:
         deliveries: Mapping[bytes, SiloDelivery],
         *,
         stopped: Callable[[], bool],
-        in_flight: int = IN_FLIGHT,
         max_bytes_per_s: int | None = None,
         max_silo_bytes_per_s: int | None = None,
     ) -> None:
@@ -210,7 +208,6 @@ class Post:
                 carrier,
                 delivery,
                 pull_bytes=self._pull_bytes,
-                in_flight=in_flight,
                 paces=(together, Pace(max_silo_bytes_per_s)),
             )
             for key, delivery in deliveries.items()

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ddm.errors import MissingFileError, SetupError
-from ddm.system import reaper as guard
+from ddm.system.reaper import descendants
 
 _LOG_BYTES = 16 * 1024 * 1024
 _POLL_S = 0.05
@@ -40,14 +40,12 @@ class Child:
     """A program under guard.
 
     Attributes:
-        name: how messages call it.
         pid: process id of the program itself.
         guard_pid: process id of its guard.
         log_path: where its output goes.
     """
 
-    def __init__(self, name: str, process: "subprocess.Popen[bytes]", log_path: Path, grace_s: float) -> None:
-        self.name = name
+    def __init__(self, process: "subprocess.Popen[bytes]", log_path: Path, grace_s: float) -> None:
         self.log_path = log_path
         self.guard_pid = process.pid
         self._process = process
@@ -93,7 +91,7 @@ class Child:
 
     def kill(self) -> None:
         """Kill the tree without asking."""
-        for pid in [*guard.descendants(self.guard_pid), self.guard_pid]:
+        for pid in [*descendants(self.guard_pid), self.guard_pid]:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ProcessLookupError, PermissionError):
@@ -103,14 +101,11 @@ class Child:
 
     def num_descendants(self) -> int | None:
         """How many living processes the program has started; None where the system cannot tell."""
-        return len(guard.descendants(self.pid)) if sys.platform == "linux" else None
+        return len(descendants(self.pid)) if sys.platform == "linux" else None
 
     def log_tail(self, max_bytes: int = 4096) -> str:
         """The end of the program's log, for messages to an operator."""
-        with suppress(OSError), self.log_path.open("rb") as stream:
-            stream.seek(max(self.log_path.stat().st_size - max_bytes, 0))
-            return stream.read(max_bytes).decode("utf-8", errors="replace")
-        return ""
+        return file_tail(self.log_path, max_bytes)
 
     def stop_timeout_s(self) -> float:
         """Seconds after which the guard must be done."""
@@ -126,7 +121,6 @@ class Child:
 def spawn(
     command: Sequence[str],
     *,
-    name: str,
     log_path: Path,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
@@ -137,7 +131,6 @@ def spawn(
 
     Args:
         command: program and arguments; the program is a path.
-        name: how messages call it.
         log_path: the log file.
         env: its whole environment; this process's when omitted.
         cwd: its working folder; this process's when omitted.
@@ -167,7 +160,15 @@ def spawn(
         with suppress(BrokenPipeError):
             process.stdin.write(len(input_bytes).to_bytes(4, "big") + input_bytes)
             process.stdin.flush()
-    return Child(name, process, log_path, grace_s)
+    return Child(process, log_path, grace_s)
+
+
+def file_tail(path: Path, max_bytes: int = 4096) -> str:
+    """The end of a log; nothing where there is none."""
+    with suppress(OSError), path.open("rb") as stream:
+        stream.seek(max(path.stat().st_size - max_bytes, 0))
+        return stream.read(max_bytes).decode("utf-8", errors="replace")
+    return ""
 
 
 def terminate_all(children: Iterable[Child]) -> None:

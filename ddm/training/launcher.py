@@ -1,4 +1,4 @@
-"""How do several processes of this machine do one work? Each is started here, told when to stop, and never outlives us.
+"""Several processes of this machine that do one work: each is started here, told when to stop, and never outlives us.
 
 A process is a fresh interpreter: it inherits nothing of this one but a pipe and an unnamed file with the tensors it is
 handed, which all of them map, so that memory holds them once. They find each other through a file, and talk through
@@ -6,7 +6,6 @@ the loopback interface, with each other alone. No signal reaches them: what this
 process that dies or hangs ends the others, and when this one dies, however it does, so do they.
 """
 
-import ctypes
 import mmap
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from ddm.errors import ArchipelagoError, SetupError, TrustError
+from ddm.system.reaper import end_with_parent
 from ddm.system.signals import blocked
 from ddm.training.peer_check import strangers
 
@@ -39,7 +39,6 @@ _POLL_S = 0.1
 _PATIENCE_S = 30 * 60.0  # of one for its part from another, who may be writing a checkpoint of 50 GB or compiling
 _GRACE_S = 2.0  # for the cause of an error to be heard, where what was heard first may be its consequence
 _ALIGNED = 64
-_PR_SET_PDEATHSIG = 1
 _OURS = (ArchipelagoError, OSError)  # which say by themselves what is wrong
 
 
@@ -259,9 +258,9 @@ def _taken_over(places: Mapping[str, _Place], descriptor: int) -> dict[str, "Ten
 
 def _take_part(pipe: Connection, descriptor: int, rank: int, num: int) -> None:
     """What a started process runs."""
-    if sys.platform == "linux":
+    if parent := multiprocessing.parent_process():
         # The pipe tells of the parent's death too, but only a process that can listen, and a moment later.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with_parent(parent.pid or 0)
     errand: _Errand = pipe.recv()
     stop = threading.Event()
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()

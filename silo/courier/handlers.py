@@ -1,4 +1,4 @@
-"""What does the courier answer the aggregator?
+"""The courier's answers to the aggregator.
 
 It writes the inbox, reads the outbox, and takes every limit from this site's own configuration, never from the message.
 Whatever goes wrong becomes a number; no exception's text, path or name leaves.
@@ -7,7 +7,6 @@ A SuperNode brings one message after the other. So a site that caps its rate nee
 carries no more than the cap lets through in `_PACED_S` seconds, and is held back for as long as its bytes may take.
 """
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from ddm.transport.messages import (
     StatusFile,
     first_of,
 )
+from ddm.transport.sequences import sequences
 from ddm.transport.shards import PartFolder, list_folder, read_spans, whole_spans
 
 _MAX_PLANS = 64
@@ -44,7 +44,6 @@ _SETTLE_S = 5.0
 _POLL_S = 0.5
 # Well below the time to live of any message.
 _PACED_S = 10.0
-_SEQUENCE = re.compile(r"[1-9][0-9]{0,6}")
 
 
 @dataclass(frozen=True)
@@ -216,11 +215,8 @@ def newest_sequence(plan_id: str, limits: SiteLimits) -> int:
     Returns:
         Its sequence number.
     """
-    outbox, receipts = limits.site / "outbox" / plan_id, limits.site / "inbox" / plan_id / "receipts"
-    if not outbox.is_dir():
-        return 0
-    found = [int(path.name) for path in outbox.iterdir() if _SEQUENCE.fullmatch(path.name) and path.is_dir()]
-    newest = max(found, default=0)
+    receipts = limits.site / "inbox" / plan_id / "receipts"
+    newest = max(sequences(limits.site / "outbox" / plan_id), default=0)
     return 0 if (receipts / f"{newest}.json").exists() else newest
 
 
@@ -261,8 +257,7 @@ def take_receipt(deliver: Deliver, receipt: bytes, limits: SiteLimits) -> Delive
     Raises:
         ReplayError: no such submission was sent, or another receipt for it is here.
     """
-    sent = (limits.site / "outbox" / deliver.plan_id).glob("[1-9]*")
-    newest = max((int(path.name) for path in sent if _SEQUENCE.fullmatch(path.name)), default=0)
+    newest = max(sequences(limits.site / "outbox" / deliver.plan_id), default=0)
     # One more than was sent: a notice that the silo was withdrawn stands in the place of its next receipt.
     if not (limits.site / "inbox" / deliver.plan_id).is_dir() or not 1 <= deliver.sequence <= newest + 1:
         raise ReplayError("receipt", expected="one for a submission of this site", got="another")

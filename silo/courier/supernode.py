@@ -16,7 +16,6 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from urllib.parse import quote
 
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -47,8 +46,8 @@ _PROBLEMS = {
     "Connection successful": None,
     "successfully": None,
 }
-_DEFAULT_SHARD_BYTES = 128 * 1024 * 1024
-_DEFAULT_SUBMISSION_BYTES = 1024**4  # of our own outbox; the policy bounds each expert and their number
+_SHARD_BYTES = 128 * 1024 * 1024  # in one message, either way
+_SUBMISSION_BYTES = 1024**4  # of our own outbox; the policy bounds each expert and their number
 
 
 def make_node_key(path: Path) -> str:
@@ -95,26 +94,15 @@ class Courier:
         site: the site folder.
         address: the aggregator, `host:port`.
         max_bundle_bytes: most bytes of one plan's bundle that this site takes.
-        max_shard_bytes: most bytes in one message, either way.
-        max_submission_bytes: most bytes of one submission.
         max_bytes_per_s: most bytes a second that leave; 0 for as many as the line takes.
     """
 
-    def __init__(
-        self,
-        site: Path,
-        *,
-        address: str,
-        max_bundle_bytes: int,
-        max_shard_bytes: int = _DEFAULT_SHARD_BYTES,
-        max_submission_bytes: int = _DEFAULT_SUBMISSION_BYTES,
-        max_bytes_per_s: int = 0,
-    ) -> None:
+    def __init__(self, site: Path, *, address: str, max_bundle_bytes: int, max_bytes_per_s: int = 0) -> None:
         self._site, self._address = site.absolute(), address
         self._limits = {
             "bundle_bytes": max_bundle_bytes,
-            "shard_bytes": max_shard_bytes,
-            "submission_bytes": max_submission_bytes,
+            "shard_bytes": _SHARD_BYTES,
+            "submission_bytes": _SUBMISSION_BYTES,
             "bytes_per_s": max_bytes_per_s,
         }
         self._courier = self._site / "courier"
@@ -135,9 +123,7 @@ class Courier:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -192,7 +178,7 @@ class Courier:
             *("--host", "127.0.0.1", "--port", str(free_port())),
         ]
         home = self._courier / "flwr"
-        return spawn(command, name=_NODE, log_path=home / "supernode.log", env=flower_environment(home), cwd=home)
+        return spawn(command, log_path=home / "supernode.log", env=flower_environment(home), cwd=home)
 
     def check(self) -> None:
         """Start the SuperNode again when it has ended, ever more slowly while it keeps ending; call every second."""

@@ -39,7 +39,7 @@ class Clock:
 
 
 def starter(folder: Path, code: str, name: str = "worker") -> Callable[[], Child]:
-    return lambda: spawn([sys.executable, "-c", code], name=name, log_path=folder / f"{name}.log", grace_s=0.2)
+    return lambda: spawn([sys.executable, "-c", code], log_path=folder / f"{name}.log", grace_s=0.2)
 
 
 def worker(folder: Path, silent_s: float = FAST["silent_s"]) -> Program:
