@@ -209,9 +209,11 @@ class IntakeDesk:
 
     def _check_fetched(self, silo_id: str, path: Path, sequence: int) -> None:
         if self._final(silo_id).exists():
-            raise ReplayError(f"submission {sequence}", expected="none after an accepted one", got="another")
+            raise ReplayError(f"submission {sequence}", expected="none after an accepted one", got="one more")
         if sequence > MAX_SUBMISSIONS:
-            raise PolicyError(f"submission {sequence}", expected=f"at most {MAX_SUBMISSIONS} for a plan", got="more")
+            raise PolicyError(
+                f"submission {sequence}", expected=f"at most {MAX_SUBMISSIONS} for a plan", got="one more"
+            )
         if path.suffix == TOO_LARGE:
             raise PolicyError(f"submission {sequence}", expected="a size within the plan's limits", got="a larger one")
 

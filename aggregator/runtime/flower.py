@@ -130,7 +130,7 @@ class FlowerRuntime:
             raise BusyError(
                 f"port {self._port} on {self._host}",
                 expected="a free port",
-                got="one in use",
+                got="a port that another program listens on",
                 remedy="Stop the program that listens there, or choose another port in federation.toml.",
             )
         if self._nginx:

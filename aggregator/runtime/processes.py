@@ -1,4 +1,4 @@
-"""Which of a federation's processes live? Read from the lock of `aggregator run` and from what it wrote down."""
+"""Which of a federation's processes live, read from the lock of `aggregator run` and from what it wrote down."""
 
 import os
 from contextlib import suppress
@@ -52,27 +52,27 @@ def read_processes(federation: Federation) -> Processes:
     # Written once, at the start.
     started_at = changed_at(folder / "run.json") if running else None
     try:
-        told = check_json(
+        info = check_json(
             read_bounded(folder / "info.json", _MAX_INFO_BYTES), subject="info.json", limit=_MAX_INFO_BYTES
         )
-        return _told(running, started_at, told)
+        return _processes(running, started_at, info)
     except (ArchipelagoError, ValidationError, AttributeError, KeyError, TypeError):
         return Processes(running=running, started_at=started_at)
 
 
-def _told(running: bool, started_at: datetime | None, told: Any) -> Processes:
-    restarts = told.get("restarts", {})
-    pids = {name.removesuffix(_PID): pid for name, pid in told.items() if name.endswith(_PID) and pid}
+def _processes(running: bool, started_at: datetime | None, info: Any) -> Processes:
+    restarts = info.get("restarts", {})
+    pids = {name.removesuffix(_PID): pid for name, pid in info.items() if name.endswith(_PID) and pid}
     programs = [
         Process(name=name, pid=pid, alive=bool(pid and is_alive(pid)), num_restarts=restarts.get(name, 0))
-        for name, pid in {"aggregator run": told["pid"], **dict.fromkeys(restarts), **pids}.items()
+        for name, pid in {"aggregator run": info["pid"], **dict.fromkeys(restarts), **pids}.items()
     ]
     return Processes(
         running=running,
         started_at=started_at,
         programs=tuple(programs),
-        num_restarts=told.get("num_restarts", 0),
-        num_runs=told.get("num_runs", 0),
+        num_restarts=info.get("num_restarts", 0),
+        num_runs=info.get("num_runs", 0),
     )
 
 

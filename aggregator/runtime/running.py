@@ -1,4 +1,4 @@
-"""A federation at work: Flower's programs and intake beside this process, which keeps them alive and tells the news."""
+"""A federation at work: Flower's programs and intake beside this process, which keeps them alive and prints news."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> None:
     silos_now = taking_part(federation, plan)
     if not silos_now:
         remedy = "Sign another plan: aggregator plan."
-        raise SetupError(f"plan {plan.plan_id}", expected="a silo that takes part", got="none", remedy=remedy)
+        raise SetupError(f"plan {plan.plan_id}", expected="a silo in it", got="silos all removed", remedy=remedy)
     if nginx is None:
         say("nginx is not installed: Flower's own server takes the address, which only this machine reaches.")
     silos, intake = SiloNews(federation, plan), IntakeNews(federation.path / "flower" / "logs" / "intake.log")
@@ -86,13 +86,7 @@ def _all_done(federation: Federation, plan: Plan) -> bool:
 
 
 def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Program:
-    """Describe intake to the supervisor.
-
-    Args:
-        federation: the operator's folder.
-        plan: the plan whose submissions are taken in.
-        passphrase: opens the key that signs receipts.
-    """
+    """Describe intake to the supervisor; the passphrase opens the key that signs receipts."""
     flower = federation.path.absolute() / "flower"
     command = [
         sys.executable,
@@ -117,14 +111,14 @@ class SiloNews:
     def __init__(self, federation: Federation, plan: Plan) -> None:
         self._folder = federation.incoming / plan.plan_id
         self._silos = plan.silos
-        self._told: dict[str, str] = {}
+        self._last: dict[str, str] = {}
 
     def tell(self) -> None:
         """Print what changed since the last time."""
         for silo_id in self._silos:
             news = self._read(silo_id)
-            if news and news != self._told.get(silo_id):
-                self._told[silo_id] = news
+            if news and news != self._last.get(silo_id):
+                self._last[silo_id] = news
                 say(f"[{silo_id}] {news}")
 
     def _read(self, silo_id: str) -> str:
@@ -142,15 +136,15 @@ class RestartNews:
 
     def __init__(self, runtime: FlowerRuntime) -> None:
         self._runtime = runtime
-        self._told = runtime.num_restarts()
+        self._last = runtime.num_restarts()
 
     def tell(self) -> None:
         """Print what changed since the last time."""
         restarts = self._runtime.num_restarts()
         for name, num in restarts.items():
-            if num != self._told[name]:
+            if num != self._last[name]:
                 say(f"[{name}] ended or hung, and was started again ({num} times so far)")
-        self._told = restarts
+        self._last = restarts
 
 
 class IntakeNews:

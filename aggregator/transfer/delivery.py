@@ -53,14 +53,7 @@ _FIRST_BYTES = 4 * 1024 * 1024
 
 
 def load_bundle(bundle: Path) -> tuple[FileEntry, ...]:
-    """Read the index of a plan's bundle, digests included.
-
-    Args:
-        bundle: the folder.
-
-    Returns:
-        One entry a file.
-    """
+    """Read the index of a plan's bundle, digests included."""
     return list_folder(bundle, max_files=MAX_BUNDLE_FILES, max_bytes=_MAX_BUNDLE_BYTES, with_digest=True)
 
 
@@ -116,15 +109,12 @@ class SiloDelivery:
     def next_requests(
         self, in_flight: Sequence[Request], room: int, *, pull_bytes: int | None = None
     ) -> list[Envelope[Request]]:
-        """What to send now.
+        """Return what to send now.
 
         Args:
             in_flight: requests without an answer yet.
-            room: how many more may be sent.
+            room: most messages to return.
             pull_bytes: most bytes of a submission in one message; as many as in any other by default.
-
-        Returns:
-            At most `room` messages.
         """
         if self.done:
             return []
@@ -153,14 +143,7 @@ class SiloDelivery:
         return [Envelope(ask)]
 
     def take(self, request: Request, answer: Envelope[Reply]) -> int:
-        """Take one answer and put it on disk.
-
-        Args:
-            request: what was asked.
-            answer: what was answered, with the bytes that came along.
-
-        Returns:
-            0, or the silo's code when it could not do what was asked.
+        """Put the answer to one request on disk; return 0, or the silo's code when it could not do what it should.
 
         Raises:
             FormatError: the answer does not fit the request.
@@ -204,10 +187,12 @@ class SiloDelivery:
     def _known_ranges(self, missing: Sequence[Span]) -> list[Span]:
         sizes = {entry.path: entry.num_bytes for entry in self._index}
         if any(span.offset + span.num_bytes > sizes.get(span.path, -1) for span in missing):
-            raise FormatError(f"answer of silo {self.silo_id}", expected="ranges of the bundle", got="others")
+            raise FormatError(f"answer of silo {self.silo_id}", expected="ranges of the bundle", got="one beyond it")
         if len(set(missing)) != len(missing) or sum(span.num_bytes for span in missing) > sum(sizes.values()):
             # Each would be read and sent.
-            raise FormatError(f"answer of silo {self.silo_id}", expected="ranges that do not overlap", got="others")
+            raise FormatError(
+                f"answer of silo {self.silo_id}", expected="each byte named once", got="overlapping ranges"
+            )
         return list(missing)
 
     def _cut(self, spans: Sequence[Span], step: int) -> list[Span]:
@@ -283,16 +268,7 @@ class SiloDelivery:
 
 
 def plan_done(fed: Path, plan_id: str, silo_ids: Sequence[str]) -> bool:
-    """Whether every silo of a plan has its last receipt.
-
-    Args:
-        fed: the federation folder.
-        plan_id: the plan.
-        silo_ids: its silos.
-
-    Returns:
-        True when nothing is left to do.
-    """
+    """Whether every silo of a plan has its last receipt, and nothing is left to do."""
     for silo_id in silo_ids:
         receipts = fed / "receipts" / plan_id / silo_id
         if not (receipts / "final").exists() or _undelivered(receipts):

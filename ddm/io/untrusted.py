@@ -59,7 +59,7 @@ def walk(folder: Path, *, most: int = MAX_FILES) -> Iterator[tuple[str, Entry]]:
         for name, info in _walk(top, ""):
             num_seen += 1
             if num_seen > most:
-                raise UnsafePathError(folder.name, expected=f"at most {most} files and folders", got="more")
+                raise UnsafePathError(folder.name, expected=f"at most {most} files and folders", got=f"over {most}")
             if stat.S_ISREG(info.st_mode):
                 yield name, Entry(folder / name, info.st_size)
 

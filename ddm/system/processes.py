@@ -73,14 +73,7 @@ class Child:
                 self._process.stdin.close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the guard is gone.
-
-        Args:
-            timeout_s: seconds to wait at most.
-
-        Returns:
-            Whether it is gone.
-        """
+        """Wait at most so long until the guard is gone; return whether it is."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=max(timeout_s, 0.0))
         return not self.running()
@@ -142,9 +135,9 @@ def spawn(
         The running child.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    given = input_bytes is not None
+    has_input = input_bytes is not None
     settings = json.dumps(
-        {"log_path": str(log_path.absolute()), "log_bytes": _LOG_BYTES, "grace_s": grace_s, "input": given}
+        {"log_path": str(log_path.absolute()), "log_bytes": _LOG_BYTES, "grace_s": grace_s, "input": has_input}
     )
     process = subprocess.Popen(
         [sys.executable, "-I", "-m", "ddm.system.reaper", settings, "--", *command],
@@ -172,11 +165,7 @@ def file_tail(path: Path, max_bytes: int = 4096) -> str:
 
 
 def terminate_all(children: Iterable[Child]) -> None:
-    """End several trees at the same time; by force where a guard does not finish in time.
-
-    Args:
-        children: those to end; ones that are gone already are fine.
-    """
+    """End several trees at the same time, by force where a guard does not finish in time; ended ones are fine."""
     remaining = list(children)
     for child in remaining:
         child.request_stop()
@@ -186,13 +175,7 @@ def terminate_all(children: Iterable[Child]) -> None:
 
 
 def program(name: str) -> Path:
-    """Find a command-line program installed beside this interpreter.
-
-    Args:
-        name: e.g. ``"flower-superlink"``.
-
-    Returns:
-        Its path.
+    """Return the path of a command-line program installed beside this interpreter, e.g. ``"flower-superlink"``.
 
     Raises:
         MissingFileError: it is not installed there.
@@ -204,26 +187,12 @@ def program(name: str) -> Path:
 
 
 def script_command(name: str) -> list[str]:
-    """The command that runs an installed Python program and ends when its main thread ends.
-
-    Args:
-        name: e.g. ``"flower-supernode"``.
-
-    Returns:
-        The beginning of a command line; append the arguments.
-    """
+    """Return the beginning of a command that runs an installed Python program and ends when its main thread ends."""
     return [sys.executable, "-P", "-m", "ddm.system.reaper", "--script", str(program(name))]
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """The environment of Flower's programs: no telemetry, no update check, their files in one folder.
-
-    Args:
-        home: FLWR_HOME.
-
-    Returns:
-        This process's environment with Flower's settings replaced.
-    """
+    """Return the environment of Flower's programs: no telemetry, no update check, their files in `home` alone."""
     bin_folder = str(Path(sys.executable).parent)
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("FLWR_")},
@@ -242,20 +211,13 @@ def flower_environment(home: Path) -> dict[str, str]:
 def port_in_use(host: str, port: int) -> bool:
     """Whether something listens on a TCP port, or the port cannot be bound.
 
-    Args:
-        host: address that would be bound.
-        port: 1 to 65535.
-
-    Returns:
-        True when a server could not listen there.
-
     Raises:
         SetupError: no address of this machine.
     """
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise SetupError(f"host {host}", expected="a name or an address of this machine", got="neither") from error
+        raise SetupError(f"host {host}", expected="a name or an address", got="an unknown name") from error
     return any(_taken(family, place, host) for family, _, _, _, place in places)
 
 
@@ -269,20 +231,13 @@ def _taken(family: int, place: Any, host: str) -> bool:
             listener.bind(place)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                raise SetupError(f"host {host}", expected="an address of this machine", got="another's") from error
+                raise SetupError(f"host {host}", expected="an address of this machine", got="a foreign one") from error
             return True
     return False
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nothing listens on now.
-
-    Args:
-        host: address to bind.
-
-    Returns:
-        The port; another process may take it before the caller does, so be ready to ask again.
-    """
+    """Return a TCP port that nothing listens on now; another process may take it before the caller does."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
         return int(listener.getsockname()[1])

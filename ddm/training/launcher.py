@@ -295,8 +295,8 @@ def _do(
             raise
         raise SetupError(
             name,
-            expected=f"the part of another one within {errand.patience_s:.0f} s",
-            got="nothing",
+            expected=f"the other processes' part within {errand.patience_s:.0f} s",
+            got="no word from at least one of them",
             remedy="One of them hangs or was stopped. Run the command again: it goes on from the last checkpoint.",
         ) from error
 
@@ -323,7 +323,7 @@ def _meet(errand: _Errand, rank: int, num: int, name: str) -> None:
     except RuntimeError as error:
         raise SetupError(
             name,
-            expected="to find the others through the loopback interface",
+            expected="the other training processes at the loopback interface",
             got=str(error).splitlines()[0][-200:],
             remedy="Check that `ip address show lo` is up with 127.0.0.1, and that a service's rules allow AF_INET.",
         ) from error
@@ -331,7 +331,7 @@ def _meet(errand: _Errand, rank: int, num: int, name: str) -> None:
         raise TrustError(
             name,
             expected="connections with its own user's processes alone",
-            got="one with somebody else's",
+            got="a connection with a process of another user",
             remedy="Find out who connects to the ports of others on this machine; training.processes = 1 opens none.",
         )
 

@@ -75,7 +75,7 @@ def _decode(records: RecordDict, adapter: TypeAdapter[MessageT], max_bytes: int)
 
 def _data(record: object, max_bytes: int) -> bytes:
     if not isinstance(record, ArrayRecord) or set(record.keys()) != {_BYTES}:
-        raise DocumentError("message data", expected="one array")
+        raise DocumentError("message data", expected=f"one array called {_BYTES}", got="other records")
     array = record[_BYTES]
     data = array.data
     if array.dtype != "uint8" or array.stype != _STYPE or tuple(array.shape) != (len(data),):

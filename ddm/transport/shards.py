@@ -25,16 +25,7 @@ _MAX_PROGRESS_BYTES = 16 * 1024 * 1024
 
 
 def list_folder(folder: Path, *, max_files: int, max_bytes: int, with_digest: bool = False) -> tuple[FileEntry, ...]:
-    """List a folder as an index, sorted by path.
-
-    Args:
-        folder: the folder; it exists.
-        max_files: most files it may hold.
-        max_bytes: most bytes, all files together.
-        with_digest: whether to hash every file.
-
-    Returns:
-        One entry a file.
+    """List a folder of at most so many files and bytes as an index, one entry a file, sorted by path.
 
     Raises:
         UnsafePathError: see `ddm.io.untrusted.walk`; or a path that may not travel.
@@ -57,43 +48,18 @@ def list_folder(folder: Path, *, max_files: int, max_bytes: int, with_digest: bo
 
 
 def file_digest(folder: Path, relative: str) -> str:
-    """Lowercase sha256 hex of one file.
-
-    Args:
-        folder: where to look.
-        relative: a path below it.
-
-    Returns:
-        The digest.
-
-    Raises:
-        UnsafePathError: a symbolic link or a special file on the way.
-    """
+    """Return the lowercase sha256 hex of one file; raises as `ddm.io.untrusted.open_below`."""
     with open_below(folder, relative, relative) as (stream, _):
         return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]  # it reads into buffers
 
 
 def whole_spans(files: Iterable[FileEntry]) -> Iterator[Span]:
-    """The ranges that make up an index: every file from its first byte to its last.
-
-    Args:
-        files: the index.
-
-    Yields:
-        One range a file.
-    """
+    """Return the ranges that make up an index: every file from its first byte to its last."""
     return (Span(path=entry.path, offset=0, num_bytes=entry.num_bytes) for entry in files)
 
 
 def read_spans(folder: Path, spans: Iterable[Span]) -> bytes:
-    """Read byte ranges, one after the other.
-
-    Args:
-        folder: where the files are.
-        spans: the ranges.
-
-    Returns:
-        Their bytes, concatenated.
+    """Read byte ranges of the files in a folder, and return them one after the other.
 
     Raises:
         FormatError: a range lies beyond the end of its file, or the file does not exist.
@@ -170,9 +136,6 @@ class PartFolder:
     def write(self, pieces: Iterable[tuple[Span, bytes | memoryview]]) -> None:
         """Store ranges durably; ranges already held are written again without harm.
 
-        Args:
-            pieces: ranges of indexed files, with their bytes.
-
         Raises:
             FormatError: a range lies outside the index.
             OSError: the disk is full.
@@ -195,10 +158,7 @@ class PartFolder:
             self._save()
 
     def finish(self) -> bool:
-        """Check the digests that the index states and rename the folder to its target.
-
-        Returns:
-            False when ranges are still missing.
+        """Check the digests that the index states and rename the folder to its target; False while ranges are missing.
 
         Raises:
             DigestError: a file is not the one in the index; the whole part folder is thrown away.

@@ -51,10 +51,7 @@ _SUBMISSION_BYTES = 1024**4  # of our own outbox; the policy bounds each expert 
 
 
 def make_node_key(path: Path) -> str:
-    """Make the key that authenticates this site's node, readable by its owner only.
-
-    Args:
-        path: where the private key goes; nothing may be there.
+    """Make the key that authenticates this site's node, readable by its owner only, at a path where nothing is yet.
 
     Returns:
         The public key, one line in OpenSSH format, for the enrolment card.
@@ -73,11 +70,7 @@ def make_node_key(path: Path) -> str:
 
 
 def answers_late(log: str) -> bool:
-    """Whether a SuperNode's last answer was sent before anything was started that could have made it.
-
-    Args:
-        log: the end of its log.
-    """
+    """Whether a SuperNode, by its log, sent its last answer before anything was started that could have made it."""
     steps = [found[1] or found[2] for found in _STEP.finditer(log)]
     while steps and steps[-1] != "Sending":
         steps.pop()
