@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from ddm.errors import BusyError, MissingFileError
-from ddm.io.files import sync_folder, sync_tree, write_atomic
+from ddm.io.files import move_into_place, sync_folder, write_atomic
 
 _PART, _WAITING, _READY = "ceremony.part", "ceremony", "ceremony.ready"
 
@@ -76,16 +76,12 @@ class Change:
 
     def wait(self) -> Self:
         """Keep the change until it is completed."""
-        sync_tree(self.folder)
-        self.folder.rename(self.home / _WAITING)
-        sync_folder(self.home)
+        move_into_place(self.folder, self.home / _WAITING)
         return type(self)(self.home, self.home / _WAITING)
 
     def commit(self) -> None:
         """Decide the change, and move everything into place."""
-        sync_tree(self.folder)
-        self.folder.rename(self.home / _READY)
-        sync_folder(self.home)
+        move_into_place(self.folder, self.home / _READY)
         settle(self.home)
 
     def abandon(self) -> None:

@@ -10,7 +10,8 @@ from pydantic import Field, StringConstraints
 
 from aggregator.changes import is_unsettled, settle
 from ddm.errors import DigestError, MissingFileError, SetupError
-from ddm.io.files import locked, read_bounded, write_atomic
+from ddm.io.files import read_bounded, write_atomic
+from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, check_json, sha256_hex
 from ddm.protocol.plan import Plan

@@ -22,9 +22,10 @@ from pydantic import Field
 
 from aggregator.config import Federation
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
-from aggregator.transfer.dispatcher import IN_FLIGHT, Node, Post
+from aggregator.transfer.dispatcher import Node, Post
 from ddm.errors import BusyError, MissingFileError, SetupError, TransportError
-from ddm.io.files import locked, read_bounded
+from ddm.io.files import read_bounded
+from ddm.io.locks import locked
 from ddm.protocol.base import Model, PlanId, PositiveInt, SiloId
 from ddm.transport.flower import decode_reply, encode
 from ddm.transport.messages import MAX_WAIT_S, Envelope, Reply, Request
@@ -49,7 +50,6 @@ class RunSettings(Model):
     shard_bytes: PositiveInt
     max_submission_bytes: PositiveInt
     wait_s: int = Field(ge=0, le=MAX_WAIT_S)
-    in_flight: int = Field(default=IN_FLIGHT, ge=1, le=16)
 
 
 class FlowerCarrier:
@@ -122,7 +122,6 @@ def make_post(grid: Grid, fed: Path, settings: RunSettings) -> Post:
         FlowerCarrier(grid, settings.shard_bytes),
         deliveries,
         stopped=lambda: _told_to_stop(fed / "flower"),
-        in_flight=settings.in_flight,
         **_caps(fed),
     )
 

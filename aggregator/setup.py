@@ -1,6 +1,5 @@
 """How a federation begins: folders, keys, TLS, the first root of trust and who holds it."""
 
-import shutil
 from collections.abc import Mapping
 
 from aggregator.changes import Change
@@ -9,6 +8,7 @@ from aggregator.keys.ceremony import HOLDER_KEYS, conduct
 from aggregator.keys.store import make_key, make_model_signing_key
 from aggregator.keys.tls import make_tls
 from ddm.errors import BusyError
+from ddm.io.files import aside, move_into_place
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc
 from ddm.trust.ceremony import Request
@@ -48,13 +48,11 @@ def init_federation(
             got="one with keys",
             remedy="Choose another folder; keys are never overwritten.",
         )
-    # Built aside, so that an init that is cut short leaves no half of a federation behind.
-    part = Federation(federation.path / ".part")
-    shutil.rmtree(part.path, ignore_errors=True)
-    missing = _build(part, settings, passphrase, {"root": root, "targets": targets})
-    for entry in sorted(part.path.iterdir(), key=lambda entry: entry.name == "federation.toml"):
-        entry.rename(federation.path / entry.name)
-    part.path.rmdir()
+    # So that an init that is cut short leaves no half of a federation behind.
+    with aside(federation.path / "federation") as part:
+        missing = _build(Federation(part), settings, passphrase, {"root": root, "targets": targets})
+        for entry in sorted(part.iterdir(), key=lambda entry: entry.name == "federation.toml"):
+            move_into_place(entry, federation.path / entry.name)
     return missing
 
 

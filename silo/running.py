@@ -3,9 +3,11 @@
 import json
 import os
 import time
+from contextlib import ExitStack
 
 from ddm.io.files import write_atomic
 from ddm.system.console import say
+from ddm.system.signals import stop_on_signals
 from ddm.trust.keys import SigningKey
 from silo.config import Site
 from silo.courier.service import CourierWatch, make_courier
@@ -43,19 +45,21 @@ class Narrator:
 
 def run_worker(site: Site, key: SigningKey) -> State:
     """Run the worker alone, as a service of its own user."""
-    return Worker(site, key, Narrator(site.settings().silo_id), isolation=site.isolation).run()
+    with stop_on_signals() as stop:
+        return Worker(site, key, Narrator(site.settings().silo_id), site.isolation, stop).run()
 
 
 def run_both(site: Site, key: SigningKey) -> State:
     """Run worker and courier; after the receipt the courier stays a moment, so that its answer arrives."""
-    with make_courier(site) as courier:
+    with make_courier(site) as courier, stop_on_signals() as stop, ExitStack() as stack:
+        stack.callback(courier.stop)  # before signals act again: a second Ctrl-C changes nothing
         _note_processes(site, courier)
         watch = CourierWatch(courier)
         watch.start()
         try:
             # In one process tree there is no boundary, whoever owns the folders.
-            state = Worker(site, key, Narrator(site.settings().silo_id), isolation="none").run()
-            time.sleep(LINGER_S)
+            state = Worker(site, key, Narrator(site.settings().silo_id), "none", stop).run()
+            stop.wait(LINGER_S)
         finally:
             watch.close()
         watch.raise_failure()

@@ -1,4 +1,4 @@
-"""How often was a submission begun with and never answered? A submission that kills intake must not do so for ever.
+"""Counts how often intake began with a submission and did not finish: one that kills intake is refused in the end.
 
     attempts/<plan_id>/<silo_id>/<sequence>   a number: attempts that were begun and are not over
 

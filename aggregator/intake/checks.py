@@ -14,12 +14,13 @@ from torch import Tensor
 from aggregator.intake.limits import submission_entries
 from aggregator.intake.plausibility import check_statistics
 from ddm.errors import AbsentFileError, DigestError, PolicyError, ReplayError, UnlistedFileError
-from ddm.io.files import list_files, read_bounded
+from ddm.io.files import read_bounded
 from ddm.io.tensors import check_file
+from ddm.io.untrusted import check_digest, scan
 from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.layout import silo_parts
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_file, sha256_hex
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_hex
 from ddm.protocol.plan import Plan, RandomPartition, SiloPartition, most_experts
 from ddm.protocol.submission import Submission, SubmittedSketch, expert_path, statistic_terms, submission_path
 from ddm.trust.keys import PublicKey
@@ -74,7 +75,7 @@ def verify_submission(folder: Path, expected: Expectation) -> Intake:
         FormatError: a document or tensor file is malformed, or belongs to another plan, silo or sequence.
         PolicyError: the submission spent or sent more than the plan allows.
     """
-    files = list_files(folder, most=submission_entries(expected.plan))
+    files = {name: entry.path for name, entry in scan(folder, most=submission_entries(expected.plan)).items()}
     plan_id, silo_id = expected.plan.plan_id, expected.silo_id
     role_name = f"metadata/{plan_id}.{silo_id}.json"
     role = read_bounded(_present(files, role_name), MAX_ROLE_BYTES, subject=role_name)
@@ -84,15 +85,15 @@ def verify_submission(folder: Path, expected: Expectation) -> Intake:
     if version != expected.sequence:
         raise ReplayError(role_name, expected=f"version {expected.sequence}, the submission's", got=f"{version}")
     signed = {name.removeprefix(f"{plan_id}/"): value for name, value in signed.items()}
-    for name, (size, digest) in signed.items():
-        _check_bytes(_present(files, name), name, size, digest)
+    for name, wanted in signed.items():
+        _check_bytes(folder, files, name, wanted)
     document = submission_path(silo_id)
     if document not in signed:
         raise AbsentFileError(document, expected="a signed submission", got="none in the silo's role")
     data = read_bounded(files[document], MAX_DOCUMENT_BYTES, subject=document)
     submission = Submission.parse(data, subject=document)
     _check_binding(submission, expected)
-    _check_listing(submission, signed, files, role_name, document)
+    _check_listing(submission, signed, folder, files, role_name, document)
     _check_terms(submission, expected)
     noisy_G = check_statistics(submission, files, expected.plan, expected.files.sketch)
     _check_experts(submission, expected, noisy_G)
@@ -106,9 +107,9 @@ def _present(files: Mapping[str, Path], name: str) -> Path:
     return files[name]
 
 
-def _check_bytes(path: Path, name: str, size: int, digest: str) -> None:
-    if path.stat().st_size != size or sha256_file(path) != digest:
-        raise DigestError(name, expected=f"{size} bytes with the signed digest", got="other bytes")
+def _check_bytes(folder: Path, files: Mapping[str, Path], name: str, wanted: tuple[int, str]) -> None:
+    _present(files, name)  # a name that a silo signed may lead anywhere
+    check_digest(folder, name, *wanted)
 
 
 def _check_binding(submission: Submission, expected: Expectation) -> None:
@@ -128,6 +129,7 @@ def _check_binding(submission: Submission, expected: Expectation) -> None:
 def _check_listing(
     submission: Submission,
     signed: Mapping[str, tuple[int, str]],
+    folder: Path,
     files: Mapping[str, Path],
     role_name: str,
     document: str,
@@ -138,7 +140,7 @@ def _check_listing(
         raise DigestError(document, expected="exactly the experts that the silo's role lists", got="others")
     for statistic in submission.statistics:
         file: File = statistic.file
-        _check_bytes(_present(files, file.path), file.path, file.bytes, file.digest)
+        _check_bytes(folder, files, file.path, (file.bytes, file.digest))
     known = {role_name, *signed, *(statistic.file.path for statistic in submission.statistics)}
     for name in files:
         if name not in known:

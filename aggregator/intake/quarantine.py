@@ -17,7 +17,8 @@ from pydantic import Field, StringConstraints
 
 from aggregator.config import Federation
 from ddm.errors import SetupError
-from ddm.io.files import locked, read_bounded, sync_folder, write_atomic
+from ddm.io.files import move_into_place, read_bounded, write_atomic
+from ddm.io.locks import locked
 from ddm.protocol.base import Digest, Document, PlanId, PositiveInt, SiloId, Time
 
 MAX_DECISIONS_BYTES = 16 << 20
@@ -73,9 +74,7 @@ def set_aside(federation: Federation, why: SetAside, verified: Path) -> None:
     """Move a verified submission into quarantine; from the rename on it counts as set aside."""
     folder = federation.quarantine / why.plan_id / why.silo_id / str(why.sequence)
     write_atomic(folder / "reason.json", why.encode())
-    verified.rename(folder / "submission")
-    sync_folder(folder)
-    sync_folder(verified.parent)
+    move_into_place(verified, folder / "submission")
 
 
 def held(federation: Federation, plan_id: str) -> list[Held]:

@@ -7,7 +7,6 @@ answer, until a person has decided; in `incoming/` an empty folder says that it 
 this process is not begun with for ever (`intake.attempts`), and what `aggregator withdraw` notes is carried out here.
 """
 
-import re
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -32,15 +31,17 @@ from aggregator.membership.registry import check_ledger, remember_ledger, signin
 from aggregator.membership.withdrawal import finish_withdrawal, withdrawn_silos
 from aggregator.transfer.delivery import MAX_SUBMISSIONS, TOO_LARGE, TOO_MANY
 from ddm.errors import ArchipelagoError, PolicyError, RefusedError, ReplayError
-from ddm.io.files import copy_tree_bounded, locked, read_bounded, sync_folder, write_atomic
+from ddm.io.copying import copy_tree_bounded
+from ddm.io.files import aside, move_into_place, read_bounded, write_atomic
+from ddm.io.locks import locked
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt, Refused
+from ddm.transport.sequences import sequences
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 
 MAX_RECEIPT_BYTES = 65536
-_SEQUENCE = re.compile("[1-9][0-9]{0,6}")
 
 
 class IntakeDesk:
@@ -107,15 +108,12 @@ class IntakeDesk:
     def _arrived(self, silo_id: str) -> list[Path]:
         """List what arrived, in order: whole submissions, and marks of those that were not fetched."""
         incoming = self.federation.incoming / self.plan.plan_id / silo_id
-        found = [path for path in incoming.glob("[0-9]*") if _SEQUENCE.fullmatch(path.stem)]
-        return sorted(
-            (path for path in found if path.suffix in ("", TOO_LARGE, TOO_MANY)), key=lambda path: int(path.stem)
-        )
+        found = [(number, kind) for kind in ("", TOO_LARGE, TOO_MANY) for number in sequences(incoming, kind)]
+        return [incoming / f"{number}{kind}" for number, kind in sorted(found)]
 
     def _conclude(self, silo_id: str) -> None:
         """Mark the silo as final if its last answer says so: accepted, or refused for the last time."""
-        folder = self._final(silo_id).parent
-        answered = [int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdigit()]
+        answered = sequences(self._final(silo_id).parent, ".json")
         if not answered or self._final(silo_id).exists():
             return
         last = max(answered)
@@ -156,14 +154,13 @@ class IntakeDesk:
     def _answer(self, silo_id: str, path: Path) -> None:
         """Accept, refuse or set aside what arrived."""
         sequence = int(path.stem)
-        part = self._accepted(silo_id).with_suffix(".part")
         digest = None
         verdict: Accepted | Refused
         try:
             self._check_fetched(silo_id, path, sequence)
-            for stale in (self._accepted(silo_id), part):  # kept before a crash, never answered
-                shutil.rmtree(stale, ignore_errors=True)
-            with self._attempt(silo_id, sequence):
+            # What is there was kept before a crash, and never answered.
+            shutil.rmtree(self._accepted(silo_id), ignore_errors=True)
+            with aside(self._accepted(silo_id)) as part, self._attempt(silo_id, sequence):
                 most = submission_entries(self.plan)
                 copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
                 taken = self._verify(silo_id, part, sequence)
@@ -172,11 +169,7 @@ class IntakeDesk:
                     return
                 self._keep(silo_id, taken, part)
             verdict = Accepted()
-        except OSError:
-            shutil.rmtree(part, ignore_errors=True)  # half a copy gives its room back
-            raise
         except ArchipelagoError as error:
-            shutil.rmtree(part, ignore_errors=True)
             verdict = Refused(code=error.exit_code, reason=str(error)[:400])
         self._sign(silo_id, sequence, digest, verdict)
 
@@ -216,9 +209,11 @@ class IntakeDesk:
 
     def _check_fetched(self, silo_id: str, path: Path, sequence: int) -> None:
         if self._final(silo_id).exists():
-            raise ReplayError(f"submission {sequence}", expected="none after an accepted one", got="another")
+            raise ReplayError(f"submission {sequence}", expected="none after an accepted one", got="one more")
         if sequence > MAX_SUBMISSIONS:
-            raise PolicyError(f"submission {sequence}", expected=f"at most {MAX_SUBMISSIONS} for a plan", got="more")
+            raise PolicyError(
+                f"submission {sequence}", expected=f"at most {MAX_SUBMISSIONS} for a plan", got="one more"
+            )
         if path.suffix == TOO_LARGE:
             raise PolicyError(f"submission {sequence}", expected="a size within the plan's limits", got="a larger one")
 
@@ -248,8 +243,7 @@ class IntakeDesk:
         if part != final:
             if final.exists():
                 shutil.rmtree(final)
-            part.rename(final)
-            sync_folder(final.parent)
+            move_into_place(part, final)
         remember_ledger(self.federation, silo_id, self.plan.plan_id, taken.submission.ledger.chain)
 
     def _accepted(self, silo_id: str) -> Path:

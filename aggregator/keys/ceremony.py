@@ -18,7 +18,8 @@ from aggregator.membership.invitation import make_invitation
 from aggregator.membership.registry import cards, signing_key, taking_part
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import BusyError, PolicyError, SetupError
-from ddm.io.files import locked, read_bounded, write_atomic
+from ddm.io.files import read_bounded, write_atomic
+from ddm.io.locks import locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Document, PlanId, ShortText, now_utc, sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.trust.ceremony import (

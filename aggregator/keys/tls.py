@@ -1,7 +1,6 @@
 """Which certificates does the federation's own TLS use? A small authority of its own, and one server certificate."""
 
 import ipaddress
-import os
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -157,8 +156,5 @@ def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey, encryption: KeySerializationEncryption) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
-        stream.flush()
-        os.fsync(stream.fileno())
+    data = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
+    write_atomic(path, data, mode=0o600, overwrite=False)

@@ -11,7 +11,8 @@ from typing import Literal
 
 from aggregator.config import Federation
 from ddm.errors import BusyError, SetupError
-from ddm.io.files import locked, read_bounded, sync_folder, write_atomic
+from ddm.io.files import move_into_place, read_bounded, write_atomic
+from ddm.io.locks import locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, SiloId, Time, now_utc, sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Withdrawn
@@ -65,9 +66,7 @@ def finish_withdrawal(federation: Federation, plan_id: str, plan_digest: str, si
     _end(federation, record, plan_digest, key)
     accepted, kept = federation.accepted / plan_id / silo_id, _folder(federation, plan_id, silo_id) / "submission"
     if accepted.exists() and not kept.exists():
-        accepted.rename(kept)
-        sync_folder(kept.parent)
-        sync_folder(accepted.parent)
+        move_into_place(accepted, kept)
 
 
 def withdrawn_silos(federation: Federation, plan: Plan) -> tuple[str, ...]:

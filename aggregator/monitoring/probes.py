@@ -25,9 +25,10 @@ from aggregator.monitoring.machine import (
     nginx_version,
     port_state,
 )
-from aggregator.runtime.processes import Process, Processes, is_held, read_processes
+from aggregator.runtime.processes import Process, Processes, read_processes
 from ddm.errors import ArchipelagoError, FormatError, SetupError
 from ddm.io.files import read_bounded
+from ddm.io.locks import is_locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.enrolment import Invitation
 from ddm.protocol.plan import Plan
@@ -218,7 +219,7 @@ class Gathering:
 
     def _leftovers(self, processes: Processes) -> Iterator[str]:
         path = self._federation.path
-        if processes.running or is_held(self._federation.tuf.parent / ".signer.lock"):
+        if processes.running or is_locked(self._federation.tuf.parent, "signer"):
             return
         for pattern in ("*.part", "releases/*.part"):
             yield from sorted(str(each) for each in path.glob(pattern))

@@ -21,7 +21,8 @@ from ddm.diffusion.path import path_named
 from ddm.encoders import Encoder, PcaEncoder, Progress
 from ddm.encoders.autoencoder import AutoencoderKl, Identity, Latent, open_weights, spread
 from ddm.errors import DataError, SetupError
-from ddm.io.files import link_or_copy, locked, require_file, write_atomic
+from ddm.io.files import link_or_copy, require_file, write_atomic
+from ddm.io.locks import locked
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.plan import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH, sketch_noise_level
 from ddm.models import MAX_WEIGHT, build_expert, empty_expert, expected_tensors, num_parameters

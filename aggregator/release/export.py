@@ -2,11 +2,12 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ddm.errors import BusyError, SetupError
-from ddm.io.files import copy_tree_bounded, sync_folder
+from ddm.io.copying import copy_tree_bounded
+from ddm.io.files import aside, move_into_place
 from ddm.io.untrusted import MAX_FILES
 
 
@@ -25,17 +26,13 @@ def reserve(out: Path) -> Iterator[Path]:
             got="a release or another file",
             remedy="Choose another folder; a release is never overwritten.",
         )
-    reserved = out.with_name(f".{out.name}.part")
-    try:
-        shutil.rmtree(reserved, ignore_errors=True)
-        reserved.mkdir(parents=True)
-    except OSError as error:
-        got = str(error.strerror)
-        raise SetupError(f"--out {out}", expected="a place where a folder can be made", got=got) from error
-    try:
+    with ExitStack() as stack:
+        try:
+            reserved = stack.enter_context(aside(out))
+        except OSError as error:
+            got = str(error.strerror)
+            raise SetupError(f"--out {out}", expected="a place where a folder can be made", got=got) from error
         yield reserved
-    finally:
-        shutil.rmtree(reserved, ignore_errors=True)
 
 
 def check_room(needed_bytes: int, reserved: Path) -> None:
@@ -54,5 +51,4 @@ def copy_out(release: Path, reserved: Path, out: Path) -> None:
     """Copy durably, not link: what happens to the published folder must not reach the federation's own files."""
     size = sum(path.stat().st_size for path in release.rglob("*"))
     copy_tree_bounded(release, reserved, max_bytes=size, most=MAX_FILES)
-    reserved.rename(out)
-    sync_folder(out.parent)
+    move_into_place(reserved, out)

@@ -1,4 +1,4 @@
-"""How does an aggregator run its side of Flower? SuperLink, SuperExec, nginx and one run of the app, under one roof.
+"""The aggregator's side of Flower: SuperLink, SuperExec, nginx and one run of the app, under one roof.
 
 The SuperLink keeps its state in a database and starts no app by itself: a SuperExec of our own does, authenticated by a
 secret. So a SuperLink that dies is started again and the run goes on. All progress lies in the federation's folders;
@@ -13,15 +13,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 
 from aggregator.runtime.flower_commands import FlowerCommands
 from aggregator.runtime.proxy import answers, nginx_command, render_config, write_config
-from aggregator.runtime.supervisor import MAX_PER_HOUR, Attempts, Heartbeat, Program, Supervisor
 from aggregator.transfer.delivery import plan_done
 from ddm.errors import BusyError, TransportError
-from ddm.io.files import locked, require_file, write_atomic
-from ddm.system.processes import Child, flower_environment, free_port, port_in_use, script_command, spawn
+from ddm.io.files import require_file, write_atomic
+from ddm.io.locks import is_locked, locked
+from ddm.system.backoff import Backoff
+from ddm.system.processes import Child, file_tail, flower_environment, free_port, port_in_use, script_command, spawn
+from ddm.system.supervisor import MAX_PER_HOUR, Heartbeat, Program, Supervisor
 
 _START_TIMEOUT_S = 60.0
 # After how long without an answer, or without a heartbeat, a program counts as hanging.
@@ -83,7 +84,7 @@ class FlowerRuntime:
         self._beside = tuple(beside)
         self._heartbeat = Heartbeat(self._flower / "serverapp.alive")
         self._supervisor = Supervisor([*self._beside, *self._programs()])
-        self._runs = Attempts()
+        self._runs = Backoff(MAX_PER_HOUR)
         self._run_ids: list[str] = []
         self._was_alive = False
         self._submitted_at = self._ask_at = 0.0
@@ -97,9 +98,7 @@ class FlowerRuntime:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _nginx_works(self) -> bool:
@@ -131,7 +130,7 @@ class FlowerRuntime:
             raise BusyError(
                 f"port {self._port} on {self._host}",
                 expected="a free port",
-                got="one in use",
+                got="a port that another program listens on",
                 remedy="Stop the program that listens there, or choose another port in federation.toml.",
             )
         if self._nginx:
@@ -168,7 +167,7 @@ class FlowerRuntime:
 
     def _spawn(self, name: str, command: list[str]) -> Child:
         log_path = self._flower / "logs" / f"{name}.log"
-        return spawn(command, name=name, log_path=log_path, env=self._environment(), cwd=self._flower / "home")
+        return spawn(command, log_path=log_path, env=self._environment(), cwd=self._flower / "home")
 
     def _start_superlink(self) -> Child:
         host = _LOOPBACK if self._nginx else self._host
@@ -239,7 +238,8 @@ class FlowerRuntime:
 
     def _submit_again(self, status: str) -> None:
         if not self._runs.allowed():
-            lines = [line for line in f"{status}\n{self._server_log()}".splitlines() if line.strip()]
+            server_log = file_tail(self._flower / "logs" / "serverapp.log")
+            lines = [line for line in f"{status}\n{server_log}".splitlines() if line.strip()]
             raise TransportError(
                 "the Flower run",
                 expected=f"at most {MAX_PER_HOUR} attempts an hour",
@@ -251,19 +251,11 @@ class FlowerRuntime:
             self._submit()
 
     def _server_app_alive(self) -> bool:
-        try:
-            with locked(self._flower, "serverapp"):
-                return False
-        except BusyError:
-            return True
+        return is_locked(self._flower, "serverapp")
 
     def _server_app_works(self) -> bool:
         """Whether the ServerApp, where there is one, has touched its heartbeat since the last question."""
         return not self._server_app_alive() or self._heartbeat.beats()
-
-    def _server_log(self) -> str:
-        path = self._flower / "logs" / "serverapp.log"
-        return path.read_text(errors="replace")[-2000:] if path.is_file() else ""
 
     def stop(self) -> None:
         """End everything within a few seconds; safe to call twice."""

@@ -1,4 +1,4 @@
-"""What does the aggregator ask Flower's own command for? Registering nodes, submitting a run, asking how it stands.
+"""Flower's own command, run to register nodes, to submit a run, and to ask how it stands.
 
 The command is a program that may hang, crash or write without end, like any other: its time and its output are bounded,
 and whatever it does becomes an answer or an error of ours.
@@ -127,8 +127,8 @@ class FlowerCommands:
                         process.wait(max(deadline - time.monotonic(), 0.0))
                     return said.decode(errors="replace")
                 if len(said) > _MAX_OUTPUT_BYTES:
-                    raise self._failure("flwr", f"an answer of at most {_MAX_OUTPUT_BYTES} bytes", "more")
-        raise self._failure("flwr", f"an answer within {_TIMEOUT_S:.0f} s", "none")
+                    raise self._failure("flwr", f"an answer of at most {_MAX_OUTPUT_BYTES} bytes", f"{len(said)} bytes")
+        raise self._failure("flwr", f"an answer within {_TIMEOUT_S:.0f} s", "a command still at work")
 
     def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Who takes in what arrives? A process of its own beside Flower's, so that neither can bring the other down.
+"""The process that takes in what arrives, apart from Flower's, so that neither can bring the other down.
 
 `python -m aggregator.runtime.intake_process FED PLAN`; the passphrase of the receipts key comes on standard
 input and is kept nowhere else. `aggregator run` starts it, shows what it prints, and starts it again when it

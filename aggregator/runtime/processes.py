@@ -1,6 +1,5 @@
-"""Which of a federation's processes live? Read from the lock of `aggregator run` and from what it wrote down."""
+"""Which of a federation's processes live, read from the lock of `aggregator run` and from what it wrote down."""
 
-import fcntl
 import os
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 from aggregator.config import Federation
 from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded
+from ddm.io.locks import is_locked
 from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, Time, check_json
 
 _MAX_INFO_BYTES = 65536
@@ -48,31 +48,31 @@ class Processes(Model):
 def read_processes(federation: Federation) -> Processes:
     """Read which programs were started and look whether they live."""
     folder = federation.path / "flower"
-    running = is_held(folder / ".runtime.lock")
+    running = is_locked(folder, "runtime")
     # Written once, at the start.
     started_at = changed_at(folder / "run.json") if running else None
     try:
-        told = check_json(
+        info = check_json(
             read_bounded(folder / "info.json", _MAX_INFO_BYTES), subject="info.json", limit=_MAX_INFO_BYTES
         )
-        return _told(running, started_at, told)
+        return _processes(running, started_at, info)
     except (ArchipelagoError, ValidationError, AttributeError, KeyError, TypeError):
         return Processes(running=running, started_at=started_at)
 
 
-def _told(running: bool, started_at: datetime | None, told: Any) -> Processes:
-    restarts = told.get("restarts", {})
-    pids = {name.removesuffix(_PID): pid for name, pid in told.items() if name.endswith(_PID) and pid}
+def _processes(running: bool, started_at: datetime | None, info: Any) -> Processes:
+    restarts = info.get("restarts", {})
+    pids = {name.removesuffix(_PID): pid for name, pid in info.items() if name.endswith(_PID) and pid}
     programs = [
         Process(name=name, pid=pid, alive=bool(pid and is_alive(pid)), num_restarts=restarts.get(name, 0))
-        for name, pid in {"aggregator run": told["pid"], **dict.fromkeys(restarts), **pids}.items()
+        for name, pid in {"aggregator run": info["pid"], **dict.fromkeys(restarts), **pids}.items()
     ]
     return Processes(
         running=running,
         started_at=started_at,
         programs=tuple(programs),
-        num_restarts=told.get("num_restarts", 0),
-        num_runs=told.get("num_runs", 0),
+        num_restarts=info.get("num_restarts", 0),
+        num_runs=info.get("num_runs", 0),
     )
 
 
@@ -81,21 +81,6 @@ def changed_at(path: Path) -> datetime | None:
     with suppress(OSError):
         return datetime.fromtimestamp(path.lstat().st_mtime, UTC).replace(microsecond=0)
     return None
-
-
-def is_held(lock: Path) -> bool:
-    """Whether a process holds a lock of `ddm.io.files.locked`; looking creates nothing and lasts microseconds."""
-    try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def is_alive(pid: int) -> bool:

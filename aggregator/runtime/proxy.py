@@ -1,4 +1,4 @@
-"""What stands between a network and Flower's server? nginx, which lets silos' requests pass and nothing else.
+"""nginx between the network and Flower's server: it lets silos' requests pass and nothing else.
 
 On one port Flower serves silos (`/v1/fleet/`), whoever submits code (`/v1/control/`) and its own programs
 (`/v1/runtime/`). So Flower's server listens on loopback, and nginx on the federation's address passes on a POST whose
@@ -137,16 +137,13 @@ class Limits:
 
 
 def render_config(host: str, port: int, upstream_port: int, limits: Limits = Limits()) -> str:
-    """Write nginx's configuration.
+    """Return the text of nginx.conf.
 
     Args:
         host: a name or an address of this machine to listen on.
         port: the public port.
         upstream_port: where Flower's server listens on 127.0.0.1.
         limits: what a stranger may take up.
-
-    Returns:
-        The text of nginx.conf.
 
     Raises:
         SetupError: the host could be read as more than a host.
@@ -167,13 +164,7 @@ def find_nginx() -> Path | None:
 
 
 def choose_proxy(host: str) -> Path | None:
-    """Decide what takes the federation's address: nginx, or, on loopback where there is none, Flower's own server.
-
-    Args:
-        host: the address to listen on.
-
-    Returns:
-        Where nginx is; None when Flower's server may take the address itself.
+    """Return the nginx that takes the federation's address; None where Flower's own server may, on loopback alone.
 
     Raises:
         MissingFileError: others can reach the address, and nginx is not installed.
@@ -198,22 +189,12 @@ def is_loopback(host: str) -> bool:
 
 
 def nginx_command(nginx: Path, flower: Path) -> list[str]:
-    """The command that runs nginx in the foreground.
-
-    Args:
-        nginx: the program.
-        flower: the folder of nginx.conf.
-    """
+    """Return the command that runs nginx in the foreground; `flower` is the folder of nginx.conf."""
     return [str(nginx), "-e", "stderr", "-p", f"{flower}/", "-c", str(flower / _CONFIG)]
 
 
 def write_config(nginx: Path, flower: Path, text: str) -> None:
-    """Write nginx.conf and let nginx check it, and whether it may take the port.
-
-    Args:
-        nginx: the program.
-        flower: the folder for nginx.conf; `tls/` is beside it.
-        text: the configuration.
+    """Write nginx.conf into `flower`, `tls/` beside it, and let nginx check it, and whether it may take the port.
 
     Raises:
         SetupError: nginx refuses it.
@@ -242,23 +223,15 @@ def write_config(nginx: Path, flower: Path, text: str) -> None:
         )
 
 
-def answers(host: str, port: int, ca_path: Path, *, path: str = "/health", timeout_s: float = 5.0) -> bool:
-    """Whether a server there, with the federation's certificate, answers HTTP; what it answers does not matter.
-
-    Args:
-        host: address to connect to.
-        port: its port.
-        ca_path: the federation's authority.
-        path: what to ask for.
-        timeout_s: how long each step may take.
-    """
+def answers(host: str, port: int, ca_path: Path, *, timeout_s: float = 5.0) -> bool:
+    """Whether a server there, certified by `ca_path`, answers HTTP; what it answers does not matter."""
     context = ssl.create_default_context(cafile=str(ca_path))
     try:
         with (
             socket.create_connection((host, port), timeout=timeout_s) as plain,
             context.wrap_socket(plain, server_hostname="localhost") as connection,
         ):
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             return connection.recv(5) == b"HTTP/"
     except OSError:
         return False

@@ -1,8 +1,8 @@
-"""A federation at work: Flower's programs and intake beside this process, which keeps them alive and tells the news."""
+"""A federation at work: Flower's programs and intake beside this process, which keeps them alive and prints news."""
 
 import json
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from aggregator.config import Federation
@@ -11,14 +11,16 @@ from aggregator.intake.limits import submission_bytes
 from aggregator.membership.registry import taking_part
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import choose_proxy
-from aggregator.runtime.supervisor import MAX_PER_HOUR, Heartbeat, Program
 from aggregator.transfer.delivery import plan_done
 from ddm.errors import DocumentError, SetupError
-from ddm.io.files import locked, write_atomic
+from ddm.io.files import write_atomic
+from ddm.io.locks import locked
 from ddm.protocol.base import check_json
 from ddm.protocol.plan import Plan
 from ddm.system.console import say
-from ddm.system.processes import Child, spawn, stop_on_signals
+from ddm.system.processes import Child, spawn
+from ddm.system.signals import stop_on_signals
+from ddm.system.supervisor import MAX_PER_HOUR, Heartbeat, Program
 
 CHECK_S = 1.0
 _MAX_NEWS_BYTES = 65536
@@ -47,12 +49,12 @@ def run_federation(federation: Federation, passphrase: bytes) -> None:
     silos_now = taking_part(federation, plan)
     if not silos_now:
         remedy = "Sign another plan: aggregator plan."
-        raise SetupError(f"plan {plan.plan_id}", expected="a silo that takes part", got="none", remedy=remedy)
+        raise SetupError(f"plan {plan.plan_id}", expected="a silo in it", got="silos all removed", remedy=remedy)
     if nginx is None:
         say("nginx is not installed: Flower's own server takes the address, which only this machine reaches.")
     silos, intake = SiloNews(federation, plan), IntakeNews(federation.path / "flower" / "logs" / "intake.log")
     say(f"Plan {plan.plan_id}: waiting for {', '.join(plan.silos)} at {settings.host}:{settings.port}")
-    with FlowerRuntime(
+    runtime = FlowerRuntime(
         federation.path,
         host=settings.host,
         port=settings.port,
@@ -62,9 +64,9 @@ def run_federation(federation: Federation, passphrase: bytes) -> None:
         max_submission_bytes=submission_bytes(plan),
         nginx=nginx,
         beside=(intake_program(federation, plan, passphrase),),
-    ) as runtime:
-        # Only from here on: while Flower starts, a signal need not wait for it.
-        stop = stop_on_signals()
+    )
+    with runtime, stop_on_signals() as stop, ExitStack() as stack:  # while Flower starts, a signal need not wait for it
+        stack.callback(runtime.stop)  # before signals act again: a second Ctrl-C changes nothing
         restarts = RestartNews(runtime)
         while not (runtime.finished or _all_done(federation, plan)):
             if stop.wait(CHECK_S):
@@ -84,13 +86,7 @@ def _all_done(federation: Federation, plan: Plan) -> bool:
 
 
 def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Program:
-    """Describe intake to the supervisor.
-
-    Args:
-        federation: the operator's folder.
-        plan: the plan whose submissions are taken in.
-        passphrase: opens the key that signs receipts.
-    """
+    """Describe intake to the supervisor; the passphrase opens the key that signs receipts."""
     flower = federation.path.absolute() / "flower"
     command = [
         sys.executable,
@@ -102,7 +98,7 @@ def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Pro
     ]
 
     def start() -> Child:
-        return spawn(command, name="intake", log_path=flower / "logs" / "intake.log", input_bytes=passphrase)
+        return spawn(command, log_path=flower / "logs" / "intake.log", input_bytes=passphrase)
 
     # Every silo may use up its own attempts, and no more: all of them together do not end the others' federation.
     most = MAX_PER_HOUR + MOST_OF_A_SILO * len(plan.silos)
@@ -115,14 +111,14 @@ class SiloNews:
     def __init__(self, federation: Federation, plan: Plan) -> None:
         self._folder = federation.incoming / plan.plan_id
         self._silos = plan.silos
-        self._told: dict[str, str] = {}
+        self._last: dict[str, str] = {}
 
     def tell(self) -> None:
         """Print what changed since the last time."""
         for silo_id in self._silos:
             news = self._read(silo_id)
-            if news and news != self._told.get(silo_id):
-                self._told[silo_id] = news
+            if news and news != self._last.get(silo_id):
+                self._last[silo_id] = news
                 say(f"[{silo_id}] {news}")
 
     def _read(self, silo_id: str) -> str:
@@ -140,15 +136,15 @@ class RestartNews:
 
     def __init__(self, runtime: FlowerRuntime) -> None:
         self._runtime = runtime
-        self._told = runtime.num_restarts()
+        self._last = runtime.num_restarts()
 
     def tell(self) -> None:
         """Print what changed since the last time."""
         restarts = self._runtime.num_restarts()
         for name, num in restarts.items():
-            if num != self._told[name]:
+            if num != self._last[name]:
                 say(f"[{name}] ended or hung, and was started again ({num} times so far)")
-        self._told = restarts
+        self._last = restarts
 
 
 class IntakeNews:

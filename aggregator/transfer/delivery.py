@@ -1,4 +1,4 @@
-"""What does one silo still need from the aggregator, and the aggregator from it?
+"""What one silo still needs from the aggregator, and the aggregator from it.
 
 `SiloDelivery` knows the state of one silo from the folders alone, so a new process continues where the last one ended:
 
@@ -13,7 +13,6 @@
 """
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,12 +37,12 @@ from ddm.transport.messages import (
     Status,
     first_of,
 )
+from ddm.transport.sequences import sequences
 from ddm.transport.shards import PartFolder, list_folder, read_spans
 
 MAX_SUBMISSIONS = 20
 TOO_LARGE = ".toolarge"
 TOO_MANY = ".toomany"
-_SEQUENCE = re.compile(r"[1-9][0-9]{0,6}")
 _MAX_BUNDLE_BYTES = 2**40
 # A batch is read into memory when it is offered, so no more than can be under way.
 _MAX_AT_ONCE = 4
@@ -54,14 +53,7 @@ _FIRST_BYTES = 4 * 1024 * 1024
 
 
 def load_bundle(bundle: Path) -> tuple[FileEntry, ...]:
-    """Read the index of a plan's bundle, digests included.
-
-    Args:
-        bundle: the folder.
-
-    Returns:
-        One entry a file.
-    """
+    """Read the index of a plan's bundle, digests included."""
     return list_folder(bundle, max_files=MAX_BUNDLE_FILES, max_bytes=_MAX_BUNDLE_BYTES, with_digest=True)
 
 
@@ -107,7 +99,7 @@ class SiloDelivery:
     @property
     def done(self) -> bool:
         """Whether this silo needs nothing any more."""
-        return (self._receipts / "final").exists() and not self._undelivered()
+        return (self._receipts / "final").exists() and not _undelivered(self._receipts)
 
     @property
     def pulling(self) -> bool:
@@ -117,20 +109,17 @@ class SiloDelivery:
     def next_requests(
         self, in_flight: Sequence[Request], room: int, *, pull_bytes: int | None = None
     ) -> list[Envelope[Request]]:
-        """What to send now.
+        """Return what to send now.
 
         Args:
             in_flight: requests without an answer yet.
-            room: how many more may be sent.
+            room: most messages to return.
             pull_bytes: most bytes of a submission in one message; as many as in any other by default.
-
-        Returns:
-            At most `room` messages.
         """
         if self.done:
             return []
         busy = {request.sequence for request in in_flight if isinstance(request, Deliver)}
-        found = [self._receipt(sequence) for sequence in self._undelivered() if sequence not in busy]
+        found = [self._receipt(sequence) for sequence in _undelivered(self._receipts) if sequence not in busy]
         if not self._bundle_complete and len(found) < room:
             found += self._offers([one for one in in_flight if isinstance(one, Offer)], room - len(found))
         if self._part is not None:
@@ -154,14 +143,7 @@ class SiloDelivery:
         return [Envelope(ask)]
 
     def take(self, request: Request, answer: Envelope[Reply]) -> int:
-        """Take one answer and put it on disk.
-
-        Args:
-            request: what was asked.
-            answer: what was answered, with the bytes that came along.
-
-        Returns:
-            0, or the silo's code when it could not do what was asked.
+        """Put the answer to one request on disk; return 0, or the silo's code when it could not do what it should.
 
         Raises:
             FormatError: the answer does not fit the request.
@@ -205,10 +187,12 @@ class SiloDelivery:
     def _known_ranges(self, missing: Sequence[Span]) -> list[Span]:
         sizes = {entry.path: entry.num_bytes for entry in self._index}
         if any(span.offset + span.num_bytes > sizes.get(span.path, -1) for span in missing):
-            raise FormatError(f"answer of silo {self.silo_id}", expected="ranges of the bundle", got="others")
+            raise FormatError(f"answer of silo {self.silo_id}", expected="ranges of the bundle", got="one beyond it")
         if len(set(missing)) != len(missing) or sum(span.num_bytes for span in missing) > sum(sizes.values()):
             # Each would be read and sent.
-            raise FormatError(f"answer of silo {self.silo_id}", expected="ranges that do not overlap", got="others")
+            raise FormatError(
+                f"answer of silo {self.silo_id}", expected="each byte named once", got="overlapping ranges"
+            )
         return list(missing)
 
     def _cut(self, spans: Sequence[Span], step: int) -> list[Span]:
@@ -271,20 +255,12 @@ class SiloDelivery:
 
     def _received(self) -> int:
         """The highest sequence that is here whole, was not to be fetched, or has its answer."""
-        found = [path.name.removesuffix(TOO_LARGE).removesuffix(TOO_MANY) for path in self._incoming.iterdir()]
-        answered = [path.name.removesuffix(".json") for path in self._receipts.glob("*.json")]
-        return max((int(name) for name in found + answered if _SEQUENCE.fullmatch(name)), default=0)
+        found = [sequences(self._incoming, suffix) for suffix in ("", TOO_LARGE, TOO_MANY)]
+        return max(set().union(*found, sequences(self._receipts, ".json")), default=0)
 
     def _awaiting_receipt(self) -> bool:
         received = self._received()
         return received > 0 and not (self._receipts / f"{received}.json").exists()
-
-    def _undelivered(self) -> list[int]:
-        if not self._receipts.is_dir():
-            return []
-        names = {path.name for path in self._receipts.iterdir()}
-        found = [int(name[:-5]) for name in names if name.endswith(".json") and _SEQUENCE.fullmatch(name[:-5])]
-        return sorted(sequence for sequence in found if f"{sequence}.delivered" not in names)
 
     def _receipt(self, sequence: int) -> Envelope[Request]:
         receipt = read_bounded(self._receipts / f"{sequence}.json", MAX_RECEIPT_BYTES)
@@ -292,20 +268,13 @@ class SiloDelivery:
 
 
 def plan_done(fed: Path, plan_id: str, silo_ids: Sequence[str]) -> bool:
-    """Whether every silo of a plan has its last receipt.
-
-    Args:
-        fed: the federation folder.
-        plan_id: the plan.
-        silo_ids: its silos.
-
-    Returns:
-        True when nothing is left to do.
-    """
+    """Whether every silo of a plan has its last receipt, and nothing is left to do."""
     for silo_id in silo_ids:
-        folder = fed / "receipts" / plan_id / silo_id
-        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        receipts = {name[:-5] for name in names if name.endswith(".json") and not name.startswith(".")}
-        if "final" not in names or any(f"{name}.delivered" not in names for name in receipts):
+        receipts = fed / "receipts" / plan_id / silo_id
+        if not (receipts / "final").exists() or _undelivered(receipts):
             return False
     return True
+
+
+def _undelivered(receipts: Path) -> list[int]:
+    return sorted(sequences(receipts, ".json") - sequences(receipts, ".delivered"))

@@ -1,4 +1,4 @@
-"""Which message goes to which silo now, and what comes of its answer? One line a silo, each in a thread of its own.
+"""Messages to silos and their answers: one line a silo, each in a thread of its own.
 
 Whoever fetches an answer waits until its last byte was sent. So a silo that sends slowly, or announces an answer and
 never sends it, holds up its own line and no other. Flower itself is behind `Carrier`.
@@ -14,6 +14,7 @@ from typing import Protocol
 from aggregator.transfer.delivery import SiloDelivery
 from aggregator.transfer.pacing import Pace
 from ddm.errors import ArchipelagoError
+from ddm.system.backoff import Backoff
 from ddm.transport.messages import Ask, Envelope, Pull, Reply, Request
 
 IN_FLIGHT = 3
@@ -24,7 +25,7 @@ _TICK_S, _IDLE_TICK_S = 0.5, 1.0
 # A silo answers in the order of its requests; one that was lost on the way must not hide the others for long.
 _LOOK_AT_ALL_S = 3.0
 _NODES_EVERY_S = 2.0
-_BACKOFF_S = (2.0, 5.0, 15.0, 30.0)
+_LONGEST_WAIT_S = 30.0
 # Flower holds a message in memory about three times while it puts it together: for half a gibibyte in all.
 _MEMORY_BYTES = 160 * 1024 * 1024
 _LEAST_PULL_BYTES = 1024 * 1024
@@ -87,7 +88,7 @@ class Line:
         self._carrier, self._pull_bytes, self._in_flight = carrier, pull_bytes, in_flight
         self._paces, self._clock = paces, clock
         self._sent: dict[str, _Sent] = {}
-        self._num_failures = 0
+        self._failures = Backoff(longest_s=_LONGEST_WAIT_S, clock=clock)
         self._not_before = self._next_look = 0.0
 
     @property
@@ -173,10 +174,10 @@ class Line:
             _log.warning("silo %s, answer to %s could not be kept: %s", silo_id, kind, error.strerror)
         del self._sent[message_id]
         if code:
-            self._not_before = self._clock() + _BACKOFF_S[min(self._num_failures, len(_BACKOFF_S) - 1)]
-            self._num_failures += 1
+            self._failures.count()
+            self._not_before = self._clock() + self._failures.delay_s()
         else:
-            self._num_failures = 0
+            self._failures.reset()
         return True
 
 
@@ -187,7 +188,6 @@ class Post:
         carrier: Flower.
         deliveries: one a silo, by the public key of its node.
         stopped: whether a stop was ordered.
-        in_flight: most messages under way to one silo.
         max_bytes_per_s: cap on what all silos together are asked for; None for none.
         max_silo_bytes_per_s: cap on what each silo is asked for; None for none.
     """
@@ -198,7 +198,6 @@ class Post:
         deliveries: Mapping[bytes, SiloDelivery],
         *,
         stopped: Callable[[], bool],
-        in_flight: int = IN_FLIGHT,
         max_bytes_per_s: int | None = None,
         max_silo_bytes_per_s: int | None = None,
     ) -> None:
@@ -209,7 +208,6 @@ class Post:
                 carrier,
                 delivery,
                 pull_bytes=self._pull_bytes,
-                in_flight=in_flight,
                 paces=(together, Pace(max_silo_bytes_per_s)),
             )
             for key, delivery in deliveries.items()

@@ -31,22 +31,14 @@ class Pace:
         return self._rate is None or self._clock() >= self._free_at
 
     def take(self, num_bytes: int) -> None:
-        """Count a piece that was asked for; the next one waits for as long as this one may take.
-
-        Args:
-            num_bytes: its size.
-        """
+        """Count a piece that was asked for; the next one waits for as long as this one may take."""
         if self._rate is not None:
             with self._lock:
                 self._free_at = max(self._free_at, self._clock()) + num_bytes / self._rate
 
     def piece_bytes(self, most: int) -> int:
-        """How large a piece may be.
+        """Return how large a piece may be where memory allows `most`: what the cap lets through in ten seconds.
 
-        Args:
-            most: the largest that memory allows.
-
-        Returns:
-            No more than the cap lets through in ten seconds, and 64 KiB at least, since a message costs seconds itself.
+        64 KiB it is at least, since a message costs seconds itself.
         """
         return most if self._rate is None else min(most, max(int(self._rate * _MESSAGE_S), _LEAST_BYTES))

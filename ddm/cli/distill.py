@@ -1,14 +1,9 @@
 """The command `ddm distill`: one dense student from a verified release, resumable, and a record of its origin."""
 
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from shlex import quote
-from threading import Event
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,11 +19,12 @@ from ddm.cli.options import (
     warn_if_expired,
 )
 from ddm.errors import DataError, SetupError
-from ddm.io.files import locked
+from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.plan import Architecture, AutoencoderKlLatent, Condition, NoCondition, TextCondition
 from ddm.system.console import human_seconds, progress, say
 from ddm.system.devices import DeviceName
+from ddm.system.signals import stop_on_first_signal
 from ddm.training.config import Engine
 
 if TYPE_CHECKING:
@@ -219,7 +215,7 @@ def _trained(wanted: _Wanted, lessons: "Lessons") -> "Trained":
     else:
         student = build_expert(network, shape, condition=condition, seed=wanted.training.seed)
     try:
-        with progress("training the student") as tell, _stopping() as should_stop:
+        with progress("training the student") as tell, stop_on_first_signal() as stop:
             return train_student(
                 wanted.ensemble,
                 student,
@@ -230,36 +226,13 @@ def _trained(wanted: _Wanted, lessons: "Lessons") -> "Trained":
                 source=wanted.source.manifest,
                 checkpoint_dir=wanted.work / _CHECKPOINTS,
                 on_progress=lambda told: tell(told.step, told.num_steps),
-                should_stop=should_stop,
+                should_stop=stop.is_set,
                 t_distribution=plan.t_distribution,
             )
     except SetupError as error:  # on an engine that asks for nothing, only the checkpoints can be refused
         remedy = f"Give the flags of that run, or another --out, or remove {wanted.work.name}."
         expected, got = "checkpoints of this release, these flags and images", "checkpoints of another run"
         raise SetupError(f"checkpoints in {wanted.work.name}", expected=expected, got=got, remedy=remedy) from error
-
-
-@contextmanager
-def _stopping() -> Iterator[Callable[[], bool]]:
-    """Yield whether a signal has asked to stop, so that a checkpoint is written first; a second one stops at once."""
-    stop = Event()
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        stop.set()
-        restore()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in handlers.items() if callable(handler)}  # others are ignored
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield stop.is_set
-    finally:
-        restore()
 
 
 def _keep(wanted: _Wanted, trained: "Trained", images: "OwnSamples | GivenImages") -> None:

@@ -1,61 +1,106 @@
-"""How files are written and read safely: atomically, bounded, one process at a time."""
+"""Files and folders of our own: written whole or not at all, and read with a bound."""
 
-import errno
-import fcntl
 import os
 import shutil
-import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ddm.errors import BusyError, FormatError, MissingFileError, UnsafePathError
-from ddm.io.paths import MAX_DEPTH, is_safe_name
-
-_COPY_BYTES = 1 << 20
+from ddm.errors import AbsentFileError, DocumentError, FormatError, MissingFileError
+from ddm.io.untrusted import read_small
 
 
-def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Write `data` so that after a crash the file is either the old one or the new one, whole.
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, overwrite: bool = True) -> None:
+    """Write `data` in one piece; see `replacing`.
 
     Raises:
+        FileExistsError: something stands at `path`, and `overwrite` is false.
+        OSError: the disk is full or the folder is not writable; the old file is untouched.
+    """
+    with replacing(path, mode=mode, overwrite=overwrite) as handle:
+        handle.write(data)
+
+
+@contextmanager
+def replacing(path: Path, *, mode: int = 0o644, overwrite: bool = True) -> Iterator[BinaryIO]:
+    """Yield a file to write and to read that becomes `path` when the block ends without an error.
+
+    After a crash `path` is either the old file or the new one, whole and durable.
+
+    Args:
+        path: where to; missing folders are made.
+        mode: its permissions, from the first byte on.
+        overwrite: whether it may take the place of another file.
+
+    Raises:
+        FileExistsError: something stands at `path`, and `overwrite` is false.
         OSError: the disk is full or the folder is not writable; the old file is untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{threading.get_native_id()}.part")
+    part.unlink(missing_ok=True)
     try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "wb") as handle:
-            handle.write(data)
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "w+b") as handle:
+            yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        part.replace(path)
-    except BaseException:
+        if overwrite:
+            part.replace(path)
+        else:
+            os.link(part, path)  # unlike a rename, fails where a file stands already
+    finally:
         part.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def aside(target: Path) -> Iterator[Path]:
+    """Yield a new folder beside `target`, to be filled and given its name by `move_into_place`; else it goes again."""
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def move_into_place(source: Path, target: Path) -> None:
+    """Rename a finished file or folder, durably: first all that is in it, then the folders that it leaves and enters.
+
+    Raises:
+        OSError: a folder that is not empty stands at `target`.
+    """
+    sync_tree(source)
+    source.replace(target)
+    for folder in {target.parent, source.parent}:
+        sync_folder(folder)
 
 
 def sync_folder(folder: Path) -> None:
     """Make the folder's own entries durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _sync(folder, os.O_DIRECTORY)
+
+
+def sync_tree(path: Path) -> None:
+    """Make a file, or all files and folders below a folder, durable; what is so already costs little."""
+    if not path.is_dir():
+        _sync(path, os.O_NOFOLLOW)
+    for root, _, names in os.walk(path):
+        for name in names:
+            _sync(Path(root, name), os.O_NOFOLLOW)
+        sync_folder(Path(root))
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_tree(folder: Path) -> None:
-    """Make every file below `folder`, and the entries of every folder, durable; what is so already costs little."""
-    for root, _, names in os.walk(folder):
-        for name in names:
-            descriptor = os.open(Path(root, name), os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_folder(Path(root))
 
 
 def read_bounded(path: Path, limit: int, *, subject: str | None = None) -> bytes:
@@ -66,57 +111,12 @@ def read_bounded(path: Path, limit: int, *, subject: str | None = None) -> bytes
         UnsafePathError: it is a symbolic link or a special file.
         FormatError: it is longer than `limit`.
     """
-    subject = subject or path.name
-    with _open_regular(path, subject) as handle:
-        data = handle.read(limit + 1)
-    if len(data) > limit:
-        raise FormatError(subject, expected=f"at most {limit} bytes", got="more")
-    return data
-
-
-def _open_regular(path: Path, subject: str) -> BinaryIO:
-    """Open a file that somebody else may have put there: no link is followed, no named pipe is waited for."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError as error:
-        raise MissingFileError(str(path), expected="a file", got="nothing there") from error
-    except OSError as error:
-        raise UnsafePathError(subject, expected="a regular file", got="a link or an unreadable file") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise UnsafePathError(subject, expected="a regular file", got="something else")
-    return os.fdopen(descriptor, "rb")
-
-
-def list_files(folder: Path, *, most: int = 10_000) -> dict[str, Path]:
-    """List every regular file below `folder` by its relative path, sorted; links and special files are refused.
-
-    A hostile folder is left at the first entry beyond `most`, however many follow.
-
-    Raises:
-        UnsafePathError: no folder, a symbolic link, a special file, an odd name, or more than `most` files and folders.
-    """
-    if folder.is_symlink() or not folder.is_dir():
-        raise UnsafePathError(folder.name, expected="a folder", got="a link, a file or nothing")
-    found: dict[str, Path] = {}
-    folders, left = [folder], most
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                path, left = Path(entry.path), left - 1
-                if left < 0:
-                    raise UnsafePathError(folder.name, expected=f"at most {most} files and folders", got="more")
-                relative = path.relative_to(folder)
-                if not is_safe_name(entry.name) or len(relative.parts) > MAX_DEPTH + 1:
-                    raise UnsafePathError(folder.name, expected="plain names", got="a hidden, odd or deep one")
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(path)
-                elif entry.is_file(follow_symlinks=False):
-                    found[relative.as_posix()] = path
-                else:
-                    name = relative.as_posix()
-                    raise UnsafePathError(name, expected="a regular file or a folder", got="a link or a special file")
-    return dict(sorted(found.items()))
+        return read_small(path.parent, path.name, limit, subject=subject)
+    except AbsentFileError as error:
+        raise MissingFileError(str(path), expected=error.expected, got=error.got) from error
+    except DocumentError as error:
+        raise FormatError(error.subject, expected=error.expected, got=error.got) from error
 
 
 def link_or_copy(source: Path, destination: Path) -> None:
@@ -142,86 +142,13 @@ def require_file(path: Path, what: str, remedy: str | None = None) -> Path:
     return path
 
 
-@contextmanager
-def locked(folder: Path, holder: str) -> Iterator[None]:
-    """Hold the folder for one process at a time; the lock ends with the process, however it ends.
+def require_folder(path: Path, what: str) -> Path:
+    """Return where the folder lies that an operator named, maybe by a link.
 
     Raises:
-        BusyError: another process holds it.
+        MissingFileError: there is none.
     """
-    path = folder / f".{holder}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise BusyError(
-                str(folder),
-                expected=f"no other {holder} at work",
-                got="one that holds the lock",
-                remedy=f"Stop the {holder} that runs on this folder, or wait for it.",
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def copy_tree_bounded(source: Path, destination: Path, *, max_bytes: int, most: int = 300) -> None:
-    """Copy the regular files of a hostile folder durably, following no link and stopping at `max_bytes` in all.
-
-    The copies are files of their own, which nobody who can write to `source` can write to: a rename or a hard link
-    would leave open whatever was open. The kernel moves the bytes, shares the blocks where the file system can, and
-    holes stay holes, so that this costs neither memory nor, at best, time.
-
-    Raises:
-        UnsafePathError: a link, a special file, or more than `most` files and folders.
-        FormatError: more than `max_bytes`, or a file that became shorter meanwhile.
-    """
-    files, left = list_files(source, most=most), max_bytes
-    destination.mkdir(parents=True, exist_ok=True)
-    for name, path in files.items():
-        target = destination / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _open_regular(path, name) as reader, target.open("xb") as writer:
-            size = os.fstat(reader.fileno()).st_size
-            left -= size
-            if left < 0:
-                raise FormatError(source.name, expected=f"at most {max_bytes} bytes in all", got="more")
-            os.ftruncate(writer.fileno(), size)
-            for start, end in _data_ranges(reader.fileno(), size):
-                _copy_range(reader.fileno(), writer.fileno(), start, end, name)
-            os.fsync(writer.fileno())
-    sync_tree(destination)
-
-
-def _data_ranges(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a file's first `size` bytes that are no holes."""
-    end = 0
-    while end < size:
-        try:
-            start = os.lseek(descriptor, end, os.SEEK_DATA)
-            end = min(os.lseek(descriptor, start, os.SEEK_HOLE), size)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole follows
-                return
-            raise
-        if start < end:
-            yield start, end
-
-
-def _copy_range(reader: int, writer: int, start: int, end: int, subject: str) -> None:
-    in_kernel = hasattr(os, "copy_file_range")
-    while start < end:
-        try:
-            if in_kernel:
-                copied = os.copy_file_range(reader, writer, end - start, start, start)
-            else:
-                copied = os.pwrite(writer, os.pread(reader, min(end - start, _COPY_BYTES), start), start)
-        except OSError as error:
-            if not in_kernel or error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-            in_kernel = False  # between two file systems, or one that cannot
-            continue
-        if copied == 0:
-            raise FormatError(subject, expected=f"{end} bytes", got="a file that became shorter")
-        start += copied
+    if not path.is_dir():
+        got = "a file" if path.exists() else "nothing there"
+        raise MissingFileError(str(path), expected=what, got=got)
+    return path.resolve()

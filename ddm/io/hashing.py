@@ -35,8 +35,8 @@ class Once:
         Raises:
             TensorFileError: the file became shorter.
         """
-        if self._handle.readinto(view) != len(view):  # type: ignore[attr-defined]
-            raise TensorFileError(subject, expected="as many bytes as when it was opened", got="fewer")
+        if (num := self._handle.readinto(view)) != len(view):  # type: ignore[attr-defined]
+            raise TensorFileError(subject, expected=f"{len(view)} more bytes, as when it was opened", got=f"{num}")
         self._hash(view)
 
     def _hash(self, data: bytes | memoryview) -> None:

@@ -54,7 +54,7 @@ def read_array(path: Path, name: str, *, max_bytes: int) -> np.ndarray:
     except ArchipelagoError:
         raise
     except Exception as error:  # whatever zip, its five compressions and the array's header may raise
-        raise DataError("data file", expected="an npz without pickled objects", got="something else") from error
+        raise DataError("data file", expected="an npz without pickles", got=f"{type(error).__name__}") from error
 
 
 def _fit(array: np.ndarray, spec: DataSpec) -> np.ndarray:
@@ -64,7 +64,7 @@ def _fit(array: np.ndarray, spec: DataSpec) -> np.ndarray:
     if tuple(array.shape[1:]) != spec.shape:
         raise DataError("image shape", expected=str(spec.shape), got=str(tuple(array.shape[1:])))
     if not len(array):
-        raise DataError("images", expected="at least one", got="none")
+        raise DataError("images", expected="at least one", got="an empty array")
     if array.dtype in (np.uint8, np.uint16):
         share = array.astype(np.float32) / np.iinfo(array.dtype).max
         return (low + (high - low) * share).astype(np.float32)
@@ -73,7 +73,7 @@ def _fit(array: np.ndarray, spec: DataSpec) -> np.ndarray:
     with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
         array = array.astype(np.float32)
     if not np.isfinite(array).all():
-        raise DataError("image values", expected="finite numbers", got="some that are not")
+        raise DataError("image values", expected="finite numbers", got="infinite ones or NaN")
     if array.min() < low - 1e-5 or array.max() > high + 1e-5:
         raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got="values outside")
     return array

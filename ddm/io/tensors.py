@@ -9,7 +9,6 @@ included, are the very bytes that become tensors, and a file that is only checke
 import json
 import math
 import mmap
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ddm.errors import DocumentError, TensorFileError, TrustError
-from ddm.io.files import sync_folder
+from ddm.io.files import replacing
 from ddm.io.hashing import Once
 from ddm.io.untrusted import open_regular
 from ddm.protocol.base import check_json
@@ -92,10 +91,12 @@ def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, Tensor
     """
     for name in expected:
         if name not in found:
-            raise TensorFileError(subject, expected=f"tensor {name}", got="none of that name")
+            raise TensorFileError(subject, expected=f"tensor {name}", got=f"{len(found)} tensors of other names")
     for name, spec in found.items():
         if name not in expected:
-            raise TensorFileError(subject, expected=f"{len(expected)} known tensors", got="others besides")
+            raise TensorFileError(
+                subject, expected=f"{len(expected)} known tensors", got=f"an unknown one of {len(found)}"
+            )
         if spec != expected[name]:
             raise TensorFileError(f"{subject}, tensor {name}", expected=str(expected[name]), got=str(spec))
 
@@ -253,20 +254,10 @@ def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: Ma
     if len(encoded) > MAX_HEADER_BYTES:
         raise TensorFileError(path.name, expected=f"a header of at most {MAX_HEADER_BYTES} bytes", got="a larger one")
     _parse_header(encoded, offset, path.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as handle:
-            handle.write(len(encoded).to_bytes(8, "little") + encoded)
-            for name in order:
-                handle.write(_raw_bytes(tensors[name]))
-            handle.flush()
-            os.fsync(handle.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with replacing(path) as handle:
+        handle.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in order:
+            handle.write(_raw_bytes(tensors[name]))
 
 
 def spec_of(tensor: "torch.Tensor") -> TensorSpec:
@@ -293,18 +284,18 @@ def _name_pickle(start: bytes, subject: str) -> None:
 def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, TensorSpec]:
     """Read the JSON header of a file with `data_bytes` bytes of tensors behind it, in the order of those; pure."""
     if not header.startswith(b"{"):
-        raise TensorFileError(subject, expected="a JSON header", got="something else")
+        raise TensorFileError(subject, expected="a JSON header", got=f"bytes that begin with {header[:4].hex()}")
     try:
         value = check_json(header, subject=f"{subject}, header", limit=MAX_HEADER_BYTES)
     except DocumentError as error:
         raise TensorFileError(error.subject, expected=error.expected, got=error.got) from error
     if not isinstance(value, dict):
-        raise TensorFileError(subject, expected="a JSON object as header", got="another value")
+        raise TensorFileError(subject, expected="a JSON object as header", got=_kind(value))
     _check_metadata(value.pop("__metadata__", {}), subject)
     placed: list[tuple[int, str, TensorSpec]] = []
     for number, (name, entry) in enumerate(value.items(), 1):
         if not 0 < len(name) <= MAX_NAME_LENGTH:
-            raise TensorFileError(subject, expected=f"names of at most {MAX_NAME_LENGTH} characters", got="another")
+            raise TensorFileError(subject, expected=f"names of 1 to {MAX_NAME_LENGTH} signs", got=f"one of {len(name)}")
         spec, begin = _parse_entry(entry, f"{subject}, tensor {number} in its header")
         placed.append((begin, name, spec))
     end = 0
@@ -320,32 +311,43 @@ def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, 
 
 
 def _check_metadata(value: Any, subject: str) -> None:
-    if not (isinstance(value, dict) and all(isinstance(text, str) for text in value.values())):
-        raise TensorFileError(f"{subject}, __metadata__", expected="strings by name", got="something else")
-    if sum(len(name) + len(text) for name, text in value.items()) > MAX_METADATA_BYTES:
-        raise TensorFileError(f"{subject}, __metadata__", expected=f"at most {MAX_METADATA_BYTES} bytes", got="more")
+    if not isinstance(value, dict):
+        raise TensorFileError(f"{subject}, __metadata__", expected="strings by name", got=_kind(value))
+    if odd := [text for text in value.values() if not isinstance(text, str)]:
+        raise TensorFileError(f"{subject}, __metadata__", expected="strings by name", got=f"{_kind(odd[0])} by name")
+    if (size := sum(len(name) + len(text) for name, text in value.items())) > MAX_METADATA_BYTES:
+        expected = f"at most {MAX_METADATA_BYTES} characters"
+        raise TensorFileError(f"{subject}, __metadata__", expected=expected, got=f"{size}")
 
 
 def _parse_entry(entry: Any, subject: str) -> tuple[TensorSpec, int]:
     """Return what the tensor is and where its bytes begin."""
     if not (isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}):
-        raise TensorFileError(subject, expected="dtype, shape and data_offsets", got="other fields")
+        got = f"{len(entry)} fields" if isinstance(entry, dict) else _kind(entry)
+        raise TensorFileError(subject, expected="exactly dtype, shape and data_offsets", got=got)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not (isinstance(dtype, str) and dtype in DTYPE_BYTES):
-        raise TensorFileError(subject, expected=f"dtype {', '.join(DTYPE_BYTES)}", got="another")
-    if not (
-        isinstance(shape, list)
-        and len(shape) <= MAX_DIMS
-        and all(_is_int(size) and 0 < size <= MAX_SIZE for size in shape)
-    ):
-        raise TensorFileError(subject, expected=f"at most {MAX_DIMS} dimensions, each above 0", got="others")
+        raise TensorFileError(subject, expected=f"dtype {', '.join(DTYPE_BYTES)}", got="an unknown dtype")
+    if not (isinstance(shape, list) and len(shape) <= MAX_DIMS):
+        got = f"{len(shape)}" if isinstance(shape, list) else _kind(shape)
+        raise TensorFileError(subject, expected=f"at most {MAX_DIMS} dimensions", got=got)
+    if bad := [number for number, size in enumerate(shape, 1) if not (_is_int(size) and 0 < size <= MAX_SIZE)]:
+        expected = f"dimensions that are whole numbers from 1 to {MAX_SIZE}"
+        raise TensorFileError(subject, expected=expected, got=f"another value as dimension {bad[0]}")
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_int(place) for place in offsets)):
-        raise TensorFileError(subject, expected="two offsets", got="something else")
+        got = f"{len(offsets)} values" if isinstance(offsets, list) else _kind(offsets)
+        raise TensorFileError(subject, expected="two whole numbers as offsets", got=got)
     spec = TensorSpec(dtype, tuple(shape))
     begin, end = offsets
     if begin < 0 or end - begin != spec.bytes:
-        raise TensorFileError(subject, expected=f"{spec.bytes} bytes for {spec}", got="other offsets")
+        raise TensorFileError(subject, expected=f"{spec.bytes} bytes for {spec}", got=f"{end - begin} from {begin} on")
     return spec, begin
+
+
+def _kind(value: Any) -> str:
+    """Name a JSON value's kind; the value itself, which its sender chose, is not repeated."""
+    kinds = {dict: "an object", list: "an array", str: "a string", bool: "a truth value", type(None): "null"}
+    return kinds.get(type(value), "a number")
 
 
 def _is_int(value: Any) -> bool:

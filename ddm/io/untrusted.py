@@ -1,19 +1,24 @@
-"""What lies in a folder somebody else filled: a walk that follows nothing, and reads that cannot be tricked."""
+"""Folders that somebody else filled: the one walker, which follows no link, and the one opener of a file in them."""
 
+import errno
 import hashlib
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ddm.errors import AbsentFileError, DigestError, DocumentError, MissingFileError, UnsafePathError
+from ddm.errors import AbsentFileError, DigestError, DocumentError, UnsafePathError
 from ddm.io.paths import MAX_DEPTH, is_safe_name
 
 MAX_FILES = 10_000
 _CHUNK_BYTES = 1 << 20
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# A folder on the way to a file need only be passed through, not listed.
+_STEP = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_OTHER_KINDS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
 
 
 @dataclass(frozen=True)
@@ -29,98 +34,157 @@ class Entry:
     bytes: int
 
 
-def scan(folder: Path) -> Mapping[str, Entry]:
-    """List every file below `folder` by its relative path, before reading any of them.
-
-    Args:
-        folder: named by the operator, so it may itself be a link.
+def scan(folder: Path, *, most: int = MAX_FILES) -> Mapping[str, Entry]:
+    """List every file below `folder` by its relative path, sorted, before reading any of them.
 
     Raises:
-        MissingFileError: there is no such folder.
-        UnsafePathError: a link, a special file, a hidden or odd name, or too many files.
+        UnsafePathError: see `walk`.
     """
-    if not folder.is_dir():
-        got = "something else" if folder.exists() else "nothing there"
-        raise MissingFileError(str(folder), expected="a folder", got=got)
-    found: dict[str, Entry] = {}
-    for num_seen, (name, entry) in enumerate(_walk(folder.resolve(), "", 1), start=1):
-        if num_seen > MAX_FILES:
-            raise UnsafePathError(folder.name, expected=f"at most {MAX_FILES} files and folders", got="more")
-        if entry:
-            found[name] = entry
-    return dict(sorted(found.items()))
+    return dict(sorted(walk(folder, most=most)))
 
 
-def _walk(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, Entry | None]]:
-    """Yield every file with its entry, and every folder, before it is opened, with none."""
+def walk(folder: Path, *, most: int = MAX_FILES) -> Iterator[tuple[str, Entry]]:
+    """Yield every regular file below `folder` with its relative path; a hostile folder is left at the first bad entry.
+
+    Args:
+        folder: no link; where an operator names it, see `ddm.io.files.require_folder`.
+        most: how many files and folders it may hold.
+
+    Raises:
+        UnsafePathError: no folder, a link, a special file, a hidden or odd name, folders too deep, or too many entries.
+        OSError: a folder that this process may not read.
+    """
+    num_seen = 0
+    with _opened_folder(folder, folder.name) as top:
+        for name, info in _walk(top, ""):
+            num_seen += 1
+            if num_seen > most:
+                raise UnsafePathError(folder.name, expected=f"at most {most} files and folders", got=f"over {most}")
+            if stat.S_ISREG(info.st_mode):
+                yield name, Entry(folder / name, info.st_size)
+
+
+def _walk(folder: int, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield every file, and every folder before it is opened."""
     with os.scandir(folder) as entries:
         for entry in entries:
             name = prefix + entry.name
-            if not is_safe_name(entry.name) or depth > MAX_DEPTH + 1:
+            if not is_safe_name(entry.name) or prefix.count("/") > MAX_DEPTH:
                 raise UnsafePathError(ascii(name)[1:-1], expected="a plain name", got="a hidden, odd or deep one")
             info = entry.stat(follow_symlinks=False)
-            if stat.S_ISDIR(info.st_mode):
-                yield name, None
-                yield from _walk(folder / entry.name, f"{name}/", depth + 1)
-            elif stat.S_ISREG(info.st_mode):
-                yield name, Entry(folder / entry.name, info.st_size)
-            else:
+            if not stat.S_ISDIR(info.st_mode) and not stat.S_ISREG(info.st_mode):
                 got = "a symbolic link" if stat.S_ISLNK(info.st_mode) else "a special file"
                 raise UnsafePathError(name, expected="a regular file or a folder", got=got)
+            yield name, info
+            if stat.S_ISDIR(info.st_mode):
+                with _opened_folder(entry.name, name, folder) as below:
+                    yield from _walk(below, f"{name}/")
+
+
+@contextmanager
+def _opened_folder(path: Path | str, subject: str, within: int | None = None) -> Iterator[int]:
+    try:
+        descriptor = os.open(path, _FOLDER | os.O_NOFOLLOW, dir_fd=within)
+    except FileNotFoundError as error:
+        raise UnsafePathError(subject, expected="a folder", got="nothing there") from error
+    except OSError as error:
+        if error.errno not in _OTHER_KINDS:
+            raise
+        raise UnsafePathError(subject, expected="a folder", got="a symbolic link or a file") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
 def open_regular(path: Path, subject: str) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file without following a link; yield it with its length in bytes.
+    """Open a regular file that is no link itself, wherever its folder is; otherwise as `open_below`."""
+    with open_below(path.parent, path.name, subject) as opened:
+        yield opened
+
+
+@contextmanager
+def open_below(folder: Path, relative: str, subject: str, *, make: bool = False) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a regular file without following a link in any step below `folder`; yield it with its length in bytes.
+
+    Args:
+        folder: where to start; it may be a link itself.
+        relative: a path below it, parts separated by ``/``, none of them ``..``.
+        subject: what to call the file in an error.
+        make: open it for writing too; what is missing of file and folders is made.
 
     Raises:
-        AbsentFileError: it is gone.
-        UnsafePathError: it is a link or a special file.
+        AbsentFileError: it is not there.
+        UnsafePathError: it, or a folder on the way, is a link or something special.
+        OSError: it cannot be made, because the disk is full perhaps.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise AbsentFileError(subject, expected="a file", got="nothing there") from error
-    except OSError as error:
-        got = f"one that does not open ({error.strerror})"
-        raise UnsafePathError(subject, expected="a regular file", got=got) from error
+    descriptor = _descriptor_below(folder, relative, subject, make)
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode):
         os.close(descriptor)
         raise UnsafePathError(subject, expected="a regular file", got="a folder or a special file")
-    with os.fdopen(descriptor, "rb") as handle:
+    with os.fdopen(descriptor, "r+b" if make else "rb") as handle:
         yield handle, info.st_size
 
 
-def read_small(path: Path, subject: str, limit: int) -> bytes:
-    """Read a file that must not be longer than `limit` bytes.
+def _descriptor_below(folder: Path, relative: str, subject: str, make: bool) -> int:
+    *parents, name = relative.split("/")
+    at = -1
+    try:
+        at = os.open(folder, _STEP)
+        for parent in parents:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(parent, dir_fd=at)
+            below = os.open(parent, _STEP | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = below
+        # Non-blocking, or a named pipe would hang the open.
+        flags = (os.O_RDWR | os.O_CREAT if make else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return os.open(name or ".", flags, 0o644, dir_fd=at)
+    except FileNotFoundError as error:
+        raise AbsentFileError(subject, expected="a file", got="nothing there") from error
+    except OSError as error:
+        if make and error.errno not in _OTHER_KINDS:
+            raise
+        got = f"one that does not open ({error.strerror})"
+        raise UnsafePathError(subject, expected="a regular file", got=got) from error
+    finally:
+        if at >= 0:
+            os.close(at)
+
+
+def read_small(folder: Path, relative: str, limit: int, *, subject: str | None = None) -> bytes:
+    """Read a file below `folder` that must not be longer than `limit` bytes.
 
     Raises:
         AbsentFileError: it is gone.
-        UnsafePathError: it is a link or a special file.
+        UnsafePathError: see `open_below`.
         DocumentError: it is longer.
     """
-    with open_regular(path, subject) as (handle, _):
+    subject = subject or relative
+    with open_below(folder, relative, subject) as (handle, size):
         data = handle.read(limit + 1)
     if len(data) > limit:
-        raise DocumentError(subject, expected=f"at most {limit} bytes", got="more")
+        raise DocumentError(subject, expected=f"at most {limit} bytes", got=f"{max(size, len(data))} bytes")
     return data
 
 
-def check_digest(path: Path, subject: str, length: int, digest: str) -> None:
-    """Check a file against what was signed, as a stream, never reading more than its signed length.
+def check_digest(folder: Path, relative: str, length: int, digest: str) -> None:
+    """Check a file below `folder` against what was signed, as a stream, never reading more than its signed length.
 
     Raises:
         AbsentFileError: it is gone.
-        UnsafePathError: it is a link or a special file.
+        UnsafePathError: see `open_below`.
         DigestError: another length or other bytes.
     """
-    with open_regular(path, subject) as (handle, size):
+    with open_below(folder, relative, relative) as (handle, size):
         if size != length:
-            raise DigestError(subject, expected=f"{length} bytes", got=f"{size} bytes")
+            raise DigestError(relative, expected=f"{length} bytes", got=f"{size} bytes")
         sha256, left = hashlib.sha256(), length
         while left and (chunk := handle.read(min(left, _CHUNK_BYTES))):
             sha256.update(chunk)
             left -= len(chunk)
     if sha256.hexdigest() != digest:
-        raise DigestError(subject, expected=f"sha256 {digest[:16]}...", got=f"{sha256.hexdigest()[:16]}...")
+        raise DigestError(relative, expected=f"sha256 {digest[:16]}...", got=f"{sha256.hexdigest()[:16]}...")

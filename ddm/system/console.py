@@ -11,13 +11,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import click
 import typer
 
 from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError
+from ddm.system.signals import interrupted_by_sigterm
 
 EXIT_INTERRUPTED = 130
 MAX_PASSPHRASE_BYTES = 1024
@@ -43,12 +43,12 @@ def new_app(help_text: str) -> typer.Typer:
 
 def run_app(app: typer.Typer, args: Sequence[str] | None = None) -> NoReturn:
     """Run a command group and leave with a documented exit code; a stack trace never reaches the operator."""
-    with _noted_signals() as noted:
-        code = _run(app, args, noted)
+    with interrupted_by_sigterm() as came:
+        code = _run(app, args, came)
     sys.exit(code)
 
 
-def _run(app: typer.Typer, args: Sequence[str] | None, noted: int) -> int:
+def _run(app: typer.Typer, args: Sequence[str] | None, came: Callable[[], set[int]]) -> int:
     try:
         code = app(args=args, standalone_mode=False)
         sys.stdout.flush()
@@ -58,7 +58,7 @@ def _run(app: typer.Typer, args: Sequence[str] | None, noted: int) -> int:
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        return _interrupted(_read_signals(noted))
+        return _interrupted(came())
     except (BrokenPipeError, SystemExit):
         # The reader left, as `head` does; Typer makes a SystemExit of it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -67,10 +67,10 @@ def _run(app: typer.Typer, args: Sequence[str] | None, noted: int) -> int:
         return _os_refused(error)
     except Exception as error:
         # A signal in the middle of an import surfaces as whatever that module makes of it.
-        signals = _read_signals(noted)
+        signals = came()
         return _interrupted(signals) if signals else _unexpected(error)
     # Typer turns KeyboardInterrupt into this code.
-    return _interrupted(_read_signals(noted)) if code == EXIT_INTERRUPTED else code if isinstance(code, int) else 0
+    return _interrupted(came()) if code == EXIT_INTERRUPTED else code if isinstance(code, int) else 0
 
 
 def fail(error: ArchipelagoError) -> int:
@@ -197,36 +197,6 @@ def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
 
 def _is_number(text: str) -> bool:
     return text.replace(".", "").replace("-", "").replace("+", "").replace("e", "").replace("%", "").isdigit()
-
-
-@contextmanager
-def _noted_signals() -> Iterator[int]:
-    """Make SIGTERM interrupt as Ctrl-C does, and note which signal came; yields where `_read_signals` reads it.
-
-    A wakeup descriptor notes signals also for commands that handle them in their own way.
-    """
-    reader, writer = os.pipe()
-    for descriptor in (reader, writer):
-        os.set_blocking(descriptor, False)
-    handler, wakeup = signal.signal(signal.SIGTERM, _interrupt), signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    try:
-        yield reader
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        signal.signal(signal.SIGTERM, handler)
-        os.close(reader)
-        os.close(writer)
-
-
-def _read_signals(noted: int) -> set[int]:
-    try:
-        return set(os.read(noted, 4096)) & {signal.SIGINT, signal.SIGTERM}
-    except BlockingIOError:
-        return set()
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _interrupted(signals: set[int]) -> int:

@@ -7,6 +7,8 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
+from ddm.system.signals import handled
+
 
 def aggregator() -> None:
     """Entry point of the `aggregator` command."""
@@ -24,13 +26,9 @@ def silo() -> None:
 
 
 def _start(module: str) -> None:
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in a background job
-        import_module(module).main()
-        return
     # An interrupt in the middle of an import surfaces as whatever that module makes of it; nothing was begun, so leave.
-    signal.signal(signal.SIGINT, _leave)
-    main = import_module(module).main
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with handled(_leave, (signal.SIGINT,)):
+        main = import_module(module).main
     main()
 
 

@@ -1,17 +1,19 @@
-"""How does Archipelago start other programs so that none of them outlives it?
+"""Other programs, started so that none of them outlives this process.
 
 Every program runs under a `ddm.system.reaper`, a small process that ends the program and all it started when asked,
 when the program dies, or when this process dies, however it dies (kill -9 included).
 
-A supervisor looks like this; `SIGTERM` and Ctrl-C both end in `finally`, and a second Ctrl-C changes nothing:
+Where SIGTERM and Ctrl-C shall end in `finally`, and a second Ctrl-C shall change nothing:
 
-    stop = stop_on_signals()
-    child = spawn([...], log_path=...)
-    try:
-        while child.running() and not stop.wait(1.0):
-            ...
-    finally:
-        terminate_all([child])
+    with stop_on_signals() as stop:
+        child = spawn([...], log_path=...)
+        try:
+            while child.running() and not stop.wait(1.0):
+                ...
+        finally:
+            terminate_all([child])
+
+`ddm.system.supervisor` starts again what ends or hangs.
 """
 
 import errno
@@ -21,16 +23,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ddm.errors import MissingFileError, SetupError
-from ddm.system import reaper as guard
+from ddm.system.reaper import descendants
 
 _LOG_BYTES = 16 * 1024 * 1024
 _POLL_S = 0.05
@@ -40,14 +40,12 @@ class Child:
     """A program under guard.
 
     Attributes:
-        name: how messages call it.
         pid: process id of the program itself.
         guard_pid: process id of its guard.
         log_path: where its output goes.
     """
 
-    def __init__(self, name: str, process: "subprocess.Popen[bytes]", log_path: Path, grace_s: float) -> None:
-        self.name = name
+    def __init__(self, process: "subprocess.Popen[bytes]", log_path: Path, grace_s: float) -> None:
         self.log_path = log_path
         self.guard_pid = process.pid
         self._process = process
@@ -75,14 +73,7 @@ class Child:
                 self._process.stdin.close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the guard is gone.
-
-        Args:
-            timeout_s: seconds to wait at most.
-
-        Returns:
-            Whether it is gone.
-        """
+        """Wait at most so long until the guard is gone; return whether it is."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=max(timeout_s, 0.0))
         return not self.running()
@@ -93,7 +84,7 @@ class Child:
 
     def kill(self) -> None:
         """Kill the tree without asking."""
-        for pid in [*guard.descendants(self.guard_pid), self.guard_pid]:
+        for pid in [*descendants(self.guard_pid), self.guard_pid]:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ProcessLookupError, PermissionError):
@@ -103,14 +94,11 @@ class Child:
 
     def num_descendants(self) -> int | None:
         """How many living processes the program has started; None where the system cannot tell."""
-        return len(guard.descendants(self.pid)) if sys.platform == "linux" else None
+        return len(descendants(self.pid)) if sys.platform == "linux" else None
 
     def log_tail(self, max_bytes: int = 4096) -> str:
         """The end of the program's log, for messages to an operator."""
-        with suppress(OSError), self.log_path.open("rb") as stream:
-            stream.seek(max(self.log_path.stat().st_size - max_bytes, 0))
-            return stream.read(max_bytes).decode("utf-8", errors="replace")
-        return ""
+        return file_tail(self.log_path, max_bytes)
 
     def stop_timeout_s(self) -> float:
         """Seconds after which the guard must be done."""
@@ -126,7 +114,6 @@ class Child:
 def spawn(
     command: Sequence[str],
     *,
-    name: str,
     log_path: Path,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
@@ -137,7 +124,6 @@ def spawn(
 
     Args:
         command: program and arguments; the program is a path.
-        name: how messages call it.
         log_path: the log file.
         env: its whole environment; this process's when omitted.
         cwd: its working folder; this process's when omitted.
@@ -149,9 +135,9 @@ def spawn(
         The running child.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    given = input_bytes is not None
+    has_input = input_bytes is not None
     settings = json.dumps(
-        {"log_path": str(log_path.absolute()), "log_bytes": _LOG_BYTES, "grace_s": grace_s, "input": given}
+        {"log_path": str(log_path.absolute()), "log_bytes": _LOG_BYTES, "grace_s": grace_s, "input": has_input}
     )
     process = subprocess.Popen(
         [sys.executable, "-I", "-m", "ddm.system.reaper", settings, "--", *command],
@@ -167,15 +153,19 @@ def spawn(
         with suppress(BrokenPipeError):
             process.stdin.write(len(input_bytes).to_bytes(4, "big") + input_bytes)
             process.stdin.flush()
-    return Child(name, process, log_path, grace_s)
+    return Child(process, log_path, grace_s)
+
+
+def file_tail(path: Path, max_bytes: int = 4096) -> str:
+    """The end of a log; nothing where there is none."""
+    with suppress(OSError), path.open("rb") as stream:
+        stream.seek(max(path.stat().st_size - max_bytes, 0))
+        return stream.read(max_bytes).decode("utf-8", errors="replace")
+    return ""
 
 
 def terminate_all(children: Iterable[Child]) -> None:
-    """End several trees at the same time; by force where a guard does not finish in time.
-
-    Args:
-        children: those to end; ones that are gone already are fine.
-    """
+    """End several trees at the same time, by force where a guard does not finish in time; ended ones are fine."""
     remaining = list(children)
     for child in remaining:
         child.request_stop()
@@ -184,30 +174,8 @@ def terminate_all(children: Iterable[Child]) -> None:
             child.kill()
 
 
-def stop_on_signals() -> threading.Event:
-    """Make SIGINT and SIGTERM set an event instead of interrupting.
-
-    Returns:
-        The event.
-    """
-    stop = threading.Event()
-
-    def request(signum: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, request)
-    return stop
-
-
 def program(name: str) -> Path:
-    """Find a command-line program installed beside this interpreter.
-
-    Args:
-        name: e.g. ``"flower-superlink"``.
-
-    Returns:
-        Its path.
+    """Return the path of a command-line program installed beside this interpreter, e.g. ``"flower-superlink"``.
 
     Raises:
         MissingFileError: it is not installed there.
@@ -219,26 +187,12 @@ def program(name: str) -> Path:
 
 
 def script_command(name: str) -> list[str]:
-    """The command that runs an installed Python program and ends when its main thread ends.
-
-    Args:
-        name: e.g. ``"flower-supernode"``.
-
-    Returns:
-        The beginning of a command line; append the arguments.
-    """
+    """Return the beginning of a command that runs an installed Python program and ends when its main thread ends."""
     return [sys.executable, "-P", "-m", "ddm.system.reaper", "--script", str(program(name))]
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """The environment of Flower's programs: no telemetry, no update check, their files in one folder.
-
-    Args:
-        home: FLWR_HOME.
-
-    Returns:
-        This process's environment with Flower's settings replaced.
-    """
+    """Return the environment of Flower's programs: no telemetry, no update check, their files in `home` alone."""
     bin_folder = str(Path(sys.executable).parent)
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("FLWR_")},
@@ -257,20 +211,13 @@ def flower_environment(home: Path) -> dict[str, str]:
 def port_in_use(host: str, port: int) -> bool:
     """Whether something listens on a TCP port, or the port cannot be bound.
 
-    Args:
-        host: address that would be bound.
-        port: 1 to 65535.
-
-    Returns:
-        True when a server could not listen there.
-
     Raises:
         SetupError: no address of this machine.
     """
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise SetupError(f"host {host}", expected="a name or an address of this machine", got="neither") from error
+        raise SetupError(f"host {host}", expected="a name or an address", got="an unknown name") from error
     return any(_taken(family, place, host) for family, _, _, _, place in places)
 
 
@@ -284,20 +231,13 @@ def _taken(family: int, place: Any, host: str) -> bool:
             listener.bind(place)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                raise SetupError(f"host {host}", expected="an address of this machine", got="another's") from error
+                raise SetupError(f"host {host}", expected="an address of this machine", got="a foreign one") from error
             return True
     return False
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nothing listens on now.
-
-    Args:
-        host: address to bind.
-
-    Returns:
-        The port; another process may take it before the caller does, so be ready to ask again.
-    """
+    """Return a TCP port that nothing listens on now; another process may take it before the caller does."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
         return int(listener.getsockname()[1])

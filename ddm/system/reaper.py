@@ -1,4 +1,4 @@
-"""Which process makes sure that a program and everything it started ends with its supervisor?
+"""The guard process, which ends a program and everything it started when its supervisor ends.
 
 `python -m ddm.system.reaper SETTINGS -- COMMAND...` runs one command. The guard leads its own session, so a Ctrl-C
 typed at the terminal reaches the supervisor only, and it ends the whole tree of its program when
@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -120,7 +121,7 @@ class _Guard:
         self._output_fd, write_fd = os.pipe()
         os.set_blocking(self._output_fd, False)
         self._program = subprocess.Popen(
-            command, stdin=input_fd, stdout=write_fd, stderr=write_fd, preexec_fn=_preexec(os.getpid())
+            command, stdin=input_fd, stdout=write_fd, stderr=write_fd, preexec_fn=partial(end_with_parent, os.getpid())
         )
         if input_fd >= 0:
             os.close(input_fd)
@@ -199,17 +200,12 @@ class _Guard:
                     self._returncode = self._program.returncode = os.waitstatus_to_exitcode(status)
 
 
-def _preexec(guard_pid: int) -> Callable[[], None] | None:
-    if not _IS_LINUX:
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def die_with_guard() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != guard_pid:
+def end_with_parent(parent_pid: int) -> None:
+    """Let the kernel kill this process when its parent dies, and end it where that has happened; Linux only."""
+    if _IS_LINUX:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_pid:
             os._exit(1)
-
-    return die_with_guard
 
 
 def _run_script(arguments: list[str]) -> NoReturn:

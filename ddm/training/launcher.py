@@ -1,4 +1,4 @@
-"""How do several processes of this machine do one work? Each is started here, told when to stop, and never outlives us.
+"""Several processes of this machine that do one work: each is started here, told when to stop, and never outlives us.
 
 A process is a fresh interpreter: it inherits nothing of this one but a pipe and an unnamed file with the tensors it is
 handed, which all of them map, so that memory holds them once. They find each other through a file, and talk through
@@ -6,7 +6,6 @@ the loopback interface, with each other alone. No signal reaches them: what this
 process that dies or hangs ends the others, and when this one dies, however it does, so do they.
 """
 
-import ctypes
 import mmap
 import multiprocessing
 import os
@@ -17,8 +16,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from ddm.errors import ArchipelagoError, SetupError, TrustError
+from ddm.system.reaper import end_with_parent
+from ddm.system.signals import blocked
 from ddm.training.peer_check import strangers
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ _POLL_S = 0.1
 _PATIENCE_S = 30 * 60.0  # of one for its part from another, who may be writing a checkpoint of 50 GB or compiling
 _GRACE_S = 2.0  # for the cause of an error to be heard, where what was heard first may be its consequence
 _ALIGNED = 64
-_PR_SET_PDEATHSIG = 1
 _OURS = (ArchipelagoError, OSError)  # which say by themselves what is wrong
 
 
@@ -134,7 +134,8 @@ class _Child:
 
     def start(self) -> None:
         """Start it, and send it what to do."""
-        with _unheard_signals():
+        resource_tracker.ensure_running()  # else it starts with the process, and lets signals in again
+        with blocked():
             self._process.start()
         self._theirs.close()
         self.send(self._errand)
@@ -255,22 +256,11 @@ def _taken_over(places: Mapping[str, _Place], descriptor: int) -> dict[str, "Ten
     }
 
 
-@contextmanager
-def _unheard_signals() -> Iterator[None]:
-    """A process that is started meanwhile never hears of Ctrl-C or SIGTERM, however early they come."""
-    resource_tracker.ensure_running()  # else it starts with the process, and lets them in again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _take_part(pipe: Connection, descriptor: int, rank: int, num: int) -> None:
     """What a started process runs."""
-    if sys.platform == "linux":
+    if parent := multiprocessing.parent_process():
         # The pipe tells of the parent's death too, but only a process that can listen, and a moment later.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with_parent(parent.pid or 0)
     errand: _Errand = pipe.recv()
     stop = threading.Event()
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
@@ -305,8 +295,8 @@ def _do(
             raise
         raise SetupError(
             name,
-            expected=f"the part of another one within {errand.patience_s:.0f} s",
-            got="nothing",
+            expected=f"the other processes' part within {errand.patience_s:.0f} s",
+            got="no word from at least one of them",
             remedy="One of them hangs or was stopped. Run the command again: it goes on from the last checkpoint.",
         ) from error
 
@@ -333,7 +323,7 @@ def _meet(errand: _Errand, rank: int, num: int, name: str) -> None:
     except RuntimeError as error:
         raise SetupError(
             name,
-            expected="to find the others through the loopback interface",
+            expected="the other training processes at the loopback interface",
             got=str(error).splitlines()[0][-200:],
             remedy="Check that `ip address show lo` is up with 127.0.0.1, and that a service's rules allow AF_INET.",
         ) from error
@@ -341,7 +331,7 @@ def _meet(errand: _Errand, rank: int, num: int, name: str) -> None:
         raise TrustError(
             name,
             expected="connections with its own user's processes alone",
-            got="one with somebody else's",
+            got="a connection with a process of another user",
             remedy="Find out who connects to the ports of others on this machine; training.processes = 1 opens none.",
         )
 

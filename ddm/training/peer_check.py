@@ -1,4 +1,4 @@
-"""Who is at the other end of this process's connections? On one machine, the kernel tells.
+"""The users at the other end of this process's connections; on one machine, the kernel knows them.
 
 Processes that train together talk without proof of who they are, and whoever of a machine's users is quick can connect
 in a neighbour's place, to read weights or to change them.

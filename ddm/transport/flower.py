@@ -1,4 +1,4 @@
-"""How do the messages of `ddm.transport.messages` become Flower records and come back checked?
+"""The messages of `ddm.transport.messages` as Flower records, and back, checked.
 
 A record dictionary holds one config record, `head`, with the document as JSON, and, when bytes travel along, one array
 record, `data`, with a single flat array of bytes (Flower sends arrays in chunks of 5 MB). Anything else is refused.
@@ -33,18 +33,7 @@ def encode(envelope: Envelope[Request | Reply]) -> RecordDict:
 
 
 def decode_request(records: RecordDict, *, max_bytes: int) -> Envelope[Request]:
-    """Unpack what the aggregator sent.
-
-    Args:
-        records: a received message's content.
-        max_bytes: most data bytes accepted beside the document.
-
-    Returns:
-        The request with its data.
-
-    Raises:
-        DocumentError: anything about it is not as it must be.
-    """
+    """Unpack what the aggregator sent; as `decode_reply`."""
     return _decode(records, REQUESTS, max_bytes)
 
 
@@ -54,9 +43,6 @@ def decode_reply(records: RecordDict, *, max_bytes: int) -> Envelope[Reply]:
     Args:
         records: a received message's content.
         max_bytes: most data bytes accepted beside the document.
-
-    Returns:
-        The reply with its data.
 
     Raises:
         DocumentError: anything about it is not as it must be.
@@ -89,7 +75,7 @@ def _decode(records: RecordDict, adapter: TypeAdapter[MessageT], max_bytes: int)
 
 def _data(record: object, max_bytes: int) -> bytes:
     if not isinstance(record, ArrayRecord) or set(record.keys()) != {_BYTES}:
-        raise DocumentError("message data", expected="one array")
+        raise DocumentError("message data", expected=f"one array called {_BYTES}", got="other records")
     array = record[_BYTES]
     data = array.data
     if array.dtype != "uint8" or array.stype != _STYPE or tuple(array.shape) != (len(data),):

@@ -1,4 +1,4 @@
-"""What do the aggregator and a silo's courier say to each other?
+"""The messages between the aggregator and a silo's courier.
 
 The aggregator asks, the courier answers; nothing else exists. Every message is short, can be repeated without harm and
 names files by plan and relative path, never a silo: who answers is known from the node key. File contents travel
@@ -80,15 +80,7 @@ class StatusFile(Status):
 
 
 def first_of(spans: Iterable[Span], max_bytes: int) -> tuple[Span, ...]:
-    """The beginning of a run of ranges.
-
-    Args:
-        spans: the ranges.
-        max_bytes: how much of them.
-
-    Returns:
-        Whole ranges while they fit, then the beginning of the next one.
-    """
+    """Return the first bytes of a run of ranges: whole ranges while they fit, then the beginning of the next one."""
     found: list[Span] = []
     for span in spans:
         length = min(span.num_bytes, max_bytes)
@@ -100,10 +92,7 @@ def first_of(spans: Iterable[Span], max_bytes: int) -> tuple[Span, ...]:
 
 
 def check_index(files: Iterable[FileEntry]) -> None:
-    """Refuse two files that one folder cannot hold: equal names, or a name that is also a folder.
-
-    Args:
-        files: the index; compared without case, since some file systems do not know case.
+    """Refuse two files that one folder cannot hold: equal names, some systems know no case, or a file and a folder.
 
     Raises:
         ValueError: two of them collide.
@@ -131,7 +120,7 @@ class Offer(_Indexed):
 
 
 class Ask(Model):
-    """How far is the worker? Answered when there is news beyond `known` and `received`, or after `wait_s` seconds.
+    """Tell how far the worker is: answered when there is news beyond `known` and `received`, or after `wait_s` seconds.
 
     A new submission's first bytes, at most `max_bytes` of them, come along with the answer.
     """

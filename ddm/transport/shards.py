@@ -1,115 +1,65 @@
-"""How does a folder travel in pieces, and how does it arrive whole or not at all?
+"""Folders that travel in pieces, and arrive whole or not at all.
 
 The sender lists a folder and reads byte ranges of it; the receiver collects ranges, in any order and across restarts,
 in a `.part` folder and renames it when every byte is there. Nothing follows a symbolic link.
 """
 
-import errno
 import hashlib
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from io import BufferedIOBase
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from ddm.errors import DigestError, FormatError, MissingFileError, UnsafePathError
-from ddm.io.files import read_bounded, sync_folder, write_atomic
-from ddm.io.paths import MAX_PATH_LENGTH
+from ddm.errors import AbsentFileError, DigestError, FormatError, MissingFileError, UnsafePathError
+from ddm.io.files import move_into_place, read_bounded, write_atomic
+from ddm.io.paths import MAX_DEPTH
+from ddm.io.untrusted import open_below, walk
 from ddm.protocol.base import Model, NaturalInt, RelativePath
 from ddm.transport.messages import MAX_SPANS, FileEntry, Span, check_index
 
-_PATH: TypeAdapter[str] = TypeAdapter(RelativePath)
 # Starts with a dot, which no path on the wire may.
 _PROGRESS = ".progress.json"
 _MAX_PROGRESS_BYTES = 16 * 1024 * 1024
 
 
 def list_folder(folder: Path, *, max_files: int, max_bytes: int, with_digest: bool = False) -> tuple[FileEntry, ...]:
-    """List a folder as an index, sorted by path.
-
-    Args:
-        folder: the folder; it exists.
-        max_files: most files it may hold.
-        max_bytes: most bytes, all files together.
-        with_digest: whether to hash every file.
-
-    Returns:
-        One entry a file.
+    """List a folder of at most so many files and bytes as an index, one entry a file, sorted by path.
 
     Raises:
-        UnsafePathError: a symbolic link, a special file, or a name that may not travel.
+        UnsafePathError: see `ddm.io.untrusted.walk`; or a path that may not travel.
         FormatError: too many files or bytes.
     """
     entries: list[FileEntry] = []
     total = 0
-    for root, names, files in os.walk(folder, followlinks=False):
-        for name in [*names, *files]:
-            path = Path(root, name)
-            if len(path.relative_to(folder).as_posix()) > MAX_PATH_LENGTH:
-                raise UnsafePathError("folder", expected="plain file names", got="a name that may not travel")
-            mode = path.lstat().st_mode
-            if stat.S_ISDIR(mode):
-                continue
-            if not stat.S_ISREG(mode):
-                raise UnsafePathError("folder", expected="regular files", got="a link or a special file")
-            total += path.lstat().st_size
-            if len(entries) >= max_files or total > max_bytes:
-                raise FormatError("folder", expected=f"{max_files} files, {max_bytes} bytes at most", got="more")
-            entries.append(_entry(folder, path.relative_to(folder).as_posix(), with_digest))
+    # Each file may lie in folders of its own.
+    for name, found in walk(folder, most=max_files * MAX_DEPTH):
+        total += found.bytes
+        if len(entries) >= max_files or total > max_bytes:
+            got = f"{total} bytes in the first {len(entries) + 1} files"
+            raise FormatError("folder", expected=f"at most {max_files} files of {max_bytes} bytes in all", got=got)
+        try:
+            digest = file_digest(folder, name) if with_digest else None
+            entries.append(FileEntry(path=name, num_bytes=found.bytes, digest=digest))
+        except ValidationError as error:
+            raise UnsafePathError(name, expected="a path that may travel", got="one too long or too deep") from error
     return tuple(sorted(entries, key=lambda entry: entry.path))
 
 
-def _entry(folder: Path, relative: str, with_digest: bool) -> FileEntry:
-    try:
-        _PATH.validate_python(relative)
-    except ValidationError:
-        raise UnsafePathError("folder", expected="plain file names", got="a name that may not travel") from None
-    digest = file_digest(folder, relative) if with_digest else None
-    return FileEntry(path=relative, num_bytes=(folder / relative).lstat().st_size, digest=digest)
-
-
 def file_digest(folder: Path, relative: str) -> str:
-    """Lowercase sha256 hex of one file.
-
-    Args:
-        folder: where to look.
-        relative: a path below it.
-
-    Returns:
-        The digest.
-
-    Raises:
-        UnsafePathError: a symbolic link or a special file on the way.
-    """
-    with _open_below(folder, relative) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    """Return the lowercase sha256 hex of one file; raises as `ddm.io.untrusted.open_below`."""
+    with open_below(folder, relative, relative) as (stream, _):
+        return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]  # it reads into buffers
 
 
 def whole_spans(files: Iterable[FileEntry]) -> Iterator[Span]:
-    """The ranges that make up an index: every file from its first byte to its last.
-
-    Args:
-        files: the index.
-
-    Yields:
-        One range a file.
-    """
+    """Return the ranges that make up an index: every file from its first byte to its last."""
     return (Span(path=entry.path, offset=0, num_bytes=entry.num_bytes) for entry in files)
 
 
 def read_spans(folder: Path, spans: Iterable[Span]) -> bytes:
-    """Read byte ranges, one after the other.
-
-    Args:
-        folder: where the files are.
-        spans: the ranges.
-
-    Returns:
-        Their bytes, concatenated.
+    """Read byte ranges of the files in a folder, and return them one after the other.
 
     Raises:
         FormatError: a range lies beyond the end of its file, or the file does not exist.
@@ -118,41 +68,15 @@ def read_spans(folder: Path, spans: Iterable[Span]) -> bytes:
     parts: list[bytes] = []
     for span in spans:
         try:
-            with _open_below(folder, span.path) as stream:
+            with open_below(folder, span.path, span.path) as (stream, _):
                 stream.seek(span.offset)
                 parts.append(stream.read(span.num_bytes))
-        except FileNotFoundError:
-            raise FormatError("range", expected="a listed file", got="none") from None
+        except AbsentFileError as error:
+            raise FormatError("range", expected="one of a file in the folder", got="one of a file not there") from error
         if len(parts[-1]) != span.num_bytes:
-            raise FormatError("range", expected=f"{span.num_bytes} bytes", got=str(len(parts[-1])))
+            got = f"{len(parts[-1])} bytes from byte {span.offset} on"
+            raise FormatError("range", expected=f"{span.num_bytes} bytes", got=got)
     return b"".join(parts)
-
-
-@contextmanager
-def _open_below(folder: Path, relative: str, flags: int = os.O_RDONLY) -> Iterator[BufferedIOBase]:
-    """Open a regular file, refusing symbolic links in every step below `folder`."""
-    *parents, name = relative.split("/")
-    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for parent in parents:
-            if flags & os.O_CREAT:
-                with suppress(FileExistsError):
-                    os.mkdir(parent, dir_fd=at)
-            below = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
-            os.close(at)
-            at = below
-        # Non-blocking, or a named pipe would hang the open.
-        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644, dir_fd=at)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-            raise UnsafePathError("path", expected="plain folders and files", got="a link or a socket") from None
-        raise
-    finally:
-        os.close(at)
-    with os.fdopen(descriptor, "r+b") if flags & os.O_RDWR else os.fdopen(descriptor, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UnsafePathError("path", expected="a regular file", got="a special file")
-        yield stream
 
 
 class _Progress(Model):
@@ -212,9 +136,6 @@ class PartFolder:
     def write(self, pieces: Iterable[tuple[Span, bytes | memoryview]]) -> None:
         """Store ranges durably; ranges already held are written again without harm.
 
-        Args:
-            pieces: ranges of indexed files, with their bytes.
-
         Raises:
             FormatError: a range lies outside the index.
             OSError: the disk is full.
@@ -223,8 +144,9 @@ class PartFolder:
         for span, data in pieces:
             size = self._sizes.get(span.path)
             if size is None or len(data) != span.num_bytes or span.offset + span.num_bytes > size:
-                raise FormatError("range", expected="a range of an indexed file", got="another")
-            with _open_below(self._part, span.path, os.O_RDWR | os.O_CREAT) as stream:
+                got = f"{len(data)} bytes for byte {span.offset} and on of a file of {size or 'no'} bytes"
+                raise FormatError("range", expected="the bytes of a range within an indexed file", got=got)
+            with open_below(self._part, span.path, span.path, make=True) as (stream, _):
                 stream.seek(span.offset)
                 stream.write(data)
                 stream.flush()
@@ -236,10 +158,7 @@ class PartFolder:
             self._save()
 
     def finish(self) -> bool:
-        """Check the digests that the index states and rename the folder to its target.
-
-        Returns:
-            False when ranges are still missing.
+        """Check the digests that the index states and rename the folder to its target; False while ranges are missing.
 
         Raises:
             DigestError: a file is not the one in the index; the whole part folder is thrown away.
@@ -247,14 +166,11 @@ class PartFolder:
         if self.missing(max_span_bytes=2**50):
             return False
         for entry in self.files:
-            if entry.digest is not None and file_digest(self._part, entry.path) != entry.digest:
+            if entry.digest is not None and (found := file_digest(self._part, entry.path)) != entry.digest:
                 self.discard()
-                raise DigestError("received file", expected="the digest in the index", got="another")
+                raise DigestError("received file", expected=f"sha256 {entry.digest[:16]}...", got=f"{found[:16]}...")
         (self._part / _PROGRESS).unlink()
-        for root, _, _ in os.walk(self._part):
-            sync_folder(Path(root))
-        self._part.rename(self.target)
-        sync_folder(self.target.parent)
+        move_into_place(self._part, self.target)
         return True
 
     def discard(self) -> None:

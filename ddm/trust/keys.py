@@ -1,9 +1,7 @@
 """Which key signed this: Ed25519 keys, made where they are used and encrypted on disk."""
 
 import hashlib
-import os
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -20,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 from securesystemslib.signer import Key, SSlibKey
 
 from ddm.errors import DocumentError, PassphraseError, SetupError, SignatureError
-from ddm.io.files import read_bounded, sync_folder, write_atomic
+from ddm.io.files import read_bounded, write_atomic
 
 MAX_KEY_FILE_BYTES = 16 * 1024
 _PREFIX = "ed25519:"
@@ -136,21 +134,11 @@ class SigningKey:
             raise PassphraseError(path.name, expected="a passphrase", got="an empty one")
         encryption = BestAvailableEncryption(passphrase)
         data = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=".key-")
         try:
-            with os.fdopen(descriptor, "wb") as handle:
-                handle.write(data)
-                handle.flush()
-                os.fsync(handle.fileno())
-            # A link, unlike a rename, fails where a file stands already.
-            os.link(part, path)
+            write_atomic(path, data, mode=0o600, overwrite=False)
         except FileExistsError as error:
             remedy = "A key is never overwritten. Choose another folder, or move the old key away."
             raise SetupError(path.name, expected="no file yet", got="one already", remedy=remedy) from error
-        finally:
-            Path(part).unlink()
-        sync_folder(path.parent)
 
     @property
     def public(self) -> PublicKey:

@@ -245,7 +245,7 @@ class Repository:
         path = self.folder / name
         if not path.exists():
             raise MissingFileError(str(path), expected="this federation's metadata", got="nothing there")
-        return read_small(path, name, LIMITS["targets"])
+        return read_small(self.folder, name, LIMITS["targets"])
 
     def _read(self, role: str, kind: type[T]) -> T:
         return parse_metadata(self._bytes(f"{role}.json"), kind, f"{role}.json").signed

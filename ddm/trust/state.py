@@ -4,16 +4,15 @@ One folder per pinned root, one file per plan (and one for plan bundles, where a
 every later root seen, so that a key revoked once stays revoked. Nothing is written before everything is verified.
 """
 
-import fcntl
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ddm.errors import DocumentError, RollbackError, SetupError
 from ddm.io.files import write_atomic
+from ddm.io.locks import lock_file
 from ddm.io.untrusted import read_small
 from ddm.protocol.base import Digest, Document, Model, PositiveInt
 from ddm.trust.metadata import LIMITS
@@ -57,10 +56,10 @@ class Memory:
         """Return the later roots seen before, version to bytes."""
         found: dict[int, bytes] = {}
         for version in range(2, MAX_ROOT_ROTATIONS + 2):
-            path = self.folder / f"{version}.root.json"
-            if not path.exists():
+            name = f"{version}.root.json"
+            if not (self.folder / name).exists():
                 break
-            found[version] = read_small(path, f"remembered {path.name}", LIMITS["root"])
+            found[version] = read_small(self.folder, name, LIMITS["root"], subject=f"remembered {name}")
         return found
 
     def check(self, scope: str, resolved: Resolved) -> None:
@@ -84,7 +83,9 @@ class Memory:
             SetupError: the folder cannot be written.
         """
         try:
-            with self._locked():
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Two verifications at once are no mistake: each waits for the other.
+            with lock_file(self.folder / ".lock"):
                 before = self._load(scope)
                 check_not_older(before, resolved)
                 now = {
@@ -113,21 +114,12 @@ class Memory:
             return {}
         subject = f"state {path}"
         try:
-            return _Record.parse(read_small(path, subject, MAX_STATE_BYTES), subject=subject).roles
+            return _Record.parse(
+                read_small(self.folder, path.name, MAX_STATE_BYTES, subject=subject), subject=subject
+            ).roles
         except DocumentError as error:
             error.remedy = "The memory is damaged. Delete this file only if you know that the release is current."
             raise
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Wait for other processes: unlike in `ddm.io.files.locked`, two verifications at once are no mistake."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
 
 
 def check_not_older(before: Mapping[str, _Seen], resolved: Resolved) -> None:

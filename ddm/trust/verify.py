@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ddm.errors import AbsentFileError, DigestError, RoleError, SignatureError, UnlistedFileError
+from ddm.io.files import require_folder
 from ddm.io.untrusted import Entry, check_digest, read_small, scan
 from ddm.trust.keys import group_fingerprint, parse_fingerprint
 from ddm.trust.metadata import LIMITS
@@ -129,10 +130,11 @@ def _verify(
     later: Callable[[str], bool],
     now: datetime | None,
 ) -> VerifiedRelease:
+    folder = require_folder(folder, "a folder")
     entries = scan(folder)
     memory = Memory.of(state, hashlib.sha256(root).hexdigest()) if state else None
     resolved = resolve(
-        _read_metadata(entries),
+        _read_metadata(folder, entries),
         root,
         stage=stage,
         now=now or datetime.now(UTC),
@@ -143,7 +145,7 @@ def _verify(
     if memory:
         memory.check(scope, resolved)
     _check_pins(resolved, pins)
-    files = _check_files(entries, resolved, later)
+    files = _check_files(folder, entries, resolved, later)
     if memory:
         memory.record(scope, resolved)
     return VerifiedRelease(
@@ -157,15 +159,15 @@ def _verify(
     )
 
 
-def _read_metadata(entries: Mapping[str, Entry]) -> Mapping[str, bytes]:
+def _read_metadata(folder: Path, entries: Mapping[str, Entry]) -> Mapping[str, bytes]:
     """Read what lies in ``metadata/``, each file and all together bounded; nothing of it is trusted yet."""
     view: dict[str, bytes] = {}
     left = MAX_METADATA_BYTES
-    for name, entry in entries.items():
+    for name in entries:
         if not name.startswith("metadata/"):
             continue
         kind = "root" if name.endswith(".root.json") else name.removeprefix("metadata/").removesuffix(".json")
-        data = read_small(entry.path, name, min(left, LIMITS.get(kind, LIMITS["targets"])))
+        data = read_small(folder, name, min(left, LIMITS.get(kind, LIMITS["targets"])))
         left -= len(data)
         view[name.removeprefix("metadata/")] = data
     return view
@@ -185,7 +187,7 @@ def _check_pins(resolved: Resolved, pins: Mapping[str, str]) -> None:
 
 
 def _check_files(
-    entries: Mapping[str, Entry], resolved: Resolved, later: Callable[[str], bool]
+    folder: Path, entries: Mapping[str, Entry], resolved: Resolved, later: Callable[[str], bool]
 ) -> Mapping[str, VerifiedFile]:
     """Compare the folder with what was signed: no file more, none less, the same bytes."""
     signed = {f"targets/{path}": target for path, target in resolved.targets.items()}
@@ -199,7 +201,7 @@ def _check_files(
     for name, target in signed.items():
         entry, relative = entries[name], name.removeprefix(f"targets/{resolved.plan_id}/")
         if not (postponed := later(relative)):
-            check_digest(entry.path, name, target.bytes, target.digest)
+            check_digest(folder, name, target.bytes, target.digest)
         elif entry.bytes != target.bytes:
             raise DigestError(name, expected=f"{target.bytes} bytes", got=f"{entry.bytes} bytes")
         files[relative] = VerifiedFile(entry.path, target.bytes, target.digest, target.role, read=not postponed)

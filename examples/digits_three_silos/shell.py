@@ -70,7 +70,7 @@ class Demo:
         self._show([*command, "&"])
         name = f"{program}-{Path(str(arguments[-1])).name}"
         log = self.out / "logs" / f"{name}.log"
-        self.background.append(spawn(command, name=name, log_path=log, env=self._environment(), grace_s=15.0))
+        self.background.append(spawn(command, log_path=log, env=self._environment(), grace_s=15.0))
 
     def watch(self, seconds: float) -> None:
         """Show what the background commands print, for a while; fail when one of them has failed."""

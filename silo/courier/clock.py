@@ -1,4 +1,4 @@
-"""Is this machine's clock right? Flower refuses a node whose signature is minutes old, and does not say why."""
+"""Compares this machine's clock with the aggregator's: Flower refuses a node whose signature is minutes old."""
 
 import http.client
 import ssl
@@ -16,15 +16,12 @@ def seconds_ahead(address: str) -> float | None:
 
     A hint for the operator and nothing else, so the certificate is not checked: against a wrong clock it may well seem
     expired, and the answer is bounded whoever gives it.
-
-    Args:
-        address: the aggregator, `host:port`.
     """
     found: list[float | None] = []
     # Whoever answers may do so a byte at a time, for ever.
-    asking = threading.Thread(target=lambda: found.append(_ask(address)), daemon=True)
-    asking.start()
-    asking.join(2 * _TIMEOUT_S)
+    question = threading.Thread(target=lambda: found.append(_ask(address)), daemon=True)
+    question.start()
+    question.join(2 * _TIMEOUT_S)
     return found[0] if found else None
 
 
@@ -36,8 +33,8 @@ def _ask(address: str) -> float | None:
         connection = http.client.HTTPSConnection(host.strip("[]"), int(port), timeout=_TIMEOUT_S, context=context)
         try:
             connection.request("HEAD", "/")
-            told = parsedate_to_datetime(str(connection.getresponse().headers["Date"]))
-            return (datetime.now(UTC) - told).total_seconds()
+            theirs = parsedate_to_datetime(str(connection.getresponse().headers["Date"]))
+            return (datetime.now(UTC) - theirs).total_seconds()
         finally:
             connection.close()
     return None

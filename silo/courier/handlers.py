@@ -1,4 +1,4 @@
-"""What does the courier answer the aggregator?
+"""The courier's answers to the aggregator.
 
 It writes the inbox, reads the outbox, and takes every limit from this site's own configuration, never from the message.
 Whatever goes wrong becomes a number; no exception's text, path or name leaves.
@@ -7,7 +7,6 @@ A SuperNode brings one message after the other. So a site that caps its rate nee
 carries no more than the cap lets through in `_PACED_S` seconds, and is held back for as long as its bytes may take.
 """
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from urllib.parse import unquote
 from pydantic import ValidationError
 
 from ddm.errors import ArchipelagoError, DigestError, DocumentError, MissingFileError, PolicyError, ReplayError
-from ddm.io.files import locked, read_bounded, write_atomic
+from ddm.io.files import read_bounded, write_atomic
+from ddm.io.locks import locked
 from ddm.transport.messages import (
     MAX_SUBMISSION_FILES,
     Ask,
@@ -35,6 +35,7 @@ from ddm.transport.messages import (
     StatusFile,
     first_of,
 )
+from ddm.transport.sequences import sequences
 from ddm.transport.shards import PartFolder, list_folder, read_spans, whole_spans
 
 _MAX_PLANS = 64
@@ -43,7 +44,6 @@ _SETTLE_S = 5.0
 _POLL_S = 0.5
 # Well below the time to live of any message.
 _PACED_S = 10.0
-_SEQUENCE = re.compile(r"[1-9][0-9]{0,6}")
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,7 @@ class SiteLimits:
 def answer(
     envelope: Envelope[Request], limits: SiteLimits, *, pause: Callable[[float], None] = time.sleep
 ) -> Envelope[Reply]:
-    """Answer one valid request, no faster than this site lets bytes leave.
-
-    Args:
-        envelope: what the aggregator asks, with the bytes that came along.
-        limits: this site's own.
-        pause: waits for so many seconds.
-
-    Returns:
-        The reply; with a code in place of content when the request is refused or failed.
-    """
+    """Answer one valid request, no faster than this site lets bytes leave; a failure becomes a code."""
     reply = _answer(envelope, limits)
     if limits.bytes_per_s and reply.data:
         pause(len(reply.data) / limits.bytes_per_s)
@@ -114,35 +105,27 @@ def _answer(envelope: Envelope[Request], limits: SiteLimits) -> Envelope[Reply]:
 
 
 def take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits) -> Held:
-    """Collect a plan's bundle in the inbox; one that is complete is never touched again.
-
-    Args:
-        offer: the index, and the ranges that came along.
-        pieces: their bytes.
-        limits: this site's own.
-
-    Returns:
-        Whether the bundle is complete, else what is missing.
+    """Collect a plan's bundle in the inbox, and tell what is missing; one that is complete is never touched again.
 
     Raises:
         PolicyError: the bundle is larger than this site takes, or the inbox is full of plans.
         DigestError: a file is not the one in the index, or another bundle of this plan is complete already.
     """
-    if sum(entry.num_bytes for entry in offer.files) > limits.bundle_bytes:
-        raise PolicyError("bundle", expected=f"at most {limits.bundle_bytes} bytes", got="more")
-    if any(entry.digest is None for entry in offer.files):
-        raise DocumentError("bundle index", expected="a digest for every file")
+    if (num_bytes := sum(entry.num_bytes for entry in offer.files)) > limits.bundle_bytes:
+        raise PolicyError("bundle", expected=f"at most {limits.bundle_bytes} bytes", got=f"{num_bytes}")
+    if missing := sum(entry.digest is None for entry in offer.files):
+        raise DocumentError("bundle index", expected="a digest for every file", got=f"{missing} files without one")
     inbox = limits.site / "inbox"
     folder = inbox / offer.plan_id
     if not folder.exists() and sum(1 for _ in inbox.iterdir()) >= _MAX_PLANS:
-        raise PolicyError("inbox", expected=f"at most {_MAX_PLANS} plans", got="more")
+        raise PolicyError("inbox", expected=f"at most {_MAX_PLANS} plans", got="one plan more")
     folder.mkdir(exist_ok=True)
     with locked(folder, "courier"):
         target = folder / "bundle"
         if target.exists():
             held = list_folder(target, max_files=len(offer.files), max_bytes=limits.bundle_bytes, with_digest=True)
             if held != tuple(sorted(offer.files, key=lambda entry: entry.path)):
-                raise DigestError("bundle", expected="the bundle received before", got="another")
+                raise DigestError("bundle", expected="the bundle received before", got="other files")
             return Held(complete=True)
         part = PartFolder(target, offer.files)
         part.write(zip(offer.spans, pieces, strict=True))
@@ -154,14 +137,8 @@ def take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits) 
 def report(ask: Ask, limits: SiteLimits) -> Envelope[Report]:
     """Report a new submission at once, a new state after a few seconds, progress when the aggregator stops waiting.
 
-    A message costs a second of computing here, so states that follow each other quickly share one.
-
-    Args:
-        ask: what the aggregator knows already, and for how long it waits.
-        limits: this site's own.
-
-    Returns:
-        The worker's status, the newest submission that has no receipt, and its first bytes.
+    A message costs a second of computing here, so states that follow each other quickly share one. The answer holds the
+    worker's status, the newest submission that has no receipt, and its first bytes.
     """
     deadline = time.monotonic() + ask.wait_s
     settled = min(time.monotonic() + _SETTLE_S, deadline)
@@ -182,14 +159,7 @@ def report(ask: Ask, limits: SiteLimits) -> Envelope[Report]:
 
 
 def read_status(plan_id: str, limits: SiteLimits) -> Status:
-    """Read what the worker last said about one plan; nothing said means waiting.
-
-    Args:
-        plan_id: the plan.
-        limits: this site's own.
-
-    Returns:
-        The status; `waiting` when the worker is at another plan.
+    """Read what the worker last said about one plan; `waiting` when it said nothing, or is at another plan.
 
     Raises:
         DocumentError: the file is not as it must be.
@@ -206,42 +176,24 @@ def read_status(plan_id: str, limits: SiteLimits) -> Status:
 
 
 def newest_sequence(plan_id: str, limits: SiteLimits) -> int:
-    """The highest submission in the outbox that has no receipt, 0 when there is none.
-
-    Args:
-        plan_id: the plan.
-        limits: this site's own.
-
-    Returns:
-        Its sequence number.
-    """
-    outbox, receipts = limits.site / "outbox" / plan_id, limits.site / "inbox" / plan_id / "receipts"
-    if not outbox.is_dir():
-        return 0
-    found = [int(path.name) for path in outbox.iterdir() if _SEQUENCE.fullmatch(path.name) and path.is_dir()]
-    newest = max(found, default=0)
+    """Return the number of the highest submission in the outbox, 0 when it has a receipt or there is none."""
+    receipts = limits.site / "inbox" / plan_id / "receipts"
+    newest = max(sequences(limits.site / "outbox" / plan_id), default=0)
     return 0 if (receipts / f"{newest}.json").exists() else newest
 
 
 def give_shards(pull: Pull, limits: SiteLimits) -> Envelope[Shards]:
     """Read the ranges asked for, or as much of them as one answer carries, from an approved submission.
 
-    Args:
-        pull: which submission, which ranges.
-        limits: this site's own.
-
-    Returns:
-        The ranges and their bytes.
-
     Raises:
         PolicyError: more bytes than this site gives in one message.
         ReplayError: there is no such submission.
     """
-    if sum(span.num_bytes for span in pull.spans) > limits.shard_bytes:
-        raise PolicyError("shards", expected=f"at most {limits.shard_bytes} bytes", got="more")
+    if (num_bytes := sum(span.num_bytes for span in pull.spans)) > limits.shard_bytes:
+        raise PolicyError("shards", expected=f"at most {limits.shard_bytes} bytes", got=f"{num_bytes}")
     submission = limits.site / "outbox" / pull.plan_id / str(pull.sequence)
     if not submission.is_dir():
-        raise ReplayError("submission", expected="one in the outbox", got="another")
+        raise ReplayError("submission", expected="one in the outbox", got=f"number {pull.sequence}, not there")
     spans = first_of(pull.spans, limits.answer_bytes)
     return Envelope(Shards(spans=spans), read_spans(submission, spans))
 
@@ -249,27 +201,21 @@ def give_shards(pull: Pull, limits: SiteLimits) -> Envelope[Shards]:
 def take_receipt(deliver: Deliver, receipt: bytes, limits: SiteLimits) -> Delivered:
     """Store a receipt for a submission that this site made, or a notice after the last; the first one counts.
 
-    Args:
-        deliver: which submission it is for.
-        receipt: its bytes; the worker verifies the signature.
-        limits: this site's own.
-
-    Returns:
-        The acknowledgement.
+    The worker verifies its signature.
 
     Raises:
         ReplayError: no such submission was sent, or another receipt for it is here.
     """
-    sent = (limits.site / "outbox" / deliver.plan_id).glob("[1-9]*")
-    newest = max((int(path.name) for path in sent if _SEQUENCE.fullmatch(path.name)), default=0)
+    newest = max(sequences(limits.site / "outbox" / deliver.plan_id), default=0)
     # One more than was sent: a notice that the silo was withdrawn stands in the place of its next receipt.
     if not (limits.site / "inbox" / deliver.plan_id).is_dir() or not 1 <= deliver.sequence <= newest + 1:
-        raise ReplayError("receipt", expected="one for a submission of this site", got="another")
+        expected, got = f"one for submission 1 to {newest + 1} of a known plan", f"one for {deliver.sequence}"
+        raise ReplayError("receipt", expected=expected, got=got)
     path = limits.site / "inbox" / deliver.plan_id / "receipts" / f"{deliver.sequence}.json"
     if not path.exists():
         write_atomic(path, receipt)
     elif read_bounded(path, len(receipt)) != receipt:
-        raise ReplayError("receipt", expected="the one received before", got="another")
+        raise ReplayError("receipt", expected="the one received before", got="other bytes")
     return Delivered()
 
 

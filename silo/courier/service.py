@@ -1,7 +1,6 @@
 """The courier as a service: built as the site says, kept alive, its news told. No torch: it sees no image."""
 
 import threading
-import time
 
 from ddm.errors import ArchipelagoError
 from ddm.system.console import say
@@ -9,27 +8,6 @@ from silo.config import Site
 from silo.courier.supernode import Courier
 
 _CLOSE_S = 30.0
-
-
-class CourierNews:
-    """Prints why there is no connection, each reason once, and when there is one again."""
-
-    def __init__(self, courier: Courier) -> None:
-        self._courier = courier
-        self._told: str | None = None
-
-    def refused(self, error: OSError) -> None:
-        """Print what the operating system refused, a full disk perhaps; the next second tries again."""
-        self._tell(error.strerror or type(error).__name__)
-
-    def tell(self) -> None:
-        """Print what changed since the last time."""
-        self._tell(self._courier.problem)
-
-    def _tell(self, problem: str | None) -> None:
-        if problem != self._told:
-            say(f"courier: {problem}" if problem else "courier: connected")
-            self._told = problem
 
 
 class CourierWatch(threading.Thread):
@@ -42,18 +20,12 @@ class CourierWatch(threading.Thread):
         self._failure: ArchipelagoError | None = None
 
     def run(self) -> None:
-        """Check once a second until the end."""
-        news = CourierNews(self._courier)
-        while not self._ended.wait(1.0):
-            try:
-                self._courier.check()
-                news.tell()
-            except ArchipelagoError as error:
-                self._failure = error
-                say(f"courier: {error} - {error.remedy}", error=True)
-                return
-            except OSError as error:
-                news.refused(error)
+        """Look after the courier until the end."""
+        try:
+            look_after(self._courier, self._ended)
+        except ArchipelagoError as error:
+            self._failure = error
+            say(f"courier: {error} - {error.remedy}", error=True)
 
     def close(self) -> None:
         """Stop looking."""
@@ -64,6 +36,20 @@ class CourierWatch(threading.Thread):
         """Raise what ended the courier, if anything did."""
         if self._failure:
             raise self._failure
+
+
+def look_after(courier: Courier, ended: threading.Event) -> None:
+    """Check once a second; print why there is no connection, each reason once, and when there is one again."""
+    last: str | None = None
+    while not ended.wait(1.0):
+        try:
+            courier.check()
+            problem = courier.problem
+        except OSError as error:  # a full disk perhaps; the next second tries again
+            problem = error.strerror or type(error).__name__
+        if problem != last:
+            say(f"courier: {problem}" if problem else "courier: connected")
+            last = problem
 
 
 def make_courier(site: Site) -> Courier:
@@ -81,11 +67,4 @@ def run_courier(site: Site) -> None:
     """Run the courier alone until a signal ends it."""
     with make_courier(site) as courier:
         say(f"courier of {site.settings().silo_id}: {courier.info()}")
-        news = CourierNews(courier)
-        while True:
-            try:
-                courier.check()
-                news.tell()
-            except OSError as error:
-                news.refused(error)
-            time.sleep(1.0)
+        look_after(courier, threading.Event())

@@ -1,4 +1,4 @@
-"""How does a site's courier run? It keeps one Flower SuperNode alive, tied to this process, and nothing more.
+"""A site's courier: it keeps one Flower SuperNode alive, tied to this process, and nothing more.
 
 The SuperNode connects out to the aggregator (TLS against `courier/ca.pem`, authenticated by `courier/node.key`), waits
 for as long as it takes, and starts the ClientApp for every message. Flower believes a SuperNode that was killed alive
@@ -9,25 +9,27 @@ On a machine that was very busy for a moment, a SuperNode answers a message twic
 sends with every message the answer to the one before, which comes too late. It never recovers, and is started anew.
 """
 
-import os
+import math
 import re
 import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from urllib.parse import quote
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from ddm.errors import SetupError
-from ddm.io.files import locked, require_file, write_atomic
+from ddm.io.files import require_file, write_atomic
+from ddm.io.locks import locked
 from ddm.system.processes import Child, flower_environment, free_port, script_command, spawn
+from ddm.system.supervisor import Program, Supervisor
 from silo.courier.clock import describe, seconds_ahead
 
-_RETRY_S = (1.0, 3.0, 6.0, 10.0)
+_NODE = "SuperNode"
+_LONGEST_DELAY_S = 10.0
 _SETTLED_S = 30.0
 _LOOK_EVERY_S = 2.0
 _SIGN_OFF_S = 15.0
@@ -44,15 +46,12 @@ _PROBLEMS = {
     "Connection successful": None,
     "successfully": None,
 }
-_DEFAULT_SHARD_BYTES = 128 * 1024 * 1024
-_DEFAULT_SUBMISSION_BYTES = 1024**4  # of our own outbox; the policy bounds each expert and their number
+_SHARD_BYTES = 128 * 1024 * 1024  # in one message, either way
+_SUBMISSION_BYTES = 1024**4  # of our own outbox; the policy bounds each expert and their number
 
 
 def make_node_key(path: Path) -> str:
-    """Make the key that authenticates this site's node, readable by its owner only.
-
-    Args:
-        path: where the private key goes; nothing may be there.
+    """Make the key that authenticates this site's node, readable by its owner only, at a path where nothing is yet.
 
     Returns:
         The public key, one line in OpenSSH format, for the enrolment card.
@@ -61,21 +60,17 @@ def make_node_key(path: Path) -> str:
         SetupError: a file is there already.
     """
     key = ec.generate_private_key(ec.SECP256R1())
+    data = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        raise SetupError(str(path), expected="no file", got="one", remedy="Keep the node key that is there.") from None
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        write_atomic(path, data, mode=0o600, overwrite=False)
+    except FileExistsError as error:
+        remedy = "Keep the node key that is there."
+        raise SetupError(str(path), expected="no file yet", got="a file", remedy=remedy) from error
     return key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode("ascii")
 
 
 def answers_late(log: str) -> bool:
-    """Whether a SuperNode's last answer was sent before anything was started that could have made it.
-
-    Args:
-        log: the end of its log.
-    """
+    """Whether a SuperNode, by its log, sent its last answer before anything was started that could have made it."""
     steps = [found[1] or found[2] for found in _STEP.finditer(log)]
     while steps and steps[-1] != "Sending":
         steps.pop()
@@ -92,35 +87,28 @@ class Courier:
         site: the site folder.
         address: the aggregator, `host:port`.
         max_bundle_bytes: most bytes of one plan's bundle that this site takes.
-        max_shard_bytes: most bytes in one message, either way.
-        max_submission_bytes: most bytes of one submission.
         max_bytes_per_s: most bytes a second that leave; 0 for as many as the line takes.
     """
 
-    def __init__(
-        self,
-        site: Path,
-        *,
-        address: str,
-        max_bundle_bytes: int,
-        max_shard_bytes: int = _DEFAULT_SHARD_BYTES,
-        max_submission_bytes: int = _DEFAULT_SUBMISSION_BYTES,
-        max_bytes_per_s: int = 0,
-    ) -> None:
+    def __init__(self, site: Path, *, address: str, max_bundle_bytes: int, max_bytes_per_s: int = 0) -> None:
         self._site, self._address = site.absolute(), address
         self._limits = {
             "bundle_bytes": max_bundle_bytes,
-            "shard_bytes": max_shard_bytes,
-            "submission_bytes": max_submission_bytes,
+            "shard_bytes": _SHARD_BYTES,
+            "submission_bytes": _SUBMISSION_BYTES,
             "bytes_per_s": max_bytes_per_s,
         }
         self._courier = self._site / "courier"
-        self._node: Child | None = None
-        self._num_restarts = 0
-        self._num_failures = 0
-        self._next_start = 0.0
-        self._next_look = 0.0
-        self._started = False
+        node = Program(
+            _NODE,
+            self._spawn,
+            self._works,
+            silent_s=_LOOK_EVERY_S / 2,  # so that one look decides
+            ask_every_s=_LOOK_EVERY_S,
+            max_per_hour=math.inf,
+            longest_delay_s=_LONGEST_DELAY_S,
+        )
+        self._supervisor = Supervisor([node])
         self._wrong_clock: str | None = None
         self._stack = ExitStack()
 
@@ -128,9 +116,7 @@ class Courier:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -145,8 +131,7 @@ class Courier:
         self._stack.enter_context(locked(self._courier, "courier"))
         for folder in (self._courier / "flwr", self._site / "inbox"):
             folder.mkdir(exist_ok=True)
-        self._started = True
-        self._spawn()
+        self._supervisor.start(_NODE)
 
     def node_config(self) -> str:
         """What the ClientApp learns from its SuperNode: the site folder, percent-encoded, and the limits."""
@@ -172,7 +157,10 @@ class Courier:
                 check=False,
             )
 
-    def _spawn(self) -> None:
+    def _spawn(self) -> Child:
+        if self._num_restarts:
+            # Flower ends without a word when the aggregator finds its signature too old or too new.
+            self._wrong_clock = describe(seconds_ahead(self._address))
         self._sign_off()
         command = [
             *script_command("flower-supernode"),
@@ -182,68 +170,49 @@ class Courier:
             *("--node-config", self.node_config()),
             *("--host", "127.0.0.1", "--port", str(free_port())),
         ]
-        log_path = self._courier / "flwr" / "supernode.log"
-        self._node = spawn(
-            command,
-            name="SuperNode",
-            log_path=log_path,
-            env=flower_environment(self._courier / "flwr"),
-            cwd=self._courier / "flwr",
-        )
+        home = self._courier / "flwr"
+        return spawn(command, log_path=home / "supernode.log", env=flower_environment(home), cwd=home)
 
     def check(self) -> None:
         """Start the SuperNode again when it has ended, ever more slowly while it keeps ending; call every second."""
-        node, now = self._node, time.monotonic()
-        if node is None:
-            if self._started and now >= self._next_start:
-                self._num_restarts += 1
-                self._spawn()
-            return
-        if node.running():
-            self._look_after(node, now)
-            return
-        self._next_start = now + _RETRY_S[min(self._num_failures, len(_RETRY_S) - 1)]
-        self._num_failures += 1
-        self._node = None
-        # Flower ends without a word when the aggregator finds its signature too old or too new.
-        self._wrong_clock = describe(seconds_ahead(self._address))
+        self._supervisor.check()
 
-    def _look_after(self, node: Child, now: float) -> None:
-        """Note the node's number for a sign-off; end a SuperNode that waits for a helper which died."""
-        if now < self._next_look:
-            return
-        self._next_look = now + _LOOK_EVERY_S
+    def _works(self) -> bool:
+        """Note the node's number for a sign-off, and see whether a SuperNode waits for a helper which died."""
+        node = self._supervisor.child(_NODE)
+        if node is None:
+            return False
         path = self._courier / "flwr" / "node_id"
         if not path.exists() and (found := _NODE_ID.findall(node.log_tail())):
             write_atomic(path, found[-1].encode())
-        if now - node.started_at > _SETTLED_S:
-            self._num_failures, self._wrong_clock = 0, None
-            if node.num_descendants() == 0 or answers_late(node.log_tail()):
-                node.kill()
+        if time.monotonic() - node.started_at <= _SETTLED_S:
+            return True
+        self._wrong_clock = None
+        return node.num_descendants() != 0 and not answers_late(node.log_tail())
 
     def stop(self) -> None:
-        """End the SuperNode and all it started, within a few seconds."""
-        self._started = False
-        node, self._node = self._node, None
-        if node is not None:
-            node.terminate()
-            if node.returncode == 0:
-                # It signed off by itself.
-                (self._courier / "flwr" / "node_id").unlink(missing_ok=True)
+        """End the SuperNode and all it started, within a few seconds; safe to call twice."""
+        node = self._supervisor.child(_NODE)
+        self._supervisor.stop()
+        if node is not None and node.returncode == 0:
+            # It signed off by itself.
+            (self._courier / "flwr" / "node_id").unlink(missing_ok=True)
         self._stack.close()
+
+    @property
+    def _num_restarts(self) -> int:
+        return self._supervisor.num_restarts()[_NODE]
 
     @property
     def problem(self) -> str | None:
         """Why there is no connection, in one sentence, as far as clock and log tell; None while nothing is known."""
-        if self._wrong_clock or self._node is None:
-            return self._wrong_clock
-        tail = self._node.log_tail()
+        tail = self._supervisor.log_tail(_NODE)
         latest = max(_PROBLEMS, key=tail.rfind)
-        return _PROBLEMS[latest] if latest in tail else None
+        return self._wrong_clock or (_PROBLEMS[latest] if latest in tail else None)
 
     def info(self) -> dict[str, object]:
         """What runs: process ids of the SuperNode and its guard, how often it was restarted, what is wrong."""
-        node = self._node
+        node = self._supervisor.child(_NODE)
         return {
             "supernode_pid": node.pid if node else None,
             "guard_pid": node.guard_pid if node else None,

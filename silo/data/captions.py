@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddm.encoders import Progress
 from ddm.errors import DataError, SetupError
-from ddm.io.files import sync_folder, write_atomic
+from ddm.io.files import move_into_place, write_atomic
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Plan, TextCondition
 from ddm.system.console import say
@@ -78,9 +78,8 @@ def keep_texts(cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path,
                 on_progress(done, len(captions))
         finally:
             _save(handle, note, done)
-    part.replace(path)
+    move_into_place(part, path)
     note.unlink()
-    sync_folder(folder)
     if cut := encoder.num_cut(captions):
         say(f"Captions longer than {plan.condition.max_tokens} tokens, whose rest is not learned: {cut}")
 

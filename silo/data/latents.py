@@ -4,6 +4,7 @@ Latents lie in a file and are read through the page cache, so that encoding take
 that of what it reads. The file is named by what it was made of: other images or another autoencoder never find it.
 """
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from ddm.encoders import Progress
 from ddm.encoders.autoencoder import AutoencoderKl, Latent
 from ddm.errors import DataError
-from ddm.io.files import sync_folder
+from ddm.io.files import replacing
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import AutoencoderKlLatent, Plan
 from silo.data.captions import texts_of
@@ -39,24 +40,22 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
         OSError: the disk is full.
     """
     path = _path(cohort, plan, folder)
-    for other in folder.glob(f"{_PREFIX}*"):
+    for other in (*folder.glob(f"{_PREFIX}*"), *folder.glob(f".{_PREFIX}*.part")):
         if other != path:
             other.unlink()
     if path is None or path.exists() or not isinstance(latent, AutoencoderKl):
         return
-    part = path.with_suffix(".part")
     shape = (len(cohort.images), *plan.expert_shape)
-    kept = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=shape)
-    if hasattr(os, "posix_fallocate"):  # to a process that writes into a mapped file, a full disk is a deadly signal
-        with part.open("r+b") as handle:
-            os.posix_fallocate(handle.fileno(), 0, part.stat().st_size)
-    latent.encode_into(cohort.images, torch.from_numpy(kept), on_progress)
-    kept.flush()
-    del kept
-    with part.open("rb") as handle:
-        os.fsync(handle.fileno())
-    part.replace(path)
-    sync_folder(folder)
+    with replacing(path) as handle:
+        header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(handle, header)
+        begin, size = handle.tell(), 4 * math.prod(shape)
+        handle.truncate(begin + size)
+        if hasattr(os, "posix_fallocate"):  # a full disk is deadly to a process that writes into a mapped file
+            os.posix_fallocate(handle.fileno(), begin, size)
+        kept = np.memmap(handle, np.dtype("<f4"), "r+", begin, shape)
+        latent.encode_into(cohort.images, torch.from_numpy(kept), on_progress)
+        kept.flush()
 
 
 def as_seen(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:

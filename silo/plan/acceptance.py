@@ -7,7 +7,8 @@ from datetime import datetime
 from pathlib import Path
 
 from ddm.errors import DigestError, NumericalError, PolicyError, ReplayError
-from ddm.io.files import copy_tree_bounded, read_bounded, sync_folder
+from ddm.io.copying import copy_tree_bounded
+from ddm.io.files import aside, move_into_place, read_bounded
 from ddm.io.tensors import stored_bytes
 from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.models import expected_tensors
@@ -64,10 +65,7 @@ def receive_plan(
         FormatError: the bundle or a document in it is malformed.
         PolicyError: the plan asks for more than this site allows.
     """
-    part = plan_folder(site, plan_id).with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
+    with aside(plan_folder(site, plan_id)) as part:
         copy_tree_bounded(site.inbox / plan_id / "bundle", part, max_bytes=max_bytes)
         root = site.root_path.read_bytes()
         verified = verify_bundle(part, root, state=site.private / "trust", now=now)
@@ -82,10 +80,7 @@ def receive_plan(
         _check_size(accepted.plan)
         _check_noise(accepted)
         shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
-        part.rename(plan_folder(site, plan_id))
-        sync_folder(part.parent)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        move_into_place(part, plan_folder(site, plan_id))
     return load_accepted(site, plan_id, accepted.digest)
 
 

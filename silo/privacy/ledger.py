@@ -12,7 +12,6 @@ together to an older state look genuine here; the aggregator sees it, since the 
 does not extend the last one.
 """
 
-import fcntl
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ddm.errors import BudgetError, DocumentError, LedgerError
 from ddm.io.files import sync_folder, write_atomic
+from ddm.io.locks import lock_file
 from ddm.privacy.accounting import GaussianMechanism, Mechanism, adaptive_epsilon
 from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import (
@@ -223,7 +223,7 @@ class Ledger:
     def drawing(self) -> Iterator[None]:
         """Hold the right to draw: between a debit and its draw no other process may draw for it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _flocked(self.path.with_suffix(".drawing.lock")):
+        with lock_file(self.path.with_suffix(".drawing.lock")):
             yield
 
     def _check_budget(self, entries: tuple[Entry, ...], mechanisms: Mapping[Kind, Mechanism]) -> None:
@@ -242,7 +242,7 @@ class Ledger:
     def _locked(self) -> Iterator[tuple[Entry, ...]]:
         """Hold the ledger for one process at a time, verified and mended where that is safe."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _flocked(self.path.with_suffix(".lock")):
+        with lock_file(self.path.with_suffix(".lock")):
             self._begin()
             yield self._read()
 
@@ -313,17 +313,6 @@ class Ledger:
             return _Head.parse(self._head_path.read_bytes(), subject="ledger head", limit=_MAX_LINE)
         except (OSError, DocumentError) as error:
             raise LedgerError("ledger head", expected="the file beside the ledger", got="none that reads") from error
-
-
-@contextmanager
-def _flocked(path: Path) -> Iterator[None]:
-    """Wait for the lock; it ends with the process, however it ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _parse(lines: list[bytes], unit: Unit) -> tuple[Entry, ...]:

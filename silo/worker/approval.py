@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from ddm.errors import ApprovalError
-from ddm.io.files import locked, read_bounded, write_atomic
+from ddm.io.files import read_bounded, write_atomic
+from ddm.io.locks import locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document
 from ddm.protocol.submission import Submission
 from silo.config import Site

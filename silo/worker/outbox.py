@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ddm.errors import ApprovalError
-from ddm.io.files import link_or_copy, sync_folder, write_atomic
+from ddm.io.files import aside, link_or_copy, move_into_place, write_atomic
 from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import File, sha256_file, sha256_hex
@@ -150,16 +150,12 @@ def send(
     signed |= {prefix + expert.file.path: (expert.file.bytes, expert.file.digest) for expert in submission.experts}
     role = sign_silo_metadata(plan_id, silo_id, signed, key, version=submission.sequence, now=now)
 
-    part = final.with_name(f".{final.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    for path, source in files.items():
-        link_or_copy(source, part / path)
-    write_atomic(part / submission_path(silo_id), encoded)
-    write_atomic(part / "metadata" / f"{plan_id}.{silo_id}.json", role)
-    for folder in (path for path in part.rglob("*") if path.is_dir()):
-        sync_folder(folder)
-    part.rename(final)
-    sync_folder(final.parent)
+    with aside(final) as part:
+        for path, source in files.items():
+            link_or_copy(source, part / path)
+        write_atomic(part / submission_path(silo_id), encoded)
+        write_atomic(part / "metadata" / f"{plan_id}.{silo_id}.json", role)
+        move_into_place(part, final)
     return submission
 
 

@@ -1,17 +1,16 @@
 """The worker: takes one plan from the inbox to the outbox, one durable state at a time. It has no network."""
 
 import json
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
 
 import torch
 
 from ddm.errors import ArchipelagoError, DataError, SubmissionRefusedError
-from ddm.io.files import locked, write_atomic
+from ddm.io.files import write_atomic
+from ddm.io.locks import locked
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import Receipt, Refused, Withdrawn
@@ -40,10 +39,16 @@ class Worker:
         key: its signing key, opened.
         on_change: called with every state entered and every note of training progress.
         isolation: what keeps the courier from the data; stated in the submission.
+        stopping: asks the worker to stop, once it is set.
     """
 
     def __init__(
-        self, site: Site, key: SigningKey, on_change: Callable[[State], None], isolation: Isolation = "none"
+        self,
+        site: Site,
+        key: SigningKey,
+        on_change: Callable[[State], None],
+        isolation: Isolation = "none",
+        stopping: threading.Event | None = None,
     ) -> None:
         self.site = site
         self.isolation = isolation
@@ -51,7 +56,7 @@ class Worker:
         self.settings = site.settings()
         self.policy = site.policy()
         self.on_change = on_change
-        self.stopping = threading.Event()
+        self.stopping = stopping or threading.Event()
         self.state = load_state(state_path(site.private))
         self._refused_now: set[str] = set()
         self._noted_at = 0.0
@@ -65,10 +70,8 @@ class Worker:
         Raises:
             SubmissionRefusedError: the aggregator refused the submission.
             ArchipelagoError: a stage cannot go on; the state keeps the problem, and a restart continues there.
-            KeyboardInterrupt: a signal asked the worker to stop; everything done so far is on disk.
+            KeyboardInterrupt: the worker was asked to stop; everything done so far is on disk.
         """
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
         torch.set_num_threads(self.settings.threads)
         with locked(self.site.private, "worker"):
             self.begin()
@@ -330,9 +333,6 @@ class Worker:
         if self.state.problem is None:
             self.state = self.state.model_copy(update={"problem": _problem(error)})
             save_state(state_path(self.site.private), self.state)
-
-    def _stop(self, signum: int, frame: FrameType | None) -> None:
-        self.stopping.set()
 
 
 def _problem(error: ArchipelagoError) -> Problem:

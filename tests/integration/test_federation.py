@@ -44,7 +44,7 @@ class Operators:
         command = [str(program(name)), *(str(argument) for argument in arguments)]
         key = f"{name}-{Path(str(arguments[-1])).name}"
         log = self.folder / "logs" / f"{key}.log"
-        self.background[key] = spawn(command, name=key, log_path=log, env=self.environment, grace_s=15.0)
+        self.background[key] = spawn(command, log_path=log, env=self.environment, grace_s=15.0)
 
     def wait_until(self, seen: Callable[[], bool], what: str) -> None:
         """Wait for something on disk, or for a command that failed; between looks, wait on a command itself."""

@@ -12,7 +12,8 @@ from tuf.api.metadata import Targets
 from aggregator.config import Federation
 from aggregator.membership.registry import enroll
 from ddm.errors import ArchipelagoError
-from ddm.io.files import copy_tree_bounded, read_bounded
+from ddm.io.copying import copy_tree_bounded
+from ddm.io.files import read_bounded
 from ddm.io.settings import load_settings
 from ddm.io.tensors import read_header
 from ddm.io.untrusted import read_small
@@ -172,7 +173,7 @@ def huge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "document": lambda path: read_bounded(path, MAX_DOCUMENT_BYTES),
-    "metadata": lambda path: read_small(path, "metadata", LIMITS["root"]),
+    "metadata": lambda path: read_small(path.parent, path.name, LIMITS["root"]),
     "invitation": lambda path: read_invitation(path, DIGEST),
     "card": lambda path: enroll(Federation(path.parent), path),
     "configuration": lambda path: load_settings(SiloSettings, path),

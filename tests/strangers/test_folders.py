@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import ddm.io.untrusted
 from ddm.errors import ArchipelagoError
-from ddm.io.files import copy_tree_bounded, list_files, read_bounded
+from ddm.io.copying import copy_tree_bounded
+from ddm.io.files import read_bounded
 from ddm.io.tensors import check_file, load_tensors, read_header
 from ddm.io.untrusted import check_digest, read_small, scan
 from ddm.transport.messages import Span
@@ -47,15 +47,14 @@ ODD: dict[str, Callable[[Path], object]] = {
     "socket": _make_socket,
 }
 FOLDER_READERS: dict[str, Callable[[Path], object]] = {
-    "list_files": list_files,
     "copy_tree_bounded": lambda folder: copy_tree_bounded(folder, folder.with_name("copy"), **_LARGE),
     "scan": scan,
     "list_folder": lambda folder: list_folder(folder, max_files=100, with_digest=True, **_LARGE),
 }
 FILE_READERS: dict[str, Callable[[Path], object]] = {
     "read_bounded": lambda path: read_bounded(path, 1 << 20),
-    "read_small": lambda path: read_small(path, "file", 1 << 20),
-    "check_digest": lambda path: check_digest(path, "file", 6, DIGEST),
+    "read_small": lambda path: read_small(path.parent, path.name, 1 << 20),
+    "check_digest": lambda path: check_digest(path.parent, path.name, 6, DIGEST),
     "read_spans": lambda path: read_spans(path.parent, [Span(path=path.name, offset=0, num_bytes=6)]),
     "read_header": lambda path: read_header(path, **_LARGE),
     "load_tensors": lambda path: load_tensors(path, None, **_LARGE),
@@ -143,17 +142,16 @@ def test_folders_deeper_than_any_path_are_refused(folder: Path, reader: str) -> 
 
 BOUNDED: dict[str, Callable[[Path], object]] = {
     **FOLDER_READERS,
-    "list_files": lambda folder: list_files(folder, most=200),
+    "scan": lambda folder: scan(folder, most=200),
     "copy_tree_bounded": lambda folder: copy_tree_bounded(folder, folder.with_name("copy"), most=200, **_LARGE),
 }
 
 
 @pytest.mark.parametrize("kind", ["files", "folders"])
-@pytest.mark.parametrize("reader", ["list_files", "copy_tree_bounded", "scan"])
+@pytest.mark.parametrize("reader", ["copy_tree_bounded", "scan"])
 def test_very_many_entries_are_not_all_listed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, reader: str, kind: str
 ) -> None:
-    monkeypatch.setattr(ddm.io.untrusted, "MAX_FILES", 200)
     for number in range(150):
         (folder / str(number)).touch()
     BOUNDED[reader](folder)

@@ -63,7 +63,7 @@ class Operators:
         command = self.services[service]
         # A guard looks for a program by its path.
         command = [subprocess.check_output(["which", command[0]], text=True).strip(), *command[1:]]
-        self.running[service] = spawn(command, name=service, log_path=log, env=self.environment, grace_s=15.0)
+        self.running[service] = spawn(command, log_path=log, env=self.environment, grace_s=15.0)
 
     def look_after(self) -> None:
         """What a service manager does: start again what failed, leave what ended well."""

@@ -24,7 +24,7 @@ from aggregator.intake.limits import submission_bytes
 from aggregator.keys.tls import make_tls
 from aggregator.monitoring.doctor import Finding, examine
 from aggregator.monitoring.probes import Gathering
-from ddm.io.files import locked
+from ddm.io.locks import locked
 from ddm.protocol.base import now_utc
 from ddm.system.processes import program
 from silo.config import Site

@@ -16,7 +16,7 @@ from aggregator.monitoring.silo_status import Arrival, Standing, SubmissionStatu
 from aggregator.monitoring.status import FederationStatus, gather
 from aggregator.pages.render import render
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
-from ddm.io.files import locked
+from ddm.io.locks import locked
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import Accepted, Refused
 from ddm.system.processes import program

@@ -130,7 +130,7 @@ def proxy_of(fed: Path, upstream: Upstream) -> Iterator[Proxy]:
     assert nginx
     port = free_port()
     write_config(nginx, flower, render_config("127.0.0.1", port, upstream.port, LIMITS))
-    child = spawn(nginx_command(nginx, flower), name="nginx", log_path=flower / "nginx.log")
+    child = spawn(nginx_command(nginx, flower), log_path=flower / "nginx.log")
     try:
         found = Proxy(fed, port, upstream)
         deadline = time.monotonic() + 20.0

@@ -132,9 +132,7 @@ def test_honest_silo_is_served_when_the_other_one_is_not(
     flower = FakeFlower({b"south": behaviour, b"north": honest(world.silo("north"))})
     deliveries = {b"south": world.delivery("south"), b"north": world.delivery("north")}
     ended = time.monotonic() + 20.0
-    Post(
-        flower, deliveries, stopped=lambda: world.arrived("north").exists() or time.monotonic() > ended, in_flight=3
-    ).run()
+    Post(flower, deliveries, stopped=lambda: world.arrived("north").exists() or time.monotonic() > ended).run()
     assert world.identical("north") and not world.arrived("south").exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 from ddm.cli.main import app
 from ddm.distillation.student import Student, load_student
 from ddm.errors import BusyError, DigestError, SetupError
-from ddm.io.files import locked
+from ddm.io.locks import locked
 from ddm.protocol.base import sha256_hex
 from ddm.system.console import run_app
 from tests.conftest import Published

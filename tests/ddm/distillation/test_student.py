@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ddm import load_student, open_ensemble
-from ddm.cli.distill import _stopping
 from ddm.cli.main import app
 from ddm.distillation.student import RECORD_SUFFIX, OwnSamples, Source, Student, autoencoder_beside
 from ddm.encoders.autoencoder import build_autoencoder
@@ -217,15 +216,6 @@ def test_signal_ends_training_with_a_checkpoint_of_the_step_where_it_came(
     assert not out.exists()
     assert distil(tiny, out, "--num", 40) == 0
     assert out.read_bytes() == made.read_bytes()
-
-
-def test_second_signal_does_not_wait_for_the_step_to_end() -> None:
-    with _stopping() as asked:
-        assert not asked()
-        signal.raise_signal(signal.SIGINT)
-        assert asked()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
 
 
 def test_given_images_are_encoded_and_told_their_classes(tiny: TinyFederation, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ SUPERVISOR = """
 import sys, time
 from pathlib import Path
 from ddm.system.processes import spawn
-child = spawn([sys.executable, "-c", sys.argv[1]], name="tree", log_path=Path(sys.argv[2]), grace_s=0.2)
+child = spawn([sys.executable, "-c", sys.argv[1]], log_path=Path(sys.argv[2]), grace_s=0.2)
 print(child.pid, child.guard_pid, flush=True)
 time.sleep(600)
 """
@@ -40,7 +40,7 @@ def wait_until(condition, timeout_s=60.0):
 
 @pytest.fixture
 def tree(tmp_path):
-    child = spawn([sys.executable, "-c", TREE], name="tree", log_path=tmp_path / "log", grace_s=0.2)
+    child = spawn([sys.executable, "-c", TREE], log_path=tmp_path / "log", grace_s=0.2)
     wait_until(lambda: "up" in child.log_tail())
     yield child
     child.kill()
@@ -81,13 +81,13 @@ def test_tree_is_gone_when_its_supervisor_is_killed(tmp_path, number):
 
 
 def test_child_reports_the_exit_code_and_output_when_its_program_ends(tmp_path):
-    child = spawn([sys.executable, "-c", "print('bye'); raise SystemExit(7)"], name="x", log_path=tmp_path / "log")
+    child = spawn([sys.executable, "-c", "print('bye'); raise SystemExit(7)"], log_path=tmp_path / "log")
     assert child.wait(60.0) and child.returncode == 7
     assert child.log_tail() == "bye\n"
 
 
 def test_child_ends_with_127_when_its_program_does_not_exist(tmp_path):
-    child = spawn([str(tmp_path / "nothing")], name="x", log_path=tmp_path / "log")
+    child = spawn([str(tmp_path / "nothing")], log_path=tmp_path / "log")
     assert child.wait(60.0) and child.returncode == 127
     assert "cannot start" in child.log_tail()
 
@@ -100,7 +100,7 @@ def test_script_ends_when_its_main_thread_ends_although_a_thread_lives_on(tmp_pa
         "print(sys.argv[1], flush=True)\nsys.exit(3)\n"
     )
     command = [*script_command("python")[:-1], str(script), "hello"]
-    child = spawn(command, name="x", log_path=tmp_path / "log")
+    child = spawn(command, log_path=tmp_path / "log")
     assert child.wait(60.0) and child.returncode == 3
     assert child.log_tail() == "hello\n"
 
@@ -131,7 +131,7 @@ def test_secret_reaches_the_program_and_no_place_where_others_look(tmp_path):
         "import hashlib, sys, time; data = sys.stdin.buffer.read();"
         "print(hashlib.sha256(data).hexdigest(), flush=True); time.sleep(600)"
     )
-    child = spawn([sys.executable, "-c", code], name="reader", log_path=tmp_path / "log", input_bytes=secret)
+    child = spawn([sys.executable, "-c", code], log_path=tmp_path / "log", input_bytes=secret)
     try:
         wait_until(lambda: child.log_tail().endswith("\n"))
         assert child.log_tail().strip() == hashlib.sha256(secret).hexdigest()

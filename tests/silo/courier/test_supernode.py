@@ -1,3 +1,8 @@
+import os
+import signal
+import sys
+import time
+
 import pytest
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -9,8 +14,10 @@ from cryptography.hazmat.primitives.serialization import (
 from aggregator.server_app import node_identity
 from ddm.errors import MissingFileError, SetupError
 from ddm.protocol.enrolment import Card
+from silo.courier import supernode
 from silo.courier.handlers import SiteLimits
 from silo.courier.supernode import Courier, answers_late, make_node_key
+from tests.support.processes import alive
 
 
 def test_node_key_fits_its_public_line_and_the_card_when_made(tmp_path):
@@ -70,3 +77,64 @@ EARLY = RECEIVED.replace("INFO :      Received", STARTED + "INFO :      Received
 )
 def test_supernode_counts_as_late_when_it_sends_an_answer_that_nothing_can_have_made(log, late):
     assert answers_late(log) is late
+
+
+SUPERNODE = """
+import subprocess, sys, time
+if HELPER:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("SuperNode ID: 42", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def courier(tmp_path, monkeypatch):
+    """A courier whose SuperNode is a program that stays, with a helper beside it."""
+
+    def make(*, helper=True):
+        text = SUPERNODE.replace("HELPER", str(helper))
+        monkeypatch.setattr(supernode, "script_command", lambda name: [sys.executable, "-c", text])
+        for name in ("courier", "courier/flwr"):
+            (tmp_path / name).mkdir()
+        for name in ("node.key", "ca.pem"):
+            (tmp_path / "courier" / name).touch()
+        return Courier(tmp_path, address="127.0.0.1:1", max_bundle_bytes=1)
+
+    return make
+
+
+def check_until(courier, condition):
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        courier.check()
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process trees are read from /proc")
+def test_supernode_that_was_killed_is_signed_off_and_started_again(courier, tmp_path, monkeypatch):
+    signed_off, node_id = [], tmp_path / "courier" / "flwr" / "node_id"
+    monkeypatch.setattr(Courier, "_sign_off", lambda self: signed_off.append(node_id.exists()))
+    with courier() as kept:
+        first = kept.info()
+        check_until(kept, node_id.exists)
+        assert node_id.read_text() == "42" and kept.problem is None
+        os.kill(first["supernode_pid"], signal.SIGKILL)
+        check_until(kept, lambda: kept.info()["num_restarts"] == 1)
+        second = kept.info()
+        assert second["supernode_pid"] != first["supernode_pid"] and signed_off == [False, True]
+    assert not alive(first["guard_pid"]) and not alive(second["supernode_pid"]) and not alive(second["guard_pid"])
+    kept.check()
+    assert kept.info()["supernode_pid"] is None, "one that was stopped is not started again"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process trees are read from /proc")
+@pytest.mark.parametrize("helper", [True, False])
+def test_supernode_is_replaced_when_it_waits_for_a_helper_that_died(courier, monkeypatch, helper):
+    monkeypatch.setattr(supernode, "_SETTLED_S", 3.0)
+    monkeypatch.setattr(Courier, "_sign_off", lambda self: None)
+    with courier(helper=helper) as kept:
+        over = time.monotonic() + 8.0
+        check_until(kept, lambda: time.monotonic() > over or kept.info()["num_restarts"])
+        assert bool(kept.info()["num_restarts"]) is not helper

@@ -398,14 +398,9 @@ def test_worker_completes_a_plan_in_a_network_namespace_without_interfaces(
 
 def test_second_worker_on_the_same_site_is_refused(planned: tuple[TinyFederation, str]) -> None:
     from ddm.errors import BusyError
-    from ddm.io.files import locked
+    from ddm.io.locks import locked
 
     tiny, _ = planned
     site = tiny.sites[SILO]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with locked(site.private, "worker"), pytest.raises(BusyError):
-            Worker(site, tiny.key(SILO), lambda state: None).run()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with locked(site.private, "worker"), pytest.raises(BusyError):
+        Worker(site, tiny.key(SILO), lambda state: None).run()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.runtime.supervisor import Attempts, Heartbeat, Program, Supervisor
 from ddm.errors import TransportError
 from ddm.system.processes import Child, spawn
+from ddm.system.supervisor import Heartbeat, Program, Supervisor
 from tests.support.processes import alive
 
 # Beats while the file `work` is there, and lives on without beating when it is gone.
@@ -39,7 +39,7 @@ class Clock:
 
 
 def starter(folder: Path, code: str, name: str = "worker") -> Callable[[], Child]:
-    return lambda: spawn([sys.executable, "-c", code], name=name, log_path=folder / f"{name}.log", grace_s=0.2)
+    return lambda: spawn([sys.executable, "-c", code], log_path=folder / f"{name}.log", grace_s=0.2)
 
 
 def worker(folder: Path, silent_s: float = FAST["silent_s"]) -> Program:
@@ -140,21 +140,6 @@ def test_start_is_refused_when_the_program_ends_or_never_works(tmp_path: Path) -
             supervisor.start("idle", timeout_s=0.2)
         pids = supervisor.pids()
     assert not any(map(alive, pids.values()))
-
-
-def test_faults_of_two_weeks_do_not_add_up_to_an_end() -> None:
-    clock = Clock()
-    attempts = Attempts(max_per_hour=3, clock=clock)
-    for _ in range(14 * 24):
-        assert attempts.allowed() and attempts.delay_s() == 0.0
-        attempts.count()
-        clock.now += 3601.0
-    for num in range(3):
-        assert attempts.allowed() and attempts.delay_s() == (0.0, 1.0, 5.0)[num]
-        attempts.count()
-    assert not attempts.allowed()
-    clock.now += 3601.0
-    assert attempts.allowed() and attempts.num == 14 * 24 + 3
 
 
 def test_heartbeat_does_not_mind_a_clock_that_jumps(tmp_path: Path) -> None:

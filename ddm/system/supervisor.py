@@ -1,4 +1,4 @@
-"""Which programs are kept alive, and how? One description each, one loop that starts again what died or hangs.
+"""Programs kept alive: a description of each, and one loop that starts again what died or hangs.
 
 A program that runs is asked every few seconds whether it works: a server is asked for an answer, one without a port
 leaves a heartbeat. One that has not worked for a while is killed and counts as dead. What died is started again, ever
@@ -6,19 +6,18 @@ more slowly, and only so often an hour: a federation runs for weeks, so a fault 
 and a program that cannot run must not hide it for ever.
 """
 
+import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import TransportError
+from ddm.system.backoff import Backoff
 from ddm.system.processes import Child, terminate_all
 
 MAX_PER_HOUR = 12
-_HOUR_S = 3600.0
-_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0, 60.0)
 # How often a program is asked until it first works.
 _STARTING_TICK_S = 1.0
 _TICK_S = 0.05
@@ -35,6 +34,7 @@ class Program:
         silent_s: after how long without work it is killed; it must be able to start in this time.
         ask_every_s: how often it is asked.
         max_per_hour: how often in any hour it may be started again.
+        longest_delay_s: how long it is left alone at most before it is started again.
     """
 
     name: str
@@ -42,40 +42,8 @@ class Program:
     works: Callable[[], bool] = lambda: True
     silent_s: float = 120.0
     ask_every_s: float = 10.0
-    max_per_hour: int = MAX_PER_HOUR
-
-
-class Attempts:
-    """When may something be tried again? Ever later, and only so often an hour.
-
-    Args:
-        max_per_hour: most tries in any hour.
-        clock: seconds that only go forward.
-    """
-
-    def __init__(self, max_per_hour: int = MAX_PER_HOUR, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num = 0
-        self._max, self._clock = max_per_hour, clock
-        self._recent: deque[float] = deque()
-
-    def allowed(self) -> bool:
-        """Whether this hour has a try left."""
-        self._forget()
-        return len(self._recent) < self._max
-
-    def delay_s(self) -> float:
-        """How long to wait before the next try, given how many there were in the last hour."""
-        self._forget()
-        return _DELAYS_S[min(len(self._recent), len(_DELAYS_S) - 1)]
-
-    def count(self) -> None:
-        """Count a try."""
-        self.num += 1
-        self._recent.append(self._clock())
-
-    def _forget(self) -> None:
-        while self._recent and self._recent[0] < self._clock() - _HOUR_S:
-            self._recent.popleft()
+    max_per_hour: float = MAX_PER_HOUR
+    longest_delay_s: float = math.inf
 
 
 class Heartbeat:
@@ -103,7 +71,7 @@ class _Kept:
     """A program at work."""
 
     program: Program
-    restarts: Attempts
+    restarts: Backoff
     child: Child | None = None
     last: Child | None = None
     ready: bool = False
@@ -122,7 +90,10 @@ class Supervisor:
 
     def __init__(self, programs: Iterable[Program], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept = {program.name: _Kept(program, Attempts(program.max_per_hour, clock)) for program in programs}
+        self._kept = {
+            program.name: _Kept(program, Backoff(program.max_per_hour, longest_s=program.longest_delay_s, clock=clock))
+            for program in programs
+        }
 
     def start(self, name: str, *, timeout_s: float = 0.0) -> None:
         """Start a program for the first time.
@@ -170,6 +141,15 @@ class Supervisor:
             kept.child, kept.start_at = None, float("inf")
         terminate_all(children)
 
+    def child(self, name: str) -> Child | None:
+        """The program while it runs; None before its first start, and from its end to the next."""
+        return self._kept[name].child
+
+    def log_tail(self, name: str) -> str:
+        """The end of what the program wrote, whether it runs or has ended."""
+        last = self._kept[name].last
+        return last.log_tail() if last else ""
+
     def pids(self) -> dict[str, int]:
         """The process id of every program that runs."""
         return {name: kept.child.pid for name, kept in self._kept.items() if kept.child is not None}
@@ -215,7 +195,7 @@ class Supervisor:
 
     def _failure(self, kept: _Kept, expected: str) -> TransportError:
         child = kept.last
-        lines = [line.strip() for line in child.log_tail().splitlines() if line.strip()] if child else []
+        lines = [line.strip() for line in self.log_tail(kept.program.name).splitlines() if line.strip()]
         where = f"Nothing is lost. Read {child.log_path}, then run the command again." if child else None
         return TransportError(
             kept.program.name, expected=expected, got=lines[-1][:300] if lines else "no word in its log", remedy=where

@@ -1,0 +1,101 @@
+"""SIGINT (Ctrl-C) and SIGTERM: what answers them, for how long, and which of them came."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def handled(
+    handler: Callable[[int, FrameType | None], Any],
+    numbers: Sequence[signal.Signals] = STOPPING,
+    *,
+    even_ignored: bool = False,
+) -> Iterator[Callable[[], None]]:
+    """Let `handler` answer signals until the block ends, or until what is yielded is called; only in the main thread.
+
+    Args:
+        handler: called with the signal's number and the frame that it interrupts.
+        numbers: which signals.
+        even_ignored: also those that this process was started to ignore, as a shell's background job is SIGINT.
+    """
+    before = {number: signal.getsignal(number) for number in numbers}
+    answered = [number for number in numbers if even_ignored or before[number] is not signal.SIG_IGN]
+
+    def restore() -> None:
+        for number in answered:
+            signal.signal(number, before[number])
+
+    for number in answered:
+        signal.signal(number, handler)
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """Yield an event that SIGINT and SIGTERM set, for a service; they do nothing else, however often they come."""
+    stop = threading.Event()
+    with handled(lambda *_: stop.set(), even_ignored=True):
+        yield stop
+
+
+@contextmanager
+def stop_on_first_signal() -> Iterator[threading.Event]:
+    """Yield an event that the first SIGINT or SIGTERM sets; the second one acts as it did before, and so at once."""
+    stop = threading.Event()
+
+    def note(*_: object) -> None:
+        stop.set()
+        restore()
+
+    with handled(note) as restore:
+        yield stop
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[Callable[[], set[int]]]:
+    """Make SIGTERM interrupt as Ctrl-C does; yield what tells which of the two came since it was asked last.
+
+    A wakeup descriptor notes signals also for commands that handle them in their own way.
+    """
+    reader, writer = os.pipe()
+    for descriptor in (reader, writer):
+        os.set_blocking(descriptor, False)
+
+    def came() -> set[int]:
+        try:
+            return set(os.read(reader, 4096)) & set(STOPPING)
+        except BlockingIOError:
+            return set()
+
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        with handled(_interrupt, (signal.SIGTERM,), even_ignored=True):
+            yield came
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        os.close(reader)
+        os.close(writer)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Let a process that is started meanwhile never hear of SIGINT or SIGTERM, however early they come."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
