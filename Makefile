@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-slow bench clean
+.PHONY: help setup demo demo-compare check test test-slow bench clean
 
 # The first interpreter that is new enough; name another one with PYTHON=...
 NEW_ENOUGH = $(shell $(1) -c 'import sys; sys.version_info >= (3, 11) and print("$(1)")' 2>/dev/null)
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 help:  ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP)  ## Build the environment in .venv.
 
@@ -24,6 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## Run the three-silo federation on real digits; results in build/demo.
 	@$(BIN)/python examples/digits_three_silos/run.py --out build/demo
+
+demo-compare: $(STAMP)  ## Compare the demo's routers and strategies with a non-private reference.
+	@$(BIN)/python examples/digits_three_silos/compare.py --out build/demo
 
 check: $(STAMP)  ## Lint, format and type checks.
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from types import TracebackType
 from ddm.system.processes import Child, free_port, spawn, terminate_all
 
 BIN = Path(sys.executable).parent
+SILOS = ("north", "east", "west")
 
 
 class DemoError(Exception):

@@ -1,69 +1,18 @@
-"""The demo's table: what left each silo, how the routers did, and which strategies keep the silos' shares.
-
-Unlike any silo or aggregator, the demo may look at everybody's images; it does so only here, to measure.
-"""
+"""The demo's table: what left each silo, how the router did on public images, and how long each stage took."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
-from shell import DemoError
-from torch import Tensor
-
-from aggregator.config import PUBLIC_NAME, Federation
+from aggregator.config import Federation
 from aggregator.intake.inventory import Inventory, take_inventory
-from ddm.diffusion.path import LinearPath
-from ddm.ensemble import Ensemble
-from ddm.loading.ensemble import load_ensemble
-from ddm.loading.release import open_release
-from ddm.protocol.manifest import Manifest
-from ddm.protocol.plan import LearnedRouter as LearnedSettings
-from ddm.routers.base import Router, log_prior, posterior
-from ddm.routers.counts import CountsRouter
-from ddm.routers.evaluation import cross_entropy
-from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
-from ddm.routers.residual import PublicSketches
-from ddm.sampling.strategies import Full, Lock, Sample, Strategy, TopOne
 from ddm.system.console import human_bytes, table
-
-NUM_SHARES = 384
-STEPS = 16
-NEAR_DATA = 0.02
-STRATEGIES: dict[str, Strategy] = {
-    "lock(1)": Lock(1.0),
-    "lock(.5)": Lock(0.5),
-    "sample": Sample(),
-    "full": Full(),
-    "top-1 (biased)": TopOne(),
-}
 
 
 def summarise(out: Path, silos: Sequence[str]) -> dict[str, object]:
-    """Measure everything the table shows."""
-    torch.set_num_threads(2)
-    release = open_release(out / "release", root=out / "root.json", state=None)
-    federation = Federation(out / "fed")
-    inventory = take_inventory(federation)
-    ensemble = load_ensemble(release)
-    order = list(ensemble.expert_ids)
-    if order != list(inventory.silos):
-        raise DemoError("The summary knows one expert a silo; `ddm info` shows what this recipe's release holds.")
-    private = [_images(out / "data" / f"{silo}.npz") for silo in order]
-    lessons = _lessons(federation, inventory)
-    print("Training a router without privacy, to compare with", flush=True)
-    exact = _non_private_router(inventory, private, lessons)
-    routers = _routers(inventory, release.manifest, ensemble, lessons, exact)
-    held_out, owner = _evaluation_set(out, silos, order)
-    print("Judging the routers, and sampling with every strategy", flush=True)
-    return {
-        "silos": {silo: _left(out, inventory, silo) for silo in order},
-        "router": _router_table(routers, held_out, owner, ensemble.prior),
-        "published_router": release.manifest.router.kind,
-        "shares": _shares(ensemble, exact),
-        "prior": dict(zip(order, ensemble.prior, strict=True)),
-    }
+    """Gather what left each silo."""
+    inventory = take_inventory(Federation(out / "fed"))
+    return {"silos": {silo: _left(out, inventory, silo) for silo in silos if silo in inventory.silos}}
 
 
 def write_summary(summary: dict[str, object], out: Path) -> None:
@@ -72,11 +21,6 @@ def write_summary(summary: dict[str, object], out: Path) -> None:
     print()
     print(_text(summary))
     print(f"\nA grid of samples: {out / 'samples.png'}\nAll of this as JSON: {out / 'summary.json'}")
-
-
-def _images(path: Path) -> Tensor:
-    with np.load(path, allow_pickle=False) as archive:
-        return torch.from_numpy(archive["images"])
 
 
 def _left(out: Path, inventory: Inventory, silo: str) -> dict[str, object]:
@@ -91,93 +35,6 @@ def _left(out: Path, inventory: Inventory, silo: str) -> dict[str, object]:
         "isolation": submission.isolation,
         "approval": submission.approval.kind if submission.approval else None,
     }
-
-
-def _non_private_router(inventory: Inventory, private: Sequence[Tensor], lessons: PublicSketches) -> LearnedRouter:
-    """The reference: exact histograms and exact sketches, through the same code as the private routers."""
-    plan, files = inventory.plan, inventory.files
-    settings = plan.router
-    if not isinstance(settings, LearnedSettings):
-        settings = LearnedSettings(hidden=128, depth=3, num_steps=2000)
-    num_groups = plan.statistics.counts.num_groups
-    groups = [files.clusters.group_F[files.clusters.assign(files.encoder.encode(images))] for images in private]
-    exact_KG = torch.stack([torch.bincount(group_N, minlength=num_groups) for group_N in groups]).double()
-    mass_KG = (exact_KG + 0.5) / (exact_KG + 0.5).sum(1, keepdim=True)
-    counts = CountsRouter(files.sketch, mass_KG.log(), LinearPath())
-    path, t_small = LinearPath(), torch.tensor(NEAR_DATA, dtype=torch.float64)
-    released = files.sketch.head(plan.statistics.sketch.rank) if plan.statistics.sketch else files.sketch
-    generator = torch.Generator().manual_seed(0)
-    sketches = {}
-    for silo, images in zip(inventory.silos, private, strict=True):
-        s_NR = released.project(images)
-        noise = torch.randn(s_NR.shape, generator=generator, dtype=torch.float64)
-        sketches[silo] = (path.alpha(t_small) * s_NR + path.sigma(t_small) / files.sketch.scale * noise).float()
-    train, _ = split_sketches(sketches, seed=0)
-    num_units = [len(images) for images in private]
-    return fit_learned(counts, train, num_units, lessons, settings, 0, t_release=NEAR_DATA)
-
-
-def _routers(
-    inventory: Inventory, manifest: Manifest, ensemble: Ensemble, lessons: PublicSketches, exact: LearnedRouter
-) -> dict[str, Router]:
-    noisy_KG = torch.stack(list(inventory.counts().values()))
-    num_units = list(inventory.num_units.values())
-    epsilon = inventory.plan.statistics.counts.epsilon
-    counts = CountsRouter.from_counts(inventory.files.sketch, noisy_KG, num_units, epsilon, LinearPath())
-    found: dict[str, Router] = {"counts": counts}
-    settings = inventory.plan.router
-    if manifest.router.kind == "learned" and ensemble.router is not None:
-        found["learned"] = ensemble.router
-    elif isinstance(settings, LearnedSettings):
-        train, _ = split_sketches(inventory.sketches(), 0)
-        t_release = inventory.t_release() or 1.0
-        found["learned"] = fit_learned(counts, train, num_units, lessons, settings, 0, t_release=t_release)
-    return found | {"non-private": exact}
-
-
-def _lessons(federation: Federation, inventory: Inventory) -> PublicSketches:
-    """The public images that the aggregator teaches its router with."""
-    with np.load(federation.plan_folder(inventory.plan.plan_id) / PUBLIC_NAME, allow_pickle=False) as archive:
-        images = torch.from_numpy(archive["fitted"])
-    files = inventory.files
-    group_N = files.clusters.groups(files.encoder.encode(images))
-    return PublicSketches.of(images, group_N, files.sketch, LinearPath())
-
-
-def _evaluation_set(out: Path, silos: Sequence[str], order: Sequence[str]) -> tuple[Tensor, Tensor]:
-    with np.load(out / "data" / "evaluation.npz", allow_pickle=False) as archive:
-        images, silo = torch.from_numpy(archive["images"]), archive["silo"]
-    return images, torch.tensor([order.index(silos[index]) for index in silo])
-
-
-def _router_table(
-    routers: dict[str, Router], held_out: Tensor, owner: Tensor, prior: Sequence[float]
-) -> list[dict[str, object]]:
-    weights = log_prior(prior, len(prior)).exp()
-    entropy = -float((weights * weights.log()).sum())
-    scores = {name: cross_entropy(router, held_out, owner, prior) for name, router in routers.items()}
-    rows: list[dict[str, object]] = []
-    for index, band in enumerate(next(iter(scores.values()))):
-        values = {name: round(found[index].value, 4) for name, found in scores.items()}
-        errors = {f"{name} error": round(found[index].error, 4) for name, found in scores.items()}
-        rows.append({"t": [band.low, band.high], "prior": round(entropy, 4), **values, **errors})
-    return rows
-
-
-def _shares(ensemble: Ensemble, exact: LearnedRouter) -> dict[str, dict[str, object]]:
-    """Each strategy's samples, attributed to silos by the non-private router near t = 0."""
-    rows: dict[str, dict[str, object]] = {}
-    weights = log_prior(ensemble.prior, len(ensemble.experts))
-    for name, strategy in STRATEGIES.items():
-        drawn = ensemble.sample(NUM_SHARES, strategy=strategy, steps=STEPS, solver="euler", seed=1)
-        t_N = torch.full((NUM_SHARES,), NEAR_DATA)
-        w_NK = posterior(exact, drawn.images * (1 - NEAR_DATA), t_N, weights).double()
-        rows[name] = {
-            "attributed": [round(value, 3) for value in w_NK.mean(0).tolist()],
-            "error": [round(1.96 * value / NUM_SHARES**0.5, 3) for value in w_NK.std(0).tolist()],
-            "last_expert": [round(value, 3) for value in drawn.shares],
-        }
-    return rows
 
 
 def _text(summary: dict[str, object]) -> str:
@@ -197,21 +54,6 @@ def _text(summary: dict[str, object]) -> str:
     parts.append(
         "What left each silo\n" + table(rows, ("silo", "images", "epsilon", "bytes left", "audit", "approved by"))
     )
-
-    bands: list[dict[str, object]] = summary["router"]  # type: ignore[assignment]
-    names = [name for name in ("prior", "counts", "learned", "non-private") if name in bands[0]]
-    rows = [(f"{row['t'][0]:g}-{row['t'][1]:g}", *(f"{row[name]:.4f}" for name in names)) for row in bands]  # type: ignore[index]
-    title = f"Router cross-entropy on held-out images, nats (published: {summary['published_router']})"
-    parts.append(f"{title}\n" + table(rows, ("t", *names)))
-
-    prior: dict[str, float] = summary["prior"]  # type: ignore[assignment]
-    shares: dict[str, dict[str, list[float]]] = summary["shares"]  # type: ignore[assignment]
-    rows = [("prior", *(f"{value:.3f}" for value in prior.values()))]
-    for name, row in shares.items():
-        pairs = zip(row["attributed"], row["last_expert"], strict=True)
-        rows.append((name, *(f"{attributed:.3f} ({last:.3f})" for attributed, last in pairs)))
-    title = f"Silo shares of {NUM_SHARES} samples: attributed by the non-private router (by the expert followed last)"
-    parts.append(f"{title}\n" + table(rows, ("strategy", *prior)))
 
     seconds: dict[str, float] = summary["seconds"]  # type: ignore[assignment]
     parts.append("Seconds\n" + table([(name, f"{value:.1f}") for name, value in seconds.items()], ("stage", "s")))
