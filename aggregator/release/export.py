@@ -8,7 +8,7 @@ from pathlib import Path
 from ddm.errors import BusyError, SetupError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place
-from ddm.io.untrusted import MAX_FILES
+from ddm.io.untrusted import MAX_FILES, scan
 
 
 @contextmanager
@@ -49,6 +49,6 @@ def check_room(needed_bytes: int, reserved: Path) -> None:
 
 def copy_out(release: Path, reserved: Path, out: Path) -> None:
     """Copy durably, not link: what happens to the published folder must not reach the federation's own files."""
-    size = sum(path.stat().st_size for path in release.rglob("*"))
+    size = sum(entry.bytes for entry in scan(release).values())
     copy_tree_bounded(release, reserved, max_bytes=size, most=MAX_FILES)
     move_into_place(reserved, out)

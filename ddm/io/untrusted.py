@@ -110,13 +110,13 @@ def open_below(folder: Path, relative: str, subject: str, *, make: bool = False)
 
     Args:
         folder: where to start; it may be a link itself.
-        relative: a path below it, parts separated by ``/``, none of them ``..``.
+        relative: a path below it, parts separated by ``/``.
         subject: what to call the file in an error.
         make: open it for writing too; what is missing of file and folders is made.
 
     Raises:
         AbsentFileError: it is not there.
-        UnsafePathError: it, or a folder on the way, is a link or something special.
+        UnsafePathError: it, or a folder on the way, is a link or something special; or a part of its path is ``..``.
         OSError: it cannot be made, because the disk is full perhaps.
     """
     descriptor = _descriptor_below(folder, relative, subject, make)
@@ -130,6 +130,8 @@ def open_below(folder: Path, relative: str, subject: str, *, make: bool = False)
 
 def _descriptor_below(folder: Path, relative: str, subject: str, make: bool) -> int:
     *parents, name = relative.split("/")
+    if ".." in (*parents, name):
+        raise UnsafePathError(subject, expected="a path below its folder", got="one with `..`")
     at = -1
     try:
         at = os.open(folder, _STEP)

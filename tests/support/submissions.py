@@ -105,7 +105,7 @@ class Arrival:
         assert verdict.code == error.exit_code, verdict.reason
         assert all(word in verdict.reason for word in words), verdict.reason
         assert not self.accepted.exists()
-        assert not self.accepted.with_suffix(".part").exists()
+        assert not list(self.accepted.parent.glob("*.part"))
 
 
 def arrive(sent: tuple[TinyFederation, str], folder: Path) -> Arrival:

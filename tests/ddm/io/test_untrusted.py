@@ -80,6 +80,14 @@ def test_file_is_not_opened_through_a_link_on_the_way_to_it(tmp_path: Path) -> N
         assert (handle.read(), size) == (b"", 0)
 
 
+@pytest.mark.parametrize("path", ["../f", "a/../../f", "..", "a/.."])
+def test_file_is_not_opened_outside_its_folder(tmp_path: Path, path: str) -> None:
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    (tmp_path / "f").touch()
+    with pytest.raises(UnsafePathError), open_below(tmp_path / "in", path, "file"):
+        pass
+
+
 def test_file_is_made_with_its_folders_when_that_is_asked_for_alone(tmp_path: Path) -> None:
     with pytest.raises(AbsentFileError), open_below(tmp_path, "a/b/f", "file"):
         pass
