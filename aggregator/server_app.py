@@ -39,7 +39,7 @@ _MEMORY_BYTES = 2 * 1024**3
 _LINE_BYTES = 32 * 1024**2
 # What Flower raises when it puts together objects that a silo made up; its own failures are of other kinds.
 _GARBAGE = (DecodeError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, MemoryError)
-_log = logging.getLogger("archipelago")
+_log = logging.getLogger(__name__)
 
 
 class RunSettings(Model):
@@ -192,9 +192,10 @@ def _log_to(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(path, maxBytes=4 * 1024 * 1024, backupCount=1)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    _log.addHandler(handler)
-    _log.setLevel(logging.INFO)
-    _log.propagate = False
+    package = logging.getLogger("aggregator")
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    package.propagate = False
 
 
 app = ServerApp()

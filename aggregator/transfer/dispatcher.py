@@ -29,7 +29,7 @@ _LONGEST_WAIT_S = 30.0
 # Flower holds a message in memory about three times while it puts it together: for half a gibibyte in all.
 _MEMORY_BYTES = 160 * 1024 * 1024
 _LEAST_PULL_BYTES = 1024 * 1024
-_log = logging.getLogger("archipelago")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
