@@ -54,7 +54,7 @@ def read_array(path: Path, name: str, *, max_bytes: int) -> np.ndarray:
     except ArchipelagoError:
         raise
     except Exception as error:  # whatever zip, its five compressions and the array's header may raise
-        raise DataError("data file", expected="an npz without pickles", got=f"{type(error).__name__}") from error
+        raise DataError("data file", expected="an npz without pickled objects", got=type(error).__name__) from error
 
 
 def _fit(array: np.ndarray, spec: DataSpec) -> np.ndarray:

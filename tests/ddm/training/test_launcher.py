@@ -149,7 +149,7 @@ def test_process_that_hangs_ends_the_others_with_an_error(tmp_path: Path, monkey
         pids.extend(running().values())
         os.kill(running()["training process 2 of 2"], signal.SIGSTOP)
 
-    with pytest.raises(SetupError, match="process 1 of 2: expected the part of another one within 10 s, got nothing"):
+    with pytest.raises(SetupError, match="process 1 of 2: expected the other processes' part within 10 s, got no word"):
         do(wait_for_the_end, tmp_path, halt)
     assert pids and not any(map(alive, pids))
 
