@@ -2,8 +2,8 @@
 
 A process is a fresh interpreter: it inherits nothing of this one but a pipe and an unnamed file with the tensors it is
 handed, which all of them map, so that memory holds them once. They find each other through a file, and talk through
-the loopback interface, with each other alone. No signal reaches them: what this process is told, it tells them. A
-process that dies or hangs ends the others, and when this one dies, however it does, so do they.
+the loopback interface, with each other alone. No signal reaches them: this process passes a request to stop on to them.
+A process that dies or hangs ends the others, and when this one dies, however it does, so do they.
 """
 
 import mmap
@@ -68,7 +68,7 @@ def do_together(
         tensors: what each is handed; nobody sees what another writes into them.
         num: how many.
         folder: where the file with the tensors lies, which needs as much room as they.
-        on_progress: called here with what a process tells; what it raises ends all of them.
+        on_progress: called here with what a process reports; what it raises ends all of them.
         should_stop: asked here; its yes reaches every process.
 
     Raises:
@@ -82,8 +82,8 @@ def do_together(
     # They are killed at their end, and clear nothing away by themselves.
     own = tempfile.TemporaryDirectory(prefix="archipelago-", ignore_cleanup_errors=True)
     with tempfile.TemporaryFile(dir=folder) as file, own as scratch:
-        errand = _Errand(work, _hand_over(tensors, file), torch.get_num_threads(), Path(scratch), _PATIENCE_S)
-        children = [_Child(errand, file, rank, num) for rank in range(num)]
+        task = _Task(work, _write_tensors(tensors, file), torch.get_num_threads(), Path(scratch), _PATIENCE_S)
+        children = [_Child(task, file, rank, num) for rank in range(num)]
         try:
             for child in children:
                 child.start()
@@ -103,7 +103,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Errand:
+class _Task:
     """What a process is sent through its pipe."""
 
     work: Work
@@ -124,12 +124,12 @@ class _Ended:
 class _Child:
     """One of the processes, seen from here."""
 
-    def __init__(self, errand: _Errand, file: IO[bytes], rank: int, num: int) -> None:
+    def __init__(self, task: _Task, file: IO[bytes], rank: int, num: int) -> None:
         self.name = _name(rank, num)
-        self._errand = errand
+        self._task = task
         self.pipe, self._theirs = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(
-            target=_take_part, args=(self._theirs, _Inherited(file), rank, num), name=self.name
+            target=_main, args=(self._theirs, _Inherited(file), rank, num), name=self.name
         )
 
     def start(self) -> None:
@@ -138,14 +138,14 @@ class _Child:
         with blocked():
             self._process.start()
         self._theirs.close()
-        self.send(self._errand)
+        self.send(self._task)
 
     def send(self, what: object) -> None:
         """Send it something; that a process has died shows when it is listened to."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send(what)
 
-    def hear(self) -> object:
+    def receive(self) -> object:
         """Return what it says; its end, where it died without a word."""
         try:
             return self.pipe.recv()
@@ -170,32 +170,32 @@ class _Inherited:
         self._file = file
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _arrived, (DupFd(self._file.fileno()),)
+        return _duplicate, (DupFd(self._file.fileno()),)
 
 
-def _arrived(handed: Any) -> int:
+def _duplicate(handed: Any) -> int:
     return int(handed.detach())
 
 
 def _watch(children: list[_Child], on_progress: Callable[[Any], None], should_stop: Callable[[], bool]) -> None:
     """Listen until all have ended, or the cause of one's failure is known."""
-    speaking, ends = {child.pipe: child for child in children}, list[_Ended]()
+    running, ends = {child.pipe: child for child in children}, list[_Ended]()
     stopped, deadline = False, float("inf")
-    while speaking and time.monotonic() < deadline:
+    while running and time.monotonic() < deadline:
         if not stopped and should_stop():
             stopped = True
-            for child in speaking.values():
+            for child in running.values():
                 child.send("stop")
-        ready = wait(list(speaking), timeout=_POLL_S)
-        for child in [child for pipe, child in speaking.items() if pipe in ready]:
-            said = child.hear()
-            if not isinstance(said, _Ended):
-                on_progress(said)
+        ready = wait(list(running), timeout=_POLL_S)
+        for child in [child for pipe, child in running.items() if pipe in ready]:
+            message = child.receive()
+            if not isinstance(message, _Ended):
+                on_progress(message)
                 continue
-            del speaking[child.pipe]
-            ends.append(said)
-            if not isinstance(said.error, KeyboardInterrupt | None):
-                plain = said.died or isinstance(said.error, _OURS)
+            del running[child.pipe]
+            ends.append(message)
+            if not isinstance(message.error, KeyboardInterrupt | None):
+                plain = message.died or isinstance(message.error, _OURS)
                 deadline = min(deadline, time.monotonic() + (0.0 if plain else _GRACE_S))
     if error := _cause(ends):
         raise error
@@ -228,7 +228,7 @@ def _death(name: str, exitcode: int | None) -> SetupError:
     )
 
 
-def _hand_over(tensors: Mapping[str, "Tensor"], file: IO[bytes]) -> dict[str, _Place]:
+def _write_tensors(tensors: Mapping[str, "Tensor"], file: IO[bytes]) -> dict[str, _Place]:
     """Write tensors into a file, and return where each lies."""
     import torch
 
@@ -242,8 +242,8 @@ def _hand_over(tensors: Mapping[str, "Tensor"], file: IO[bytes]) -> dict[str, _P
     return places
 
 
-def _taken_over(places: Mapping[str, _Place], descriptor: int) -> dict[str, "Tensor"]:
-    """Map what `_hand_over` wrote; what is written into it stays with this process."""
+def _map_tensors(places: Mapping[str, _Place], descriptor: int) -> dict[str, "Tensor"]:
+    """Map what `_write_tensors` wrote; what is written into it stays with this process."""
     import torch
 
     data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
@@ -256,19 +256,19 @@ def _taken_over(places: Mapping[str, _Place], descriptor: int) -> dict[str, "Ten
     }
 
 
-def _take_part(pipe: Connection, descriptor: int, rank: int, num: int) -> None:
+def _main(pipe: Connection, descriptor: int, rank: int, num: int) -> None:
     """What a started process runs."""
     if parent := multiprocessing.parent_process():
         # The pipe tells of the parent's death too, but only a process that can listen, and a moment later.
         end_with_parent(parent.pid or 0)
-    errand: _Errand = pipe.recv()
+    task: _Task = pipe.recv()
     stop = threading.Event()
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
-    os.environ |= _environment(rank, num, errand.threads)
-    tempfile.tempdir = str(errand.scratch)
+    os.environ |= _environment(rank, num, task.threads)
+    tempfile.tempdir = str(task.scratch)
     error: BaseException | None = None
     try:
-        _do(errand, descriptor, rank, num, pipe.send, stop.is_set)
+        _do(task, descriptor, rank, num, pipe.send, stop.is_set)
     except (*_OURS, KeyboardInterrupt) as caught:
         error = caught
     except BaseException:  # as text, because not every error can be sent
@@ -280,28 +280,28 @@ def _take_part(pipe: Connection, descriptor: int, rank: int, num: int) -> None:
 
 
 def _do(
-    errand: _Errand, descriptor: int, rank: int, num: int, tell: Callable[[Any], None], should_stop: Callable[[], bool]
+    task: _Task, descriptor: int, rank: int, num: int, report: Callable[[Any], None], should_stop: Callable[[], bool]
 ) -> None:
     import torch
 
-    torch.set_num_threads(errand.threads)
-    tensors = _taken_over(errand.places, descriptor)
+    torch.set_num_threads(task.threads)
+    tensors = _map_tensors(task.places, descriptor)
     name = _name(rank, num)
-    _meet(errand, rank, num, name)
+    _join_group(task, rank, num, name)
     try:
-        errand.work(tensors, tell, should_stop)
+        task.work(tensors, report, should_stop)
     except RuntimeError as error:
         if "Timed out waiting" not in str(error):
             raise
         raise SetupError(
             name,
-            expected=f"the other processes' part within {errand.patience_s:.0f} s",
+            expected=f"the other processes' part within {task.patience_s:.0f} s",
             got="no word from at least one of them",
             remedy="One of them hangs or was stopped. Run the command again: it goes on from the last checkpoint.",
         ) from error
 
 
-def _meet(errand: _Errand, rank: int, num: int, name: str) -> None:
+def _join_group(task: _Task, rank: int, num: int, name: str) -> None:
     """Join torch's process group.
 
     Raises:
@@ -310,10 +310,10 @@ def _meet(errand: _Errand, rank: int, num: int, name: str) -> None:
     """
     from torch import distributed
 
-    patience = timedelta(seconds=errand.patience_s)
+    patience = timedelta(seconds=task.patience_s)
     try:
         # As a store, because of a file's URL torch makes another path where that has a space or an umlaut.
-        store = distributed.FileStore(str(errand.scratch / "rendezvous"), num)  # type: ignore[attr-defined]
+        store = distributed.FileStore(str(task.scratch / "rendezvous"), num)  # type: ignore[attr-defined]
         store.set_timeout(patience)
         # Without a backend named, torch takes gloo for what lies on the CPU and NCCL for what lies on a GPU.
         distributed.init_process_group(store=store, rank=rank, world_size=num, timeout=patience)
