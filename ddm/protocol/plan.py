@@ -13,7 +13,6 @@ from ddm.protocol.architecture import Mmdit as Mmdit
 from ddm.protocol.architecture import NoCondition as NoCondition
 from ddm.protocol.architecture import PinnedEncoder as PinnedEncoder
 from ddm.protocol.architecture import TextCondition as TextCondition
-from ddm.protocol.architecture import TransformerSize
 from ddm.protocol.architecture import Unet as Unet
 from ddm.protocol.base import (
     Delta,
@@ -44,6 +43,11 @@ from ddm.protocol.learning import SiloObjective as SiloObjective
 from ddm.protocol.learning import TDistribution as TDistribution
 from ddm.protocol.learning import Training as Training
 from ddm.protocol.learning import UniformT as UniformT
+from ddm.protocol.routers import CountsRouter as CountsRouter
+from ddm.protocol.routers import LearnedRouter as LearnedRouter
+from ddm.protocol.routers import MomentsRouter as MomentsRouter
+from ddm.protocol.routers import Router as Router
+from ddm.protocol.routers import SamplesRouter as SamplesRouter
 
 
 class DataSpec(Model):
@@ -240,49 +244,6 @@ class Statistics(Model):
         if any(part.delta > self.total.delta for part in (self.sketch, self.moments) if part):
             raise ValueError("a statistic asks for more delta than total")
         return self
-
-
-class CountsRouter(Model):
-    """The counts router as it is: no training."""
-
-    kind: Literal["counts"] = "counts"
-
-
-class MomentsRouter(Model):
-    """One Gaussian per silo, from its noised mean and second moments."""
-
-    kind: Literal["moments"] = "moments"
-
-
-class LearnedRouter(Model):
-    """A router trained on the noised sketches; published only where it is not worse than counts.
-
-    Attributes:
-        hidden: width of its network.
-        depth: layers of its network.
-        num_steps: training steps of the router.
-    """
-
-    kind: Literal["learned"] = "learned"
-    hidden: Annotated[int, Field(gt=0, le=4096)]
-    depth: Annotated[int, Field(gt=0, le=32)]
-    num_steps: PositiveInt
-
-
-class SamplesRouter(TransformerSize):
-    """A transformer on x_t, trained on images drawn from the submitted experts; as private as their weights.
-
-    Attributes:
-        num_steps: training steps of the router.
-        images_per_expert: images drawn from each expert.
-    """
-
-    kind: Literal["samples"] = "samples"
-    num_steps: PositiveInt
-    images_per_expert: Annotated[int, Field(gt=1, le=1_000_000)]
-
-
-Router = Annotated[LearnedRouter | CountsRouter | MomentsRouter | SamplesRouter, Field(discriminator="kind")]
 
 
 class Audit(Model):
