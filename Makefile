@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-compare check test test-slow bench clean
+.PHONY: help setup demo demo-compare check fix test test-slow bench docs lock clean
 
 # The first interpreter that is new enough; name another one with PYTHON=...
 NEW_ENOUGH = $(shell $(1) -c 'import sys; sys.version_info >= (3, 11) and print("$(1)")' 2>/dev/null)
@@ -33,6 +33,10 @@ check: $(STAMP)  ## Lint, format and type checks.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+fix: $(STAMP)  ## Mend what ruff can mend, then format.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
 test: $(STAMP)  ## The default tests: CPU, offline, two files at a time.
 	$(BIN)/python -m pytest -n 2
 
@@ -41,6 +45,12 @@ test-slow: $(STAMP)  ## The slow tests as well.
 
 bench: $(STAMP)  ## Benchmarks of the diffusion core, side by side; figures in build/bench/targets.csv.
 	@$(BIN)/python examples/benchmarks/run.py
+
+docs: $(STAMP)  ## Write the references that come from the code: docs/reference/api.md and recipe.md.
+	$(BIN)/python -m tools.reference
+
+lock: $(STAMP)  ## Write requirements.lock: what .venv holds, with hashes; needs a package index.
+	.ci/lock
 
 clean:  ## Remove what the targets above built.
 	rm -rf build $(VENV)

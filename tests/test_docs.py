@@ -11,6 +11,7 @@ import typer
 from pydantic import BaseModel
 
 import aggregator.cli
+import ddm
 import ddm.cli.main
 import silo.cli
 from ddm.protocol.enrolment import Card, Invitation
@@ -18,14 +19,16 @@ from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Submission
+from tools import reference
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("docs", "examples", "ddm", "silo", "aggregator", "tests")
+FOLDERS = (".github", "docs", "examples", "ddm", "silo", "aggregator", "tests")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
 DOCUMENTS = ROOT / "docs" / "reference" / "documents.md"
 LEAVES = ROOT / "docs" / "explanation" / "what-leaves-the-silo.md"
 PROGRAMS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
+ADRS = sorted((ROOT / "docs" / "adr").glob("*.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -154,3 +157,38 @@ def test_index_links_every_page_of_the_documentation() -> None:
         path.relative_to(ROOT).as_posix() for path in linked
     }
     assert not missing
+
+
+@pytest.mark.parametrize("name", sorted(reference.PAGES))
+def test_pages_written_from_the_code_are_current(name: str) -> None:
+    assert (ROOT / "docs" / "reference" / name).read_text("utf-8") == reference.PAGES[name](), "run: make docs"
+
+
+def test_python_api_has_every_public_name_of_ddm() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text("utf-8")
+    assert not [name for name in ddm.__all__ if f"### `ddm.{name}`" not in page]
+
+
+@pytest.mark.parametrize("page", ADRS, ids=lambda page: page.stem)
+def test_a_decision_has_a_date_and_a_status(page: Path) -> None:
+    title, *lines = page.read_text("utf-8").splitlines()
+    assert title.startswith(f"# {page.stem[:4]}. ")
+    assert re.fullmatch(r"- Date: \d{4}-\d{2}-\d{2}", lines[1])
+    assert re.match(r"- Status: (accepted|superseded by \[\d{4}\])", lines[2])
+
+
+def test_a_superseded_decision_and_the_later_one_name_each_other() -> None:
+    pairs = {
+        (word, page.stem[:4], number)
+        for page in ADRS
+        for word, numbers in re.findall(r"(supersedes|superseded by)(.*?\[\d{4}\])", status_of(page))
+        for number in re.findall(r"\[(\d{4})\]", numbers)
+    }
+    assert {(later, earlier) for word, later, earlier in pairs if word == "supersedes"} == {
+        (later, earlier) for word, earlier, later in pairs if word == "superseded by"
+    }
+    assert pairs
+
+
+def status_of(page: Path) -> str:
+    return page.read_text("utf-8").splitlines()[3]

@@ -28,14 +28,26 @@ IMAGES_PER_FINE = 4
 
 
 class PcaRecipe(Settings):
-    """Principal components of the public images."""
+    """Principal components of the public images.
+
+    Attributes:
+        dim: number of principal components.
+    """
 
     kind: Literal["pca"] = "pca"
     dim: Annotated[int, Field(gt=0, le=4096)]
 
 
 class TimmRecipe(Settings):
-    """A network of timm, with weights from a file on this machine (from where the command is run), or random ones."""
+    """A network of timm, with weights from a file on this machine (from where the command is run), or random ones.
+
+    Attributes:
+        model: its name in timm.
+        weights: the file of its weights, safetensors; needed unless the weights are random.
+        random_weights: draw random weights, for tests.
+        seed: seed of the random weights.
+        image_size: height and width of its input in pixels; by default the network's own.
+    """
 
     kind: Literal["timm"]
     model: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
@@ -52,14 +64,24 @@ class TimmRecipe(Settings):
 
 
 class AutoencoderKlRecipe(AutoencoderSize):
-    """A public autoencoder, with weights from a file on this machine (from where the command is run)."""
+    """A public autoencoder, with weights from a file on this machine (from where the command is run).
+
+    Attributes:
+        weights: the file of its weights, safetensors.
+    """
 
     kind: Literal["autoencoder_kl"] = "autoencoder_kl"
     weights: str
 
 
 class TextRecipe(Settings):
-    """A text, as a frozen encoder in a folder on this machine sees it (from where the command is run)."""
+    """A text, as a frozen encoder in a folder on this machine sees it (from where the command is run).
+
+    Attributes:
+        encoder: the folder with its configuration, tokenizer and weights.
+        max_tokens: tokens of a text that experts read; what is longer is cut off.
+        drop: share of the samples whose text training hides, for guidance.
+    """
 
     kind: Literal["text"] = "text"
     encoder: str
@@ -68,7 +90,14 @@ class TextRecipe(Settings):
 
 
 class ClusteringRecipe(Settings):
-    """How many fine centroids and coarse clusters; by default 1,024 fine ones where the public images allow it."""
+    """How many fine centroids and coarse clusters; by default 1,024 fine ones where the public images allow it.
+
+    Attributes:
+        num_fine: number of fine centroids; by default 1,024, but no more than a quarter of the public images and no
+            fewer than one a group.
+        num_coarse: number of coarse clusters.
+        balanced: whether coarse clusters hold about equally many public images.
+    """
 
     num_fine: Annotated[int, Field(gt=0, le=65536)] | None = None
     num_coarse: Annotated[int, Field(gt=0, le=4096)]
@@ -80,22 +109,37 @@ class ClusteringRecipe(Settings):
 
 
 class SketchRecipe(Settings):
-    """How many dimensions of an image routers see."""
+    """How many dimensions of an image routers see.
+
+    Attributes:
+        rank: dimensions of the public projection; it costs no privacy.
+    """
 
     rank: Annotated[int, Field(gt=0, le=1024)]
 
 
 class PublicRecipe(Settings):
-    """How the public images are used: a part is held out to judge the routers."""
+    """How the public images are used: a part is held out to judge the routers.
+
+    Attributes:
+        holdout_share: share of the public images that is held out.
+        seed: seed of the choice.
+    """
 
     holdout_share: Annotated[float, Field(gt=0.0, lt=0.9)] = 0.25
     seed: Annotated[int, Field(ge=0)] = 0
 
 
 class Recipe(Settings):
-    """One TOML file: the parts of a plan that an operator chooses."""
+    """One TOML file: the parts of a plan that an operator chooses.
 
-    valid_days: Annotated[int, Field(gt=0, le=90)] = 90  # the timestamp that silos are sent holds no longer
+    Attributes:
+        valid_days: days until the plan expires; the timestamp that silos are sent holds no longer than 90.
+        base: the file of the public expert that training starts from; only for the adaptations lora and partial, which
+            need it.
+    """
+
+    valid_days: Annotated[int, Field(gt=0, le=90)] = 90
     public: PublicRecipe = PublicRecipe()
     data: DataSpec
     latent: Annotated[IdentityLatent | AutoencoderKlRecipe, Field(discriminator="kind")] = IdentityLatent()
@@ -107,7 +151,7 @@ class Recipe(Settings):
     condition: Annotated[NoCondition | ClassCondition | TextRecipe, Field(discriminator="kind")] = NoCondition()
     objective: Objective = Objective()
     expert: Expert
-    base: str | None = None  # the public expert that training starts from: a file on this machine
+    base: str | None = None
     statistics: Statistics
     router: Router
     audit: Audit

@@ -18,7 +18,12 @@ class NoCondition(Model):
 
 
 class ClassCondition(Model):
-    """Experts that are told an image's class; training hides it with probability `drop`, for guidance."""
+    """Experts that are told an image's class; training hides it with probability `drop`, for guidance.
+
+    Attributes:
+        num_classes: classes, numbered from 0.
+        drop: share of the samples whose class training hides, for guidance.
+    """
 
     kind: Literal["class"] = "class"
     num_classes: Annotated[int, Field(gt=1, le=4096)]
@@ -57,7 +62,14 @@ Condition = Annotated[NoCondition | ClassCondition | TextCondition, Field(discri
 
 
 class TransformerSize(Model):
-    """What every transformer on square patches has."""
+    """What every transformer on square patches has.
+
+    Attributes:
+        patch: side of a patch in pixels or latents; it divides height and width.
+        hidden: width; an even multiple of heads.
+        depth: number of blocks.
+        heads: attention heads of each block.
+    """
 
     patch: Annotated[int, Field(gt=0, le=64)]
     hidden: Annotated[int, Field(gt=0, le=8192)]
@@ -113,9 +125,9 @@ class Unet(Model):
     """MONAI's DiffusionModelUNet, for images and volumes.
 
     Attributes:
-        channels: of each level; each level has half the side of the one before.
+        channels: width of each level; each level has half the side of the one before.
         attention: whether each level attends; the innermost block always does.
-        num_res_blocks: of each level.
+        num_res_blocks: residual blocks of each level.
         head_channels: channels of one attention head.
         norm_groups: groups of every normalisation.
     """

@@ -28,10 +28,10 @@ class AutoencoderSize(Model):
     """The sizes of a MONAI AutoencoderKL.
 
     Attributes:
-        channels: of each level; each level has half the side of the one before.
+        channels: width of each level; each level has half the side of the one before.
         attention: whether each level attends; the innermost block does where the last level does.
-        latent_channels: of the latents.
-        num_res_blocks: of each level.
+        latent_channels: channels of the latents.
+        num_res_blocks: residual blocks of each level.
         norm_groups: groups of every normalisation.
     """
 

@@ -9,14 +9,23 @@ from ddm.protocol.base import Model, NaturalInt, PositiveInt, RelativePath, Silo
 
 
 class ExpertObjective(Model):
-    """The probability path that an expert learns, and what it predicts on it."""
+    """The probability path that an expert learns, and what it predicts on it.
+
+    Attributes:
+        path: how samples become noise; the ensemble answers on that of `[objective]`.
+        prediction: what the network predicts.
+    """
 
     path: Literal["linear", "cosine_vp"] = "linear"
     prediction: Literal["velocity", "eps"] = "velocity"
 
 
 class SiloObjective(ExpertObjective):
-    """What the experts of one silo learn in place of the federation's objective."""
+    """What the experts of one silo learn in place of the federation's objective.
+
+    Attributes:
+        silo_id: the silo; exceptions are listed in alphabetical order.
+    """
 
     silo_id: SiloId
 
@@ -40,14 +49,24 @@ much at t' as one of n values at t on the linear path (Esser et al. 2024, sectio
 
 
 class UniformT(Model):
-    """Training times drawn uniformly from (0, 1), then shifted."""
+    """Training times drawn uniformly from (0, 1), then shifted.
+
+    Attributes:
+        shift: s of ``t' = s t / (1 + (s - 1) t)``, which moves times towards noise; 1 moves nothing.
+    """
 
     kind: Literal["uniform"] = "uniform"
     shift: Shift = 1.0
 
 
 class LogitNormalT(Model):
-    """Training times ``sigmoid(mean + std * normal)``, then shifted."""
+    """Training times ``sigmoid(mean + std * normal)``, then shifted.
+
+    Attributes:
+        mean: mean of the normal.
+        std: standard deviation of the normal.
+        shift: s of ``t' = s t / (1 + (s - 1) t)``, which moves times towards noise; 1 moves nothing.
+    """
 
     kind: Literal["logit_normal"] = "logit_normal"
     mean: float = 0.0
@@ -65,7 +84,13 @@ class FullAdaptation(Model):
 
 
 class LoraAdaptation(Model):
-    """From a public expert, every linear layer by ``W + alpha / rank * up down``; released merged (Hu et al. 2021)."""
+    """From a public expert, every linear layer by ``W + alpha / rank * up down``; released merged (Hu et al. 2021).
+
+    Attributes:
+        base: where the public expert lies in the plan's bundle.
+        rank: rank of the product that is learnt.
+        alpha: its weight, divided by the rank.
+    """
 
     kind: Literal["lora"] = "lora"
     base: RelativePath = "plan/base.safetensors"
@@ -77,7 +102,12 @@ TensorPrefix = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*(\.[a-
 
 
 class PartialAdaptation(Model):
-    """From a public expert, those weights alone whose names are, or begin with, one of `trained`; released whole."""
+    """From a public expert, those weights alone whose names are, or begin with, one of `trained`; released whole.
+
+    Attributes:
+        base: where the public expert lies in the plan's bundle.
+        trained: names of weights, or what they begin with.
+    """
 
     kind: Literal["partial"] = "partial"
     base: RelativePath = "plan/base.safetensors"
@@ -91,8 +121,16 @@ class Training(Model):
     """How an expert is trained. `seed` covers training only, never the noise of a statistic.
 
     Attributes:
+        num_steps: training steps.
+        batch_size: images in a step.
+        learning_rate: AdamW's learning rate.
+        weight_decay: AdamW's weight decay.
+        ema_decay: decay per step of the averaged weights, which are the ones that leave.
+        precision: precision of the arithmetic; weights stay float32.
+        checkpoint_steps: steps between checkpoints.
+        seed: seed of initial weights, batches, times and noise.
         mask_ratio: share of an image's tokens that a step leaves out; only for the architecture dit.
-        unmasked_share: of the steps, the last ones, which leave out nothing.
+        unmasked_share: share of the steps, the last ones, that leave out nothing.
     """
 
     num_steps: PositiveInt
@@ -108,7 +146,11 @@ class Training(Model):
 
 
 class Expert(Model):
-    """The recipe of every expert."""
+    """The recipe of every expert.
+
+    Attributes:
+        dtype: type of the weights that leave.
+    """
 
     architecture: Architecture
     adaptation: Adaptation = FullAdaptation()

@@ -13,7 +13,6 @@ from ddm.protocol.architecture import Mmdit as Mmdit
 from ddm.protocol.architecture import NoCondition as NoCondition
 from ddm.protocol.architecture import PinnedEncoder as PinnedEncoder
 from ddm.protocol.architecture import TextCondition as TextCondition
-from ddm.protocol.architecture import TransformerSize
 from ddm.protocol.architecture import Unet as Unet
 from ddm.protocol.base import (
     Delta,
@@ -44,10 +43,20 @@ from ddm.protocol.learning import SiloObjective as SiloObjective
 from ddm.protocol.learning import TDistribution as TDistribution
 from ddm.protocol.learning import Training as Training
 from ddm.protocol.learning import UniformT as UniformT
+from ddm.protocol.routers import CountsRouter as CountsRouter
+from ddm.protocol.routers import LearnedRouter as LearnedRouter
+from ddm.protocol.routers import MomentsRouter as MomentsRouter
+from ddm.protocol.routers import Router as Router
+from ddm.protocol.routers import SamplesRouter as SamplesRouter
 
 
 class DataSpec(Model):
-    """What one sample is: an image (C, H, W) or a volume (C, D, H, W), and the range of its values."""
+    """What one sample is: an image (C, H, W) or a volume (C, D, H, W), and the range of its values.
+
+    Attributes:
+        shape: channels, then the sides.
+        range: lowest and highest value.
+    """
 
     shape: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=4)]
     range: tuple[float, float]
@@ -108,21 +117,34 @@ class SketchSpec(Model):
 
 
 class SiloPartition(Model):
-    """One expert per silo."""
+    """One expert per silo.
+
+    Attributes:
+        min_images: fewest images that an expert is trained on.
+    """
 
     kind: Literal["silo"] = "silo"
     min_images: PositiveInt
 
 
 class SiloClusterPartition(Model):
-    """One expert per silo and coarse cluster that holds at least `min_images` there, by the noised histogram."""
+    """One expert per silo and coarse cluster that holds at least `min_images` there, by the noised histogram.
+
+    Attributes:
+        min_images: fewest images that an expert is trained on; a cluster with fewer joins the nearest that has enough.
+    """
 
     kind: Literal["silo_cluster"] = "silo_cluster"
     min_images: PositiveInt
 
 
 class RandomPartition(Model):
-    """Each silo's images dealt at random to `num_parts` experts: the control for what clustering is worth."""
+    """Each silo's images dealt at random to `num_parts` experts: the control for what clustering is worth.
+
+    Attributes:
+        min_images: fewest images that an expert is trained on.
+        num_parts: experts of each silo.
+    """
 
     kind: Literal["random"] = "random"
     min_images: PositiveInt
@@ -133,21 +155,37 @@ Partition = Annotated[SiloPartition | SiloClusterPartition | RandomPartition, Fi
 
 
 class Budget(Model):
-    """An (epsilon, delta) under the replace-one relation."""
+    """An (epsilon, delta) under the replace-one relation.
+
+    Attributes:
+        epsilon: the bound on the log ratio of probabilities.
+        delta: the probability left out of it; 0 where all noise is Laplace's.
+    """
 
     epsilon: Epsilon
     delta: Delta
 
 
 class CountsStatistic(Model):
-    """A histogram over public groups of fine centroids, by discrete Laplace noise."""
+    """A histogram over public groups of fine centroids, by discrete Laplace noise.
+
+    Attributes:
+        epsilon: what the histogram costs.
+        num_groups: bins of the histogram; from the number of coarse clusters to that of fine centroids.
+    """
 
     epsilon: Epsilon
     num_groups: Annotated[int, Field(gt=0, le=4096)]
 
 
 class SketchStatistic(Model):
-    """One noised sketch per unit, by the Gaussian mechanism at t_release, of the projection's leading dimensions."""
+    """One noised sketch per unit, by the Gaussian mechanism at t_release, of the projection's leading dimensions.
+
+    Attributes:
+        epsilon: what the sketches cost; t_release follows from it.
+        delta: what they cost.
+        rank: dimensions of the sketches, at most those of the public projection.
+    """
 
     epsilon: Epsilon
     delta: Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -155,7 +193,13 @@ class SketchStatistic(Model):
 
 
 class MomentsStatistic(Model):
-    """Mean and second moments of the sketches of all units, by the Gaussian mechanism."""
+    """Mean and second moments of the sketches of all units, by the Gaussian mechanism.
+
+    Attributes:
+        epsilon: what the moments cost.
+        delta: what they cost.
+        rank: dimensions of the sketches, at most those of the public projection.
+    """
 
     epsilon: Epsilon
     delta: Annotated[float, Field(gt=0.0, lt=1.0)]
@@ -163,7 +207,12 @@ class MomentsStatistic(Model):
 
 
 class ClassCountsStatistic(Model):
-    """A histogram over classes and public groups, by discrete Laplace noise; for priors given a class."""
+    """A histogram over classes and public groups, by discrete Laplace noise; for priors given a class.
+
+    Attributes:
+        epsilon: what the histogram costs.
+        num_classes: classes of the histogram, as many as the condition has.
+    """
 
     epsilon: Epsilon
     num_classes: Annotated[int, Field(gt=1, le=4096)]
@@ -173,6 +222,10 @@ class Statistics(Model):
     """Everything differentially private that the plan asks for, and the total it may cost.
 
     What all of it costs together is composed by `ddm.privacy.plan_cost`; here each part only has to fit by itself.
+
+    Attributes:
+        unit: whose record one replacement exchanges.
+        relation: how neighbouring data sets differ: one unit's record is replaced.
     """
 
     unit: Unit
@@ -193,40 +246,15 @@ class Statistics(Model):
         return self
 
 
-class CountsRouter(Model):
-    """The counts router as it is: no training."""
-
-    kind: Literal["counts"] = "counts"
-
-
-class MomentsRouter(Model):
-    """One Gaussian per silo, from its noised mean and second moments."""
-
-    kind: Literal["moments"] = "moments"
-
-
-class LearnedRouter(Model):
-    """A router trained on the noised sketches; published only where it is not worse than counts."""
-
-    kind: Literal["learned"] = "learned"
-    hidden: Annotated[int, Field(gt=0, le=4096)]
-    depth: Annotated[int, Field(gt=0, le=32)]
-    num_steps: PositiveInt
-
-
-class SamplesRouter(TransformerSize):
-    """A transformer on x_t, trained on images drawn from the submitted experts; as private as their weights."""
-
-    kind: Literal["samples"] = "samples"
-    num_steps: PositiveInt
-    images_per_expert: Annotated[int, Field(gt=1, le=1_000_000)]
-
-
-Router = Annotated[LearnedRouter | CountsRouter | MomentsRouter | SamplesRouter, Field(discriminator="kind")]
-
-
 class Audit(Model):
-    """What the leak audit must show before anything is released."""
+    """What the leak audit must show before anything is released.
+
+    Attributes:
+        required: whether the audit must pass, or be waived.
+        min_holdout_units: fewest held-out units with which the audit is conclusive.
+        max_near_copy_rate: largest share of samples that are nearly copies of a training image.
+        max_mia_auc: largest area under the curve of the membership attack.
+    """
 
     required: bool
     min_holdout_units: PositiveInt
@@ -235,7 +263,14 @@ class Audit(Model):
 
 
 class Limits(Model):
-    """Bounds on what a silo sends and on how long it works."""
+    """Bounds on what a silo sends and on how long it works.
+
+    Attributes:
+        expert_bytes: size of the largest file of an expert.
+        statistic_bytes: size of the largest file of a statistic.
+        train_s: seconds of training, of all experts of a silo together.
+        gpu_hours: GPU hours to hold against each site's policy; they are not measured.
+    """
 
     expert_bytes: PositiveInt
     statistic_bytes: PositiveInt
