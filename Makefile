@@ -19,7 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "Name another one: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
+	@# Bytecode on all cores, but not of what hardly ever runs; a file that does not compile is its owner's business.
+	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/|/testing/|/transformers/models/' $(VENV)/lib >/dev/null || true
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## Run the three-silo federation on real digits; results in build/demo.
