@@ -1,9 +1,10 @@
 """The documentation against the code: links resolve; every flag and every field has its line, and none is invented."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import click
 import pytest
@@ -18,6 +19,8 @@ from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Submission
+from ddm.transport import messages
+from tests.test_architecture import ROOMS
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("docs", "examples", "ddm", "silo", "aggregator", "tests")
@@ -25,6 +28,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (RO
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
 DOCUMENTS = ROOT / "docs" / "reference" / "documents.md"
 LEAVES = ROOT / "docs" / "explanation" / "what-leaves-the-silo.md"
+CODE_MAP = ROOT / "docs" / "explanation" / "code-map.md"
+FOLDERS_PAGE = ROOT / "docs" / "reference" / "folders.md"
 PROGRAMS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -154,3 +159,110 @@ def test_index_links_every_page_of_the_documentation() -> None:
         path.relative_to(ROOT).as_posix() for path in linked
     }
     assert not missing
+
+
+def code_map_rooms() -> list[str]:
+    return re.findall(r"^\| `((?:ddm|silo|aggregator)/[\w/]+(?:\.py)?)` \|", CODE_MAP.read_text("utf-8"), re.MULTILINE)
+
+
+def room_path(package: str, room: str) -> str:
+    return f"{package}/{room}/" if (ROOT / package / room).is_dir() else f"{package}/{room}.py"
+
+
+def test_code_map_has_exactly_one_line_for_every_room() -> None:
+    assert sorted(code_map_rooms()) == sorted(room_path(package, room) for package in ROOMS for room in ROOMS[package])
+
+
+def places_in_picture() -> dict[str, dict[str, tuple[int, int]]]:
+    """Where the picture shows each word, by package: its line and column. `ddm` lies below the other two."""
+    lines = CODE_MAP.read_text("utf-8").split("```")[1].splitlines()
+    ground, wall = lines.index(" ddm/"), lines[1].index("aggregator/") - 1
+    places: dict[str, dict[str, tuple[int, int]]] = {package: {} for package in ROOMS}
+    for number, line in enumerate(lines):
+        for word in re.finditer(r"\w+", line):
+            package = "ddm" if number > ground else "silo" if word.start() < wall else "aggregator"
+            places[package].setdefault(word[0], (number, word.start()))
+    return places
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_picture_of_the_code_map_has_every_room_above_or_left_of_those_that_it_imports(package: str) -> None:
+    place = places_in_picture()[package]
+    assert not set(ROOMS[package]) - set(place)
+    arrows = {(room, target) for room, targets in ROOMS[package].items() for target in targets.split()}
+    assert not {(room, target) for room, target in arrows if place[room] >= place[target]}
+
+
+class Step(NamedTuple):
+    """One row of a walk: its file, how it is reached, and from which earlier step."""
+
+    file: str
+    kind: str
+    handed_over: str | None
+    before: str
+
+
+REACHED = re.compile(r"(?:(call|file|message) (?:`([^`]+)` )?from|(result) of) (\d+)")
+
+
+def walks() -> dict[str, list[Step]]:
+    """The walks of the code map by their headings; the first step of each is where it enters."""
+    found = {}
+    for heading in re.findall(r"^### .+$", CODE_MAP.read_text("utf-8"), re.MULTILINE):
+        rows = re.findall(r"^\| (\d+) \| (.*?) ?\| `([^`]+)` \|", section(CODE_MAP, heading), re.MULTILINE)
+        assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1)), heading
+        steps = [Step(rows[0][2], "", None, rows[0][2])]
+        for number, reached, file in rows[1:]:
+            match = REACHED.fullmatch(reached)
+            assert match and int(match[4]) < int(number), f"{heading}, step {number}: {reached!r}"
+            steps.append(Step(file, match[1] or match[3], match[2], steps[int(match[4]) - 1].file))
+        found[heading] = steps
+    return found
+
+
+def test_code_map_has_a_walk_of_a_plan_of_an_image_and_of_an_expert() -> None:
+    assert [re.match(r"### An? ([a-z]+)", heading)[1] for heading in walks()] == ["plan", "image", "expert"]  # type: ignore[index]
+
+
+def test_every_file_that_the_code_map_names_exists() -> None:
+    named = re.findall(r"`((?:ddm|silo|aggregator)/[\w/.]+)`", CODE_MAP.read_text("utf-8"))
+    assert not [file for file in named if not (ROOT / file).exists()]
+
+
+def test_every_step_of_a_walk_follows_an_import_or_a_named_hand_over() -> None:
+    lost = {f"{heading}: {step}" for heading, steps in walks().items() for step in steps[1:] if not follows(step)}
+    assert not lost
+
+
+def follows(step: Step) -> bool:
+    source, earlier = ((ROOT / name).read_text("utf-8") for name in (step.file, step.before))
+    if step.kind == "call":
+        return module_name(step.file) in set(imported_names(ROOT / step.before))
+    if step.kind == "result":
+        return module_name(step.before) in set(imported_names(ROOT / step.file))
+    assert step.handed_over
+    if step.kind == "message":
+        return hasattr(messages, step.handed_over) and all(step.handed_over in text for text in (source, earlier))
+    # A folder that both sides name, under a path of the page on folders.
+    folder = [part for part in step.handed_over.split("/") if part and "<" not in part][-1]
+    return step.handed_over in FOLDERS_PAGE.read_text("utf-8") and all(folder in text for text in (source, earlier))
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Every module that a file imports, at any depth of its code."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_name(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def test_a_step_along_no_arrow_is_noticed() -> None:
+    assert not follows(Step("silo/privacy/ledger.py", "call", None, "silo/courier/handlers.py"))
+    assert not follows(Step("silo/courier/handlers.py", "message", "Telegram", "aggregator/transfer/delivery.py"))
+    assert not follows(Step("silo/worker/worker.py", "file", "attic/<plan>/", "silo/courier/handlers.py"))
