@@ -2,7 +2,10 @@
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
+from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -14,12 +17,14 @@ from pydantic import BaseModel
 import aggregator.cli
 import ddm.cli.main
 import silo.cli
+from aggregator.config import FederationSettings
 from ddm.protocol.enrolment import Card, Invitation
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Submission
 from ddm.transport import messages
+from silo.config import Policy, SiloSettings
 from tests.test_architecture import ROOMS
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +35,14 @@ DOCUMENTS = ROOT / "docs" / "reference" / "documents.md"
 LEAVES = ROOT / "docs" / "explanation" / "what-leaves-the-silo.md"
 CODE_MAP = ROOT / "docs" / "explanation" / "code-map.md"
 FOLDERS_PAGE = ROOT / "docs" / "reference" / "folders.md"
+GLOSSARY = ROOT / "docs" / "glossary.md"
+POLICY = ROOT / "docs" / "reference" / "policy.md"
+DECISIONS_AND_RESULTS = {"adr", "results"}  # dated records, which keep the words of their day
+GUIDES = [
+    page
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if not DECISIONS_AND_RESULTS & set(page.relative_to(ROOT).parts)
+]
 PROGRAMS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -150,6 +163,87 @@ def test_what_leaves_names_exactly_the_fields_of_a_submission() -> None:
 @pytest.mark.parametrize("model", [Plan, Receipt, Manifest, Invitation, Card], ids=lambda model: model.__name__)
 def test_documents_page_names_exactly_the_fields_of_a_document(model: type[BaseModel]) -> None:
     assert set(named_in_tables(section(DOCUMENTS, f"## {model.__name__}"))) == set(fields(model))
+
+
+SETTINGS = [
+    (POLICY, "# policy.toml", Policy),
+    (FOLDERS_PAGE, "## site/", SiloSettings),
+    (FOLDERS_PAGE, "## fed/", FederationSettings),
+]
+
+
+@pytest.mark.parametrize(("page", "heading", "model"), SETTINGS, ids=lambda each: getattr(each, "__name__", None))
+def test_a_page_names_exactly_the_fields_of_a_configuration_file(
+    page: Path, heading: str, model: type[BaseModel]
+) -> None:
+    assert sorted(named_in_tables(section(page, heading))) == sorted(fields(model))
+
+
+def typed_commands() -> list[tuple[str, tuple[str, ...]]]:
+    """Every command of ours that a page shows as typed: the page's name, and the command's words."""
+    found = []
+    for page in GUIDES:
+        for block in re.findall(r"^```console$(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+            for line in re.sub(r"\\\n[> ]*", "", block).splitlines():
+                typed = re.match(r"[$#>] +(?:.*(?: -- |\bdo ))?((?:silo|aggregator|ddm) .*)", line)
+                if typed:
+                    words = shlex.shlex(typed[1], posix=True, punctuation_chars=True)
+                    found.append((page.name, tuple(takewhile(lambda word: word not in (";", "&", "|"), words))))
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), typed_commands())
+def test_a_typed_command_has_the_arguments_and_options_of_its_verb(page: str, command: tuple[str, ...]) -> None:
+    program, verb, *arguments = command
+    known = command_group(PROGRAMS[program]).commands[verb]
+    required = {option.opts[0] for option in known.params if option.required and isinstance(option, click.Option)}
+    assert not required - set(arguments)
+    values, _, _ = known.make_parser(click.Context(known)).parse_args(list(arguments))
+    assert all(values.get(each.name) for each in known.params if isinstance(each, click.Argument) and each.required)
+
+
+def snippets() -> list[tuple[str, ast.Module]]:
+    """The Python that pages show."""
+    return [
+        (page.name, ast.parse(block))
+        for page in GUIDES
+        for block in re.findall(r"^```python$(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    ]
+
+
+def test_python_on_a_page_imports_what_is_there() -> None:
+    imports = [
+        (node.module, alias.name)
+        for _, tree in snippets()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ROOMS
+        for alias in node.names
+    ]
+    assert imports
+    assert not [(module, name) for module, name in imports if not hasattr(import_module(module), name)]
+
+
+def words_to_avoid() -> list[str]:
+    rows = re.findall(r"^\| ([^|]+) \|", section(GLOSSARY, "## Words to avoid"), re.MULTILINE)
+    return [word for row in rows[2:] for word in row.split(", ")]
+
+
+def test_no_page_uses_a_word_that_the_glossary_avoids() -> None:
+    words = words_to_avoid()
+    assert words
+    avoided = re.compile(rf"\b(?:{'|'.join(map(re.escape, words))})\b", re.IGNORECASE)
+    found = {
+        f"{page.name}: {match[0]}"
+        for page in GUIDES
+        if page != GLOSSARY
+        for match in avoided.finditer(re.sub(r"`[^`]*`", "", prose(page)))
+    }
+    assert not found
+
+
+def test_glossary_has_each_word_once_and_in_order() -> None:
+    words = re.findall(r"^\| ([^|]+) \|", section(GLOSSARY, "# Glossary").split("## ")[0], re.MULTILINE)[2:]
+    assert words == sorted(set(words), key=str.lower)
 
 
 def test_index_links_every_page_of_the_documentation() -> None:
