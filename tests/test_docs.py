@@ -1,9 +1,13 @@
 """The documentation against the code: links resolve; every flag and every field has its line, and none is invented."""
 
+import ast
 import re
+import shlex
 from collections.abc import Iterator
+from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import click
 import pytest
@@ -14,11 +18,15 @@ import aggregator.cli
 import ddm
 import ddm.cli.main
 import silo.cli
+from aggregator.config import FederationSettings
 from ddm.protocol.enrolment import Card, Invitation
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Submission
+from ddm.transport import messages
+from silo.config import Policy, SiloSettings
+from tests.test_architecture import ROOMS
 from tools import reference
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +35,16 @@ PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (RO
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
 DOCUMENTS = ROOT / "docs" / "reference" / "documents.md"
 LEAVES = ROOT / "docs" / "explanation" / "what-leaves-the-silo.md"
+CODE_MAP = ROOT / "docs" / "explanation" / "code-map.md"
+FOLDERS_PAGE = ROOT / "docs" / "reference" / "folders.md"
+GLOSSARY = ROOT / "docs" / "glossary.md"
+POLICY = ROOT / "docs" / "reference" / "policy.md"
+DECISIONS_AND_RESULTS = {"adr", "results"}  # dated records, which keep the words of their day
+GUIDES = [
+    page
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if not DECISIONS_AND_RESULTS & set(page.relative_to(ROOT).parts)
+]
 PROGRAMS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
 ADRS = sorted((ROOT / "docs" / "adr").glob("*.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -150,6 +168,88 @@ def test_documents_page_names_exactly_the_fields_of_a_document(model: type[BaseM
     assert set(named_in_tables(section(DOCUMENTS, f"## {model.__name__}"))) == set(fields(model))
 
 
+SETTINGS = [
+    (POLICY, "# policy.toml", Policy),
+    (FOLDERS_PAGE, "## site/", SiloSettings),
+    (FOLDERS_PAGE, "## fed/", FederationSettings),
+]
+
+
+@pytest.mark.parametrize(("page", "heading", "model"), SETTINGS, ids=lambda each: getattr(each, "__name__", None))
+def test_a_page_names_exactly_the_fields_of_a_configuration_file(
+    page: Path, heading: str, model: type[BaseModel]
+) -> None:
+    assert sorted(named_in_tables(section(page, heading))) == sorted(fields(model))
+
+
+def typed_commands() -> list[tuple[str, tuple[str, ...]]]:
+    """Every command of ours that a page shows as typed: the page's name, and the command's words."""
+    found = []
+    for page in GUIDES:
+        for block in re.findall(r"^```console$(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+            for line in re.sub(r"\\\n[> ]*", "", block).splitlines():
+                typed = re.match(r"[$#>] +(?:.*(?: -- |\bdo ))?((?:silo|aggregator|ddm) .*)", line)
+                if typed:
+                    words = shlex.shlex(typed[1], posix=True, punctuation_chars=True)
+                    found.append((page.name, tuple(takewhile(lambda word: word not in (";", "&", "|"), words))))
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), typed_commands())
+def test_a_typed_command_has_the_arguments_and_options_of_its_verb(page: str, command: tuple[str, ...]) -> None:
+    program, verb, *arguments = command
+    known = command_group(PROGRAMS[program]).commands[verb]
+    required = {option.opts[0] for option in known.params if option.required and isinstance(option, click.Option)}
+    assert not required - set(arguments)
+    values, _, _ = known.make_parser(click.Context(known)).parse_args(list(arguments))
+    assert all(values.get(each.name) for each in known.params if isinstance(each, click.Argument) and each.required)
+
+
+def snippets() -> list[tuple[str, ast.Module]]:
+    """The Python that pages show."""
+    return [
+        (page.name, ast.parse(block))
+        for page in GUIDES
+        if page.name != "api.md"  # signatures, written from the code
+        for block in re.findall(r"^```python$(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    ]
+
+
+def test_python_on_a_page_imports_what_is_there() -> None:
+    imports = [
+        (node.module, alias.name)
+        for _, tree in snippets()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ROOMS
+        for alias in node.names
+    ]
+    assert imports
+    assert not [(module, name) for module, name in imports if not hasattr(import_module(module), name)]
+
+
+def words_to_avoid() -> list[str]:
+    rows = re.findall(r"^\| ([^|]+) \|", section(GLOSSARY, "## Words to avoid"), re.MULTILINE)
+    return [word for row in rows[2:] for word in row.split(", ")]
+
+
+def test_no_page_uses_a_word_that_the_glossary_avoids() -> None:
+    words = words_to_avoid()
+    assert words
+    avoided = re.compile(rf"\b(?:{'|'.join(map(re.escape, words))})\b", re.IGNORECASE)
+    found = {
+        f"{page.name}: {match[0]}"
+        for page in GUIDES
+        if page != GLOSSARY
+        for match in avoided.finditer(re.sub(r"`[^`]*`", "", prose(page)))
+    }
+    assert not found
+
+
+def test_glossary_has_each_word_once_and_in_order() -> None:
+    words = re.findall(r"^\| ([^|]+) \|", section(GLOSSARY, "# Glossary").split("## ")[0], re.MULTILINE)[2:]
+    assert words == sorted(set(words), key=str.lower)
+
+
 def test_index_links_every_page_of_the_documentation() -> None:
     index = ROOT / "docs" / "README.md"
     linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(prose(index))}
@@ -192,3 +292,110 @@ def test_a_superseded_decision_and_the_later_one_name_each_other() -> None:
 
 def status_of(page: Path) -> str:
     return page.read_text("utf-8").splitlines()[3]
+
+
+def code_map_rooms() -> list[str]:
+    return re.findall(r"^\| `((?:ddm|silo|aggregator)/[\w/]+(?:\.py)?)` \|", CODE_MAP.read_text("utf-8"), re.MULTILINE)
+
+
+def room_path(package: str, room: str) -> str:
+    return f"{package}/{room}/" if (ROOT / package / room).is_dir() else f"{package}/{room}.py"
+
+
+def test_code_map_has_exactly_one_line_for_every_room() -> None:
+    assert sorted(code_map_rooms()) == sorted(room_path(package, room) for package in ROOMS for room in ROOMS[package])
+
+
+def places_in_picture() -> dict[str, dict[str, tuple[int, int]]]:
+    """Where the picture shows each word, by package: its line and column. `ddm` lies below the other two."""
+    lines = CODE_MAP.read_text("utf-8").split("```")[1].splitlines()
+    ground, wall = lines.index(" ddm/"), lines[1].index("aggregator/") - 1
+    places: dict[str, dict[str, tuple[int, int]]] = {package: {} for package in ROOMS}
+    for number, line in enumerate(lines):
+        for word in re.finditer(r"\w+", line):
+            package = "ddm" if number > ground else "silo" if word.start() < wall else "aggregator"
+            places[package].setdefault(word[0], (number, word.start()))
+    return places
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_picture_of_the_code_map_has_every_room_above_or_left_of_those_that_it_imports(package: str) -> None:
+    place = places_in_picture()[package]
+    assert not set(ROOMS[package]) - set(place)
+    arrows = {(room, target) for room, targets in ROOMS[package].items() for target in targets.split()}
+    assert not {(room, target) for room, target in arrows if place[room] >= place[target]}
+
+
+class Step(NamedTuple):
+    """One row of a walk: its file, how it is reached, and from which earlier step."""
+
+    file: str
+    kind: str
+    handed_over: str | None
+    before: str
+
+
+REACHED = re.compile(r"(?:(call|file|message) (?:`([^`]+)` )?from|(result) of) (\d+)")
+
+
+def walks() -> dict[str, list[Step]]:
+    """The walks of the code map by their headings; the first step of each is where it enters."""
+    found = {}
+    for heading in re.findall(r"^### .+$", CODE_MAP.read_text("utf-8"), re.MULTILINE):
+        rows = re.findall(r"^\| (\d+) \| (.*?) ?\| `([^`]+)` \|", section(CODE_MAP, heading), re.MULTILINE)
+        assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1)), heading
+        steps = [Step(rows[0][2], "", None, rows[0][2])]
+        for number, reached, file in rows[1:]:
+            match = REACHED.fullmatch(reached)
+            assert match and int(match[4]) < int(number), f"{heading}, step {number}: {reached!r}"
+            steps.append(Step(file, match[1] or match[3], match[2], steps[int(match[4]) - 1].file))
+        found[heading] = steps
+    return found
+
+
+def test_code_map_has_a_walk_of_a_plan_of_an_image_and_of_an_expert() -> None:
+    assert [re.match(r"### An? ([a-z]+)", heading)[1] for heading in walks()] == ["plan", "image", "expert"]  # type: ignore[index]
+
+
+def test_every_file_that_the_code_map_names_exists() -> None:
+    named = re.findall(r"`((?:ddm|silo|aggregator)/[\w/.]+)`", CODE_MAP.read_text("utf-8"))
+    assert not [file for file in named if not (ROOT / file).exists()]
+
+
+def test_every_step_of_a_walk_follows_an_import_or_a_named_hand_over() -> None:
+    lost = {f"{heading}: {step}" for heading, steps in walks().items() for step in steps[1:] if not follows(step)}
+    assert not lost
+
+
+def follows(step: Step) -> bool:
+    source, earlier = ((ROOT / name).read_text("utf-8") for name in (step.file, step.before))
+    if step.kind == "call":
+        return module_name(step.file) in set(imported_names(ROOT / step.before))
+    if step.kind == "result":
+        return module_name(step.before) in set(imported_names(ROOT / step.file))
+    assert step.handed_over
+    if step.kind == "message":
+        return hasattr(messages, step.handed_over) and all(step.handed_over in text for text in (source, earlier))
+    # A folder that both sides name, under a path of the page on folders.
+    folder = [part for part in step.handed_over.split("/") if part and "<" not in part][-1]
+    return step.handed_over in FOLDERS_PAGE.read_text("utf-8") and all(folder in text for text in (source, earlier))
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Every module that a file imports, at any depth of its code."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_name(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def test_a_step_along_no_arrow_is_noticed() -> None:
+    assert not follows(Step("silo/privacy/ledger.py", "call", None, "silo/courier/handlers.py"))
+    assert not follows(Step("silo/courier/handlers.py", "message", "Telegram", "aggregator/transfer/delivery.py"))
+    assert not follows(Step("silo/worker/worker.py", "file", "attic/<plan>/", "silo/courier/handlers.py"))

@@ -84,7 +84,7 @@ class FullAdaptation(Model):
 
 
 class LoraAdaptation(Model):
-    """From a public expert, every linear layer by ``W + alpha / rank * up down``; released merged (Hu et al. 2021).
+    """From a public expert, every linear layer by ``W + alpha / rank * up down``; published merged (Hu et al. 2021).
 
     Attributes:
         base: where the public expert lies in the plan's bundle.
@@ -102,7 +102,7 @@ TensorPrefix = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*(\.[a-
 
 
 class PartialAdaptation(Model):
-    """From a public expert, those weights alone whose names are, or begin with, one of `trained`; released whole.
+    """From a public expert, those weights alone whose names are, or begin with, one of `trained`; published whole.
 
     Attributes:
         base: where the public expert lies in the plan's bundle.

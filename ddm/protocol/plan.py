@@ -247,7 +247,7 @@ class Statistics(Model):
 
 
 class Audit(Model):
-    """What the leak audit must show before anything is released.
+    """What the leak audit must show before anything leaves the silo.
 
     Attributes:
         required: whether the audit must pass, or be waived.
