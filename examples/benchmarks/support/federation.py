@@ -23,7 +23,7 @@ from ddm.protocol.plan import Dit, Plan
 from ddm.protocol.submission import ExpertTraining
 from ddm.trust.keys import SigningKey
 from silo.config import Policy, Site
-from silo.plan.workspace import TrainingRecord, workplace
+from silo.plan.workspace import TrainingRecord, open_workspace
 from silo.setup import init_site, make_card, read_invitation
 from silo.worker.worker import Worker
 
@@ -156,7 +156,7 @@ class MadeUp:
                 raise SystemExit(f"{silo_id} stands still in state {before.state}: {before.problem}")
 
     def _skip_training(self, site: Site, silo_id: str, write: Callable[[Path], None]) -> None:
-        work = workplace(site, self.plan.plan_id)
+        work = open_workspace(site, self.plan.plan_id)
         write(work.expert_path(silo_id))
         record = TrainingRecord(
             plan_id=self.plan.plan_id,
