@@ -263,5 +263,5 @@ def _public_images(
 ) -> tuple[Tensor, Tensor]:
     """Return what experts see of the public images that the plan was fitted on, or held out, and their groups."""
     plan_id, files = inventory.plan.plan_id, inventory.files
-    images = public_images(federation, plan_id, part, seen=False)
+    images = public_images(federation, plan_id, part, as_latents=False)
     return public_images(federation, plan_id, part), files.clusters.groups(files.encoder.encode(images))
