@@ -38,7 +38,7 @@ _PLACES = 7  # significant digits kept of a loss
 
 
 class ExpertExamination(Document):
-    """The measurements of one expert; each has a file of its own, since the number of values in a document is limited."""
+    """The measurements of one expert, in a file of its own, since a document holds a limited number of values."""
 
     format: Literal["archipelago/examination/2"] = "archipelago/examination/2"
     plan_id: PlanId

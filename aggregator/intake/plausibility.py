@@ -65,7 +65,7 @@ def check_statistics(submission: Submission, files: Mapping[str, Path], plan: Pl
 
 
 def _check_histogram(counts: Tensor, epsilon: float, num_units: int, name: str) -> None:
-    """Check each count against [0, n_k] and their sum against n_k, within their noise; Python's sums cannot overflow."""
+    """Check each count against [0, n_k] and their sum against n_k, within their noise, without overflow."""
     cells = [int(count) for count in counts.flatten().tolist()]
     reach = cell_noise_bound(epsilon, len(cells))
     if min(cells) < -reach or max(cells) > num_units + reach:

@@ -139,8 +139,8 @@ def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published
     shown = describe(found)
     assert "removed from the federation" in shown and "withdrawn from this plan" in shown
     assert [text.split(":")[0] for text in attention(found)] == [
-        "version 1 still holds east, removed since",
-        "version 1 still holds north, withdrawn since",
+        "version 1 still contains east, which was removed since",
+        "version 1 still contains north, which was withdrawn since",
     ]
     html = render("live.html.jinja", refresh_s=5, paused=False, **page_values(found))
     assert "removed from the federation" in html and "withdrawn from this plan" in html
