@@ -33,7 +33,7 @@ class Removed(Document):
     card: Annotated[str, Field(max_length=MAX_CARD_BYTES)]
 
 
-class SeenLedger(Document):
+class KnownLedger(Document):
     """The digests of all entries of a silo's ledger up to its last accepted submission, and that submission's plan."""
 
     plan_id: PlanId | None = None
@@ -147,27 +147,27 @@ def check_ledger(federation: Federation, silo_id: str, plan_id: str, chain: tupl
     Raises:
         LedgerError: earlier entries are gone or changed, or nothing was debited for this plan.
     """
-    seen = _seen(federation, silo_id)
-    grows = len(chain) > len(seen.chain) or (seen.plan_id == plan_id and len(chain) == len(seen.chain))
-    if chain[: len(seen.chain)] != seen.chain or not grows:
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chain, seen.chain, strict=False)))
+    known = _known_ledger(federation, silo_id)
+    grows = len(chain) > len(known.chain) or (known.plan_id == plan_id and len(chain) == len(known.chain))
+    if chain[: len(known.chain)] != known.chain or not grows:
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chain, known.chain, strict=False)))
         raise LedgerError(
             f"ledger of silo {silo_id}",
-            expected=f"the {len(seen.chain)} entries seen before, extended by this plan's debits",
-            got=f"{len(chain)} entries, of which the first {same} are those seen before",
+            expected=f"the {len(known.chain)} entries known before, extended by this plan's debits",
+            got=f"{len(chain)} entries, of which the first {same} are those known before",
             remedy="The silo's ledger was reset, restored or edited. Ask its operator; there is no waiver for this.",
         )
 
 
 def remember_ledger(federation: Federation, silo_id: str, plan_id: str, chain: tuple[str, ...]) -> None:
     """Keep the chain of an accepted submission."""
-    write_atomic(_seen_path(federation, silo_id), SeenLedger(plan_id=plan_id, chain=chain).encode())
+    write_atomic(_ledger_path(federation, silo_id), KnownLedger(plan_id=plan_id, chain=chain).encode())
 
 
-def _seen_path(federation: Federation, silo_id: str) -> Path:
+def _ledger_path(federation: Federation, silo_id: str) -> Path:
     return federation.registry / "ledgers" / f"{silo_id}.json"
 
 
-def _seen(federation: Federation, silo_id: str) -> SeenLedger:
-    path = _seen_path(federation, silo_id)
-    return SeenLedger.parse(path.read_bytes(), subject=path.name) if path.exists() else SeenLedger()
+def _known_ledger(federation: Federation, silo_id: str) -> KnownLedger:
+    path = _ledger_path(federation, silo_id)
+    return KnownLedger.parse(path.read_bytes(), subject=path.name) if path.exists() else KnownLedger()

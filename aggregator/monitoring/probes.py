@@ -15,7 +15,7 @@ from cryptography.exceptions import InvalidSignature
 
 from aggregator.config import Federation, FederationSettings
 from aggregator.intake.limits import submission_bytes
-from aggregator.membership.registry import SeenLedger, cards
+from aggregator.membership.registry import KnownLedger, cards
 from aggregator.monitoring.doctor import Facts, ServerCertificate, Trace
 from aggregator.monitoring.machine import (
     check_database,
@@ -206,8 +206,8 @@ class Gathering:
                 if accepted:
                     yield silo_id
                 continue
-            seen = self._try("ledgers", partial(_read_ledger, path))
-            if seen and accepted and seen.plan_id != plan.plan_id:
+            known = self._try("ledgers", partial(_read_ledger, path))
+            if known and accepted and known.plan_id != plan.plan_id:
                 yield silo_id
 
     def _orphans(self, processes: Processes) -> Iterator[Process]:
@@ -228,5 +228,5 @@ class Gathering:
             yield from sorted(str(each) for each in path.glob(pattern))
 
 
-def _read_ledger(path: Path) -> SeenLedger:
-    return SeenLedger.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"registry/ledgers/{path.name}")
+def _read_ledger(path: Path) -> KnownLedger:
+    return KnownLedger.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"registry/ledgers/{path.name}")

@@ -145,7 +145,7 @@ def read_silo(
     silent = last_seen is not None and processes.running and now - waiting_since > SILENT_AFTER
     return SiloStatus(
         silo_id=silo_id,
-        standing=gone or standing(submissions, arrival, state, seen=last_seen is not None, silent=silent),
+        standing=gone or standing(submissions, arrival, state, answered=last_seen is not None, silent=silent),
         state=state,
         progress=progress if type(progress) is int and 0 <= progress <= 100 else 0,
         last_seen=last_seen,
@@ -160,7 +160,7 @@ def standing(
     arrival: Arrival | None,
     state: str,
     *,
-    seen: bool,
+    answered: bool,
     silent: bool,
 ) -> Standing:
     """Return a silo's standing: first what needs a person, then what is going on, then what is over."""
@@ -169,7 +169,7 @@ def standing(
         return last
     if any(submission.verdict == "quarantined" for submission in submissions):
         return "quarantined"
-    if not seen:
+    if not answered:
         return "absent"
     if silent:
         return "silent"

@@ -155,7 +155,7 @@ def _check_quorum(inventory: Inventory, quorum: int) -> None:
         raise PolicyError(
             "release",
             expected=f"at least {quorum} silos",
-            got=f"{len(inventory.silos)}, without {without or 'any other in the plan'}",
+            got=f"{len(inventory.silos)}" + (f", without {without}" if without else ""),
             remedy="Wait for more silos to answer (aggregator run), or publish with fewer knowingly: --quorum.",
         )
 

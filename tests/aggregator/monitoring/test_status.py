@@ -239,4 +239,4 @@ def test_standing_is_what_matters_most_to_the_operator(
 ) -> None:
     submissions = tuple(SubmissionStatus(sequence=n, verdict=verdict) for n, verdict in enumerate(verdicts, 1))
     arrival = Arrival(sequence=9, bytes_here=1, bytes_total=2, bytes_per_s=0.0) if arriving else None
-    assert standing(submissions, arrival, state, seen=silent is not None, silent=bool(silent)) == expected
+    assert standing(submissions, arrival, state, answered=silent is not None, silent=bool(silent)) == expected

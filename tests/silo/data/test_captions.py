@@ -245,7 +245,7 @@ def test_captions_are_encoded_once_go_on_where_they_stopped_and_belong_to_one_da
     for _ in range(2):
         keep_texts(cohort, plan, site.settings(), tmp_path, stop_once)
     assert calls == [(64, 70), (70, 70)]
-    assert capsys.readouterr().out == "Captions longer than 6 tokens, whose rest is not learned: 1\n"
+    assert capsys.readouterr().out == "Captions cut to 6 tokens: 1\n"
     found = texts_of(cohort, plan, tmp_path)
     assert found is not None and np.array_equal(found.numpy(), kept[0])
     wanted = TextEncoder.open(folder, plan.condition).encode(cohort.captions or ())
