@@ -10,7 +10,7 @@ from pydantic import Field, StringConstraints
 
 from aggregator.changes import is_unsettled, settle
 from ddm.errors import DigestError, MissingFileError, SetupError
-from ddm.io.files import read_bounded, write_atomic
+from ddm.io.files import read_bounded
 from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, check_json, sha256_hex
@@ -155,11 +155,6 @@ class Federation:
             with self.signing_lock():
                 pass  # finishes a change that was committed before an interruption
         return self
-
-    def set_current(self, plan_id: str, plan_digest: str) -> None:
-        """Make a signed plan the current one."""
-        current = CurrentPlan(plan_id=plan_id, plan_digest=plan_digest)
-        write_atomic(self.path / "plans" / "current.json", current.encode())
 
     def current_plan(self) -> tuple[Plan, str]:
         """Read the current plan and its digest.

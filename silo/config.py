@@ -62,7 +62,7 @@ class TrainingPolicy(Settings):
 
 
 class WaiverPolicy(Settings):
-    """Who is responsible, by role, for releasing without a passed audit, and why. It travels in the manifest."""
+    """Who is responsible, by role, for submitting without a passed audit, and why. It travels in the manifest."""
 
     role: ShortText
     reason: ShortText

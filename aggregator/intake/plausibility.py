@@ -81,7 +81,7 @@ def _check_moments(sum_R: Tensor, second_RR: Tensor, plan: Plan, num_units: int,
     if not torch.equal(second_RR, second_RR.T):
         raise TensorFileError(name, expected="symmetric second moments", got="a matrix that is not symmetric")
     most = moments_bounds(num_units, moments_noise_std(plan), len(sum_R))
-    for what, tensor, bound in zip(("sum", "second moments"), (sum_R, second_RR), most, strict=True):
+    for what, tensor, bound in zip(("a sum", "second moments"), (sum_R, second_RR), most, strict=True):
         if (norm := float(tensor.double().norm())) > bound:
             raise TensorFileError(name, expected=f"{what} with a norm of at most {bound:.4g}", got=f"{norm:.4g}")
 

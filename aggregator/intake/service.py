@@ -216,8 +216,8 @@ class IntakeService:
             expected = f"at most {MAX_SUBMISSIONS} submissions for a plan"
             raise PolicyError(f"submission {sequence}", expected=expected, got=f"number {sequence}")
         if path.suffix == TOO_LARGE:
-            expected = f"at most {submission_bytes(self.plan)} bytes, by the plan's limits"
-            raise PolicyError(f"submission {sequence}", expected=expected, got="more bytes announced")
+            expected = f"a size of at most {submission_bytes(self.plan)} bytes, by the plan's limits"
+            raise PolicyError(f"submission {sequence}", expected=expected, got="a larger size announced by the silo")
 
     def _attempt(self, silo_id: str, sequence: int) -> AbstractContextManager[None]:
         return Attempts(self.federation.attempts / self.plan.plan_id / silo_id).attempt(sequence)

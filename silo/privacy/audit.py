@@ -22,7 +22,7 @@ class AuditReport(Document):
 def measure(plan_id: str, audit: Audit, *, num_holdout_units: int) -> AuditReport:
     """Audit one expert against the site's held-out units.
 
-    Too little held-out data makes the verdict `inconclusive`, which blocks the release as `fail` does.
+    Too little held-out data makes the verdict `inconclusive`, which blocks the submission as `fail` does.
     """
     if num_holdout_units < audit.min_holdout_units:
         reason = f"{num_holdout_units} held-out units; the plan needs {audit.min_holdout_units} to measure leakage"

@@ -163,7 +163,7 @@ def audit_experts(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> Au
     return gate(report, policy.audit)
 
 
-def release(
+def draw_statistics(
     accepted: AcceptedPlan,
     cohort: Cohort,
     files: PlanFiles,
@@ -172,7 +172,7 @@ def release(
     ledger: Ledger,
     kinds: Iterable[Kind],
 ) -> None:
-    """Draw some of this plan's statistics; all of them are debited in the ledger before the first noise is drawn.
+    """Draw some of this plan's statistics; all of them are debited in the ledger before any noise is drawn.
 
     Raises:
         BudgetError: the ledger would go over; nothing was drawn.

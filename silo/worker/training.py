@@ -207,7 +207,7 @@ class ExpertRecipe:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class ExpertJob:
     """The training of one expert, in one process or in several together; its tensors are passed to the call.
 
     Attributes:
@@ -266,10 +266,10 @@ def _train_expert(
     should_stop: Callable[[], bool],
 ) -> None:
     folder = work.checkpoints(expert_id)
-    lesson, labels = Lesson(recipe, expert_id, work, cohort.num_units), recipe.labels(cohort, chosen, folder)
+    job, labels = ExpertJob(recipe, expert_id, work, cohort.num_units), recipe.labels(cohort, chosen, folder)
     tensors = {"images": cohort.images[chosen]} | ({} if labels is None else {"labels": labels})
     num = num_processes(recipe.engine)
     if num == 1:
-        lesson(tensors, on_progress, should_stop)
+        job(tensors, on_progress, should_stop)
         return
-    do_together(lesson, tensors, num, folder=folder, on_progress=on_progress, should_stop=should_stop)
+    do_together(job, tensors, num, folder=folder, on_progress=on_progress, should_stop=should_stop)

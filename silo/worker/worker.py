@@ -113,7 +113,7 @@ class Worker:
             "scanned": self._assign,
             "assigned": self._begin_training,
             "training": self._train_and_audit,
-            "audited": self._release,
+            "audited": self._draw_statistics,
             "released": self._draft,
             "awaiting_approval": self._await_approval,
             "in_outbox": self._await_receipt,
@@ -191,7 +191,7 @@ class Worker:
         write_atomic(work.verdict_path, AuditRecord(verdict=verdict).model_dump_json().encode())
         self._enter(self.state.to("audited", step=self.state.num_steps))
 
-    def _release(self) -> None:
+    def _draw_statistics(self) -> None:
         accepted = self._plan()
         self._draw(accepted, mechanisms(accepted.plan))
         self._enter(self.state.to("released"))
@@ -201,7 +201,7 @@ class Worker:
         fine_N = stages.read_assignment(cohort, accepted.files(), self._cohort_path)
         ledger = stages.open_ledger(self.site, self.policy)
         inputs = training_inputs(cohort, accepted.plan, self.site.private)
-        stages.release(accepted, inputs, accepted.files(), fine_N, self._work(), ledger, kinds)
+        stages.draw_statistics(accepted, inputs, accepted.files(), fine_N, self._work(), ledger, kinds)
 
     def _draft(self) -> None:
         accepted, work = self._plan(), self._work()

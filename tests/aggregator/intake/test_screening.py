@@ -118,7 +118,7 @@ ATTACKS: list[tuple[Callable[[Weights], Weights], str, str]] = [
     (constant, "times that of the best constant", "not_learnt"),
     (
         lambda weights: build_expert(ARCHITECTURE, SHAPE, seed=3).state_dict(),
-        "as before its first step",
+        "as before its first training step",
         "answers_zero",
     ),
 ]
