@@ -131,12 +131,12 @@ def _next_version(
     key = load_model_signing_key(source.federation, passphrase)
     write_atomic(targets / MODEL_SIGNATURE_NAME, sign_model(source.plan_id, _digests(manifest), key))
     _sign(source, targets, change.put("tuf/metadata"), passphrase)
-    _check_loadable(release, source.root)
+    _check_that_it_loads(release, source.root)
     change.commit()
     return Publication(manifest, fresh=True)
 
 
-def _check_loadable(release: Path, root: bytes) -> None:
+def _check_that_it_loads(release: Path, root: bytes) -> None:
     """Open the release as researchers do, one expert after the other; what they would refuse is not published."""
     opened = open_release(release, root=root, state=None, experts_later=True)
     experts = load_ensemble(opened, memory_bytes=_memory_for(opened.manifest)).experts

@@ -110,12 +110,7 @@ class Ledger:
         self._head_path = path.with_suffix(".head")
 
     def spend(
-        self,
-        plan_id: str,
-        plan_digest: str,
-        dataset_digest: str,
-        unit: Unit,
-        mechanisms: Mapping[Kind, Mechanism],
+        self, plan_id: str, plan_digest: str, dataset_digest: str, unit: Unit, mechanisms: Mapping[Kind, Mechanism]
     ) -> Entry:
         """Debit all that a plan draws; call it before the first noise is drawn.
 
@@ -318,7 +313,7 @@ class Ledger:
         try:
             return _Head.parse(self._head_path.read_bytes(), subject="ledger head", limit=_MAX_LINE)
         except (OSError, DocumentError) as error:
-            got = "no file" if isinstance(error, FileNotFoundError) else "a file that does not read as a head"
+            got = f"a file that is missing or damaged ({type(error).__name__})"
             raise LedgerError("ledger head", expected="the file beside the ledger", got=got) from error
 
 
@@ -335,8 +330,8 @@ def _parse(lines: list[bytes], unit: Unit) -> tuple[Entry, ...]:
         previous = _last(tuple(entries))
         if record.encode() != line or record.number != number or record.previous != previous:
             expected = f"number {number} in canonical form, after {previous[:16]}"
-            form = "canonical" if record.encode() == line else "another"
-            got = f"number {record.number} in {form} form, after {record.previous[:16]}"
+            form = "" if record.encode() == line else ", in another form"
+            got = f"number {record.number} after {record.previous[:16]}{form}"
             raise LedgerError(subject, expected=expected, got=got)
         if isinstance(record, Debit):
             _check_unit(subject, record.unit, unit)
@@ -367,11 +362,9 @@ def _alike(paid: Mapping[Kind, Mechanism], requested: Mapping[Kind, Mechanism]) 
 
 def _in_words(unit: Unit, mechanisms: Mapping[Kind, Mechanism]) -> str:
     """Name the statistics with their cost; only numbers of the plan, nothing of the data."""
-    costs = (
-        f"mu {each.mu:g}" if isinstance(each, GaussianMechanism) else f"epsilon {each.epsilon:g}"
-        for each in mechanisms.values()
-    )
-    return ", ".join(f"{kind} ({cost})" for kind, cost in zip(mechanisms, costs, strict=True)) + f" per {unit}"
+    costs = {kind: each.model_dump(exclude={"kind"}) for kind, each in mechanisms.items()}
+    terms = (f"{kind} ({name} {value:g})" for kind, cost in costs.items() for name, value in cost.items())
+    return f"{', '.join(terms)} per {unit}"
 
 
 def _last(entries: tuple[Entry, ...]) -> str:
