@@ -1,1 +1,1 @@
-"""The aggregator's side: plan, take in, train the router, publish."""
+"""The aggregator's side: plans, takes in submissions, trains the router, publishes."""

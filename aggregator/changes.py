@@ -1,9 +1,9 @@
-"""Several files change together: laid out aside, then moved into place; a crash leaves the old ones or the new ones.
+"""Changes several files as one transaction: staged aside, then moved into place; a crash leaves all old or all new.
 
-A change is a folder below the federation's: `put/` holds the files to come at their relative paths, `drop/` marks those
-to go. It is `ceremony.part` while it is made, `ceremony` while it waits for signatures of holders, and
-`ceremony.ready` from the one rename on that decides it. From there every command that comes by finishes the moving
-(`settle`), which can be interrupted and repeated at every step.
+A change is a folder below the federation's: `put/` holds new files at their relative paths, `drop/` marks files to
+delete. It is named `ceremony.part` while it is staged, `ceremony` while it waits for signatures of holders, and
+`ceremony.ready` once it is committed, by a single rename. Every later command finishes the move (`settle`), which can
+be interrupted and repeated at every step.
 
 The caller holds the federation's signing lock.
 """
@@ -21,7 +21,7 @@ _PART, _WAITING, _READY = "ceremony.part", "ceremony", "ceremony.ready"
 
 @dataclass(frozen=True)
 class Change:
-    """Files that come and go together.
+    """Files that are added and deleted together.
 
     Attributes:
         home: the federation's folder.
@@ -37,18 +37,18 @@ class Change:
 
         Args:
             home: the federation's folder.
-            beside_waiting: whether one that waits for signatures may go on waiting: it must touch nothing that this one
-                changes.
+            beside_waiting: whether another change may wait for signatures meanwhile: the two must not touch the same
+                files.
 
         Raises:
-            BusyError: another one waits for signatures.
+            BusyError: another change waits for signatures.
         """
         if (home / _WAITING).exists() and not beside_waiting:
             raise BusyError(
                 str(home / _WAITING),
                 expected="no other change that waits for signatures",
-                got="one",
-                remedy="Finish it with `aggregator complete`, or throw it away with `aggregator complete --abandon`.",
+                got="a change that waits",
+                remedy="Finish it with `aggregator complete`, or discard it with `aggregator complete --abandon`.",
             )
         part = home / _PART
         shutil.rmtree(part, ignore_errors=True)
@@ -60,18 +60,23 @@ class Change:
         """Open the change that waits for signatures.
 
         Raises:
-            MissingFileError: none does.
+            MissingFileError: no change waits.
         """
         if not (home / _WAITING).is_dir():
-            raise MissingFileError(str(home / _WAITING), expected="a change that waits for signatures", got="none")
+            raise MissingFileError(
+                str(home / _WAITING),
+                expected="a change that waits for signatures",
+                got="no such folder",
+                remedy="Nothing is to be completed. A command that needs signatures of holders starts such a change.",
+            )
         return cls(home, home / _WAITING)
 
     def put(self, name: str) -> Path:
-        """Where the file or folder lies that shall come to `name`, relative to the federation's folder."""
+        """Return where to stage the file or folder that replaces `name`, relative to the federation's folder."""
         return self.folder / "put" / name
 
     def drop(self, name: str) -> None:
-        """Let the file `name` go."""
+        """Mark the file `name` for deletion."""
         write_atomic(self.folder / "drop" / name, b"")
 
     def wait(self) -> Self:
@@ -80,12 +85,12 @@ class Change:
         return type(self)(self.home, self.home / _WAITING)
 
     def commit(self) -> None:
-        """Decide the change, and move everything into place."""
+        """Commit the change and move everything into place."""
         move_into_place(self.folder, self.home / _READY)
         settle(self.home)
 
     def abandon(self) -> None:
-        """Throw the change away; nothing of it came into force."""
+        """Discard the change; nothing of it has taken effect."""
         part = self.home / _PART
         shutil.rmtree(part, ignore_errors=True)
         self.folder.rename(part)
@@ -93,12 +98,12 @@ class Change:
 
 
 def is_unsettled(home: Path) -> bool:
-    """Whether a decided change is not wholly in place."""
+    """Whether a committed change is not yet completely in place."""
     return (home / _READY).exists()
 
 
 def settle(home: Path) -> None:
-    """Finish moving a decided change into place, if there is one."""
+    """Finish moving a committed change into place, if there is one."""
     ready = home / _READY
     touched: set[Path] = set()
     for mark in _files(ready / "drop"):

@@ -1,4 +1,4 @@
-"""A federation: where its folders are, what federation.toml says, which plan is current."""
+"""A federation: its folders, federation.toml, the current plan."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from pydantic import Field, StringConstraints
 
 from aggregator.changes import is_unsettled, settle
 from ddm.errors import DigestError, MissingFileError, SetupError
-from ddm.io.files import read_bounded, write_atomic
+from ddm.io.files import read_bounded
 from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, check_json, sha256_hex
@@ -23,7 +23,7 @@ KEY_NAMES = ("root", "targets", "plans", "release", "online", "receipts")
 
 
 class FederationSettings(Settings):
-    """federation.toml: the federation's name, its public address, its transfer sizes."""
+    """federation.toml: the federation's name, public address, transfer sizes and terms of publication."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,40}$")]
     host: ShortText
@@ -39,7 +39,7 @@ class FederationSettings(Settings):
 
 
 class CurrentPlan(Document):
-    """Which plan the federation works on now."""
+    """The plan on which the federation works now."""
 
     plan_id: PlanId
     plan_digest: Digest
@@ -63,12 +63,12 @@ class Federation:
 
     @property
     def registry(self) -> Path:
-        """Enrolment cards, and how far each silo's ledger was seen."""
+        """Enrolment cards, and the last known state of each silo's ledger."""
         return self.path / "registry"
 
     @property
     def incoming(self) -> Path:
-        """What the ServerApp wrote; hostile until intake has verified it."""
+        """Files from silos, written by the ServerApp; hostile until intake has verified them."""
         return self.path / "incoming"
 
     @property
@@ -78,27 +78,27 @@ class Federation:
 
     @property
     def withdrawn(self) -> Path:
-        """What was accepted of silos that were withdrawn since, with the reason."""
+        """Accepted submissions of silos that were withdrawn later, with the reason."""
         return self.path / "withdrawn"
 
     @property
     def screening(self) -> Path:
-        """What was measured of submitted experts on public images."""
+        """Measurements of submitted experts on public images."""
         return self.path / "screening"
 
     @property
     def attempts(self) -> Path:
-        """How often intake began with a submission that it has not answered yet."""
+        """How often intake has started on each submission that it has not answered yet."""
         return self.path / "attempts"
 
     @property
     def quarantine(self) -> Path:
-        """Submissions that wait for a person."""
+        """Submissions that wait for a person's decision."""
         return self.path / "quarantine"
 
     @property
     def decisions(self) -> Path:
-        """The record of what was admitted from quarantine or refused, and why."""
+        """The record of submissions admitted from quarantine or refused, and why."""
         return self.path / "decisions.jsonl"
 
     @property
@@ -112,11 +112,11 @@ class Federation:
         return self.path / "releases"
 
     def plan_folder(self, plan_id: str) -> Path:
-        """Where a plan's bundle, public hold-out and router lie."""
+        """The folder of a plan's bundle, public hold-out and router."""
         return self.path / "plans" / plan_id
 
     def bundle(self, plan_id: str) -> Path:
-        """What every silo is sent."""
+        """The files sent to every silo."""
         return self.plan_folder(plan_id) / "bundle"
 
     def plan_targets(self, plan_id: str) -> Path:
@@ -129,10 +129,10 @@ class Federation:
 
     @contextmanager
     def signing_lock(self) -> Iterator[None]:
-        """Hold the federation's keys and metadata for one operator at a time: whoever signs anything holds it.
+        """Lock the federation's keys and metadata; every command that signs holds this lock.
 
         Raises:
-            BusyError: another process signs.
+            BusyError: another process holds it.
         """
         with locked(self.tuf.parent, "signer"):
             settle(self.path)
@@ -142,7 +142,7 @@ class Federation:
         """Return the federation if it was made by `aggregator init`.
 
         Raises:
-            MissingFileError: it was not.
+            MissingFileError: the folder holds no federation.toml.
         """
         if not (self.path / "federation.toml").is_file():
             raise MissingFileError(
@@ -153,40 +153,37 @@ class Federation:
             )
         if is_unsettled(self.path):
             with self.signing_lock():
-                pass  # finishes what was decided before something stopped it
+                pass  # finishes a change that was committed before an interruption
         return self
-
-    def set_current(self, plan_id: str, plan_digest: str) -> None:
-        """Make a signed plan the current one."""
-        current = CurrentPlan(plan_id=plan_id, plan_digest=plan_digest)
-        write_atomic(self.path / "plans" / "current.json", current.encode())
 
     def current_plan(self) -> tuple[Plan, str]:
         """Read the current plan and its digest.
 
         Raises:
             MissingFileError: no plan was signed yet.
-            SetupError: its silos were all removed, or another plan was signed and something stopped that.
-            DigestError: the plan's file changed since.
+            SetupError: its silos were all removed, or the signing of another plan was interrupted.
+            DigestError: the plan's file has changed.
         """
         path = self.path / "plans" / "current.json"
         if not path.is_file():
-            raise MissingFileError("plan", expected="a signed plan", got="none", remedy="Sign one: aggregator plan.")
+            remedy = "Sign one: aggregator plan."
+            raise MissingFileError("plan", expected="a signed plan", got="no plans/current.json", remedy=remedy)
         current = CurrentPlan.parse(path.read_bytes(), subject=path.name)
-        if {role.split(".")[0] for role in self.delegations()} != {current.plan_id}:
+        delegated = {role.split(".")[0] for role in self.delegations()}
+        if delegated != {current.plan_id}:
             raise SetupError(
-                f"plan {current.plan_id}",
-                expected="the plan signed last",
-                got="another one whose signing was interrupted, or no silo of it is left",
-                remedy="Sign another one: aggregator plan.",
+                "delegations in targets.json",
+                expected=f"delegations to the silos of plan {current.plan_id}",
+                got=f"delegations for {', '.join(sorted(delegated)) or 'no silo'}",
+                remedy="Its silos were removed, or signing another plan was interrupted: sign one, aggregator plan.",
             )
         data = read_bounded(self.plan_targets(current.plan_id) / "plan.json", MAX_DOCUMENT_BYTES)
-        if sha256_hex(data) != current.plan_digest:
-            raise DigestError("plan.json", expected="the bytes that were signed", got="others")
+        if (found := sha256_hex(data)) != current.plan_digest:
+            raise DigestError("plan.json", expected=f"the signed bytes, sha256 {current.plan_digest}", got=found)
         return Plan.parse(data, subject="plan.json"), current.plan_digest
 
     def delegations(self) -> dict[str, str]:
-        """Read which key `targets`, as signed last, lets sign for each silo's role."""
+        """Read the key to which the newest `targets` delegates each silo's role."""
         data = read_bounded(self.tuf / "targets.json", MAX_TUF_BYTES)
         found = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)["signed"]["delegations"]
         return {

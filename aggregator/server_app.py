@@ -1,9 +1,9 @@
-"""How does the aggregator speak through Flower? The ServerApp: it moves files between folders and silos, no torch.
+"""The Flower ServerApp: moves files between the federation's folders and the silos, without torch.
 
-It finds the federation folder in the environment and everything else in `flower/run.json`, both from
-`aggregator.runtime.flower`, but for the caps in `federation.toml`; nothing about this machine goes into the run's
-configuration, which silos see. One ServerApp
-works on a folder at a time. A silo is known by the Flower node of its registered key. Intake runs elsewhere.
+It reads the federation folder from the environment and everything else from `flower/run.json`, both written by
+`aggregator.runtime.flower`, except for the rate limits in `federation.toml`; the run's configuration, which silos see,
+holds nothing about this machine. One ServerApp works on a folder at a time. The node of its registered key identifies
+a silo. Intake runs in another process.
 """
 
 import logging
@@ -33,17 +33,17 @@ from ddm.transport.messages import MAX_WAIT_S, Envelope, Reply, Request
 FEDERATION_VARIABLE = "ARCHIPELAGO_FEDERATION"
 LOCK_NAME = "serverapp"
 HEARTBEAT = "serverapp.alive"
-# What a lying answer may make this process allocate before Flower has put it together and it can be checked.
+# The most that a hostile reply may make this process allocate before Flower has assembled it and it can be checked.
 _MEMORY_BYTES = 2 * 1024**3
-# The stacks of a line's threads, which count although nothing is in them.
+# Address space for the stacks of one connection's threads, which counts although it is unused.
 _LINE_BYTES = 32 * 1024**2
-# What Flower raises when it puts together objects that a silo made up; its own failures are of other kinds.
+# Exceptions that Flower raises when it assembles malformed objects from a silo; its own failures have other types.
 _GARBAGE = (DecodeError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, MemoryError)
 _log = logging.getLogger(__name__)
 
 
 class RunSettings(Model):
-    """What `aggregator.runtime.flower` tells the ServerApp: `flower/run.json`."""
+    """flower/run.json: settings of the ServerApp, written by `aggregator.runtime.flower`."""
 
     plan_id: PlanId
     nodes: dict[SiloId, str]
@@ -57,7 +57,7 @@ class FlowerCarrier:
 
     Args:
         grid: the connection.
-        max_bytes: most data bytes accepted in one answer.
+        max_bytes: most data bytes accepted in one reply.
     """
 
     def __init__(self, grid: Grid, max_bytes: int) -> None:
@@ -71,30 +71,33 @@ class FlowerCarrier:
         }
 
     def send(self, node: Node, request: Envelope[Request], ttl_s: float) -> str | None:
-        """Send a request; return what its answer will be known by, None when the SuperLink did not take it."""
+        """Send a request; return its message id, None when the SuperLink did not accept it."""
         message = Message(encode(request), dst_node_id=node.node_id, message_type="query", ttl=ttl_s)
         (message_id,) = self._grid.push_messages([message]) or (None,)
         return str(message_id) if message_id else None
 
     def fetch(self, message_id: str) -> Envelope[Reply] | None:
-        """Fetch the answer to a request, None while there is none.
+        """Fetch the reply to a request, None while there is none.
 
         Raises:
-            TransportError: the message was lost, or Flower cannot make anything of what came.
-            DocumentError: it is no answer.
+            TransportError: the message was lost, or Flower cannot assemble the reply.
+            DocumentError: the message is not a reply.
         """
         try:
             messages = list(self._grid.pull_messages([message_id]))
         except _GARBAGE as error:
-            raise TransportError("message", expected="an answer", got=type(error).__name__) from error
+            got = f"one that does not parse ({type(error).__name__})"
+            raise TransportError("message", expected="a reply", got=got) from error
         if not messages:
             return None
         if messages[0].has_error():
-            raise TransportError("message", expected="an answer", got=f"Flower's code {int(messages[0].error.code)}")
+            got = f"Flower's error code {int(messages[0].error.code)}"
+            raise TransportError("message", expected="a reply", got=got)
         try:
             return decode_reply(messages[0].content, max_bytes=self._max_bytes)
         except MemoryError as error:
-            raise TransportError("message", expected="an answer", got="one too large") from error
+            expected = f"a reply with at most {self._max_bytes} bytes of data"
+            raise TransportError("message", expected=expected, got="one that does not fit into memory") from error
 
 
 def make_post(grid: Grid, fed: Path, settings: RunSettings) -> Post:
@@ -103,7 +106,7 @@ def make_post(grid: Grid, fed: Path, settings: RunSettings) -> Post:
     Args:
         grid: Flower's connection to the SuperLink.
         fed: the federation folder.
-        settings: what to do.
+        settings: of the run.
     """
     index = load_bundle(fed / "plans" / settings.plan_id / "bundle")
     deliveries = {
@@ -121,13 +124,13 @@ def make_post(grid: Grid, fed: Path, settings: RunSettings) -> Post:
     return Post(
         FlowerCarrier(grid, settings.shard_bytes),
         deliveries,
-        stopped=lambda: _told_to_stop(fed / "flower"),
+        stopped=lambda: _stop_requested(fed / "flower"),
         **_caps(fed),
     )
 
 
 def _caps(fed: Path) -> dict[str, int | None]:
-    """How fast shards may come in; an operator may change it while the run goes on, for the next ServerApp."""
+    """Return the rate limits of incoming shards; a change of federation.toml applies from the next ServerApp on."""
     try:
         settings = Federation(fed).settings()
     except MissingFileError:
@@ -135,14 +138,14 @@ def _caps(fed: Path) -> dict[str, int | None]:
     return {"max_bytes_per_s": settings.max_bytes_per_s, "max_silo_bytes_per_s": settings.max_silo_bytes_per_s}
 
 
-def _told_to_stop(flower: Path) -> bool:
-    """Asked about once a second: so this is also where the ServerApp shows that it works."""
+def _stop_requested(flower: Path) -> bool:
+    """Whether to stop; called about once a second, so it also updates the ServerApp's heartbeat."""
     (flower / HEARTBEAT).touch()
     return (flower / "stop").exists()
 
 
 def node_identity(openssh_key: str) -> bytes:
-    """The form in which Flower reports a node's public key.
+    """Return a node's public key in the form in which Flower reports it.
 
     Args:
         openssh_key: one line in OpenSSH format.
@@ -151,26 +154,28 @@ def node_identity(openssh_key: str) -> bytes:
         The same key as PEM.
 
     Raises:
-        SetupError: it is not a public key.
+        SetupError: not an OpenSSH public key.
     """
     try:
         key = load_ssh_public_key(openssh_key.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise SetupError("node key", expected="an OpenSSH public key") from error
+        remedy = "Restore registry/ from backup: a silo's card there holds its node key."
+        got = f"{len(openssh_key)} characters that are not one"
+        raise SetupError("node key", expected="an OpenSSH public key", got=got, remedy=remedy) from error
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def main(grid: Grid, context: Context) -> None:
-    """Run the post for the plan that the runtime named; wait while another ServerApp still works on this folder.
+    """Exchange files for the plan in `flower/run.json`; wait while another ServerApp still works on this folder.
 
     Args:
         grid: Flower's connection.
-        context: Flower's; unused, see the module's text.
+        context: Flower's; unused.
     """
     fed = Path(os.environ[FEDERATION_VARIABLE])
     _log_to(fed / "flower" / "logs" / "serverapp.log")
     settings = RunSettings.model_validate_json(read_bounded(fed / "flower" / "run.json", 1024 * 1024))
-    # An array of one chunk named a million times is small on the wire; it fails here in its own silo's line.
+    # An array that names one chunk a million times is small on the wire; here it only fails its own silo's exchange.
     limit = _MEMORY_BYTES + len(settings.nodes) * _LINE_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
@@ -183,7 +188,7 @@ def main(grid: Grid, context: Context) -> None:
             except BusyError:
                 time.sleep(1.0)
     except Exception:
-        # Flower throws a ServerApp's output away.
+        # Flower discards a ServerApp's output.
         _log.exception("the ServerApp failed")
         raise
 

@@ -1,7 +1,7 @@
-"""How does a Flower message reach `silo.courier.handlers`? The ClientApp: a new process for every message, no torch.
+"""The Flower ClientApp: passes each message to `silo.courier.handlers`, in a new process for every message, no torch.
 
-Run as a program, this module signs the site's node off: Flower believes a node that was killed alive for another
-minute, and does not let it connect again meanwhile.
+Run as a program, this module signs the site's node off: Flower counts a killed node as connected for another minute
+and does not let it connect again meanwhile.
 """
 
 import sys
@@ -19,7 +19,7 @@ from silo.courier.handlers import SiteLimits, answer
 
 
 def handle(message: Message, context: Context) -> Message:
-    """Answer one Flower message; a request that cannot be read is answered with its code.
+    """Answer one Flower message; a request that cannot be read is answered with the error's code.
 
     Args:
         message: what came from the aggregator.

@@ -15,7 +15,7 @@ from ddm.training.config import Engine
 
 
 class TextSettings(Settings):
-    """How this silo turns captions into what experts are told."""
+    """Where this silo finds the text encoder that turns captions into vectors."""
 
     encoder: str
 
@@ -38,7 +38,7 @@ class SiloSettings(Settings):
 
 
 class PrivacyPolicy(Settings):
-    """Whom releases protect, the most one plan may ask, and the site's budget over everything it will ever release."""
+    """The privacy unit, the most that one plan may spend, and the site's budget over all plans it will ever answer."""
 
     unit: Unit = "image"
     max_epsilon: Epsilon = 8.0
@@ -48,7 +48,7 @@ class PrivacyPolicy(Settings):
 
 
 class TrainingPolicy(Settings):
-    """The most work and the largest files one plan may ask for, and the fewest images it may be made of."""
+    """The most work and the largest files that one plan may require, and the fewest images of an expert."""
 
     min_images: Annotated[int, Field(gt=0)] = 20
     max_experts: Annotated[int, Field(gt=0, le=1000)] = 64  # the transport carries 1,024 files
@@ -62,7 +62,7 @@ class TrainingPolicy(Settings):
 
 
 class WaiverPolicy(Settings):
-    """Who answers for releasing without a passed audit, by role, and why. It travels in the manifest."""
+    """Who is responsible, by role, for submitting without a passed audit, and why. It travels in the manifest."""
 
     role: ShortText
     reason: ShortText
@@ -82,7 +82,7 @@ class ApprovalPolicy(Settings):
 
 
 class Policy(Settings):
-    """policy.toml: what this site lets a plan ask for."""
+    """policy.toml: what this site allows a plan to require."""
 
     privacy: PrivacyPolicy = PrivacyPolicy()
     training: TrainingPolicy = TrainingPolicy()
@@ -111,12 +111,12 @@ class Site:
 
     @property
     def inbox(self) -> Path:
-        """What the courier received. The worker treats it as hostile."""
+        """Files that the courier received. The worker treats them as hostile."""
         return self.path / "inbox"
 
     @property
     def outbox(self) -> Path:
-        """Approved submissions; the courier reads them and nothing else of the worker's."""
+        """Approved submissions, the only files of the worker that the courier reads."""
         return self.path / "outbox"
 
     @property
@@ -138,7 +138,7 @@ class Site:
         """Read the secret of `salt_path`.
 
         Raises:
-            MissingFileError: it is gone.
+            MissingFileError: the file is gone.
         """
         remedy = "Restore private/dataset.salt from backup; without it every dataset counts as a new one."
         return require_file(self.salt_path, "this site's salt", remedy).read_bytes()
@@ -166,7 +166,7 @@ class Site:
         """Return the site if it was made by `silo init`.
 
         Raises:
-            MissingFileError: it was not.
+            MissingFileError: the folder holds no silo.toml.
         """
         if not (self.path / "silo.toml").is_file():
             raise MissingFileError(

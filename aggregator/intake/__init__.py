@@ -1,1 +1,1 @@
-"""From what arrived to what is accepted: verified, plausible, screened, or set aside for a person."""
+"""Takes in submissions: verified, checked for plausibility, screened, then accepted, refused or quarantined."""

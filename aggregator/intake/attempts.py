@@ -1,10 +1,10 @@
-"""Counts how often intake began with a submission and did not finish: one that kills intake is refused in the end.
+"""Counts attempts at each submission: one that crashes intake is refused after three attempts.
 
-    attempts/<plan_id>/<silo_id>/<sequence>   a number: attempts that were begun and are not over
+    attempts/<plan_id>/<silo_id>/<sequence>   a number: attempts that began and did not end
 
-The number is on disk before an attempt begins, and the file goes when the attempt is over, whatever it came to. Whoever
-is killed in between leaves it, also when the memory ran out or the supervisor found that intake hangs; whoever is asked
-to stop, or finds the disk full, takes the attempt back.
+The number is on disk before an attempt begins, and the file is deleted when the attempt ends, whatever the outcome. A
+process that is killed in between leaves it behind, be it for lack of memory or because the supervisor found it hanging;
+one that is asked to stop, or finds the disk full, takes its attempt back.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from pathlib import Path
 from ddm.errors import ArchipelagoError, RefusedError
 from ddm.io.files import read_bounded, sync_folder, write_atomic
 
-MOST = 3  # attempts at one submission
-MOST_OF_A_SILO = 6  # attempts at all of a silo's submissions for one plan, each of which may cost a restart
+MAX_ATTEMPTS = 3  # at one submission
+MAX_ATTEMPTS_OF_SILO = 6  # at all of a silo's submissions for one plan, each of which may cost a restart
 _MAX_BYTES = 20
 
 
@@ -25,7 +25,7 @@ class Attempts:
     """The attempts at one silo's submissions.
 
     Attributes:
-        folder: theirs alone.
+        folder: holds their counts and nothing else.
     """
 
     folder: Path
@@ -35,15 +35,16 @@ class Attempts:
         """Count an attempt while it lasts.
 
         Raises:
-            RefusedError: too many were begun and never ended.
+            RefusedError: too many attempts began and never ended.
         """
         path, before = self.folder / f"{sequence}", self._begun(sequence)
-        if before >= MOST or sum(self._begun(int(each.name)) for each in self._all()) >= MOST_OF_A_SILO:
+        in_all = sum(self._begun(int(each.name)) for each in self._all())
+        if before >= MAX_ATTEMPTS or in_all >= MAX_ATTEMPTS_OF_SILO:
             raise RefusedError(
                 f"submission {sequence}",
-                expected="one that can be examined",
-                got=f"examinations that never ended, {before} of this one",
-                remedy="Look at intake.log and the machine's own log: most likely the memory did not suffice.",
+                expected=f"fewer than {MAX_ATTEMPTS} crashed examinations, {MAX_ATTEMPTS_OF_SILO} over all submissions",
+                got=f"{before} examinations that never ended, {in_all} over all submissions",
+                remedy="Read intake.log and the system log: most likely the machine ran out of memory.",
             )
         try:
             write_atomic(path, b"%d" % (before + 1))

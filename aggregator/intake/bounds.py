@@ -1,8 +1,8 @@
-"""How far may honest noise carry a statistic? Beyond these bounds a silo did not draw what the plan says.
+"""Bounds statistics by what honest noise can reach; a silo beyond them did not draw what the plan says.
 
-Each bound fails for an honest silo with a probability of at most `FAILURE` over a whole file: a silo that is refused
-because of one has made a mistake or lies. They limit what one silo can do to the router; they do not show that the
-noise was drawn.
+For an honest silo each bound fails with a probability of at most `FAILURE` over a whole file, so a silo refused by one
+has made a mistake or is dishonest. The bounds limit one silo's influence on the router; they do not prove that noise
+was drawn.
 """
 
 import math
@@ -33,7 +33,7 @@ def cell_noise_bound(epsilon: float, num_cells: int) -> int:
 
 
 def total_noise_bound(epsilon: float, num_cells: int) -> int:
-    """Return B such that the noise of all cells together exceeds B in magnitude as seldom.
+    """Return B such that the sum of all cells' noise exceeds B in magnitude with probability at most `FAILURE`.
 
     Chernoff: ``P(|sum z| >= b) <= 2 M(l)^G exp(-l b)`` for every rate l in (0, epsilon / 2), with the moment generating
     function ``M(l) = (1 - a)^2 / ((1 - a e^l) (1 - a e^-l))``; the best of many rates is taken.
@@ -66,7 +66,7 @@ def sketch_norm_bound(alpha: float, sigma: float, scale_C: float, rank: int, num
 
 
 def moments_bounds(num_units: int, noise_std: float, rank: int) -> tuple[float, float]:
-    """Return the largest norms of ``sum s + noise`` and, Frobenius, of ``sum s s^T + noise``, s in the unit ball.
+    """Return bounds on the norm of ``sum s + noise`` and the Frobenius norm of ``sum s s^T + noise``, |s| at most 1.
 
     ``|sum s| <= n`` and ``|sum s s^T| <= n``, plus what rounding to the grid adds; the noise is `noise_std` on each
     entry of the sum and off the diagonal of the symmetric second moments, and sqrt(2) times that on their diagonal, so

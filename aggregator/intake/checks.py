@@ -1,7 +1,7 @@
-"""Intake: whether a submission is what its silo signed, what the plan asked for, and safe to open.
+"""Verifies that a submission is what its silo signed, what the plan requires, and safe to open.
 
 Order matters: the signature before any parser, digests before tensors, shapes before values. The noised histogram is
-read before the experts, since it tells which of them there may be.
+read before the experts, since it decides which experts there may be.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Intake:
-    """A submission that passed: the document, its digest, and the files that came with it."""
+    """A verified submission: the document, its digest, and the files that came with it."""
 
     submission: Submission
     digest: str
@@ -68,28 +68,28 @@ def verify_submission(folder: Path, expected: Expectation) -> Intake:
 
     Args:
         folder: exactly the files that the silo sent; nobody else can write to it.
-        expected: what they must match.
+        expected: the plan, silo and sequence that they must match.
 
     Raises:
         TrustError: a signature, digest, role or path is wrong.
         FormatError: a document or tensor file is malformed, or belongs to another plan, silo or sequence.
-        PolicyError: the submission spent or sent more than the plan allows.
+        PolicyError: the submission spent or contains more than the plan allows.
     """
     files = {name: entry.path for name, entry in scan(folder, most=submission_entries(expected.plan)).items()}
     plan_id, silo_id = expected.plan.plan_id, expected.silo_id
     role_name = f"metadata/{plan_id}.{silo_id}.json"
     role = read_bounded(_present(files, role_name), MAX_ROLE_BYTES, subject=role_name)
-    # A release can be verified for as long as the first of its signatures holds.
+    # A release can be verified until the first of its signatures expires.
     until = expected.now + LEAST_LIFE
     version, signed = read_silo_metadata(role, plan_id=plan_id, silo_id=silo_id, key=expected.key, now=until)
     if version != expected.sequence:
         raise ReplayError(role_name, expected=f"version {expected.sequence}, the submission's", got=f"{version}")
     signed = {name.removeprefix(f"{plan_id}/"): value for name, value in signed.items()}
-    for name, wanted in signed.items():
-        _check_bytes(folder, files, name, wanted)
+    for name, listed in signed.items():
+        _check_bytes(folder, files, name, listed)
     document = submission_path(silo_id)
     if document not in signed:
-        raise AbsentFileError(document, expected="a signed submission", got="none in the silo's role")
+        raise AbsentFileError(document, expected="a submission that the silo's role lists", got="a role without it")
     data = read_bounded(files[document], MAX_DOCUMENT_BYTES, subject=document)
     submission = Submission.parse(data, subject=document)
     _check_binding(submission, expected)
@@ -103,13 +103,13 @@ def verify_submission(folder: Path, expected: Expectation) -> Intake:
 
 def _present(files: Mapping[str, Path], name: str) -> Path:
     if name not in files:
-        raise AbsentFileError(name, expected="a file that the silo signed", got="nothing")
+        raise AbsentFileError(ascii(name)[1:81], expected="a file that the silo signed", got="no such file")
     return files[name]
 
 
-def _check_bytes(folder: Path, files: Mapping[str, Path], name: str, wanted: tuple[int, str]) -> None:
-    _present(files, name)  # a name that a silo signed may lead anywhere
-    check_digest(folder, name, *wanted)
+def _check_bytes(folder: Path, files: Mapping[str, Path], name: str, signed: tuple[int, str]) -> None:
+    _present(files, name)  # a signed name may lead anywhere
+    check_digest(folder, name, *signed)
 
 
 def _check_binding(submission: Submission, expected: Expectation) -> None:
@@ -119,11 +119,11 @@ def _check_binding(submission: Submission, expected: Expectation) -> None:
         ("silo", expected.silo_id, submission.silo_id),
         ("sequence", str(expected.sequence), str(submission.sequence)),
     )
-    for subject, wanted, got in claims:
-        if wanted != got:
-            raise ReplayError(f"submission, {subject}", expected=wanted, got=got)
+    for subject, required, claimed in claims:
+        if required != claimed:
+            raise ReplayError(f"submission, {subject}", expected=required, got=claimed)
     if submission.approval is None:
-        raise PolicyError("submission", expected="an approval", got="none")
+        raise PolicyError("submission", expected="an approval", got="no approval")
 
 
 def _check_listing(
@@ -134,35 +134,37 @@ def _check_listing(
     role_name: str,
     document: str,
 ) -> None:
-    """The role lists the document and its experts; the rest of the folder is the statistics; nothing else is there."""
+    """Check that the role lists the document and its experts, and that the other files are exactly its statistics."""
     experts = {expert.file.path: (expert.file.bytes, expert.file.digest) for expert in submission.experts}
-    if {name: value for name, value in signed.items() if name != document} != experts:
-        raise DigestError(document, expected="exactly the experts that the silo's role lists", got="others")
+    listed = {name: value for name, value in signed.items() if name != document}
+    if listed != experts:
+        odd = sorted({name for name, _ in listed.items() ^ experts.items()})
+        got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
+        raise DigestError(f"experts of {document}", expected="exactly those that the silo's role lists", got=got)
     for statistic in submission.statistics:
         file: File = statistic.file
         _check_bytes(folder, files, file.path, (file.bytes, file.digest))
     known = {role_name, *signed, *(statistic.file.path for statistic in submission.statistics)}
     for name in files:
         if name not in known:
-            raise UnlistedFileError(name, expected="only files that the submission lists", got="another")
+            subject = ascii(name)[1:81]
+            raise UnlistedFileError(subject, expected="only files that the submission lists", got="an unlisted file")
 
 
 def _check_terms(submission: Submission, expected: Expectation) -> None:
-    """The submission keeps to the plan: which statistics at which cost, how many units, how large its files."""
-    plan, asked, spent = expected.plan, expected.plan.statistics, submission.spent
-    wanted = {**statistic_terms(asked), "all together": (asked.total.epsilon, asked.total.delta)}
-    told: dict[str, tuple[float, float]] = {one.kind: (one.epsilon, one.delta) for one in submission.statistics}
-    told["all together"] = (spent.epsilon, spent.delta)
-    if told.keys() != wanted.keys():
-        raise PolicyError("submission, statistics", expected=", ".join(wanted), got=", ".join(told))
-    for kind, terms in wanted.items():
-        if told[kind] != terms:
-            subject = f"submission, epsilon and delta of {kind}"
-            raise PolicyError(
-                subject, expected=f"{terms[0]:g}, {terms[1]:g}", got=f"{told[kind][0]:g}, {told[kind][1]:g}"
-            )
-    if spent.unit != asked.unit:
-        raise PolicyError("submission, privacy unit", expected=asked.unit, got=spent.unit)
+    """Check the submission against the plan: its statistics and their cost, its number of units, its file sizes."""
+    plan, required, spent = expected.plan, expected.plan.statistics, submission.spent
+    terms = {**statistic_terms(required), "all together": (required.total.epsilon, required.total.delta)}
+    reported: dict[str, tuple[float, float]] = {each.kind: (each.epsilon, each.delta) for each in submission.statistics}
+    reported["all together"] = (spent.epsilon, spent.delta)
+    if reported.keys() != terms.keys():
+        raise PolicyError("submission, statistics", expected=", ".join(terms), got=", ".join(reported))
+    for kind, (epsilon, delta) in terms.items():
+        if reported[kind] != (epsilon, delta):
+            got = "{:g}, {:g}".format(*reported[kind])
+            raise PolicyError(f"submission, epsilon and delta of {kind}", expected=f"{epsilon:g}, {delta:g}", got=got)
+    if spent.unit != required.unit:
+        raise PolicyError("submission, privacy unit", expected=required.unit, got=spent.unit)
     t_release = sketch_noise_level(plan, expected.files.sketch) or 0.0
     for statistic in submission.statistics:
         if isinstance(statistic, SubmittedSketch) and abs(statistic.t_release - t_release) > T_RELEASE_TOLERANCE:
@@ -189,29 +191,31 @@ def _check_sizes(submission: Submission, plan: Plan) -> None:
 
 
 def _check_experts(submission: Submission, expected: Expectation, noisy_G: Tensor) -> None:
-    """The experts are those that the noised histogram tells, in its order, and say no more of themselves than agreed.
+    """Check that the experts are those of the noised histogram, in its order, and state only what the plan allows.
 
-    More of them, others, or clusters exchanged would put weights where the routers expect another silo's images.
+    Additional experts, other names or exchanged clusters would put weights where the routers expect other images.
     """
     plan, silo_id = expected.plan, expected.silo_id
     parts = silo_parts(plan.partition, silo_id, expected.files.clusters, noisy_G)
-    wanted = [(part.expert_id, part.cluster, expert_path(silo_id, part.expert_id)) for part in parts]
-    if [(expert.expert_id, expert.cluster, expert.file.path) for expert in submission.experts] != wanted:
+    required = [(part.expert_id, part.cluster, expert_path(silo_id, part.expert_id)) for part in parts]
+    if [(expert.expert_id, expert.cluster, expert.file.path) for expert in submission.experts] != required:
         names = ", ".join(part.expert_id for part in parts)
-        got = f"{len(submission.experts)}, of other names, clusters, places or order"
-        raise PolicyError("submission, experts", expected=f"{names}, as its noised counts tell", got=got)
-    alone = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
+        got = ", ".join(expert.expert_id for expert in submission.experts)[:100]
+        got = f"{len(submission.experts)} experts, {got}, whose names, clusters, paths or order differ"
+        raise PolicyError("submission, experts", expected=f"{names} in this order, as its noised counts imply", got=got)
+    by_image = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
     for expert in submission.experts:
-        if expert.num_images != (submission.num_units if alone else None):
-            told = f"the silo's {submission.num_units} units" if alone else "none, since it would be exact"
-            raise PolicyError("submission, images of an expert", expected=told, got="another number")
+        if expert.num_images != (submission.num_units if by_image else None):
+            number = f"the silo's {submission.num_units} units" if by_image else "no number, since it would be exact"
+            got = "no number" if expert.num_images is None else f"{expert.num_images}"
+            raise PolicyError("submission, images of an expert", expected=number, got=got)
         if expert.steps != plan.expert.training.num_steps:
             steps = f"{plan.expert.training.num_steps}"
             raise PolicyError("submission, training steps", expected=steps, got=f"{expert.steps}")
 
 
 def _check_weights(submission: Submission, files: Mapping[str, Path], plan: Plan) -> None:
-    """Open each expert strictly; its values are bounded, so that one silo cannot send anything at all."""
+    """Open each expert strictly, with bounded values, so that no silo can send arbitrary weights."""
     weights = expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
     for expert in submission.experts:
         check_file(files[expert.file.path], weights, max_bytes=plan.limits.expert_bytes, max_abs=MAX_WEIGHT)

@@ -1,4 +1,4 @@
-"""Measuring submitted experts on the federation's public images, once each; `intake.screening` has the rules."""
+"""Measures submitted experts on the federation's public images, each once; `intake.screening` has the rules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ _PLACES = 7  # significant digits kept of a loss
 
 
 class ExpertExamination(Document):
-    """What was measured of one expert: a file each, since a document holds only so many values."""
+    """The measurements of one expert, in a file of its own, since a document holds a limited number of values."""
 
     format: Literal["archipelago/examination/2"] = "archipelago/examination/2"
     plan_id: PlanId
@@ -49,7 +49,7 @@ class ExpertExamination(Document):
 
 @dataclass(frozen=True)
 class Examination:
-    """What was measured of one submission's experts, in its order."""
+    """The measurements of one submission's experts, in its order."""
 
     silo_id: str
     submission_digest: str
@@ -57,7 +57,7 @@ class Examination:
 
 
 def public_images(
-    federation: Federation, plan_id: str, part: Literal["fitted", "holdout"], *, seen: bool = True
+    federation: Federation, plan_id: str, part: Literal["fitted", "holdout"], *, as_latents: bool = True
 ) -> Tensor:
     """Return the public images that the plan was fitted on, or those held out, shape (N, ...).
 
@@ -65,16 +65,16 @@ def public_images(
         federation: the operator's folder.
         plan_id: the plan.
         part: which.
-        seen: as experts see them, latents perhaps; False for the images.
+        as_latents: return latents where the plan's experts work on latents; False for the images.
     """
     with np.load(federation.plan_folder(plan_id) / PUBLIC_NAME, allow_pickle=False) as archive:
         latents = f"{part}_latents"
-        return torch.from_numpy(archive[latents if seen and latents in archive.files else part])
+        return torch.from_numpy(archive[latents if as_latents and latents in archive.files else part])
 
 
 @dataclass(frozen=True)
 class Examiner:
-    """Measures experts, and keeps what it measured in `screening/`, by the submission's digest and the expert's id.
+    """Measures experts and stores the measurements in `screening/`, by submission digest and expert id.
 
     Attributes:
         federation: the operator's folder.
@@ -89,23 +89,23 @@ class Examiner:
         return {}
 
     def probe(self, silo_id: str) -> Probe:
-        """The public images as this silo's experts are asked about them: in terms of what they learnt."""
-        learnt = self._learnt(silo_id)
-        if learnt not in self._probes:
-            self._probes[learnt] = self._probe(learnt)
-        return self._probes[learnt]
+        """The noised public images and targets for this silo's experts, by their training objective."""
+        objective = self._objective(silo_id)
+        if objective not in self._probes:
+            self._probes[objective] = self._probe(objective)
+        return self._probes[objective]
 
-    def _learnt(self, silo_id: str) -> ExpertObjective:
-        """What a silo's experts learnt, without whose they are."""
-        learnt = self.plan.objective.of(silo_id)
-        return ExpertObjective(path=learnt.path, prediction=learnt.prediction)
+    def _objective(self, silo_id: str) -> ExpertObjective:
+        """Return the training objective of a silo's experts, without the silo's name."""
+        objective = self.plan.objective.of(silo_id)
+        return ExpertObjective(path=objective.path, prediction=objective.prediction)
 
-    def _probe(self, learnt: ExpertObjective) -> Probe:
+    def _probe(self, objective: ExpertObjective) -> Probe:
         shape = self.plan.expert_shape
         most = num_images(training_flops(self.plan.expert.architecture, shape, 1, self.plan.condition) / 3)
         mean = public_images(self.federation, self.plan.plan_id, "fitted").mean(0)
         images = public_images(self.federation, self.plan.plan_id, "holdout")[:most]
-        return Probe.of(images, mean, path_named(learnt.path), learnt.prediction)
+        return Probe.of(images, mean, path_named(objective.path), objective.prediction)
 
     @cached_property
     def _base_rms(self) -> dict[str, float]:
@@ -125,17 +125,17 @@ class Examiner:
             silo_id: whose.
             submission: the document.
             digest: of the document.
-            folder: holds the experts; nobody else writes there.
+            folder: holds the experts; no other process writes there.
         """
         figures = tuple(self._examine_expert(silo_id, expert, digest, folder) for expert in submission.experts)
         return Examination(silo_id, digest, figures)
 
     def accepted(self) -> dict[str, Examination]:
-        """Measure what was accepted, by silo."""
+        """Measure the experts of every accepted submission, by silo."""
         accepted = self.federation.accepted / self.plan.plan_id
         gone = withdrawn_silos(self.federation, self.plan)
-        taking = [silo_id for silo_id in taking_part(self.federation, self.plan) if silo_id not in gone]
-        present = [silo_id for silo_id in taking if (accepted / silo_id).is_dir()]
+        remaining = [silo_id for silo_id in taking_part(self.federation, self.plan) if silo_id not in gone]
+        present = [silo_id for silo_id in remaining if (accepted / silo_id).is_dir()]
         found = {}
         for silo_id in present:
             document = read_bounded(accepted / silo_id / submission_path(silo_id), MAX_DOCUMENT_BYTES)
@@ -144,7 +144,7 @@ class Examiner:
         return found
 
     def faults(self, new: Examination, accepted: Mapping[str, Examination]) -> list[str]:
-        """Say what is implausible of a submission, by itself and beside those of other silos; its flags are kept."""
+        """Describe what is implausible about a submission, alone and beside other silos', and store its flags."""
         figures = {silo_id: each.experts for silo_id, each in accepted.items() if silo_id != new.silo_id}
         training, found = self.plan.expert.training, list[Fault]()
         for expert in new.experts:
@@ -153,11 +153,11 @@ class Examiner:
         return self._kept(new, found)
 
     def outliers(self, accepted: Mapping[str, Examination]) -> dict[str, list[str]]:
-        """Say which accepted silos stand apart, now that later ones are there, and nobody admitted them as they are."""
+        """Describe which accepted silos stand apart now that later ones are there, except those a person admitted."""
         apart = self._apart(accepted)
         found = {silo_id: self._kept(accepted[silo_id], faults) for silo_id, faults in apart.items()}
         digests = {silo_id: accepted[silo_id].submission_digest for silo_id in found}
-        return {silo_id: told for silo_id, told in found.items() if not is_admitted(self.federation, digests[silo_id])}
+        return {silo_id: text for silo_id, text in found.items() if not is_admitted(self.federation, digests[silo_id])}
 
     def ratios(self, examination: Examination) -> dict[str, tuple[float, ...]]:
         """Return each expert's loss in each band as a multiple of that of answering 0."""
@@ -165,14 +165,14 @@ class Examiner:
         return {each.expert_id: _rounded((each.loss_Z / silent_Z).tolist(), 3) for each in examination.experts}
 
     def _apart(self, examined: Mapping[str, Examination]) -> dict[str, list[Fault]]:
-        """Compare experts that learnt the same; the losses of others are in other units."""
+        """Compare experts with the same objective; losses of different objectives are in different units."""
         found: dict[str, list[Fault]] = {}
-        for learnt in {self._learnt(silo_id) for silo_id in examined}:
-            found |= relative_faults({s: each.experts for s, each in examined.items() if self._learnt(s) == learnt})
+        for objective in {self._objective(silo_id) for silo_id in examined}:
+            found |= relative_faults({s: e.experts for s, e in examined.items() if self._objective(s) == objective})
         return found
 
     def _kept(self, examination: Examination, found: Sequence[Fault]) -> list[str]:
-        """Keep the flags, and put the faults into words."""
+        """Store the flags and return the faults in words."""
         if found:
             remember_flags(self.federation, self.plan.plan_id, examination.submission_digest, found)
         return [str(fault) for fault in found]
@@ -189,7 +189,7 @@ class Examiner:
         return figures
 
     def _figures(self, silo_id: str, folder: Path, expert: SubmittedExpert) -> ExpertFigures:
-        """Measure an expert as one without a class or a text: what it was told in training is nobody's to guess."""
+        """Measure an expert without a class or a text: the public images have none."""
         plan = self.plan
         architecture, shape, condition = plan.expert.architecture, plan.expert_shape, plan.condition
         stored = stored_tensors(architecture, shape, folder / expert.file.path, expert.file.bytes, condition)
@@ -211,7 +211,7 @@ class Examiner:
 
 
 def refuse_outliers(federation: Federation, inventory: Inventory) -> None:
-    """Compare all accepted experts with each other once more, before anything is made of them.
+    """Compare all accepted experts with each other once more, before the router is trained.
 
     Raises:
         RefusedError: one stands apart from the others, and nobody has admitted it.
@@ -224,9 +224,9 @@ def refuse_outliers(federation: Federation, inventory: Inventory) -> None:
     if found:
         raise RefusedError(
             "accepted experts",
-            expected="none that stands apart from the others, unless a person admitted it",
+            expected="no expert that stands apart from the others, unless a person admitted it",
             got="; ".join(f"{silo_id}: {faults[0]}" for silo_id, faults in found.items())[:1000],
-            remedy=f"Look: aggregator quarantine {federation.path}. Then for each silo: aggregator admit "
+            remedy=f"See the figures: aggregator quarantine {federation.path}. Then for each silo: aggregator admit "
             f"{federation.path} SILO --reason TEXT, or aggregator withdraw.",
         )
 

@@ -1,8 +1,8 @@
-"""What screening found of a submission's experts, by rule: kept for as long as the submission is, and published.
+"""Stores the rules by which screening flagged a submission's experts; kept with the submission and published.
 
     screening/<plan_id>/<digest>.flags.json   every rule by which an expert was ever flagged, in quarantine or later
 
-A flag decides nothing. It says of an expert that a person admitted what the person was asked about.
+A flag decides nothing. On a published expert it records what the operator knew when admitting it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ Flags = Mapping[str, tuple[Flag, ...]]
 
 
 class Fault(Model):
-    """One thing that is implausible of an expert: by which rule, and in words with the figures."""
+    """One implausible property of an expert: the rule, and a description with the figures."""
 
     expert_id: ExpertId
     flag: Flag
@@ -28,7 +28,7 @@ class Fault(Model):
 
 
 class Flagged(Document):
-    """Which experts of a submission were flagged, and by which rules."""
+    """The flagged experts of a submission, each with its rules."""
 
     format: Literal["archipelago/flags/1"] = "archipelago/flags/1"
     submission_digest: Digest
@@ -36,7 +36,7 @@ class Flagged(Document):
 
 
 def flags_of(federation: Federation, plan_id: PlanId, digest: str) -> Flags:
-    """Return the rules by which a submission's experts were flagged, by expert; nothing where none was."""
+    """Return the rules by which a submission's experts were flagged, by expert; empty if none was."""
     path = federation.screening / plan_id / f"{digest}.flags.json"
     if not path.is_file():
         return {}
@@ -44,7 +44,7 @@ def flags_of(federation: Federation, plan_id: PlanId, digest: str) -> Flags:
 
 
 def remember_flags(federation: Federation, plan_id: PlanId, digest: str, faults: Iterable[Fault]) -> None:
-    """Add what was found; what was found before stays, since a person may have decided on it."""
+    """Add flags; earlier ones stay, since a person may have decided on them."""
     before = flags_of(federation, plan_id, digest)
     found = {expert_id: set(flags) for expert_id, flags in before.items()}
     for fault in faults:

@@ -1,4 +1,4 @@
-"""What was accepted for the current plan, read back with the same strictness as at intake."""
+"""Reads back everything that was accepted for the current plan, as strictly as intake did."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,10 +31,10 @@ class AcceptedSilo:
     Attributes:
         submission: the parsed document.
         document: its bytes as signed.
-        folder: every file as received; its digests stand in the document.
+        folder: every file as received; the document lists their digests.
         role: the signed metadata, verbatim.
-        admitted: whether a person let it in although screening had found it implausible.
-        flags: the rules of screening that its experts broke, by expert.
+        admitted: whether a person admitted it although screening found it implausible.
+        flags: the screening rules that its experts broke, by expert.
     """
 
     submission: Submission
@@ -60,7 +60,7 @@ class Inventory:
         files: the plan's public tensors.
         silos: accepted submissions by silo id, sorted; their experts in this order are the router's classes.
         missing: silos of the plan without an accepted submission.
-        withdrawn: silos that were taken out of the plan, or of the federation.
+        withdrawn: silos that were removed from the plan, or from the federation.
     """
 
     plan: Plan
@@ -80,23 +80,23 @@ class Inventory:
         return {silo_id: tensors["counts"] for silo_id, tensors in self._statistics("counts").items()}
 
     def class_counts(self) -> Mapping[str, Tensor]:
-        """Each silo's noised histogram over classes and groups, shape (C, G), int64; empty where none was asked for."""
+        """Each silo's noised histogram over classes and groups, shape (C, G), int64; empty if the plan has none."""
         return {silo_id: tensors["counts"] for silo_id, tensors in self._statistics("class_counts").items()}
 
     def moments(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Each silo's noised `sum`, shape (R,), and `second`, shape (R, R), float32; empty where none was asked for."""
+        """Each silo's noised `sum`, shape (R,), and `second`, shape (R, R), float32; empty if the plan has none."""
         return self._statistics("moments")
 
     def sketches(self) -> Mapping[str, Tensor]:
-        """Each silo's noised sketches, shape (n_k, R), float32; empty where none were asked for."""
+        """Each silo's noised sketches, shape (n_k, R), float32; empty if the plan has none."""
         return {silo_id: tensors["sketch"] for silo_id, tensors in self._statistics("sketch").items()}
 
     def t_release(self) -> float | None:
-        """The noise level of the sketches, None where none were asked for."""
+        """The noise level of the sketches, None if the plan has none."""
         return sketch_noise_level(self.plan, self.files.sketch)
 
     def layout(self) -> Layout:
-        """Every silo's experts, as its noised histogram tells them; the order of the manifest and of the router."""
+        """Every silo's experts, derived from its noised histogram, in the order of the manifest and of the router."""
         partition, clusters = self.plan.partition, self.files.clusters
         counts = self.counts().items()
         return Layout.of(partition, [silo_parts(partition, silo_id, clusters, noisy_G) for silo_id, noisy_G in counts])
@@ -104,9 +104,9 @@ class Inventory:
     def _statistics(self, kind: Kind) -> Mapping[str, Mapping[str, Tensor]]:
         if kind not in statistic_terms(self.plan.statistics):
             return {}
-        return {silo_id: self._release(silo, kind) for silo_id, silo in self.silos.items()}
+        return {silo_id: self._statistic(silo, kind) for silo_id, silo in self.silos.items()}
 
-    def _release(self, silo: AcceptedSilo, kind: Kind) -> Mapping[str, Tensor]:
+    def _statistic(self, silo: AcceptedSilo, kind: Kind) -> Mapping[str, Tensor]:
         file = next(statistic.file for statistic in silo.submission.statistics if statistic.kind == kind)
         specs = statistic_specs(kind, self.plan, silo.submission.num_units)
         return load_tensors(silo.folder / file.path, specs, max_bytes=file.bytes, digest=file.digest)
@@ -126,9 +126,9 @@ def take_inventory(federation: Federation) -> Inventory:
     if not present:
         raise SetupError(
             f"plan {plan.plan_id}",
-            expected="accepted submissions",
-            got="none",
-            remedy="Let `aggregator run` take some in; a refusal's reason stands in receipts/.",
+            expected="at least one accepted submission",
+            got=f"none of {len(remaining)} silos",
+            remedy="Run `aggregator run` until silos have answered; `aggregator status` shows why one was refused.",
         )
     return Inventory(
         plan=plan,
@@ -141,18 +141,22 @@ def take_inventory(federation: Federation) -> Inventory:
 
 
 def _read_silo(federation: Federation, plan_id: str, plan_digest: str, silo_id: str) -> AcceptedSilo:
-    """Read a submission back: the role by the silo's key, the document that it signs, the plan that this answers."""
+    """Read a submission back and verify it: its role by the silo's key, its document by the role, its plan."""
     folder, name = federation.accepted / plan_id / silo_id, submission_path(silo_id)
     role = read_bounded(folder / "metadata" / f"{plan_id}.{silo_id}.json", MAX_DOCUMENT_BYTES)
     key = signing_key(card_of(federation, silo_id))
     signed = verify_silo_metadata(role, plan_id=plan_id, silo_id=silo_id, key=key, now=now_utc())
     document = read_bounded(folder / name, MAX_DOCUMENT_BYTES)
-    if (len(document), sha256_hex(document)) != signed[f"{plan_id}/{name}"]:
-        raise DigestError(f"accepted {name}", expected="the document that the silo's role lists", got="another")
+    size, digest = signed[f"{plan_id}/{name}"]
+    found = sha256_hex(document)
+    if (len(document), found) != (size, digest):
+        expected = f"the document that the silo's role lists, {size} bytes, sha256 {digest}"
+        raise DigestError(f"accepted {name}", expected=expected, got=f"{len(document)} bytes, sha256 {found}")
     submission = Submission.parse(document, subject=f"submission of {silo_id}")
     if (submission.plan_id, submission.plan_digest, submission.silo_id) != (plan_id, plan_digest, silo_id):
-        raise ReplayError(f"submission of {silo_id}", expected=f"one for plan {plan_id}", got="another")
-    digest = sha256_hex(document)
+        expected = f"silo {silo_id} and plan {plan_id} with digest {plan_digest}"
+        got = f"silo {submission.silo_id} and plan {submission.plan_id} with digest {submission.plan_digest}"
+        raise ReplayError(f"accepted submission of {silo_id}", expected=expected, got=got)
     admitted = is_admitted(federation, digest)
     flags = flags_of(federation, plan_id, digest) if admitted else {}
     return AcceptedSilo(submission, document, folder, role, admitted, flags)

@@ -1,6 +1,7 @@
-"""Could honest noise have made these statistics? Each is opened strictly, then held to `aggregator.intake.bounds`.
+"""Holds received statistics to what honest noise can produce: opened strictly, then checked against `intake.bounds`.
 
-What is read here decides about experts and routers of everybody; the bounds keep one silo from sending just anything.
+The statistics decide which experts exist and shape the router for all silos; the bounds limit what one silo can do to
+them.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from ddm.routers.sketch import Sketch, released_sketch_specs
 
 
 def statistic_specs(kind: str, plan: Plan, num_units: int) -> dict[str, TensorSpec]:
-    """Return what a released file of this kind must hold."""
+    """Return the tensors that the file of a statistic of this kind must hold."""
     specs: Mapping[str, Callable[[], dict[str, TensorSpec]]] = {
         "counts": lambda: counts_specs(plan),
         "class_counts": lambda: class_counts_specs(plan),
@@ -36,11 +37,11 @@ def statistic_specs(kind: str, plan: Plan, num_units: int) -> dict[str, TensorSp
 
 
 def check_statistics(submission: Submission, files: Mapping[str, Path], plan: Plan, sketch: Sketch) -> Tensor:
-    """Open every statistic and refuse values that no honest noise explains.
+    """Open every statistic and refuse values that honest noise cannot explain.
 
     Args:
         submission: its statistics are exactly those of the plan.
-        files: where each lies.
+        files: path of each file.
         plan: the plan.
         sketch: the plan's.
 
@@ -48,7 +49,7 @@ def check_statistics(submission: Submission, files: Mapping[str, Path], plan: Pl
         The noised histogram over groups, shape (G,), int64.
 
     Raises:
-        TensorFileError: other tensors than the plan implies, or values out of bounds.
+        TensorFileError: tensors that differ from those of the plan, or values out of bounds.
     """
     num_units, found = submission.num_units, {}
     for statistic in submission.statistics:
@@ -64,28 +65,30 @@ def check_statistics(submission: Submission, files: Mapping[str, Path], plan: Pl
 
 
 def _check_histogram(counts: Tensor, epsilon: float, num_units: int, name: str) -> None:
-    """Each count lies within its noise of [0, n_k], and their sum within its noise of n_k; no sum overflows here."""
+    """Check each count against [0, n_k] and their sum against n_k, within their noise, without overflow."""
     cells = [int(count) for count in counts.flatten().tolist()]
     reach = cell_noise_bound(epsilon, len(cells))
     if min(cells) < -reach or max(cells) > num_units + reach:
-        raise TensorFileError(name, expected=f"counts within [{-reach}, {num_units + reach}]", got="others")
+        got = f"counts from {min(cells)} to {max(cells)}"
+        raise TensorFileError(name, expected=f"counts within [{-reach}, {num_units + reach}]", got=got)
     reach = total_noise_bound(epsilon, len(cells))
     if abs(sum(cells) - num_units) > reach:
-        raise TensorFileError(name, expected=f"a sum within {reach} of the {num_units} units", got="another")
+        expected = f"counts with a sum within {reach} of the {num_units} units"
+        raise TensorFileError(name, expected=expected, got=f"a sum of {sum(cells)}")
 
 
 def _check_moments(sum_R: Tensor, second_RR: Tensor, plan: Plan, num_units: int, name: str) -> None:
     if not torch.equal(second_RR, second_RR.T):
-        raise TensorFileError(name, expected="symmetric second moments", got="others")
+        raise TensorFileError(name, expected="symmetric second moments", got="a matrix that is not symmetric")
     most = moments_bounds(num_units, moments_noise_std(plan), len(sum_R))
-    for what, tensor, bound in zip(("sum", "second moments"), (sum_R, second_RR), most, strict=True):
-        if float(tensor.double().norm()) > bound:
-            raise TensorFileError(name, expected=f"a {what} of norm up to {bound:.4g}", got="a longer one")
+    for what, tensor, bound in zip(("a sum", "second moments"), (sum_R, second_RR), most, strict=True):
+        if (norm := float(tensor.double().norm())) > bound:
+            raise TensorFileError(name, expected=f"{what} with a norm of at most {bound:.4g}", got=f"{norm:.4g}")
 
 
 def _check_sketches(sketch_NR: Tensor, plan: Plan, sketch: Sketch, name: str) -> None:
     path, t_r = path_named(plan.objective.path), torch.tensor(sketch_noise_level(plan, sketch), dtype=torch.float64)
     num_rows, rank = sketch_NR.shape
     most = sketch_norm_bound(float(path.alpha(t_r)), float(path.sigma(t_r)), sketch.scale, rank, num_rows)
-    if float(sketch_NR.double().norm(dim=1).max()) > most:
-        raise TensorFileError(name, expected=f"rows of norm up to {most:.4g}", got="a longer one")
+    if (norm := float(sketch_NR.double().norm(dim=1).max())) > most:
+        raise TensorFileError(name, expected=f"rows with a norm of at most {most:.4g}", got=f"a norm of {norm:.4g}")

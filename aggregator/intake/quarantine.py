@@ -1,10 +1,10 @@
-"""Submissions that screening set aside: neither accepted nor refused until a person decides, and what was decided.
+"""Keeps submissions that screening flagged until a person decides, and records the decisions.
 
-    quarantine/<plan_id>/<silo_id>/<sequence>/reason.json   why, and the figures
-    quarantine/<plan_id>/<silo_id>/<sequence>/submission/   the verified copy; there once the submission is set aside
-    decisions.jsonl                                         who was admitted or refused, and why; only ever longer
+    quarantine/<plan_id>/<silo_id>/<sequence>/reason.json   the reasons and the figures
+    quarantine/<plan_id>/<silo_id>/<sequence>/submission/   the verified copy; its presence marks the quarantine
+    decisions.jsonl                                         who was admitted or refused, and why; append-only
 
-A decision is one line. The intake desk carries it out, whenever it next looks: so a decision is never half done.
+A decision is one line, carried out the next time that intake runs: so a decision is never half done.
 """
 
 import json
@@ -30,9 +30,9 @@ ReasonText = Annotated[str, StringConstraints(min_length=1, max_length=200, patt
 
 
 class SetAside(Document):
-    """Why a submission is in quarantine.
+    """The reasons for which a submission is in quarantine.
 
-    `figures` holds each expert's loss as a multiple of that of answering 0, by band of t.
+    `figures` holds each expert's loss, by band of t, relative to the loss of answering 0.
     """
 
     format: Literal["archipelago/quarantine/1"] = "archipelago/quarantine/1"
@@ -46,7 +46,7 @@ class SetAside(Document):
 
 
 class Decision(Document):
-    """What a person decided about one submission."""
+    """A person's decision about one submission."""
 
     format: Literal["archipelago/decision/1"] = "archipelago/decision/1"
     plan_id: PlanId
@@ -59,33 +59,33 @@ class Decision(Document):
 
 @dataclass(frozen=True)
 class Held:
-    """One place in quarantine."""
+    """One submission in quarantine."""
 
     folder: Path
     why: SetAside
 
     @property
     def submission(self) -> Path:
-        """The verified copy; gone once its acceptance has begun."""
+        """The verified copy; moved away once its acceptance begins."""
         return self.folder / "submission"
 
 
 def set_aside(federation: Federation, why: SetAside, verified: Path) -> None:
-    """Move a verified submission into quarantine; from the rename on it counts as set aside."""
+    """Move a verified submission into quarantine; the rename decides."""
     folder = federation.quarantine / why.plan_id / why.silo_id / str(why.sequence)
     write_atomic(folder / "reason.json", why.encode())
     move_into_place(verified, folder / "submission")
 
 
 def held(federation: Federation, plan_id: str) -> list[Held]:
-    """List what is in quarantine, by silo and sequence; what a crash left half moved there does not count."""
+    """List the submissions in quarantine, by silo and sequence; a half-finished move does not count."""
     decided = {decision.submission_digest for decision in decisions(federation)}
     paths = (federation.quarantine / plan_id).glob("*/[0-9]*/reason.json")
     found = [
         Held(path.parent, SetAside.parse(read_bounded(path, MAX_REASON_BYTES), subject="reason.json")) for path in paths
     ]
-    there = [each for each in found if each.submission.is_dir() or each.why.submission_digest in decided]
-    return sorted(there, key=lambda each: (each.why.silo_id, each.why.sequence))
+    whole = [each for each in found if each.submission.is_dir() or each.why.submission_digest in decided]
+    return sorted(whole, key=lambda each: (each.why.silo_id, each.why.sequence))
 
 
 def decisions(federation: Federation) -> list[Decision]:
@@ -97,12 +97,12 @@ def decisions(federation: Federation) -> list[Decision]:
 
 
 def decision_on(federation: Federation, submission_digest: str) -> Decision | None:
-    """Return what was decided about a submission; the first decision stands."""
+    """Return the decision about a submission, None if there is none; the first decision stands."""
     return next((each for each in decisions(federation) if each.submission_digest == submission_digest), None)
 
 
 def is_admitted(federation: Federation, submission_digest: str) -> bool:
-    """Whether a person let a submission in although screening had found it implausible."""
+    """Whether a person admitted a submission although screening found it implausible."""
     decision = decision_on(federation, submission_digest)
     return decision is not None and decision.verdict == "admitted"
 
@@ -111,14 +111,16 @@ def decide(federation: Federation, decision: Decision) -> None:
     """Add a decision to the record.
 
     Raises:
-        SetupError: something was decided about this submission before.
+        SetupError: this submission was decided on before.
         BusyError: another decision is being written.
     """
     with locked(federation.path, "decisions"):
         earlier = decision_on(federation, decision.submission_digest)
         if earlier:
-            got = f"one that was {earlier.verdict} at {earlier.at.isoformat()}"
-            raise SetupError(f"submission of {decision.silo_id}", expected="one without a decision", got=got)
+            got = f"{earlier.verdict} at {earlier.at.isoformat()}"
+            remedy = "The first decision stands. To take an admitted silo out again: aggregator withdraw."
+            subject = f"submission of {decision.silo_id}"
+            raise SetupError(subject, expected="no decision yet", got=got, remedy=remedy)
         old = read_bounded(federation.decisions, MAX_DECISIONS_BYTES) if federation.decisions.exists() else b""
         line = json.dumps(json.loads(decision.encode()), ensure_ascii=True).encode()
         write_atomic(federation.decisions, old + line + b"\n")

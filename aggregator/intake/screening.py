@@ -1,8 +1,8 @@
-"""Could this expert be what a silo trained as the plan says? Loss by noise level, size of weights, copies.
+"""Screens experts for signs that they were not trained as the plan says: loss by noise level, size of weights, copies.
 
-An expert that passed every formal check may still be worthless or poison. What is asked here can be answered without
-any silo's image, and nobody is refused for it: a person decides about what is flagged. The limits leave room for silos
-that hold one class only; docs/explanation/screening.md has what they were measured on.
+An expert that passed every formal check may still be useless or poisoned. Screening uses public images only and refuses
+nobody: a person decides about flagged experts. The limits leave room for silos that hold a single class;
+docs/explanation/screening.md says on which experts they were measured.
 """
 
 import math
@@ -24,32 +24,31 @@ from ddm.training.state import WARMUP_STEPS
 # Shape legend: Z bands of t, N images, E experts.
 
 FEWEST_IMAGES, MOST_IMAGES = 16, 64
-FLOPS = 2e12  # of all answers of one expert, a minute of one thread; more only for FEWEST_IMAGES
-SANE = 2.0  # times the loss of answering 0: an expert of one class alone came to 1.2 on others' images
-SANE_AT_NOISE = 1.02  # near t = 1 every image is noise, and to answer worse than nothing takes no other data
-TRAVEL = 0.2  # of a weight: from here on a plan's training teaches any expert to denoise
-LEARNT = 0.8  # times the loss of the best constant, near t = 1; honest ones: up to 0.41
+FLOPS = 2e12  # budget for evaluating one expert, a minute of one thread; exceeded only for FEWEST_IMAGES
+SANE = 2.0  # times the loss of answering 0: an expert of a single class reached 1.2 on images of others
+SANE_AT_NOISE = 1.02  # near t = 1 every image is noise, so no choice of data explains a loss above that of answering 0
+TRAVEL = 0.2  # of a weight: a plan whose training can move weights this far teaches any expert to denoise
+LEARNT = 0.8  # times the loss of the best constant, near t = 1; honest experts: up to 0.41
 SAME = 0.01  # relative difference of two experts' losses, image by image; honest ones differ by 0.29 and more somewhere
 DEVIATIONS = 4.0
-SPREAD_Z = (0.3, 0.3, 0.3, 0.15, 0.15)  # of honest experts' log losses in each band, at least
-NUM_FEWEST = 3  # experts that tell which of them stands apart
+SPREAD_Z = (0.3, 0.3, 0.3, 0.15, 0.15)  # lower bound on the spread of honest experts' log losses in each band
+NUM_FEWEST = 3  # experts needed to tell which of them stands apart
 _MAD_TO_STD = 1.4826
-_ENDLESS = 1e30  # stands for a loss that is no number
+_ENDLESS = 1e30  # replaces a loss that is not finite
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """Called as ``u(x_BCHW, t_B)``."""
 
 
 class ExpertFigures(Model):
-    """What was measured of one expert.
+    """The measurements of one expert.
 
     Attributes:
         expert_id: the expert.
         digest: of its file.
         losses: velocity loss of each public image in each band, mean over its values.
-        excess_rms: by how much the root mean square of a weight tensor exceeds that of a fresh one, at most; and of
-            which tensor.
-        excess_tensor: that tensor's name.
+        excess_rms: the largest excess of a weight tensor's root mean square over that of a fresh one.
+        excess_tensor: the name of that tensor.
     """
 
     expert_id: ExpertId
@@ -71,8 +70,8 @@ class Probe:
     Attributes:
         x: noised images of all bands, shape (Z N, ...).
         t: their times.
-        target: what an expert learns to answer there.
-        constant: the best answer that knows t alone.
+        target: the prediction that an expert learns there.
+        constant: the best prediction that depends on t alone.
     """
 
     x: Tensor
@@ -85,11 +84,11 @@ class Probe:
         """Noise held-out images, times spread evenly over each band.
 
         Args:
-            images: shape (N, ...); at most as many as `num_images` says.
+            images: shape (N, ...); at most `num_images` of them.
             mean: mean of the public images that the plan was fitted on.
-            path: how images become noise.
-            prediction: what an expert learns to answer. It is judged by that: what an honest one says of eps near t = 1
-                is divided by next to nothing to become a velocity.
+            path: of the noising.
+            prediction: the quantity that an expert predicts. Its loss is taken on that quantity: near t = 1 the
+                velocity follows from eps by a division by almost 0.
         """
         generator = torch.Generator().manual_seed(0)
         place_N = (torch.arange(len(images)) + 0.5) / len(images)
@@ -109,85 +108,86 @@ class Probe:
 
     @property
     def silent_Z(self) -> NDArray[np.float64]:
-        """The loss of answering 0, as an expert does before its first step."""
+        """The loss of answering 0, as an expert does before its first training step."""
         return np.asarray(self.losses(lambda x, t: torch.zeros_like(x)).mean(1))
 
     @property
     def constant_Z(self) -> NDArray[np.float64]:
-        """The loss of the best answer that knows t alone: that of the mean image and of no noise."""
+        """The loss of the best prediction that depends on t alone: that for the mean image without noise."""
         return np.asarray(self.losses(lambda x, t: self.constant).mean(1))
 
 
 def num_images(forward_flops: float) -> int:
-    """Return how many public images an expert is asked about: fewer where one answer costs more."""
+    """Return the number of public images on which an expert is measured: fewer where an evaluation costs more."""
     return int(np.clip(FLOPS / (forward_flops * len(BANDS)), FEWEST_IMAGES, MOST_IMAGES))
 
 
 def travel(training: Training) -> float:
-    """Return how far training can carry a weight: Adam moves each by about the learning rate a step."""
+    """Return how far training can move a weight: Adam moves each by about the learning rate a step."""
     warmup = min(WARMUP_STEPS, training.num_steps)
     return training.learning_rate * (training.num_steps - warmup + warmup * (warmup + 1) / (2 * WARMUP_STEPS))
 
 
 def fresh_rms(shape: Sequence[int], kind: str = "dit") -> float:
-    """Return the most that a freshly drawn weight of this shape has as root mean square (Glorot); a bias has 0.
+    """Return the largest root mean square of a freshly drawn weight of this shape (Glorot); 0 for a bias.
 
     Args:
         shape: the weight's.
-        kind: the architecture's; in a `unet` normalisations begin at 1, and so do the classes' vectors.
+        kind: the architecture's; in a `unet` normalisations and class embeddings start at 1.
     """
     drawn = math.sqrt(2.0 / sum(shape)) * (1.0 + 4.0 / math.sqrt(math.prod(shape))) if len(shape) > 1 else 0.0
     return max(drawn, 1.0 + 4.0 / math.sqrt(math.prod(shape))) if kind == "unet" else drawn
 
 
 def absolute_faults(figures: ExpertFigures, probe: Probe, training: Training) -> list[Fault]:
-    """Say what is implausible of an expert by itself.
+    """Describe what is implausible about an expert by itself.
 
     Args:
         figures: the expert's.
-        probe: on which they were measured.
+        probe: the public images on which they were measured.
         training: the plan's.
     """
     name, found = figures.expert_id, list[Fault]()
     ratio_Z = figures.loss_Z / probe.silent_Z
     reach = travel(training)
     if figures.excess_rms > reach:
-        beyond = f"grew by {figures.excess_rms:.3g} in root mean square, and training by {reach:.3g} at most"
+        beyond = f"grew by {figures.excess_rms:.3g} in root mean square; training can add {reach:.3g} at most"
         words = f": tensor {figures.excess_tensor} {beyond}"
         found.append(Fault(expert_id=name, flag="large_weights", words=words))
     if bool(np.allclose(ratio_Z, 1.0, rtol=0.0, atol=1e-9)):
-        silent = " answers 0 to everything, as before its first step"
+        silent = " answers 0 to every input, as before its first training step"
         return [*found, Fault(expert_id=name, flag="answers_zero", words=silent)]
     limit_Z = np.full(len(BANDS), SANE)
     limit_Z[-1] = SANE_AT_NOISE
     for band, ratio, limit in zip(BANDS, ratio_Z, limit_Z, strict=True):
         if not ratio <= limit:
-            words = f": {_at(band)} its loss is {ratio:.3g} times that of answering 0, above {limit:g}"
+            words = f": {_at(band)} its loss is {ratio:.3g} times that of answering 0, above the limit {limit:g}"
             found.append(Fault(expert_id=name, flag="high_loss", words=words))
     of_constant = float(figures.loss_Z[-1] / probe.constant_Z[-1])
     if reach >= TRAVEL and not of_constant <= LEARNT:
-        learnt = f"{of_constant:.3g} times that of the best constant, above {LEARNT:g} after {training.num_steps} steps"
+        learnt = f"{of_constant:.3g} times that of the best constant, above the limit {LEARNT:g}"
+        learnt += f" after {training.num_steps} steps"
         found.append(Fault(expert_id=name, flag="not_learnt", words=f": {_at(BANDS[-1])} its loss is {learnt}"))
     return found
 
 
 def copies(figures: ExpertFigures, others: Mapping[str, Sequence[ExpertFigures]], training: Training) -> list[Fault]:
-    """Say whose expert this one repeats: byte for byte or, where the plan trains enough to tell, by its answers."""
+    """Name the experts that this one copies: byte for byte or, after enough training to tell, by its predictions."""
     found = []
     for silo_id, theirs in others.items():
         for other in theirs:
             if other.digest == figures.digest:
-                found.append(f" is byte for byte expert {other.expert_id} of {silo_id}")
+                found.append(f" is identical, byte for byte, to expert {other.expert_id} of {silo_id}")
             elif travel(training) >= TRAVEL and _same(figures, other):
-                found.append(f" answers as expert {other.expert_id} of {silo_id} does")
+                found.append(f" predicts the same as expert {other.expert_id} of {silo_id}")
     return [Fault(expert_id=figures.expert_id, flag="copy", words=words) for words in found]
 
 
 def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str, list[Fault]]:
-    """Say which silos' experts stand apart from the others: log loss far above the median, in medians of deviations.
+    """Describe which silos' experts stand apart: log loss far above the median, in units of the median deviation.
 
     Args:
-        by_silo: the figures of all experts that are there, one per expert.
+        by_silo: the figures of all present experts.
 
     Returns:
         Faults by silo; empty with fewer than `NUM_FEWEST` experts.
@@ -203,14 +203,14 @@ def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str,
     for (silo_id, figures), apart_Z, log_Z in zip(lined_up, apart_EZ, log_EZ, strict=True):
         for band, apart, times in zip(BANDS, apart_Z, np.exp(log_Z - median_Z), strict=True):
             if apart > DEVIATIONS:
-                told = f"its loss is {times:.3g} times the median of {len(lined_up)} experts, {apart:.1f} deviations"
-                fault = Fault(expert_id=figures.expert_id, flag="stands_apart", words=f": {_at(band)} {told}")
+                loss = f"its loss is {times:.3g} times the median of {len(lined_up)} experts, {apart:.1f} deviations"
+                fault = Fault(expert_id=figures.expert_id, flag="stands_apart", words=f": {_at(band)} {loss}")
                 found.setdefault(silo_id, []).append(fault)
     return found
 
 
-def _same(one: ExpertFigures, other: ExpertFigures) -> bool:
-    a_ZN, b_ZN = np.asarray(one.losses), np.asarray(other.losses)
+def _same(first: ExpertFigures, second: ExpertFigures) -> bool:
+    a_ZN, b_ZN = np.asarray(first.losses), np.asarray(second.losses)
     return bool((np.abs(a_ZN - b_ZN) <= SAME * np.minimum(a_ZN, b_ZN)).all())
 
 

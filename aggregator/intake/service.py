@@ -1,10 +1,11 @@
-"""The intake desk: watches what the ServerApp wrote, verifies it, answers with a signed receipt or refusal.
+"""Verifies what the ServerApp received and answers each submission with a signed receipt or refusal.
 
-What arrived lies in a folder that the ServerApp can write to. So a submission is first copied to where only this
-process writes, and verified there. Once its answer is on disk, what arrived is thrown away: of an accepted submission
-the verified copy stays, of a refused one its receipt. What screening finds implausible waits in quarantine, without an
-answer, until a person has decided; in `incoming/` an empty folder says that it need not be fetched again. What kills
-this process is not begun with for ever (`intake.attempts`), and what `aggregator withdraw` notes is carried out here.
+The ServerApp can write to the folder of received files, so a submission is first copied to where only this process
+writes, and verified there. Once its answer is on disk, the received files are deleted: the verified copy of an accepted
+submission stays, and the receipt of a refused one. A submission that screening finds implausible waits in quarantine,
+unanswered, until a person decides; an empty folder in `incoming/` marks that it need not be fetched again. A submission
+that crashes this process is refused after some attempts (`intake.attempts`). Withdrawals recorded by `aggregator
+withdraw` are carried out here.
 """
 
 import shutil
@@ -44,14 +45,14 @@ from ddm.trust.keys import SigningKey
 MAX_RECEIPT_BYTES = 65536
 
 
-class IntakeDesk:
+class IntakeService:
     """Takes in one plan's submissions.
 
     Args:
         federation: the operator's folder.
         receipt_key: signs receipts; the plan names it.
         on_verdict: called with every receipt written.
-        on_set_aside: called with what goes into quarantine.
+        on_set_aside: called with the reasons for every submission put into quarantine.
     """
 
     def __init__(
@@ -71,19 +72,19 @@ class IntakeDesk:
         self._gone: set[str] = set()
 
     def locked(self) -> AbstractContextManager[None]:
-        """Hold intake for one process at a time.
+        """Lock intake, so that one process at a time takes in submissions.
 
         Raises:
-            BusyError: another process takes in for this federation.
+            BusyError: another process takes in submissions for this federation.
         """
         self.federation.accepted.mkdir(parents=True, exist_ok=True)
         return locked(self.federation.accepted, "intake")
 
     def step(self) -> int:
-        """Answer every submission that has no answer yet, and finish what a crash left half done.
+        """Answer every submission that has no answer yet, and finish what a crash interrupted.
 
         Returns:
-            How many were answered.
+            The number of submissions answered.
         """
         for silo_id in set(withdrawn_silos(self.federation, self.plan)) - self._gone:
             finish_withdrawal(self.federation, self.plan.plan_id, self.plan_digest, silo_id, self.key)
@@ -106,13 +107,13 @@ class IntakeDesk:
         return answered
 
     def _arrived(self, silo_id: str) -> list[Path]:
-        """List what arrived, in order: whole submissions, and marks of those that were not fetched."""
+        """List what arrived, in order: complete submissions, and markers of those that were not fetched."""
         incoming = self.federation.incoming / self.plan.plan_id / silo_id
         found = [(number, kind) for kind in ("", TOO_LARGE, TOO_MANY) for number in sequences(incoming, kind)]
         return [incoming / f"{number}{kind}" for number, kind in sorted(found)]
 
     def _conclude(self, silo_id: str) -> None:
-        """Mark the silo as final if its last answer says so: accepted, or refused for the last time."""
+        """Mark the silo as final if its last answer is final: an acceptance, or the last possible refusal."""
         answered = sequences(self._final(silo_id).parent, ".json")
         if not answered or self._final(silo_id).exists():
             return
@@ -125,7 +126,7 @@ class IntakeDesk:
             write_atomic(self._final(silo_id), b"")
 
     def _settle(self, each: Held) -> int:
-        """Carry out what was decided about a submission in quarantine, if it was; return how many were answered."""
+        """Carry out the decision about a submission in quarantine, if there is one; return the answers signed."""
         silo_id, sequence = each.why.silo_id, each.why.sequence
         answered = self._receipt(silo_id, sequence).exists()
         if not answered:
@@ -140,7 +141,7 @@ class IntakeDesk:
     def _carry_out(self, each: Held, decision: Decision) -> Accepted | Refused:
         silo_id, sequence = each.why.silo_id, each.why.sequence
         if decision.verdict == "refused":
-            reason = f"submission {sequence}: set aside at screening, then refused by a person: {decision.reason}"
+            reason = f"submission {sequence}: flagged by screening, then refused by a person: {decision.reason}"
             return Refused(code=RefusedError.exit_code, reason=reason)
         verified = each.submission if each.submission.is_dir() else self._accepted(silo_id)
         try:
@@ -152,31 +153,31 @@ class IntakeDesk:
         return Accepted()
 
     def _answer(self, silo_id: str, path: Path) -> None:
-        """Accept, refuse or set aside what arrived."""
+        """Accept, refuse or quarantine what arrived."""
         sequence = int(path.stem)
         digest = None
         verdict: Accepted | Refused
         try:
             self._check_fetched(silo_id, path, sequence)
-            # What is there was kept before a crash, and never answered.
+            # A folder already there was left by a crash, and never answered.
             shutil.rmtree(self._accepted(silo_id), ignore_errors=True)
             with aside(self._accepted(silo_id)) as part, self._attempt(silo_id, sequence):
                 most = submission_entries(self.plan)
                 copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
-                taken = self._verify(silo_id, part, sequence)
-                digest = taken.digest
-                if self._set_aside(taken, sequence, part):
+                verified = self._verify(silo_id, part, sequence)
+                digest = verified.digest
+                if self._set_aside(verified, sequence, part):
                     return
-                self._keep(silo_id, taken, part)
+                self._keep(silo_id, verified, part)
             verdict = Accepted()
         except ArchipelagoError as error:
             verdict = Refused(code=error.exit_code, reason=str(error)[:400])
         self._sign(silo_id, sequence, digest, verdict)
 
-    def _set_aside(self, taken: Intake, sequence: int, verified: Path) -> bool:
+    def _set_aside(self, verified: Intake, sequence: int, folder: Path) -> bool:
         """Move an implausible submission into quarantine, unless a person admitted it."""
-        silo_id = taken.submission.silo_id
-        examination = self.examiner.examine(silo_id, taken.submission, taken.digest, verified)
+        silo_id = verified.submission.silo_id
+        examination = self.examiner.examine(silo_id, verified.submission, verified.digest, folder)
         reasons = self.examiner.faults(examination, self.examiner.accepted())
         if not reasons or is_admitted(self.federation, examination.submission_digest):
             return False
@@ -190,7 +191,7 @@ class IntakeDesk:
             figures=self.examiner.ratios(examination),
             at=now_utc(),
         )
-        set_aside(self.federation, why, verified)
+        set_aside(self.federation, why, folder)
         self.on_set_aside(why)
         return True
 
@@ -209,13 +210,14 @@ class IntakeDesk:
 
     def _check_fetched(self, silo_id: str, path: Path, sequence: int) -> None:
         if self._final(silo_id).exists():
-            raise ReplayError(f"submission {sequence}", expected="none after an accepted one", got="one more")
+            expected = "no submission after the silo's final answer"
+            raise ReplayError(f"submission {sequence}", expected=expected, got=f"submission {sequence}")
         if sequence > MAX_SUBMISSIONS:
-            raise PolicyError(
-                f"submission {sequence}", expected=f"at most {MAX_SUBMISSIONS} for a plan", got="one more"
-            )
+            expected = f"at most {MAX_SUBMISSIONS} submissions for a plan"
+            raise PolicyError(f"submission {sequence}", expected=expected, got=f"number {sequence}")
         if path.suffix == TOO_LARGE:
-            raise PolicyError(f"submission {sequence}", expected="a size within the plan's limits", got="a larger one")
+            expected = f"a size of at most {submission_bytes(self.plan)} bytes, by the plan's limits"
+            raise PolicyError(f"submission {sequence}", expected=expected, got="a larger size announced by the silo")
 
     def _attempt(self, silo_id: str, sequence: int) -> AbstractContextManager[None]:
         return Attempts(self.federation.attempts / self.plan.plan_id / silo_id).attempt(sequence)
@@ -223,7 +225,8 @@ class IntakeDesk:
     def _verify(self, silo_id: str, folder: Path, sequence: int) -> Intake:
         card = taking_part(self.federation, self.plan).get(silo_id)
         if card is None:
-            raise PolicyError(f"silo {silo_id}", expected="one that takes part in the plan", got="one that was removed")
+            got = "a silo that was removed, or enrolled anew with another key"
+            raise PolicyError(f"silo {silo_id}", expected="a silo that takes part in the plan", got=got)
         expected = Expectation(
             plan=self.plan,
             plan_digest=self.plan_digest,
@@ -233,18 +236,18 @@ class IntakeDesk:
             files=self.files,
             now=now_utc(),
         )
-        taken = verify_submission(folder, expected)
-        check_ledger(self.federation, silo_id, self.plan.plan_id, taken.submission.ledger.chain)
-        return taken
+        verified = verify_submission(folder, expected)
+        check_ledger(self.federation, silo_id, self.plan.plan_id, verified.submission.ledger.chain)
+        return verified
 
-    def _keep(self, silo_id: str, taken: Intake, part: Path) -> None:
-        """Keep the very bytes that were verified, by one rename; what is there was kept before a crash."""
+    def _keep(self, silo_id: str, verified: Intake, part: Path) -> None:
+        """Keep exactly the verified bytes, by one rename; a folder already there was left by a crash."""
         final = self._accepted(silo_id)
         if part != final:
             if final.exists():
                 shutil.rmtree(final)
             move_into_place(part, final)
-        remember_ledger(self.federation, silo_id, self.plan.plan_id, taken.submission.ledger.chain)
+        remember_ledger(self.federation, silo_id, self.plan.plan_id, verified.submission.ledger.chain)
 
     def _accepted(self, silo_id: str) -> Path:
         return self.federation.accepted / self.plan.plan_id / silo_id
@@ -257,13 +260,13 @@ class IntakeDesk:
 
 
 def _empty(folder: Path) -> None:
-    """Throw away what lies elsewhere by now, and keep the folder's name."""
+    """Delete the contents, which were moved elsewhere, and keep the empty folder as a marker."""
     for path in folder.iterdir():
         _discard(path)
 
 
 def _discard(path: Path) -> None:
-    """Throw away what was answered, so that refused submissions do not fill the disk."""
+    """Delete an answered submission, so that refused ones do not fill the disk."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

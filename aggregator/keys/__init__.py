@@ -1,1 +1,1 @@
-"""The federation's keys: stored, ceremonies, rotation, removal, and its TLS certificates."""
+"""The federation's keys and TLS certificates: storage, signing ceremonies, rotation, removal of silos."""

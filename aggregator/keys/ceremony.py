@@ -1,8 +1,8 @@
-"""How the federation's `root` and `targets` change: drafted here, signed by their holders, then put into force at once.
+"""Changes the federation's `root` and `targets`: drafts documents, collects holders' signatures, applies all at once.
 
-Where enough holders' keys lie in `keys/`, as `aggregator init` makes them, all of it happens in one command. Otherwise
-the documents wait in `ceremony/`, each with what it means in words; a holder answers with a small file beside it, and
-`aggregator complete` goes on. What waits survives restarts, and only one change can wait.
+If `keys/` holds enough holders' keys, as after `aggregator init`, all of it happens in one command. Otherwise the
+documents wait in `ceremony/`, each with a description in words; a holder answers with a small signature file beside it,
+and `aggregator complete` continues. A waiting change survives restarts, and only one can wait.
 """
 
 import shutil
@@ -40,11 +40,11 @@ HOLDER_KEYS = ("root", "targets")
 
 
 class Pending(Document):
-    """What a change does once its documents are signed.
+    """A change that takes effect once its documents are signed.
 
     Attributes:
         act: found the federation, start a plan, or renew keys and delegations.
-        purpose: in words.
+        purpose: the same in words.
         documents: the files that holders sign.
         plan_id: the plan to start.
     """
@@ -66,19 +66,19 @@ def conduct(
     purpose: str,
     plan_id: str | None = None,
 ) -> list[str]:
-    """Bring a change into force if its signatures can be made here; leave it in `ceremony/` if they cannot.
+    """Apply a change if all its signatures can be made here; leave it in `ceremony/` otherwise.
 
     Args:
-        federation: whose lock is held.
+        federation: its lock is held by the caller.
         change: holds everything but the metadata.
-        requests: what holders must sign.
+        requests: the documents that holders must sign.
         passphrase: opens the federation's keys.
-        act: what it does.
+        act: see `Pending`.
         purpose: the same in words.
         plan_id: the plan to start.
 
     Returns:
-        What is waited for, in words; nothing when the change is in force.
+        The missing signatures, in words; empty when the change is in force.
     """
     names = tuple(request.name for request in requests)
     pending = Pending(act=act, purpose=purpose, documents=names, plan_id=plan_id)
@@ -91,17 +91,17 @@ def conduct(
     if missing:
         change.wait()
     else:
-        _put_into_force(federation, change, pending, passphrase)
+        _apply(federation, change, pending, passphrase)
     return missing
 
 
 def complete(federation: Federation, passphrase: bytes) -> Pending:
-    """Put into force what waits for signatures; return what it was.
+    """Apply the change that waits for signatures, and return it.
 
     Raises:
-        MissingFileError: nothing waits.
+        MissingFileError: no change waits.
         SetupError: signatures are missing.
-        SignatureError: a signature that does not belong there.
+        SignatureError: a signature is invalid, or not a holder's.
     """
     with ExitStack() as stack:
         stack.enter_context(federation.signing_lock())
@@ -117,40 +117,41 @@ def complete(federation: Federation, passphrase: bytes) -> Pending:
                 got="; ".join(missing),
                 remedy="Have the documents signed: aggregator sign DOCUMENT --key KEYFILE, then run this again.",
             )
-        _put_into_force(federation, change, pending, passphrase)
+        _apply(federation, change, pending, passphrase)
         return pending
 
 
 def abandon(federation: Federation) -> str:
-    """Throw away what waits for signatures; return its purpose.
+    """Discard the change that waits for signatures; return its purpose.
 
     Raises:
-        MissingFileError: nothing waits.
-        PolicyError: it is the founding itself.
+        MissingFileError: no change waits.
+        PolicyError: the change founds the federation.
     """
     with federation.signing_lock():
         change = Change.waiting(federation.path)
         pending = _pending(change)
         if pending.act == "found":
-            remedy = "Remove the whole folder, and begin anew with `aggregator init`."
-            raise PolicyError(str(federation.path), expected="a federation to go back to", got="none", remedy=remedy)
+            remedy = "Remove the whole folder and start over with `aggregator init`."
+            got = "the founding of the federation, without which nothing remains"
+            raise PolicyError(str(federation.path), expected="a change of a founded federation", got=got, remedy=remedy)
         change.abandon()
         return pending.purpose
 
 
 def sign_document(document: Path, key: SigningKey) -> Path:
-    """Sign a document that waits, as one of its holders; return the file to send back.
+    """Sign a waiting document as one of its holders; return the signature file to send back.
 
     Raises:
-        BusyError: this holder has signed it.
-        SignatureError: the key is no holder's.
+        BusyError: this holder has signed it already.
+        SignatureError: the key is not a holder's.
     """
     answer = sign_request(read_request(document), key)
     path = _answer_path(document, key.public)
-    # One to a document that was thrown away may still lie here; it signs nothing of this one.
+    # A signature of a discarded document may still lie here; it does not sign this one.
     if path.exists() and path.read_bytes() == answer.encode():
-        remedy = "Nothing is to be done. Another holder's signature needs another holder's key."
-        raise BusyError(path.name, expected="no signature by this key yet", got="one", remedy=remedy)
+        remedy = "Nothing needs to be done. Another holder signs with a key of their own."
+        raise BusyError(path.name, expected="no signature by this key yet", got="its signature", remedy=remedy)
     write_atomic(path, answer.encode())
     return path
 
@@ -159,22 +160,22 @@ def read_request(document: Path) -> Request:
     """Read a document that waits for signatures.
 
     Raises:
-        DocumentError: it is none.
+        DocumentError: it is not such a document.
     """
     data = read_bounded(document, MAX_REQUEST_BYTES)
     return Request.parse(data, subject=document.name, limit=MAX_REQUEST_BYTES)
 
 
 def check_replaceable(federation: Federation) -> None:
-    """Refuse to replace a plan with submissions that are in no release yet.
+    """Refuse to replace a plan that has submissions in quarantine or in no release yet.
 
     Raises:
-        SetupError: they could never be published afterwards.
+        SetupError: there are such submissions; they could never be published afterwards.
     """
     try:
         plan, _ = federation.current_plan()
     except SetupError:
-        return  # no plan yet, or one that can no longer be published
+        return  # no plan yet, or a plan that can no longer be published
     accepted = federation.accepted / plan.plan_id
     releases = [path for path in federation.releases.glob("[0-9]*") if path.name.isdigit()]
     published = {path.name for release in releases for path in release.glob(f"targets/{plan.plan_id}/silos/*")}
@@ -184,15 +185,16 @@ def check_replaceable(federation: Federation) -> None:
         raise SetupError(
             f"plan {plan.plan_id}",
             expected="no submission in quarantine before the next plan",
-            got=f"that of {', '.join(sorted(undecided))}",
-            remedy="Decide: aggregator admit or refuse, then aggregator run, which signs it; or withdraw the silo.",
+            got=f"submissions of {', '.join(sorted(undecided))} in quarantine",
+            remedy="Decide on each: aggregator admit or refuse, then aggregator run, which signs the answer; "
+            "or withdraw the silo.",
         )
     waiting = {silo_id for silo_id in remaining if (accepted / silo_id).is_dir()} - published
     if waiting:
         raise SetupError(
             f"plan {plan.plan_id}",
             expected="every accepted submission in a release before the next plan",
-            got=f"none with that of {', '.join(sorted(waiting))}",
+            got=f"no release with that of {', '.join(sorted(waiting))}",
             remedy="Publish first: aggregator router, then aggregator publish.",
         )
 
@@ -206,12 +208,12 @@ def _pending(change: Change) -> Pending:
 
 
 def _sign_here(federation: Federation, change: Change, request: Request, passphrase: bytes) -> None:
-    """Sign with the holders' keys that lie here, the old ones and those that this change brings."""
-    wanted = {key for holders in request.holders() for key in holders.keys}
+    """Sign with the holders' keys that are on this machine, the present ones and those of this change."""
+    holder_keys = {key for holders in request.holders() for key in holders.keys}
     for folder in (federation.keys, change.put("keys")):
         for name in HOLDER_KEYS:
             public = folder / f"{name}.pub"
-            if public.exists() and PublicKey.load(public) in wanted:
+            if public.exists() and PublicKey.load(public) in holder_keys:
                 key = SigningKey.load(folder / f"{name}.key", passphrase)
                 answer = sign_request(request, key).encode()
                 write_atomic(_answer_path(change.folder / request.name, key.public), answer)
@@ -230,8 +232,8 @@ def _missing(change: Change, pending: Pending) -> list[str]:
     return found
 
 
-def _put_into_force(federation: Federation, change: Change, pending: Pending, passphrase: bytes) -> None:
-    """Sign the rest with the federation's own keys, on a copy of the metadata, and put everything in place."""
+def _apply(federation: Federation, change: Change, pending: Pending, passphrase: bytes) -> None:
+    """Sign the remaining metadata with the federation's own keys, on a copy, and move everything into place."""
     signed: dict[str, bytes] = {}
     for name in pending.documents:
         request = read_request(change.folder / name)
@@ -288,7 +290,7 @@ def _start_plan(
     targets: bytes,
     key: Callable[[str], SigningKey],
 ) -> None:
-    """Sign the list of the plan's files, and complete the bundle that silos are sent."""
+    """Sign the list of the plan's files, and complete the bundle for the silos."""
     check_replaceable(federation)
     bundle = change.put(f"plans/{plan_id}/bundle")
     encoded = read_bounded(bundle / "targets" / plan_id / "plan.json", MAX_DOCUMENT_BYTES)
@@ -310,7 +312,7 @@ def _start_plan(
             raise PolicyError(
                 f"plan {plan_id}",
                 expected=f"silo {silo_id} enrolled with the key that this plan names",
-                got="another key, or none",
-                remedy="Throw this plan away, and sign another: aggregator complete --abandon, then aggregator plan.",
+                got="a silo enrolled with another key" if silo_id in enrolled else "a silo that is not enrolled",
+                remedy="Discard this plan and sign a new one: aggregator complete --abandon, then aggregator plan.",
             )
     repository.export_bundle(bundle)

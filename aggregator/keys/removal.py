@@ -1,7 +1,7 @@
-"""A silo leaves the federation: nothing of its is taken in, no later plan names it, its key signs nothing any more.
+"""Removes a silo from the federation: intake refuses it, later plans leave it out, its key loses its delegation.
 
-Two steps, so that the first never waits for anybody. The card goes at once, and with it intake and every later plan.
-Then `targets` stops delegating to the silo's key, which its holders sign.
+There are two steps, so that the first never waits for signatures. The card is removed at once, which ends intake and
+keeps the silo out of later plans. Then the holders of `targets` sign metadata without the delegation to its key.
 """
 
 from dataclasses import dataclass, replace
@@ -19,11 +19,11 @@ from ddm.trust.repository import Repository
 
 @dataclass(frozen=True)
 class Removal:
-    """What a removal came to.
+    """The outcome of a removal.
 
     Attributes:
-        plan_id: the present plan, if the silo had a part in it.
-        missing: whose signatures are waited for, in words.
+        plan_id: the present plan, if the silo took part in it.
+        missing: the missing signatures, in words.
     """
 
     plan_id: str | None
@@ -31,44 +31,44 @@ class Removal:
 
 
 def remove(federation: Federation, silo_id: str, reason: str, passphrase: bytes) -> Removal:
-    """Take a silo out; a second call finishes what the first one could not.
+    """Remove a silo; a second call finishes an interrupted removal.
 
     Args:
-        federation: a complete one.
+        federation: the operator's folder.
         silo_id: an enrolled silo, or one whose removal is not finished.
-        reason: why; kept with its card, not published.
+        reason: kept with its card, not published.
         passphrase: opens the federation's keys.
 
     Raises:
-        SetupError: no reason.
-        MissingFileError: no such silo.
-        BusyError: somebody else signs; or another change waits for signatures, and then the card is gone already.
+        SetupError: no reason, or one that is too long.
+        MissingFileError: no such silo is enrolled.
+        BusyError: another process signs; or another change waits for signatures, in which case the card is removed.
     """
     if not reason.strip() or len(reason) > 400:
-        raise SetupError("--reason", expected="1 to 400 characters", got=f"{len(reason.strip())}")
+        raise SetupError("--reason", expected="1 to 400 characters", got=f"{len(reason.strip())} characters")
     with federation.signing_lock():
         repository = Repository(federation.tuf)
         delegates = repository.delegates()
         card = cards(federation).get(silo_id)
-        # Enrolled anew since an earlier call, whose delegation is still there: that one is finished first.
+        # A silo enrolled anew since an interrupted removal: the removal of its old delegation is finished first.
         renewed = card is not None and delegates.silos.get(silo_id, signing_key(card)) != signing_key(card)
         if card is not None and not renewed:
             _remove_card(federation, silo_id, reason)
         elif silo_id not in delegates.silos:
-            card_of(federation, silo_id)  # says who is enrolled
+            card_of(federation, silo_id)  # raises, naming the enrolled silos
         if silo_id not in delegates.silos:
             return Removal(None, [])
         change = Change.begin(federation.path)
-        left = {other: key for other, key in delegates.silos.items() if other != silo_id}
+        others = {other: key for other, key in delegates.silos.items() if other != silo_id}
         purpose = f"remove the silo {silo_id} from plan {delegates.plan_id}"
-        targets = repository.next_targets(replace(delegates, silos=left), now_utc())
+        targets = repository.next_targets(replace(delegates, silos=others), now_utc())
         request = Request.to_sign(targets, purpose, repository.targets(), repository.root())
         missing = conduct(federation, change, [request], passphrase, act="renew", purpose=purpose)
         return Removal(delegates.plan_id, missing)
 
 
 def _remove_card(federation: Federation, silo_id: str, reason: str) -> None:
-    """Move the card; first the record and then the old place, so that no crash forgets the removal."""
+    """Move the card: first write the record, then delete the card, so that no crash loses the removal."""
     path = federation.registry / f"{silo_id}.json"
     card = read_bounded(path, MAX_CARD_BYTES)
     known = {record.card for record in removed(federation)}

@@ -1,4 +1,4 @@
-"""A key is lost, stolen or old: another takes its place, and what the old one signed so far stays verifiable."""
+"""Replaces a lost, stolen or old key; everything that the old key signed stays verifiable."""
 
 import shutil
 from collections.abc import Sequence
@@ -24,26 +24,27 @@ _NEXT = "receipts-next"
 
 
 def rotate(federation: Federation, name: RotatedKey, passphrase: bytes, holders: Holders | None = None) -> list[str]:
-    """Put a new key in the place of an old one.
+    """Replace one of the federation's keys with a new one.
 
     Args:
-        federation: a complete one.
+        federation: the operator's folder.
         name: which key.
         passphrase: opens the federation's keys, and encrypts the new one.
-        holders: who holds `root` or `targets` from now on; None makes one key here, where one lies here now.
+        holders: who holds `root` or `targets` from now on; None makes the new key here, as the old one was.
 
     Returns:
-        Whose signatures are waited for, in words; nothing when the new key is in force.
+        The missing signatures, in words; empty when the new key is in force.
 
     Raises:
-        BusyError: somebody else signs, or a change waits for signatures.
+        BusyError: another process signs, or a change waits for signatures.
         PassphraseError: wrong passphrase.
-        SetupError: holders for a key that has none, or none for a key that does not lie here.
+        SetupError: holders for a key without holders, or no holders for a key that is not in this folder.
     """
     if holders is not None and name not in HOLDER_KEYS:
-        raise SetupError(f"key {name}", expected="no holders: it lies in the federation's folder", got="some")
+        got = f"{len(holders.keys)} holders; only {' and '.join(HOLDER_KEYS)} have holders"
+        raise SetupError(f"key {name}", expected="no holders for a key in the federation's folder", got=got)
     with federation.signing_lock():
-        # Another key first, since a passphrase mistyped would encrypt the new one.
+        # Opens an existing key first, since a mistyped passphrase would encrypt the new one.
         load_key(federation, "online" if name == "receipts" else "receipts", passphrase)
         change = Change.begin(federation.path)
         if name in ("receipts", "model-signing", "tls"):
@@ -58,7 +59,7 @@ def check_name(text: str) -> RotatedKey:
     """Read the name of a key as an operator typed it.
 
     Raises:
-        SetupError: there is no such key.
+        SetupError: there is no key of this name.
     """
     for name in ROTATED_KEYS:
         if text == name:
@@ -73,7 +74,7 @@ def next_receipts_key(federation: Federation) -> PublicKey:
 
 
 def use_next_receipts_key(federation: Federation, change: Change) -> None:
-    """Let a rotated receipts key take its place with this change, which starts a plan that names it."""
+    """Put a rotated receipts key into use with this change, which starts a plan that names it."""
     for kind in ("key", "pub"):
         following = federation.keys / f"{_NEXT}.{kind}"
         if following.exists():
@@ -83,16 +84,16 @@ def use_next_receipts_key(federation: Federation, change: Change) -> None:
 
 
 def _replace(federation: Federation, change: Change, name: str, passphrase: bytes) -> None:
-    """Make a key that no TUF metadata names."""
+    """Make a new key of a kind that TUF metadata do not list."""
     if name == "tls":
         renew_server(federation.path / "tls", change.put("tls"), passphrase)
     elif name == "model-signing":
         old = (federation.path / MODEL_PUBLIC).read_bytes()
-        # Releases that it signed are verified with it for as long as they live.
+        # Kept, since the releases that it signed are verified with it.
         write_atomic(change.put(f"model-signing-{sha256_hex(old)[:16]}.pub.pem"), old)
         make_model_signing_key(change, passphrase)
     else:
-        # A plan names the key of its receipts, so the new one waits for the next plan.
+        # A plan names its receipts key, so the new key is used from the next plan on.
         has_plan = (federation.path / "plans" / "current.json").exists()
         make_key(change, _NEXT if has_plan else "receipts", passphrase)
 
@@ -100,7 +101,7 @@ def _replace(federation: Federation, change: Change, name: str, passphrase: byte
 def _requests(
     federation: Federation, change: Change, name: str, passphrase: bytes, holders: Holders | None
 ) -> Sequence[Request]:
-    """Draft what the holders of `root` and `targets` must sign for this."""
+    """Draft the documents that the holders of `root` and `targets` must sign."""
     repository, now, purpose = Repository(federation.tuf), now_utc(), f"rotate the key {name}"
     root, targets = repository.root(), repository.targets()
     if name in ("plans", "release"):
@@ -126,6 +127,7 @@ def _requests(
 
 def _own(federation: Federation, change: Change, name: str, passphrase: bytes) -> PublicKey:
     if not (federation.keys / f"{name}.key").exists():
-        remedy = "Name all holders from now on with --holder, and how many must sign with --threshold."
-        raise SetupError(f"key {name}", expected="the new holders' public keys", got="none", remedy=remedy)
+        remedy = "Name every new holder with --holder, and the number of required signatures with --threshold."
+        got = "no --holder, and the present key is not in this folder"
+        raise SetupError(f"key {name}", expected="the new holders' public keys", got=got, remedy=remedy)
     return make_key(change, name, passphrase)

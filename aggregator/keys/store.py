@@ -1,4 +1,4 @@
-"""The federation's keys on disk: made, opened, never shown."""
+"""Makes and opens the federation's keys on disk."""
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -20,7 +20,7 @@ MODEL_PUBLIC = "model-signing.pub.pem"
 
 
 def make_key(change: Change, name: str, passphrase: bytes) -> PublicKey:
-    """Make a new key that comes to `keys/` with this change; return its public half."""
+    """Make a new key that this change puts into `keys/`; return its public half."""
     key = SigningKey.generate()
     key.save(change.put(f"keys/{name}.key"), passphrase)
     key.public.save(change.put(f"keys/{name}.pub"))
@@ -28,7 +28,7 @@ def make_key(change: Change, name: str, passphrase: bytes) -> PublicKey:
 
 
 def make_model_signing_key(change: Change, passphrase: bytes) -> None:
-    """Make a new P-256 key that signs `model.sig` from this change on."""
+    """Make a new P-256 key that signs `model.sig` once this change is in force."""
     key = ec.generate_private_key(ec.SECP256R1())
     encrypted = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(passphrase))
     write_atomic(change.put(MODEL_KEY), encrypted, mode=0o600)
@@ -40,7 +40,7 @@ def load_key(federation: Federation, name: str, passphrase: bytes) -> SigningKey
     """Open one of the federation's keys.
 
     Raises:
-        MissingFileError: it is not here: holders have it.
+        MissingFileError: the key is not in this folder, because holders keep it.
         PassphraseError: wrong passphrase.
     """
     return SigningKey.load(federation.keys / f"{name}.key", passphrase)
@@ -50,15 +50,18 @@ def load_model_signing_key(federation: Federation, passphrase: bytes) -> ec.Elli
     """Open the P-256 key that signs `model.sig`; its public half is `model-signing.pub.pem`.
 
     Raises:
-        MissingFileError: there is none.
+        MissingFileError: the key is not in this folder.
         PassphraseError: wrong passphrase.
+        SetupError: not a P-256 key.
     """
     path = federation.path / MODEL_KEY
     data = read_bounded(path.resolve(), MAX_KEY_FILE_BYTES, subject=path.name)
     try:
         key = load_pem_private_key(data, passphrase or b"\0")
     except (ValueError, TypeError) as error:
-        raise PassphraseError(path.name, expected="the passphrase of this key", got="another") from error
+        got = "a passphrase that does not open it"
+        raise PassphraseError(path.name, expected="the passphrase of this key", got=got) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise SetupError(path.name, expected="a P-256 key", got="another kind of key")
+        remedy = "Restore keys/model-signing.key from backup, or make a new one: aggregator rotate FED model-signing."
+        raise SetupError(path.name, expected="a P-256 key", got=type(key).__name__, remedy=remedy)
     return key

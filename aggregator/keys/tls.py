@@ -1,4 +1,4 @@
-"""Which certificates does the federation's own TLS use? A small authority of its own, and one server certificate."""
+"""Makes the federation's TLS certificates: a certificate authority of its own, and one server certificate."""
 
 import ipaddress
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from ddm.errors import PassphraseError, SetupError
 from ddm.io.files import require_file, write_atomic
 
 _LIFETIME = timedelta(days=3653)
-# Clocks of other machines may be behind.
+# Other machines' clocks may be behind.
 _BACKDATED = timedelta(days=1)
 _LOCAL_HOSTS = ("127.0.0.1", "localhost")
 _FILES = ("ca.pem", "ca.key", "server.pem", "server.key")
@@ -34,7 +34,7 @@ def make_tls(folder: Path, hosts: Iterable[str], *, passphrase: bytes | None = N
     Args:
         folder: where `ca.pem`, `ca.key`, `server.pem`, `server.key` go; keys are readable by their owner only.
         hosts: names and addresses by which silos reach the server; loopback is added.
-        passphrase: encrypts `ca.key`, which nothing needs in operation. `server.key` is plain, since Flower reads it.
+        passphrase: encrypts `ca.key`, which no running program needs. `server.key` is not encrypted: Flower reads it.
 
     Returns:
         The authority's certificate, PEM, for the invitation.
@@ -44,7 +44,8 @@ def make_tls(folder: Path, hosts: Iterable[str], *, passphrase: bytes | None = N
     """
     present = [name for name in _FILES if (folder / name).exists()]
     if present:
-        raise SetupError(str(folder / present[0]), expected="no file", got="one", remedy="Keep it, or remove tls/.")
+        remedy = "Keep these certificates, or remove tls/ to make new ones."
+        raise SetupError(str(folder), expected="a folder without certificates", got=", ".join(present), remedy=remedy)
     folder.mkdir(parents=True, exist_ok=True)
     ca_key, server_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca = _authority(ca_key)
@@ -59,7 +60,7 @@ def make_tls(folder: Path, hosts: Iterable[str], *, passphrase: bytes | None = N
 
 
 def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
-    """Make a new server key and certificate, by the same authority and for the same names.
+    """Make a new server key and certificate from the same authority for the same names.
 
     Args:
         folder: the present `ca.pem`, `ca.key` and `server.pem`.
@@ -74,12 +75,14 @@ def renew_server(folder: Path, into: Path, passphrase: bytes) -> None:
     try:
         ca_key = load_pem_private_key((folder / "ca.key").read_bytes(), passphrase)
     except (ValueError, TypeError) as error:
-        raise PassphraseError("ca.key", expected="the passphrase of this key", got="another") from error
+        got = "a passphrase that does not open it"
+        raise PassphraseError("ca.key", expected="the passphrase of this key", got=got) from error
     ca = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
     old = x509.load_pem_x509_certificate((folder / "server.pem").read_bytes())
     names = list(old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
-        raise SetupError("ca.key", expected="the key of ca.pem", got="another")
+        remedy = "Restore tls/ca.key from the backup of this federation."
+        raise SetupError("ca.key", expected="the key of ca.pem", got="a key that does not fit it", remedy=remedy)
     key = ec.generate_private_key(ec.SECP256R1())
     into.mkdir(parents=True)
     _write_key(into / "server.key", key, NoEncryption())
@@ -95,7 +98,8 @@ def _alternative_names(hosts: Iterable[str]) -> list[x509.GeneralName]:
             try:
                 names.append(x509.DNSName(host))
             except ValueError as error:
-                raise SetupError(host, expected="a host name in ASCII or an address") from error
+                got = ascii(host[:100])
+                raise SetupError("host", expected="a host name in ASCII, or an IP address", got=got) from error
     return names
 
 

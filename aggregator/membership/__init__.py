@@ -1,1 +1,1 @@
-"""Which silos belong to a federation: invited, enrolled, withdrawn."""
+"""The silos of a federation: invitation, enrolment, withdrawal."""

@@ -1,4 +1,4 @@
-"""What a silo is given to reach this federation."""
+"""Makes the invitation with which a silo reaches this federation."""
 
 from aggregator.config import Federation
 from ddm.protocol.base import sha256_hex
@@ -6,7 +6,7 @@ from ddm.protocol.enrolment import Invitation
 
 
 def make_invitation(federation: Federation, root: bytes) -> Invitation:
-    """Name the federation, its address, its certificate authority and its first root."""
+    """Return the invitation: name, address, certificate authority and first root of the federation."""
     settings = federation.settings()
     return Invitation(
         federation=settings.name,

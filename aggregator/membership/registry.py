@@ -1,7 +1,8 @@
-"""Who takes part: enrolment cards, checked and kept as they came; and how far each silo's ledger was seen."""
+"""Keeps the enrolment cards of silos, verified and unchanged, and the last known state of each silo's ledger."""
 
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,7 +24,7 @@ MAX_REMOVED_BYTES = 65536
 
 
 class Removed(Document):
-    """A silo that was taken out of the federation: who, why, when, and the card as it came."""
+    """A silo that was removed from the federation: who, why, when, and its card as received."""
 
     format: Literal["archipelago/removed/1"] = "archipelago/removed/1"
     silo_id: SiloId
@@ -32,36 +33,38 @@ class Removed(Document):
     card: Annotated[str, Field(max_length=MAX_CARD_BYTES)]
 
 
-class SeenLedger(Document):
-    """Every entry digest of a silo's ledger up to the last accepted submission, and the plan of that submission."""
+class KnownLedger(Document):
+    """The digests of all entries of a silo's ledger up to its last accepted submission, and that submission's plan."""
 
     plan_id: PlanId | None = None
     chain: Annotated[tuple[Digest, ...], Field(max_length=4096)] = ()
 
 
 def read_card(data: bytes) -> Card:
-    """Open a card: self-signed by the very key that it announces.
+    """Open a card, which must be signed by the key that it names.
 
     Raises:
-        SignatureError: the seal does not verify.
-        DocumentError: not a card, the seal is by another key than the card names, or the node key is none.
+        SignatureError: the signature does not verify.
+        DocumentError: not a card, signed by a key other than the one it names, or without a valid node key.
     """
     payload, signer = open_sealed(data, CARD_KIND, None, MAX_CARD_BYTES)
     card = Card.parse(payload, subject="enrolment card", limit=MAX_CARD_BYTES)
     if str(signer) != card.signing_key:
-        raise DocumentError("enrolment card", expected="a seal by the key it names", got="another key")
+        expected = f"a signature by the key that it names, {ascii(card.signing_key[:40])}"
+        raise DocumentError("enrolment card", expected=expected, got=f"one by {ascii(str(signer)[:40])}")
     try:
         load_ssh_public_key(card.node_key.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise DocumentError("enrolment card, node_key", expected="an OpenSSH public key", got="no key") from error
+        got = f"{len(card.node_key)} characters that are not one"
+        raise DocumentError("enrolment card, node_key", expected="an OpenSSH public key", got=got) from error
     return card
 
 
 def enroll(federation: Federation, card_path: Path) -> Card:
-    """Keep a silo's card; the same keys twice are fine, any other key for the same silo is refused.
+    """Keep a silo's card; the same card may come twice, but a new key for an enrolled silo is refused.
 
     Raises:
-        BusyError: this silo is enrolled with another key, or one of these keys is another silo's.
+        BusyError: this silo is enrolled with another key, or one of these keys belongs to another silo.
         PolicyError: one of these keys belonged to a silo that was removed.
     """
     require_file(card_path, "a card made by `silo enroll`")
@@ -74,7 +77,7 @@ def enroll(federation: Federation, card_path: Path) -> Card:
                 f"silo {card.silo_id}",
                 expected="keys that never belonged to a removed silo",
                 got=f"a key of {old.silo_id}, removed {record.at:%Y-%m-%d}",
-                remedy="Let the silo make new keys: `silo init` in a new folder, then `silo enroll`.",
+                remedy="Ask the silo to make new keys: `silo init` in a new folder, then `silo enroll`.",
             )
     for other_id, other in cards(federation).items():
         same = (other.signing_key == card.signing_key, other.node_key == card.node_key)
@@ -82,7 +85,7 @@ def enroll(federation: Federation, card_path: Path) -> Card:
             raise BusyError(
                 f"silo {card.silo_id}",
                 expected="a new silo with keys of its own",
-                got=f"a clash with the enrolled silo {other_id}",
+                got="a silo already enrolled with another key" if other_id == card.silo_id else f"a key of {other_id}",
                 remedy="Check the fingerprint with the silo; to replace a key, `aggregator remove` the silo first.",
             )
     write_atomic(federation.registry / f"{card.silo_id}.json", data)
@@ -94,13 +97,13 @@ def cards(federation: Federation) -> Mapping[str, Card]:
     paths = sorted(path for path in federation.registry.glob("*.json"))
     found = []
     for path in paths:
-        with suppress(MissingFileError):  # removed a moment ago
+        with suppress(MissingFileError):  # removed meanwhile
             found.append(read_card(read_bounded(path, MAX_CARD_BYTES)))
     return {card.silo_id: card for card in found}
 
 
 def removed(federation: Federation) -> list[Removed]:
-    """Read the records of all silos that were removed."""
+    """Read the records of all removed silos."""
     paths = sorted((federation.registry / "removed").glob("*.json"))
     return [Removed.parse(read_bounded(path, MAX_REMOVED_BYTES), subject=path.name) for path in paths]
 
@@ -109,18 +112,20 @@ def card_of(federation: Federation, silo_id: str) -> Card:
     """Read one silo's card.
 
     Raises:
-        MissingFileError: it is not enrolled.
+        MissingFileError: the silo is not enrolled.
     """
     found = cards(federation)
     if silo_id not in found:
-        raise MissingFileError(f"silo {silo_id}", expected="an enrolled silo", got=", ".join(found) or "none enrolled")
+        got = f"a silo that is not enrolled; enrolled: {', '.join(found) or 'none'}"
+        remedy = "Check the name, or enrol the silo first: aggregator enroll."
+        raise MissingFileError(f"silo {silo_id}", expected="an enrolled silo", got=got, remedy=remedy)
     return found[silo_id]
 
 
 def taking_part(federation: Federation, plan: Plan) -> Mapping[str, Card]:
-    """List the plan's silos that may still answer it, in its order: enrolled with the key that `targets` delegates to.
+    """Return the cards of the plan's silos that may still answer it, in its order: those with a delegated key.
 
-    A silo that was removed, or enrolled anew under another key, takes part from the next plan on.
+    A silo that was removed, or enrolled anew with another key, can take part from the next plan on.
     """
     delegated = federation.delegations()
     found = cards(federation)
@@ -137,31 +142,32 @@ def signing_key(card: Card) -> PublicKey:
 
 
 def check_ledger(federation: Federation, silo_id: str, plan_id: str, chain: tuple[str, ...]) -> None:
-    """Refuse a ledger that does not extend the one seen last, or that did not grow although the plan is another.
+    """Refuse a ledger that does not extend the last known one, or that did not grow for a new plan.
 
     Raises:
-        LedgerError: entries that were there are gone or changed, or nothing was debited for this plan.
+        LedgerError: earlier entries are gone or changed, or nothing was debited for this plan.
     """
-    seen = _seen(federation, silo_id)
-    grows = len(chain) > len(seen.chain) or (seen.plan_id == plan_id and len(chain) == len(seen.chain))
-    if chain[: len(seen.chain)] != seen.chain or not grows:
+    known = _known_ledger(federation, silo_id)
+    grows = len(chain) > len(known.chain) or (known.plan_id == plan_id and len(chain) == len(known.chain))
+    if chain[: len(known.chain)] != known.chain or not grows:
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chain, known.chain, strict=False)))
         raise LedgerError(
             f"ledger of silo {silo_id}",
-            expected=f"one that extends the {len(seen.chain)} entries seen before by this plan's debits",
-            got=f"a chain of {len(chain)} entries that does not",
-            remedy="The silo's ledger was reset, restored or edited. Ask its operator; there is no waiver for it yet.",
+            expected=f"the {len(known.chain)} entries known before, extended by this plan's debits",
+            got=f"{len(chain)} entries, of which the first {same} are those known before",
+            remedy="The silo's ledger was reset, restored or edited. Ask its operator; there is no waiver for this.",
         )
 
 
 def remember_ledger(federation: Federation, silo_id: str, plan_id: str, chain: tuple[str, ...]) -> None:
     """Keep the chain of an accepted submission."""
-    write_atomic(_seen_path(federation, silo_id), SeenLedger(plan_id=plan_id, chain=chain).encode())
+    write_atomic(_ledger_path(federation, silo_id), KnownLedger(plan_id=plan_id, chain=chain).encode())
 
 
-def _seen_path(federation: Federation, silo_id: str) -> Path:
+def _ledger_path(federation: Federation, silo_id: str) -> Path:
     return federation.registry / "ledgers" / f"{silo_id}.json"
 
 
-def _seen(federation: Federation, silo_id: str) -> SeenLedger:
-    path = _seen_path(federation, silo_id)
-    return SeenLedger.parse(path.read_bytes(), subject=path.name) if path.exists() else SeenLedger()
+def _known_ledger(federation: Federation, silo_id: str) -> KnownLedger:
+    path = _ledger_path(federation, silo_id)
+    return KnownLedger.parse(path.read_bytes(), subject=path.name) if path.exists() else KnownLedger()

@@ -1,8 +1,8 @@
-"""Taking a silo out of the present plan: its submission aside, no further one taken, and a signed notice to the silo.
+"""Withdraws a silo from the present plan: moves its submission aside, refuses further ones, notifies it by receipt.
 
-`withdrawal.json` is written first, and from then on the silo is withdrawn, whatever else lies about. The rest is done
-by whoever takes submissions in: intake, where `aggregator run` is at work, else the command itself. Either of them
-finishes what a crash left undone. The next version of the ensemble is made without the silo; older ones stay.
+`withdrawal.json` is written first, and from then on the silo counts as withdrawn. The rest is done by the process that
+holds the lock of intake: `aggregator run` if it is running, otherwise the command itself. Either of them finishes what
+a crash interrupted. The next release is made without the silo; older ones stay.
 """
 
 from contextlib import suppress
@@ -24,7 +24,7 @@ MAX_RECORD_BYTES = 65536
 
 
 class Withdrawal(Document):
-    """Why and when a silo was withdrawn, and what it had sent; stays with the aggregator."""
+    """Why and when a silo was withdrawn, and the submission it had sent; stays with the aggregator."""
 
     format: Literal["archipelago/withdrawal/1"] = "archipelago/withdrawal/1"
     plan_id: PlanId
@@ -35,24 +35,25 @@ class Withdrawal(Document):
 
 
 def withdraw(federation: Federation, silo_id: str, reason: str, receipt_key: SigningKey) -> Withdrawal:
-    """Take a silo out of the present plan for good; a second call finishes the first one and keeps its reason.
+    """Withdraw a silo from the present plan for good; a second call finishes the first one and keeps its reason.
 
     Args:
         federation: the operator's folder.
         silo_id: a silo of the present plan, whether it has answered or not.
-        reason: told to the silo, not published.
+        reason: sent to the silo, not published.
         receipt_key: signs the notice; the plan names it.
 
     Raises:
-        SetupError: the plan has no such silo, or no reason is given.
-        BusyError: somebody signs or publishes.
+        SetupError: the plan has no such silo, or the reason is empty or too long.
+        BusyError: another process signs or publishes.
     """
     if not reason.strip() or len(reason) > 400:
-        raise SetupError("--reason", expected="1 to 400 characters", got=f"{len(reason.strip())}")
+        raise SetupError("--reason", expected="1 to 400 characters", got=f"{len(reason.strip())} characters")
     with federation.signing_lock():
         plan, plan_digest = federation.current_plan()
         if silo_id not in plan.silos:
-            raise SetupError(f"silo {silo_id}", expected=f"one of {', '.join(plan.silos)}", got="another")
+            expected = f"a silo of plan {plan.plan_id}: {', '.join(plan.silos)}"
+            raise SetupError("silo", expected=expected, got=ascii(silo_id[:40]))
         record = _record(federation, plan, silo_id, reason)
         federation.accepted.mkdir(parents=True, exist_ok=True)
         with suppress(BusyError), locked(federation.accepted, "intake"):
@@ -61,24 +62,24 @@ def withdraw(federation: Federation, silo_id: str, reason: str, receipt_key: Sig
 
 
 def finish_withdrawal(federation: Federation, plan_id: str, plan_digest: str, silo_id: str, key: SigningKey) -> None:
-    """Carry out a withdrawal that is on record, whole or what is left of it; the caller holds the lock of intake."""
+    """Carry out a recorded withdrawal, or what is left of it; the caller holds the lock of intake."""
     record = read_withdrawal(federation, plan_id, silo_id)
-    _end(federation, record, plan_digest, key)
+    _notify(federation, record, plan_digest, key)
     accepted, kept = federation.accepted / plan_id / silo_id, _folder(federation, plan_id, silo_id) / "submission"
     if accepted.exists() and not kept.exists():
         move_into_place(accepted, kept)
 
 
 def withdrawn_silos(federation: Federation, plan: Plan) -> tuple[str, ...]:
-    """List the silos that were taken out of a plan, sorted."""
+    """List the silos that were withdrawn from a plan, sorted."""
     return tuple(silo for silo in plan.silos if _record_path(federation, plan.plan_id, silo).is_file())
 
 
 def read_withdrawal(federation: Federation, plan_id: str, silo_id: str) -> Withdrawal:
-    """Read why a silo was withdrawn.
+    """Read the record of a withdrawal.
 
     Raises:
-        MissingFileError: it was not.
+        MissingFileError: the silo was not withdrawn.
     """
     path = _record_path(federation, plan_id, silo_id)
     return Withdrawal.parse(read_bounded(path, MAX_RECORD_BYTES), subject=path.name)
@@ -103,8 +104,8 @@ def _record(federation: Federation, plan: Plan, silo_id: str, reason: str) -> Wi
     return record
 
 
-def _end(federation: Federation, record: Withdrawal, plan_digest: str, key: SigningKey) -> None:
-    """Expect nothing more of the silo, then tell it so in the place of its next receipt."""
+def _notify(federation: Federation, record: Withdrawal, plan_digest: str, key: SigningKey) -> None:
+    """Mark the silo as final, then write the notice to it in the place of its next receipt."""
     folder = federation.receipts / record.plan_id / record.silo_id
     write_atomic(folder / "final", b"")
     answered = [int(path.stem) for path in folder.glob("[0-9]*.json") if path.stem.isdigit()]

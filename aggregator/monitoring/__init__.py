@@ -1,1 +1,1 @@
-"""What an operator looks at: status, the live page, the doctor."""
+"""Shows a federation to its operator: status, the live page, the doctor."""

@@ -1,4 +1,4 @@
-"""What is wrong with a federation, or soon will be: rules over facts that `watch.facts` gathered, no I/O here."""
+"""Finds what is wrong with a federation, or soon will be: rules over the facts of `monitoring.probes`, without I/O."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from ddm.system.console import human_bytes, human_seconds
 from ddm.trust.health import RoleHealth
 
 NGINX_VERSION = (1, 19, 5)
-# So long before something expires, somebody should know.
+# How long before an expiry to warn of it.
 NOTICE = timedelta(days=30)
-# Times are compared between machines and file systems; a clock that signs plans should be far better.
+# Allows for differences between machines and file systems; a clock that signs plans should be far better.
 CLOCK_TOLERANCE = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong: what it is about, what should be, what is, what to do."""
+    """One problem: its subject, what was expected, what was found, what to do."""
 
     subject: str
     expected: str
@@ -30,18 +30,18 @@ class Finding:
 
     @classmethod
     def of(cls, error: ArchipelagoError) -> "Finding":
-        """Tell an error as a finding."""
+        """Turn an error into a finding."""
         return cls(error.subject, error.expected or "something else", error.got or "nothing usable", error.remedy)
 
 
 @dataclass(frozen=True)
 class ServerCertificate:
-    """What the certificate for silos says.
+    """The contents of the server certificate.
 
     Attributes:
         hosts: the names and addresses in it.
         signed_at: when it was made.
-        expires: until when it is valid.
+        expires: the end of its validity.
         by_authority: whether the authority in the invitation signed it.
     """
 
@@ -53,7 +53,7 @@ class ServerCertificate:
 
 @dataclass(frozen=True)
 class Trace:
-    """Something that carries a time, which must lie in the past."""
+    """A recorded time, which must lie in the past."""
 
     what: str
     at: datetime
@@ -61,40 +61,40 @@ class Trace:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that the rules look at.
+    """Everything that the rules examine.
 
     Attributes:
-        now: what this machine's clock says.
+        now: the time by this machine's clock.
         errors: what could not be read, by check.
-        modes: permission bits of what must be private, by path.
+        modes: permission bits of files that must be private, by path.
         settings: federation.toml.
-        dialled: the host that silos were told.
-        nginx: its version; None where there is none.
+        invited_host: the host in the invitation, to which silos connect.
+        nginx: its version; None if it is not installed.
         port: who holds the federation's port.
-        certificate: the one that silos see.
+        certificate: the server certificate that silos see.
         root_digest: sha256 of 1.root.json.
         invited_digest: the fingerprint in the invitation.
         metadata: every metadata file.
-        traces: what must be older than now.
-        reference: what another machine's clock says.
+        traces: recorded times, which must be before now.
+        reference: the time by another machine's clock.
         disk_free_bytes: on the federation's disk.
         disk_needed_bytes: for the submissions still expected.
-        memory_free_bytes: available; None where the system does not tell.
+        memory_free_bytes: available; None where the system does not report it.
         memory_needed_bytes: for a run.
         flower: Flower's version and the versions that are supported.
-        processes: what `aggregator run` started.
-        orphans: programs of a run that is over.
+        processes: programs started by `aggregator run`.
+        orphans: programs of a run that has ended.
         not_enrolled: silos that may sign for the plan, without a card.
-        other_key: silos whose card names another key than the plan's metadata.
-        lost_ledgers: silos with an accepted submission whose ledger was not remembered.
-        leftovers: what interrupted commands left.
+        other_key: silos whose card names a different key than the plan's metadata.
+        lost_ledgers: silos with an accepted submission whose ledger was not recorded.
+        leftovers: files left by interrupted commands.
     """
 
     now: datetime
     errors: Mapping[str, tuple[ArchipelagoError, ...]]
     modes: Mapping[str, int]
     settings: FederationSettings | None
-    dialled: str | None
+    invited_host: str | None
     nginx: tuple[int, ...] | None
     port: Literal["free", "ours", "taken"]
     certificate: ServerCertificate | None
@@ -120,7 +120,7 @@ def examine(facts: Facts) -> Mapping[str, tuple[Finding, ...]]:
     """Apply every rule.
 
     Returns:
-        Check to what it found; nothing where all is well.
+        The findings of each check; empty where all is well.
     """
     found = {}
     for check, rule in _RULES.items():
@@ -133,22 +133,24 @@ def _permissions(facts: Facts) -> Iterator[Finding]:
     for path, mode in facts.modes.items():
         if mode & 0o077:
             got = f"mode {mode:03o}"
-            yield Finding(path, "readable by its owner alone", got, f"chmod go= {path}; if others had access, rotate.")
+            yield Finding(
+                path, "readable by its owner alone", got, f"chmod go= {path}; if others had access, rotate the key."
+            )
 
 
 def _no_more(facts: Facts) -> Iterator[Finding]:
-    """Nothing beyond what could not be read."""
+    """Report nothing: the check consists of reading."""
     return iter(())
 
 
 def _nginx(facts: Facts) -> Iterator[Finding]:
-    wanted = ".".join(str(part) for part in NGINX_VERSION)
-    remedy = f"Install nginx {wanted} or later (Debian: apt install nginx-light)."
+    required = ".".join(str(part) for part in NGINX_VERSION)
+    remedy = f"Install nginx {required} or later (Debian: apt install nginx-light)."
     if facts.nginx is None:
         if facts.settings and not is_loopback(facts.settings.host):
-            yield Finding("nginx", "nginx in front of an address that others reach", "none", remedy)
+            yield Finding("nginx", "nginx in front of an address that others reach", "no nginx installed", remedy)
     elif facts.nginx < NGINX_VERSION:
-        yield Finding("nginx", f"version {wanted} or later", ".".join(map(str, facts.nginx)), remedy)
+        yield Finding("nginx", f"version {required} or later", ".".join(map(str, facts.nginx)), remedy)
 
 
 def _port(facts: Facts) -> Iterator[Finding]:
@@ -156,27 +158,28 @@ def _port(facts: Facts) -> Iterator[Finding]:
         return
     address = f"{facts.settings.host}:{facts.settings.port}"
     if facts.processes.running and facts.port != "ours":
-        got = "no answer" if facts.port == "free" else "an answer of something else"
-        yield Finding(address, "an answer under the federation's certificate", got, "Read flower/logs/.")
+        got = "no answer" if facts.port == "free" else "an answer of another program"
+        yield Finding(address, "an answer with the federation's certificate", got, "Read flower/logs/.")
     elif not facts.processes.running and facts.port != "free":
-        got = "one that cannot be taken: in use, or no address of this machine"
-        remedy = "Stop what listens there, or set `host` and `port` in federation.toml."
+        got = "a port in use, or an address that is not this machine's"
+        remedy = "Stop the program that listens there, or set `host` and `port` in federation.toml."
         yield Finding(address, "a free port for aggregator run", got, remedy)
 
 
 def _certificate(facts: Facts) -> Iterator[Finding]:
-    made = facts.certificate
-    if made is None:
+    certificate, host = facts.certificate, facts.invited_host
+    if certificate is None:
         return
-    restore = "Restore tls/ and invitation.json from one backup: silos know the latter."
-    if facts.dialled and facts.dialled not in made.hosts:
-        yield Finding("tls/server.pem", f"the name {facts.dialled}, which silos dial", ", ".join(made.hosts), restore)
-    if not made.by_authority:
-        got = "one by another authority"
-        yield Finding("tls/server.pem", "a certificate by the authority in invitation.json", got, restore)
-    if made.expires - facts.now < NOTICE:
-        renew = "Make a new one: aggregator rotate FED tls, then start aggregator run anew."
-        yield Finding("tls/server.pem", f"{NOTICE.days} days or more left", _left(facts, made.expires), renew)
+    restore = "Restore tls/ and invitation.json from the same backup: silos have that invitation."
+    if host and host not in certificate.hosts:
+        expected = f"the name {host}, to which silos connect"
+        yield Finding("tls/server.pem", expected, ", ".join(certificate.hosts), restore)
+    if not certificate.by_authority:
+        got = "a certificate signed by another authority"
+        yield Finding("tls/server.pem", "a certificate signed by the authority in invitation.json", got, restore)
+    if certificate.expires - facts.now < NOTICE:
+        renew = "Make a new one: aggregator rotate FED tls, then restart aggregator run."
+        yield Finding("tls/server.pem", f"{NOTICE.days} days or more left", _left(facts, certificate.expires), renew)
 
 
 def _metadata(facts: Facts) -> Iterator[Finding]:
@@ -184,9 +187,9 @@ def _metadata(facts: Facts) -> Iterator[Finding]:
         if role.problem:
             yield Finding.of(role.problem)
         elif role.expires and role.expires - facts.now < NOTICE:
-            remedy = "Sign it anew: aggregator rotate FED root or targets."
+            remedy = "Sign it again: aggregator rotate FED root or targets."
             if not role.name.startswith(("targets", *"123456789")):
-                remedy = "Sign it anew: aggregator publish --renew, or the next aggregator plan."
+                remedy = "Sign it again: aggregator publish --renew, or the next aggregator plan."
             yield Finding(
                 f"tuf/metadata/{role.name}",
                 f"{NOTICE.days} days or more left",
@@ -202,44 +205,44 @@ def _left(facts: Facts, expires: datetime) -> str:
 
 def _root(facts: Facts) -> Iterator[Finding]:
     if facts.root_digest and facts.invited_digest and facts.root_digest != facts.invited_digest:
-        remedy = "Restore both from backup: silos and researchers pinned one of them."
+        remedy = "Restore both from backup: silos and researchers have pinned one of the two."
         yield Finding("tuf/metadata/1.root.json", f"fingerprint {facts.invited_digest}", facts.root_digest, remedy)
 
 
 def _clock(facts: Facts) -> Iterator[Finding]:
-    remedy = "Set the clock (timedatectl set-ntp true). Before that, sign nothing."
+    remedy = "Set the clock (timedatectl set-ntp true), and sign nothing before that."
     newest = max(facts.traces, key=lambda trace: trace.at, default=None)
     if newest and newest.at - facts.now > CLOCK_TOLERANCE:
         behind = human_seconds((newest.at - facts.now).total_seconds())
-        expected = f"a time after {newest.at:%Y-%m-%d %H:%M}Z, the time of {newest.what}"
+        expected = f"a time after {newest.at:%Y-%m-%d %H:%M}Z, recorded in {newest.what}"
         yield Finding("clock", expected, f"{facts.now:%Y-%m-%d %H:%M}Z, {behind} before it", remedy)
     if facts.reference and abs(facts.reference - facts.now) > CLOCK_TOLERANCE:
-        expected = f"{facts.reference:%Y-%m-%d %H:%M}Z, as the other machine says"
+        expected = f"{facts.reference:%Y-%m-%d %H:%M}Z, as on the other machine"
         yield Finding("clock", expected, f"{facts.now:%Y-%m-%d %H:%M}Z", remedy)
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
     if facts.disk_free_bytes < facts.disk_needed_bytes:
-        expected = f"{human_bytes(facts.disk_needed_bytes)} for the submissions that the plan still expects"
+        expected = f"{human_bytes(facts.disk_needed_bytes)} free for the submissions still to come"
         got = f"{human_bytes(facts.disk_free_bytes)} free"
-        yield Finding("disk", expected, got, "Make room, or move the federation to a larger disk before it runs.")
+        yield Finding("disk", expected, got, "Free disk space, or move the federation to a larger disk.")
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
     free = facts.memory_free_bytes
     if free is not None and not facts.processes.running and free < facts.memory_needed_bytes:
         expected = f"{human_bytes(facts.memory_needed_bytes)} for a run"
-        remedy = "End other programs, or set a smaller shard_bytes in federation.toml."
+        remedy = "Stop other programs, or set a smaller shard_bytes in federation.toml."
         yield Finding("memory", expected, f"{human_bytes(free)} available", remedy)
 
 
 def _flower(facts: Facts) -> Iterator[Finding]:
     if facts.flower is None:
-        yield Finding("flwr", "an installed Flower", "none", "Install Archipelago again (make setup).")
+        yield Finding("flwr", "an installed Flower", "no package flwr", "Reinstall Archipelago (make setup).")
         return
     version, low, high = (".".join(map(str, each)) for each in facts.flower)
     if not facts.flower[1] <= facts.flower[0] < facts.flower[2]:
-        remedy = "Install Archipelago again (make setup): it brings the version that it was tested with."
+        remedy = "Reinstall Archipelago (make setup): it installs a version that it was tested with."
         yield Finding("flwr", f"{low} or later, before {high}", version, remedy)
 
 
@@ -247,34 +250,37 @@ def _processes(facts: Facts) -> Iterator[Finding]:
     if facts.processes.running:
         for program in facts.processes.programs:
             if not program.alive:
-                remedy = "aggregator run starts it again within seconds; look again, then read flower/logs/."
+                remedy = "aggregator run restarts it within seconds; check again, then read flower/logs/."
                 if program.name == "aggregator run":
-                    remedy = "Something it started still holds flower/.runtime.lock: end that process, run again."
-                yield Finding(program.name, "a living process", f"process {program.pid or 0}, which has ended", remedy)
+                    remedy = "A process it started still holds flower/.runtime.lock: end that process, then run again."
+                got = f"process {program.pid or 0}, which has ended"
+                yield Finding(program.name, "a running process", got, remedy)
     for program in facts.orphans:
-        got = f"process {program.pid}, still alive"
-        yield Finding(program.name, "none without aggregator run", got, f"End it: kill {program.pid}")
+        got = f"process {program.pid}, still running"
+        yield Finding(program.name, "no process without aggregator run", got, f"End it: kill {program.pid}")
 
 
 def _silos(facts: Facts) -> Iterator[Finding]:
     for silo_id in facts.not_enrolled:
-        remedy = "Restore registry/ from backup, or take the silo out: aggregator remove."
-        yield Finding(f"silo {silo_id}", "the card of a silo of the plan", "none in registry/", remedy)
+        remedy = "Restore registry/ from backup, or remove the silo: aggregator remove."
+        yield Finding(f"silo {silo_id}", "an enrolment card for this silo of the plan", "no card in registry/", remedy)
     for silo_id in facts.other_key:
-        remedy = "Its submissions would be refused. Sign another plan, or restore its card from backup."
-        yield Finding(f"silo {silo_id}", "the key that the plan's metadata names", "another one on its card", remedy)
+        remedy = "Its submissions would be refused. Sign a new plan, or restore its card from backup."
+        expected = "a card with the key that the plan's metadata names"
+        yield Finding(f"silo {silo_id}", expected, "a card with another key", remedy)
 
 
 def _ledgers(facts: Facts) -> Iterator[Finding]:
     for silo_id in facts.lost_ledgers:
         remedy = "Restore registry/ledgers/ from backup: without it a reset ledger would go unnoticed."
-        yield Finding(f"ledger of silo {silo_id}", "the chain of its accepted submission", "none kept", remedy)
+        expected = "the ledger's chain from its accepted submission"
+        yield Finding(f"ledger of silo {silo_id}", expected, "no such chain in registry/ledgers/", remedy)
 
 
 def _leftovers(facts: Facts) -> Iterator[Finding]:
     for path in facts.leftovers:
         yield Finding(
-            path, "nothing half done", "what an interrupted command left", "Run that command again, or remove it."
+            path, "no unfinished work", "files of an interrupted command", "Run that command again, or remove them."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a status means to a person: words for the terminal and for the page, and what wants their attention."""
+"""Describes a status in words for the terminal and the live page, and lists what needs the operator's attention."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from ddm.system.console import human_bytes, human_seconds, table
 Tone = Literal["ok", "busy", "idle", "warn", "bad"]
 _STANDINGS: Mapping[Standing, tuple[str, Tone]] = {
     "absent": ("not seen yet", "idle"),
-    "working": ("at work", "busy"),
-    "approval": ("waits for its approver", "idle"),
+    "working": ("working", "busy"),
+    "approval": ("awaiting approval", "idle"),
     "sending": ("sending", "busy"),
-    "silent": ("does not answer", "warn"),
+    "silent": ("not responding", "warn"),
     "arrived": ("being verified", "busy"),
-    "quarantined": ("quarantined: waits for you", "warn"),
+    "quarantined": ("quarantined: decision needed", "warn"),
     "refused": ("refused", "bad"),
     "accepted": ("accepted", "ok"),
     "withdrawn": ("withdrawn from this plan", "idle"),
@@ -28,45 +28,45 @@ _VERDICT_TONES: Mapping[str, Tone] = {"accepted": "ok", "refused": "bad", "quara
 
 
 @dataclass(frozen=True)
-class SiloWords:
-    """One silo in words.
+class SiloLabels:
+    """One silo's status in words.
 
     Attributes:
-        silo: the facts.
-        label: where it stands.
-        tone: how good that is.
-        says: its own last word.
-        seen: when it answered last.
-        arriving: how much of its submission is here, and how fast it comes; empty when none is on its way.
-        percent: of the submission that is here.
+        silo: the status.
+        label: its standing.
+        tone: the colour of that label.
+        reported: the state that it reported last.
+        last_seen: when it answered last.
+        arriving: how much of its submission has arrived, and at which rate; empty when none is on its way.
+        percent: of the submission that has arrived.
     """
 
     silo: SiloStatus
     label: str
     tone: Tone
-    says: str
-    seen: str
+    reported: str
+    last_seen: str
     arriving: str
     percent: int
 
 
-def words_of(silo: SiloStatus, now: datetime) -> SiloWords:
-    """Put one silo into words."""
+def labels_of(silo: SiloStatus, now: datetime) -> SiloLabels:
+    """Describe one silo's status in words."""
     label, tone = _STANDINGS[silo.standing]
     arrival, arriving, percent = silo.arrival, "", 0
     if arrival:
         percent = min(100 * arrival.bytes_here // max(arrival.bytes_total, 1), 100)
         arriving = f"{human_bytes(arrival.bytes_here)} of {human_bytes(arrival.bytes_total)}"
-        arriving += f", {human_bytes(arrival.bytes_per_s)}/s" if arrival.bytes_per_s >= 1 else ", standing still"
+        arriving += f", {human_bytes(arrival.bytes_per_s)}/s" if arrival.bytes_per_s >= 1 else ", stalled"
         if arrival.bytes_per_s >= 1:
             left = (arrival.bytes_total - arrival.bytes_here) / arrival.bytes_per_s
             arriving += f", about {_span(timedelta(seconds=max(left, 0)))} left"
-    seen = f"seen {when(silo.last_seen, now)}" if silo.last_seen else ""
-    return SiloWords(silo, label, tone, silo.state.replace("_", " "), seen, arriving, percent)
+    last_seen = when(silo.last_seen, now) if silo.last_seen else ""
+    return SiloLabels(silo, label, tone, silo.state.replace("_", " "), last_seen, arriving, percent)
 
 
 def when(at: datetime, now: datetime) -> str:
-    """Say a time as people do: `12 s ago`, `in 89 days`."""
+    """Describe a time relative to now: `12 s ago`, `in 89 days`."""
     return f"{_span(now - at)} ago" if at <= now else f"in {_span(at - now)}"
 
 
@@ -77,22 +77,22 @@ def _span(length: timedelta) -> str:
 
 
 def attention(status: FederationStatus) -> Iterator[str]:
-    """Say what a person should look at, the most urgent first."""
+    """Yield what needs the operator's attention, the most urgent first."""
     yield from status.problems
     if not status.processes.running and any(not silo.final for silo in status.silos):
-        yield "aggregator run is not at work, so no silo gets an answer"
+        yield "aggregator run is not running, so no silo gets an answer"
     for program in status.processes.programs:
         if status.processes.running and not program.alive:
-            yield f"{program.name} has ended; aggregator run starts it again"
+            yield f"{program.name} has ended; aggregator run restarts it"
     for silo in status.silos:
         if silo.standing == "quarantined":
-            yield f"{silo.silo_id} was set aside by screening: aggregator quarantine shows why, admit or refuse decides"
+            yield f"{silo.silo_id} was quarantined: aggregator quarantine shows why; then aggregator admit or refuse"
         elif silo.standing == "refused":
-            yield f"{silo.silo_id}: {_said(silo.submissions[-1])}"
+            yield f"{silo.silo_id}: {_answer(silo.submissions[-1])}"
     yield from _still_published(status)
     silent = [silo.silo_id for silo in status.silos if silo.standing == "silent"]
     if silent:
-        yield f"no answer from {', '.join(silent)}: call who operates them"
+        yield f"no answer from {', '.join(silent)}: contact their operators"
     for expiry in status.expiries:
         if expiry.at - status.at < NOTICE:
             verb = "expired" if expiry.at <= status.at else "expires"
@@ -100,27 +100,27 @@ def attention(status: FederationStatus) -> Iterator[str]:
 
 
 def _still_published(status: FederationStatus) -> Iterator[str]:
-    """Name who is gone and yet in the newest version."""
+    """Yield the silos that are gone but still in the newest release."""
     newest = status.releases[0] if status.releases else None
     if newest is None or newest.plan_id != status.plan_id:
         return
     for silo in status.silos:
         if silo.standing in ("removed", "withdrawn") and silo.silo_id in newest.silos:
-            held = f"version {newest.version} still holds {silo.silo_id}, {silo.standing} since"
-            yield f"{held}: aggregator router, then aggregator publish"
+            still = f"version {newest.version} still contains {silo.silo_id}, which was {silo.standing} since"
+            yield f"{still}: aggregator router, then aggregator publish"
 
 
-def _said(submission: SubmissionStatus) -> str:
+def _answer(submission: SubmissionStatus) -> str:
     code = f", code {submission.code}" if submission.code is not None else ""
     reasons = f": {'; '.join(submission.reasons)}" if submission.reasons else ""
     return f"submission {submission.sequence} {submission.verdict}{code}{reasons}"
 
 
 def page_values(status: FederationStatus) -> dict[str, Any]:
-    """Return what the page's template is filled with."""
+    """Return the values of the page's template."""
     return {
         "status": status,
-        "silos": [words_of(silo, status.at) for silo in status.silos],
+        "silos": [labels_of(silo, status.at) for silo in status.silos],
         "attention": list(attention(status)),
         "num_accepted": sum(silo.standing == "accepted" for silo in status.silos),
         "verdict_tones": _VERDICT_TONES,
@@ -129,25 +129,26 @@ def page_values(status: FederationStatus) -> dict[str, Any]:
 
 
 def describe(status: FederationStatus) -> str:
-    """Lay a status out for a terminal."""
+    """Format a status for a terminal."""
     running = "running" if status.processes.running else "not running"
     lines = [f"{status.federation} at {status.address}, {running}; plan {status.plan_id or 'none'}"]
     rows = [
-        (words.silo.silo_id, words.label, _own_words(words), words.seen.removeprefix("seen "), words.arriving)
-        for words in (words_of(silo, status.at) for silo in status.silos)
+        (labels.silo.silo_id, labels.label, _reported(labels), labels.last_seen, labels.arriving)
+        for labels in (labels_of(silo, status.at) for silo in status.silos)
     ]
     if rows:
-        lines += ["", table(rows, ("silo", "stands", "says", "seen", "arriving"))]
-    said = [f"  {silo.silo_id}: {_said(submission)}" for silo in status.silos for submission in silo.submissions]
-    lines += ["", "Submissions", *said] if said else []
+        lines += ["", table(rows, ("silo", "status", "reports", "last seen", "arriving"))]
+    answers = [f"  {silo.silo_id}: {_answer(submission)}" for silo in status.silos for submission in silo.submissions]
+    lines += ["", "Submissions", *answers] if answers else []
     lines += ["", *_rest(status)]
-    wanted = list(attention(status))
-    lines += ["", "Look at", *(f"  {text}" for text in wanted)] if wanted else []
+    urgent = list(attention(status))
+    lines += ["", "Needs attention", *(f"  {text}" for text in urgent)] if urgent else []
     return "\n".join(lines)
 
 
-def _own_words(words: SiloWords) -> str:
-    return f"{words.says} {words.silo.progress}%" if words.silo.state == "training" else words.says
+def _reported(labels: SiloLabels) -> str:
+    training = labels.silo.state == "training"
+    return f"{labels.reported} {labels.silo.progress}%" if training else labels.reported
 
 
 def _rest(status: FederationStatus) -> Iterator[str]:
@@ -156,7 +157,7 @@ def _rest(status: FederationStatus) -> Iterator[str]:
     newest = status.releases[0] if status.releases else None
     yield "release    " + (f"version {newest.version}, {when(newest.published_at, status.at)}" if newest else "none")
     if status.processes.running:
-        programs = [f"{one.name} {one.pid if one.alive else 'ENDED'}" for one in status.processes.programs]
+        programs = [f"{each.name} {each.pid if each.alive else 'ENDED'}" for each in status.processes.programs]
         yield f"processes  {', '.join(programs)}; {status.processes.num_restarts} restarts"
     yield f"disk       {human_bytes(status.disk_free_bytes)} free"
     for expiry in status.expiries[:1]:

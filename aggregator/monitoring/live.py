@@ -1,8 +1,8 @@
-"""A page to watch a federation: read only, on loopback, drawn on this side, alive without a script.
+"""Serves a live page about a federation: read-only, on loopback, rendered by the server, refreshed without a script.
 
-Nothing can be changed through it and nothing secret is on it, yet it names silos and why they were refused: whoever
-reaches it sees them. So it listens on loopback unless told otherwise. Another website's page cannot read it either:
-one whose name leads to this machine (DNS rebinding) shows in the Host header and is refused.
+The page changes nothing and shows no secret, but it names silos and why they were refused to anybody who can reach it.
+So it listens on loopback unless `--expose` says otherwise. Other websites cannot read it either: a name that resolves
+to this machine (DNS rebinding) shows in the Host header and is refused.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from ddm.protocol.base import now_utc
 from ddm.system.console import say
 
 REFRESH_S = 5
-# Rates are over this long: shards come seconds apart.
+# Rates are averages over this time: shards arrive seconds apart.
 _RATE_OVER = timedelta(seconds=30)
 _MAX_CONNECTIONS = 32
 _CONNECTION_S = 10.0
@@ -54,15 +54,15 @@ _HEADERS = {
 
 
 def parse_address(text: str, *, expose: bool) -> tuple[str, int]:
-    """Read where to listen.
+    """Parse the address on which to listen.
 
     Args:
-        text: HOST:PORT, HOST an IP address or `localhost`; port 0 is any free one.
-        expose: whether an address that others may reach is meant.
+        text: HOST:PORT, HOST an IP address or `localhost`; port 0 is any free port.
+        expose: whether an address that others can reach is allowed.
 
     Raises:
         SetupError: not of that form.
-        PolicyError: an address that others may reach, and nobody said that it is meant.
+        PolicyError: an address that others can reach, without `expose`.
     """
     host, _, port = text.rpartition(":")
     try:
@@ -71,20 +71,20 @@ def parse_address(text: str, *, expose: bool) -> tuple[str, int]:
         if not 0 <= number < 65536:
             raise ValueError("no port")
     except ValueError as error:
-        wanted = "HOST:PORT with an IP address or localhost, for example 127.0.0.1:8765"
-        raise SetupError("--address", expected=wanted, got=repr(text[:100])) from error
+        expected = "HOST:PORT with an IP address or localhost, for example 127.0.0.1:8765"
+        raise SetupError("--address", expected=expected, got=ascii(text[:100])) from error
     if not (address.is_loopback or expose):
         raise PolicyError(
             f"address {address}",
             expected="a loopback address, or --expose",
-            got="an address that others may reach",
-            remedy="Better, from your own machine: ssh -L 8765:127.0.0.1:8765 and this one. The page asks no password.",
+            got="an address that others can reach",
+            remedy="Better forward the port over SSH: ssh -L 8765:127.0.0.1:8765 HOST. The page asks for no password.",
         )
     return str(address), number
 
 
 def serve(federation: Federation, host: str, port: int) -> None:
-    """Serve the page until a signal comes.
+    """Serve the page until a signal stops it.
 
     Raises:
         BusyError: the port is taken.
@@ -97,7 +97,7 @@ def serve(federation: Federation, host: str, port: int) -> None:
         raise BusyError(f"port {port} on {host}", expected="a free port", got=str(error.strerror)) from error
     with listener:
         shown = f"[{host}]" if ":" in host else host
-        say(f"Live page: http://{shown}:{listener.getsockname()[1]}/ (Ctrl-C ends it)")
+        say(f"Live page: http://{shown}:{listener.getsockname()[1]}/ (Ctrl-C stops it)")
         config = uvicorn.Config(
             make_app(federation),
             http=BriefProtocol,
@@ -116,16 +116,16 @@ def serve(federation: Federation, host: str, port: int) -> None:
 
 
 class BriefProtocol(H11Protocol):
-    """HTTP/1.1 on connections that live for some seconds at most, so that slow readers and writers hold none."""
+    """HTTP/1.1 with a time limit on each connection, so that slow clients cannot hold connections open."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin the connection and set its end."""
+        """Accept the connection and schedule its end."""
         super().connection_made(transport)
         self.loop.call_later(_CONNECTION_S, transport.abort)
 
 
 def make_app(federation: Federation) -> Starlette:
-    """Make the application: the page, its style, and the same facts as JSON."""
+    """Make the application: the page, its style sheet, and the same status as JSON."""
     watch = Watch(federation)
     style = files("aggregator").joinpath("pages/templates/live.css").read_text("utf-8")
 
@@ -147,33 +147,33 @@ def make_app(federation: Federation) -> Starlette:
 
     return Starlette(
         routes=[Route("/", page), Route("/status.json", facts), Route("/live.css", look)],
-        middleware=[Middleware(Doorkeeper)],
+        middleware=[Middleware(HostFilter)],
         exception_handlers={ArchipelagoError: unreadable, OSError: unreadable},
     )
 
 
 class Watch:
-    """Looks at the federation for one reader after the other, and remembers for as long as rates need."""
+    """Reads the federation's status for one request at a time, and keeps earlier ones to compute rates."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
-        self._seen: deque[FederationStatus] = deque()
+        self._earlier: deque[FederationStatus] = deque()
         self._lock = threading.Lock()
 
     def look(self) -> FederationStatus:
         """Return the present status."""
         with self._lock:
             now = now_utc()
-            while self._seen and not timedelta(0) <= now - self._seen[0].at <= _RATE_OVER:
-                self._seen.popleft()
-            status = gather(self._federation, now, self._seen[0] if self._seen else None)
-            if not self._seen or self._seen[-1].at < now:
-                self._seen.append(status)
+            while self._earlier and not timedelta(0) <= now - self._earlier[0].at <= _RATE_OVER:
+                self._earlier.popleft()
+            status = gather(self._federation, now, self._earlier[0] if self._earlier else None)
+            if not self._earlier or self._earlier[-1].at < now:
+                self._earlier.append(status)
             return status
 
 
-class Doorkeeper:
-    """Refuses a Host that is a name other than localhost, and gives every answer its headers."""
+class HostFilter:
+    """Refuses a Host header with a name other than localhost, and adds the security headers to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -188,12 +188,13 @@ class Doorkeeper:
 
         answer: ASGIApp = self._app
         if not _is_own(Headers(scope=scope).getlist("host")):
-            answer = PlainTextResponse("This page answers to its address, not to a name.\n", status_code=421)
+            text = "Open this page by its IP address or localhost, not by another name.\n"
+            answer = PlainTextResponse(text, status_code=421)
         await answer(scope, receive, send_with_headers)
 
 
 def _is_own(hosts: list[str]) -> bool:
-    """Whether the one Host is an address or localhost: a browser that was led here by a name says that name."""
+    """Whether there is one Host, an address or localhost; a browser that came by another name sends that name."""
     if len(hosts) != 1:
         return False
     host, _, port = hosts[0].rpartition(":") if not hosts[0].endswith("]") else (hosts[0], "", "")

@@ -1,4 +1,4 @@
-"""What the doctor asks of this machine: its clock, its memory, its ports, the programs installed on it."""
+"""Probes this machine for the doctor: clock, memory, ports, installed programs."""
 
 import http.client
 import importlib.metadata
@@ -18,7 +18,7 @@ from ddm.errors import SetupError, TransportError
 from ddm.system.processes import port_in_use
 
 _TIMEOUT_S = 10.0
-# Beyond this a whole database takes long to read; then only its head is.
+# A larger database takes long to read, so only its header is checked.
 _MAX_DATABASE_BYTES = 256 << 20
 
 
@@ -30,26 +30,26 @@ def check_database(path: Path) -> None:
     """
     if not path.exists():
         return
-    question = "PRAGMA quick_check(1)" if path.stat().st_size <= _MAX_DATABASE_BYTES else "PRAGMA schema_version"
+    query = "PRAGMA quick_check(1)" if path.stat().st_size <= _MAX_DATABASE_BYTES else "PRAGMA schema_version"
     try:
         with closing(sqlite3.connect(f"file:{urllib.parse.quote(str(path))}?mode=ro", uri=True, timeout=2)) as opened:
-            (answer,) = opened.execute(question).fetchone()
+            (answer,) = opened.execute(query).fetchone()
     except sqlite3.Error as error:
         answer = str(error)
     if not isinstance(answer, int) and answer != "ok":
-        remedy = "Stop aggregator run, move the file away and run again: Flower makes another, and nothing is lost."
-        raise SetupError(str(path), expected="a whole database", got=str(answer)[:200], remedy=remedy)
+        remedy = "Stop aggregator run, move the file away and run again: Flower makes a new one, and nothing is lost."
+        raise SetupError(str(path), expected="an intact database", got=str(answer)[:200], remedy=remedy)
 
 
 def clock_of(url: str) -> datetime:
-    """Ask a web server what time it is.
+    """Ask a web server for the time.
 
     Args:
-        url: where to; only the head of the answer is read.
+        url: of the server; only the header of its response is read.
 
     Raises:
         SetupError: not the URL of a web server.
-        TransportError: no answer, or one without a date.
+        TransportError: no response, or one without a date.
     """
     parts = urllib.parse.urlsplit(url)
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
@@ -60,7 +60,8 @@ def clock_of(url: str) -> datetime:
         connection.request("HEAD", "/")
         return parsedate_to_datetime(connection.getresponse().headers["Date"]).astimezone(UTC)
     except (OSError, http.client.HTTPException, TypeError, ValueError) as error:
-        raise TransportError(parts.hostname, expected="an answer with a date", got=str(error)[:200]) from error
+        got = ascii(f"{error}"[:200])[1:-1] or type(error).__name__
+        raise TransportError(parts.hostname, expected="a response with a date", got=got) from error
     finally:
         connection.close()
 
@@ -68,7 +69,7 @@ def clock_of(url: str) -> datetime:
 def port_state(
     federation: Federation, settings: FederationSettings, *, running: bool
 ) -> Literal["free", "ours", "taken"]:
-    """Say who holds the federation's port."""
+    """Return who holds the federation's port."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     if running:
         return "ours" if answers(host, settings.port, federation.path / "tls" / "ca.pem") else "taken"
@@ -76,30 +77,35 @@ def port_state(
 
 
 def nginx_version() -> tuple[int, ...] | None:
-    """Ask nginx for its version; None where there is none."""
+    """Return the version of nginx; None if it is not installed.
+
+    Raises:
+        SetupError: nginx does not print its version.
+    """
     nginx = find_nginx()
     if nginx is None:
         return None
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             [str(nginx), "-v"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         ).stderr
     except subprocess.TimeoutExpired:
-        said = "no answer"
-    found = re.search(r"nginx/([0-9]+(?:\.[0-9]+)*)", said)
+        output = f"no output within {_TIMEOUT_S:g} s"
+    found = re.search(r"nginx/([0-9]+(?:\.[0-9]+)*)", output)
     if not found:
-        raise SetupError(str(nginx), expected="its version", got=said[:100] or "nothing")
+        remedy = "Run `nginx -v`, and reinstall nginx if it fails."
+        raise SetupError(str(nginx), expected="its version", got=output[:100] or "no output", remedy=remedy)
     return _version(found[1])
 
 
 def flower_versions() -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Return Flower's version, and the bounds that this package's own description sets."""
+    """Return Flower's version, and the bounds in the requirements of this package; None if it is not installed."""
     try:
         version = importlib.metadata.version("flwr")
-        wanted = next(each for each in importlib.metadata.requires("archipelago") or [] if each.startswith("flwr"))
+        requirement = next(each for each in importlib.metadata.requires("archipelago") or [] if each.startswith("flwr"))
     except (importlib.metadata.PackageNotFoundError, StopIteration):
         return None
-    low, high = re.search(r">=([0-9.]+)", wanted), re.search(r"<([0-9.]+)", wanted)
+    low, high = re.search(r">=([0-9.]+)", requirement), re.search(r"<([0-9.]+)", requirement)
     return _version(version), _version(low[1] if low else "0"), _version(high[1] if high else "9999")
 
 
@@ -108,7 +114,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def memory_free() -> int | None:
-    """Return what is available: of the machine, or of the container if that is less."""
+    """Return the available memory of the machine, or of its container if that is less; None if unknown."""
     free: list[int] = []
     with suppress(OSError, ValueError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)

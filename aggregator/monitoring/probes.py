@@ -1,4 +1,4 @@
-"""What the doctor looks at, gathered from the federation's folder and this machine; nothing is changed."""
+"""Gathers the doctor's facts from the federation's folder and this machine, without changing anything."""
 
 import shutil
 import stat
@@ -15,7 +15,7 @@ from cryptography.exceptions import InvalidSignature
 
 from aggregator.config import Federation, FederationSettings
 from aggregator.intake.limits import submission_bytes
-from aggregator.membership.registry import SeenLedger, cards
+from aggregator.membership.registry import KnownLedger, cards
 from aggregator.monitoring.doctor import Facts, ServerCertificate, Trace
 from aggregator.monitoring.machine import (
     check_database,
@@ -50,16 +50,16 @@ T = TypeVar("T")
 
 
 def run_bytes(shard_bytes: int) -> int:
-    """Return the memory that `aggregator run` and all that it starts take together, for shards of this size."""
+    """Return the memory that `aggregator run` and all programs it starts need together, for shards of this size."""
     return _RUN_BYTES + int(_RUN_BYTES_PER_SHARD_BYTE * shard_bytes)
 
 
 class Gathering:
-    """Gathers facts; what cannot be read becomes an error under its check instead.
+    """Gathers facts; whatever cannot be read becomes an error of its check instead.
 
     Args:
         federation: the operator's folder.
-        now: what this machine's clock says.
+        now: the time by this machine's clock.
     """
 
     def __init__(self, federation: Federation, now: datetime) -> None:
@@ -86,7 +86,7 @@ class Gathering:
             now=self._now,
             modes=dict(self._modes(settings)),
             settings=settings,
-            dialled=invitation.address.rpartition(":")[0] if invitation else None,
+            invited_host=invitation.address.rpartition(":")[0] if invitation else None,
             nginx=self._try("nginx", nginx_version),
             port=port_state(federation, settings, running=processes.running) if settings else "free",
             certificate=certificate,
@@ -135,7 +135,7 @@ class Gathering:
             private.append(Path(settings.passphrase_file))
             if not private[-1].is_file():
                 self._errors["permissions"].append(
-                    SetupError("passphrase_file", expected="the file that federation.toml names", got="nothing there")
+                    SetupError("passphrase_file", expected="the file that federation.toml names", got="no such file")
                 )
         for each in private:
             with suppress(OSError):
@@ -143,21 +143,23 @@ class Gathering:
 
     def _certificate(self, invitation: Invitation | None) -> ServerCertificate:
         try:
-            made = x509.load_pem_x509_certificate(read_bounded(self._federation.path / "tls" / "server.pem", 65536))
-            names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            certificate = x509.load_pem_x509_certificate(
+                read_bounded(self._federation.path / "tls" / "server.pem", 65536)
+            )
+            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
             authority = x509.load_pem_x509_certificate(invitation.ca_certificate.encode()) if invitation else None
         except (ValueError, x509.ExtensionNotFound) as error:
             raise FormatError("tls/server.pem", expected="a server certificate", got=str(error)[:200]) from error
         try:
             if authority:
-                made.verify_directly_issued_by(authority)
+                certificate.verify_directly_issued_by(authority)
             by_authority = True
         except (ValueError, TypeError, InvalidSignature):
             by_authority = False
         return ServerCertificate(
             hosts=(*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))),
-            signed_at=made.not_valid_before_utc + _BACKDATED,
-            expires=made.not_valid_after_utc,
+            signed_at=certificate.not_valid_before_utc + _BACKDATED,
+            expires=certificate.not_valid_after_utc,
             by_authority=by_authority,
         )
 
@@ -183,8 +185,9 @@ class Gathering:
                     yield Trace(each.relative_to(path).as_posix(), at)
 
     def _bytes_to_come(self, plan: Plan) -> int:
-        """What arrives and the verified copy beside it, for every silo without an accepted submission."""
-        waiting = [one for one in plan.silos if not (self._federation.accepted / plan.plan_id / one).exists()]
+        """Return the room for every submission still to come and the verified copy beside it."""
+        accepted = self._federation.accepted / plan.plan_id
+        waiting = [silo_id for silo_id in plan.silos if not (accepted / silo_id).exists()]
         return 2 * len(waiting) * submission_bytes(plan)
 
     def _silos(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -193,7 +196,7 @@ class Gathering:
             name[1]: key for role, key in self._federation.delegations().items() if (name := split_silo_role(role))
         }
         missing = tuple(silo_id for silo_id in named if silo_id not in known)
-        return missing, tuple(one for one, key in named.items() if one in known and known[one].signing_key != key)
+        return missing, tuple(name for name, key in named.items() if name in known and known[name].signing_key != key)
 
     def _lost_ledgers(self, plan: Plan) -> Iterator[str]:
         for silo_id in plan.silos:
@@ -203,12 +206,12 @@ class Gathering:
                 if accepted:
                     yield silo_id
                 continue
-            seen = self._try("ledgers", partial(_read_ledger, path))
-            if seen and accepted and seen.plan_id != plan.plan_id:
+            known = self._try("ledgers", partial(_read_ledger, path))
+            if known and accepted and known.plan_id != plan.plan_id:
                 yield silo_id
 
     def _orphans(self, processes: Processes) -> Iterator[Process]:
-        """Programs of a run that is over; a number that another program has by now does not count."""
+        """Yield programs of a run that has ended; a process id that was reused by another program does not count."""
         if processes.running:
             return
         folder = str(self._federation.path.absolute() / "flower").encode()
@@ -225,5 +228,5 @@ class Gathering:
             yield from sorted(str(each) for each in path.glob(pattern))
 
 
-def _read_ledger(path: Path) -> SeenLedger:
-    return SeenLedger.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"registry/ledgers/{path.name}")
+def _read_ledger(path: Path) -> KnownLedger:
+    return KnownLedger.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=f"registry/ledgers/{path.name}")

@@ -1,6 +1,6 @@
-"""Where one silo of a plan stands, read from `incoming/`, `receipts/` and `quarantine/`.
+"""Reads the status of one silo of a plan from `incoming/`, `receipts/` and `quarantine/`.
 
-What lies in `incoming/` was written at the word of the silo: it is bounded here, and text wherever it is shown.
+The silo controls the contents of `incoming/`: they are bounded here, and always displayed as text.
 """
 
 import stat
@@ -24,7 +24,7 @@ from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import PublicKey
 
-# A silo without news answers every half minute; so long without an answer, several questions were lost.
+# An idle silo answers every half minute; after this long without an answer, several requests were lost.
 SILENT_AFTER = timedelta(minutes=3)
 _MAX_SMALL_BYTES = 1 << 20
 _MAX_INDEX_BYTES = 16 * 1024 * 1024
@@ -44,9 +44,9 @@ class Arrival(Model):
 
     Attributes:
         sequence: its number.
-        bytes_here: how much of it is on disk.
-        bytes_total: how much the silo announced.
-        bytes_per_s: since an earlier look, else since its first file.
+        bytes_here: bytes of it on disk.
+        bytes_total: bytes that the silo announced.
+        bytes_per_s: since an earlier reading, else since its first file.
     """
 
     sequence: PositiveInt
@@ -74,13 +74,13 @@ class SiloStatus(Model):
 
     Attributes:
         silo_id: the silo.
-        standing: in one word of ours, where it stands.
-        state: what it reports, in its own word; empty when it never did.
-        progress: of the training, in percent, as it reports.
+        standing: its status as the aggregator sees it.
+        state: the state that it reported last; empty if it never reported one.
+        progress: of the training, in percent, as reported.
         last_seen: when it answered last.
         arrival: the submission on its way, if any.
         submissions: those that arrived, the newest last.
-        final: whether nothing more is expected of it.
+        final: whether no further submission is expected.
     """
 
     silo_id: SiloId
@@ -95,7 +95,7 @@ class SiloStatus(Model):
 
 @dataclass(frozen=True)
 class SiloFolders:
-    """Where the traces of one silo lie."""
+    """The folders that hold the files of one silo."""
 
     incoming: Path
     receipts: Path
@@ -103,7 +103,7 @@ class SiloFolders:
 
     @classmethod
     def of(cls, federation: Federation, plan_id: str, silo_id: str) -> "SiloFolders":
-        """The folders of one silo of a plan."""
+        """Return the folders of one silo of a plan."""
         roots = (federation.incoming, federation.receipts, federation.path / "quarantine")
         return cls(*(root / plan_id / silo_id for root in roots))
 
@@ -118,34 +118,34 @@ def read_silo(
     earlier: Earlier | None,
     gone: Gone | None = None,
 ) -> SiloStatus:
-    """Gather where a silo stands.
+    """Read the status of a silo.
 
     Args:
         federation: the operator's folder.
         plan: the current plan.
         silo_id: one of its silos.
-        processes: what of the aggregator runs; while nothing does, silence says nothing about the silo.
+        processes: the aggregator's programs; while none runs, silence says nothing about the silo.
         now: the present.
-        earlier: when its submission on the way was seen before, and how much of it, to tell how fast it comes.
-        gone: whether it was taken out of the federation, or of this plan.
+        earlier: an earlier reading of the submission on its way, to compute its rate.
+        gone: whether it was removed from the federation, or withdrawn from this plan.
 
     Returns:
-        Its standing, its last word, its submissions.
+        Its standing, its last report, its submissions.
     """
     folders = SiloFolders.of(federation, plan.plan_id, silo_id)
-    told = _report(folders.incoming / "status.json")
-    state, progress = str(told.get("state", ""))[:_MAX_STATE], told.get("progress")
+    report = _report(folders.incoming / "status.json")
+    state, progress = str(report.get("state", ""))[:_MAX_STATE], report.get("progress")
     last_seen = max(
         filter(None, (changed_at(folders.incoming / name) for name in ("seen", "status.json"))), default=None
     )
     arrival = _arrival(folders, now, earlier)
     submissions = tuple(_submissions(folders, PublicKey.parse(plan.receipt_key)))
-    # Whoever was not asked cannot have answered.
-    asked_since = max(filter(None, (last_seen, processes.started_at)), default=now)
-    silent = last_seen is not None and processes.running and now - asked_since > SILENT_AFTER
+    # Before the programs started, nothing was requested of the silo.
+    waiting_since = max(filter(None, (last_seen, processes.started_at)), default=now)
+    silent = last_seen is not None and processes.running and now - waiting_since > SILENT_AFTER
     return SiloStatus(
         silo_id=silo_id,
-        standing=gone or standing(submissions, arrival, state, seen=last_seen is not None, silent=silent),
+        standing=gone or standing(submissions, arrival, state, answered=last_seen is not None, silent=silent),
         state=state,
         progress=progress if type(progress) is int and 0 <= progress <= 100 else 0,
         last_seen=last_seen,
@@ -160,16 +160,16 @@ def standing(
     arrival: Arrival | None,
     state: str,
     *,
-    seen: bool,
+    answered: bool,
     silent: bool,
 ) -> Standing:
-    """Decide in one word where a silo stands: what asks for a person first, then what happens, then what is over."""
+    """Return a silo's standing: first what needs a person, then what is going on, then what is over."""
     last = submissions[-1].verdict if submissions else None
     if last in ("accepted", "withdrawn"):
         return last
     if any(submission.verdict == "quarantined" for submission in submissions):
         return "quarantined"
-    if not seen:
+    if not answered:
         return "absent"
     if silent:
         return "silent"
@@ -181,12 +181,12 @@ def standing(
 
 
 def _report(path: Path) -> dict[str, Any]:
-    """What the silo said of itself; nothing where it said nothing that can be read."""
+    """Read a JSON object; empty if there is no readable one."""
     try:
-        told = check_json(read_bounded(path, _MAX_SMALL_BYTES), subject=path.name, limit=_MAX_SMALL_BYTES)
+        report = check_json(read_bounded(path, _MAX_SMALL_BYTES), subject=path.name, limit=_MAX_SMALL_BYTES)
     except ArchipelagoError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return report if isinstance(report, dict) else {}
 
 
 def _names(folder: Path) -> list[str]:
@@ -201,7 +201,7 @@ def _numbers(folder: Path, suffix: str = "") -> set[int]:
 
 
 def _arrival(folders: SiloFolders, now: datetime, earlier: Earlier | None) -> Arrival | None:
-    """Tell how much of the newest submission on its way is on disk, as the part folder notes it."""
+    """Return how much of the newest submission on its way is on disk, as its part folder records it."""
     for sequence in sorted(_numbers(folders.incoming, ".part"), reverse=True):
         part = folders.incoming / f"{sequence}.part"
         try:
@@ -221,7 +221,7 @@ def _arrival(folders: SiloFolders, now: datetime, earlier: Earlier | None) -> Ar
 
 
 def _first_file(part: Path, now: datetime) -> tuple[datetime, int]:
-    """When the oldest file of a part folder was written, and its size: what came before any time was measured."""
+    """Return when the oldest file of a part folder was written, and its size, which no rate includes."""
     found = [(now.timestamp(), 0)]
     for path in islice(part.rglob("[!.]*"), _MAX_ENTRIES):
         with suppress(OSError):
@@ -233,7 +233,7 @@ def _first_file(part: Path, now: datetime) -> tuple[datetime, int]:
 
 
 def _submissions(folders: SiloFolders, key: PublicKey) -> Iterator[SubmissionStatus]:
-    """Every submission in order: its receipt says most, then quarantine, then that it lies there."""
+    """Yield every submission in order: from its receipt, else from quarantine, else as arrived."""
     answered, held = _numbers(folders.receipts, ".json"), _numbers(folders.quarantine)
     for sequence in sorted(answered | held | _numbers(folders.incoming)):
         if sequence in answered:

@@ -1,6 +1,6 @@
-"""Where a federation stands, read from its folders alone: it works while `aggregator run` does, and when it does not.
+"""Reads a federation's status from its folders alone, whether `aggregator run` is running or not.
 
-Everything here is what an operator may see on a screen: no key, no passphrase, nothing that a silo keeps to itself.
+The status may be shown on a screen: it holds no key, no passphrase and nothing that a silo keeps private.
 """
 
 import shutil
@@ -39,7 +39,7 @@ _MAX_RELEASES = 20
 
 
 class RouterStatus(Model):
-    """The trained router, and whether it was trained on exactly the submissions that are accepted now."""
+    """The trained router, and the silos on whose submissions it was trained."""
 
     family: Family
     silos: tuple[SiloId, ...]
@@ -58,28 +58,28 @@ class ReleaseStatus(Model):
 
 
 class Expiry(Model):
-    """Until when something is valid."""
+    """The end of an item's validity."""
 
     what: ShortText
     at: Time
 
 
 class FederationStatus(Document):
-    """Everything about a federation that an operator looks at.
+    """The status of a federation for its operator.
 
     Attributes:
         federation: its name.
         address: where silos reach it.
         at: when this was gathered.
-        plan_id: the current plan; None where none is signed, or where it cannot be read: see `problems`.
-        processes: what `aggregator run` started.
-        silos: where each silo of the plan stands.
+        plan_id: the current plan; None if none is signed, or if it cannot be read: see `problems`.
+        processes: programs started by `aggregator run`.
+        silos: the status of each silo of the plan.
         router: the plan's router, once it is trained.
         releases: published versions, the newest first, at most 20.
         disk_free_bytes: free on the federation's disk.
         disk_total_bytes: size of that disk.
-        expiries: until when plan, certificate and metadata are valid, the first to expire first.
-        problems: what could not be read, and why.
+        expiries: when plan, certificate and metadata expire, the earliest first.
+        problems: files that could not be read, and why.
     """
 
     format: Literal["archipelago/status/1"] = "archipelago/status/1"
@@ -107,10 +107,10 @@ def gather(federation: Federation, now: datetime, earlier: FederationStatus | No
     Args:
         federation: the operator's folder.
         now: the present.
-        earlier: what was gathered before, to tell how fast submissions arrive.
+        earlier: an earlier status, to compute the rates of arriving submissions.
 
     Returns:
-        Its status; what cannot be read is named in `problems` and left out.
+        Its status; files that cannot be read are named in `problems` and left out.
 
     Raises:
         SetupError: federation.toml cannot be read.
@@ -150,7 +150,7 @@ def _silos(
 ) -> tuple[SiloStatus, ...]:
     gone = _gone(federation, plan, problems)
 
-    def seen(silo_id: str) -> Earlier | None:
+    def earlier_arrival(silo_id: str) -> Earlier | None:
         silo = earlier.silo(silo_id) if earlier else None
         return (earlier.at, silo.arrival) if earlier and silo and silo.arrival else None
 
@@ -161,7 +161,7 @@ def _silos(
             silo_id,
             processes=processes,
             now=now,
-            earlier=seen(silo_id),
+            earlier=earlier_arrival(silo_id),
             gone=gone.get(silo_id),
         )
         for silo_id in plan.silos
@@ -169,7 +169,7 @@ def _silos(
 
 
 def _gone(federation: Federation, plan: Plan, problems: list[str]) -> dict[str, Gone]:
-    """Tell who of the plan's silos is in it no more; one that was removed as well as withdrawn counts as removed."""
+    """Return the plan's silos that left it; a silo both removed and withdrawn counts as removed."""
     found: dict[str, Gone] = dict.fromkeys(withdrawn_silos(federation, plan), "withdrawn")
     try:
         out = {record.silo_id for record in removed(federation)} - taking_part(federation, plan).keys()

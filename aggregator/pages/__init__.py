@@ -1,1 +1,1 @@
-"""The pages of a release that people read, and the templates of every page."""
+"""Renders the pages of a release, and holds the templates of every page."""

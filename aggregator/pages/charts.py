@@ -1,4 +1,4 @@
-"""The geometry of a report's charts; colours and words are the template's."""
+"""Computes the geometry of a report's charts; the template adds colours and text."""
 
 from base64 import b64encode
 from collections.abc import Sequence
@@ -44,31 +44,31 @@ class Share:
 
     @property
     def fits(self) -> bool:
-        """Does the interval hold the prior?"""
+        """Whether the interval contains the prior."""
         return self.low <= self.prior <= self.high
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A number's place on a bar, between the ends."""
+    """Maps numbers to positions on a bar."""
 
     low: float
     high: float
     width: float = 120.0
 
     def x(self, value: float) -> str:
-        """Return the place of `value`."""
+        """Return the position of `value`."""
         part = (value - self.low) / ((self.high - self.low) or 1.0)
         return f"{min(max(part, 0.0), 1.0) * self.width:.1f}"
 
     @classmethod
     def over(cls, values: Sequence[float]) -> "Scale":
-        """The scale that holds zero and every value."""
+        """Return the scale from the smallest to the largest value that also contains zero."""
         return cls(min(0.0, *values), max(0.0, *values))
 
 
 def pictures(drawn: Drawn, num: int, value_range: tuple[float, float]) -> tuple[Picture, ...]:
-    """Inline the first `num` images as PNG, none larger than a page needs; empty where they are not grey or colour."""
+    """Inline the first `num` images as small PNGs; empty if they are neither grey nor colour."""
     if drawn.images.shape[1] not in (1, 3):
         return ()
     low, high = value_range

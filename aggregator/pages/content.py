@@ -1,4 +1,4 @@
-"""What the pages of a release say, gathered from the documents that the release is made of."""
+"""Gathers the content of a release's pages from the documents of the release."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,26 +11,26 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission
 
 SHOWN_OWN, SHOWN_MIXED = 8, 32
-LIMITS = (  # what nobody should expect of a release
-    "The experts' weights were trained without DP-SGD: they are not private and may remember single images. Epsilon "
-    "covers only what the router was made from.",
-    "It is not a diagnostic device. Its images are made up and show nobody's findings.",
-    "It cannot compose what no silo holds together: an image resembles the data of some silo.",
-    "A signature says who sent an expert, not that it is good.",
+LIMITS = (  # for readers of a release
+    "The experts' weights were trained without DP-SGD: they are not private and may memorise single images. Epsilon "
+    "covers only the statistics from which the router was made.",
+    "It is not a diagnostic device. Its images are synthetic and show no patient's findings.",
+    "It cannot combine attributes that no silo holds together: an image resembles the data of some silo.",
+    "A signature proves who sent an expert, not that it is good.",
 )
 FLAG_WORDS: Mapping[Flag, str] = {
-    "answers_zero": "answers 0 to everything",
-    "copy": "repeats another silo's expert",
-    "high_loss": "a higher loss on public images than saying nothing",
-    "large_weights": "larger weights than training makes",
-    "not_learnt": "no better than a constant where all is noise",
+    "answers_zero": "answers 0 to every input",
+    "copy": "copies another silo's expert",
+    "high_loss": "a higher loss on public images than answering 0",
+    "large_weights": "larger weights than training can produce",
+    "not_learnt": "no better than a constant near t = 1",
     "stands_apart": "a much higher loss than the other experts",
 }
 STRATEGY_TITLES = {
-    "lock": "lock (t_lock = 1): draw a silo by its share, follow its expert all the way",
-    "sample": "sample: draw a silo anew at every step",
+    "lock": "lock (t_lock = 1): draw a silo by its share, follow its expert throughout",
+    "sample": "sample: draw a silo again at every step",
     "full": "full: follow the mixture of all experts",
-    "top-1": "top-1: follow the most probable expert; biased, here as the control",
+    "top-1": "top-1: follow the most probable expert; biased, shown as the control",
 }
 
 
@@ -40,8 +40,8 @@ class SiloPart:
 
     Attributes:
         index: its place in the manifest.
-        published: what the manifest says of it.
-        submission: what it signed.
+        published: its entry in the manifest.
+        submission: the document that it signed.
         prior: its share.
         flagged: its experts that screening flagged, each with the reasons in words.
     """
@@ -63,7 +63,7 @@ class Sheet:
     """Images shown together.
 
     Attributes:
-        title: where they are from.
+        title: their origin.
         silo: the silo's index; None for images of the ensemble.
         pictures: the images.
     """
@@ -75,12 +75,12 @@ class Sheet:
 
 @dataclass(frozen=True)
 class PosteriorChart:
-    """The router's answer along t on one silo's images.
+    """The router's posterior along t on one silo's images.
 
     Attributes:
         silo: the silo's index.
         areas: every silo's band, its own at the bottom.
-        own: the probability of the right silo, a pair (t, value) a time.
+        own: the probability of the right silo, as pairs (t, value).
     """
 
     silo: int
@@ -100,15 +100,15 @@ class ShareChart:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """Everything that the templates are given.
+    """The content of the templates.
 
     Attributes:
         name: the federation's name.
         plan, plan_digest, manifest: the documents.
         root_digest: the fingerprint of the root of trust.
-        silos: who is in, in the manifest's order.
+        silos: the silos of the release, in the manifest's order.
         router: how the router was trained and compared.
-        drawing: seed and steps of what was drawn; None where the experts are too large to draw from here.
+        drawing: the drawn images with their seed; None if the experts are too large to draw from here.
         sheets: images.
         posteriors: the router along t.
         shares: the silos' shares by strategy.
@@ -128,33 +128,33 @@ class ReportContent:
 
     @property
     def some_silos_unshown(self) -> bool:
-        """Are there more silos than have images of their own here?"""
+        """Whether the page shows the own images of only some silos."""
         return len(self.silos) > MAX_SILOS
 
     @property
     def num_units(self) -> int:
-        """How many images or patients all silos together have."""
+        """The number of images or patients of all silos together."""
         return sum(part.submission.num_units for part in self.silos)
 
     @property
     def exposed(self) -> tuple[str, ...]:
-        """The silos where the process with the network ran as the user that has the data."""
+        """The silos whose courier ran as the same user as the worker, who can read the data."""
         return tuple(part.silo_id for part in self.silos if part.published.isolation == "none")
 
     @property
     def admitted(self) -> tuple[str, ...]:
-        """The silos that the operator let in although screening had flagged what they sent."""
+        """The silos that the operator admitted although screening had flagged their submissions."""
         return tuple(part.silo_id for part in self.silos if part.published.admitted)
 
     @property
     def absent(self) -> tuple[tuple[str, str], ...]:
-        """The plan's silos that are not in, each with the reason."""
+        """The plan's silos that are not in the release, each with the reason."""
         missing = [(silo_id, "missing") for silo_id in self.manifest.missing_silos]
         return tuple(sorted([*missing, *((silo_id, "withdrawn") for silo_id in self.manifest.withdrawn_silos)]))
 
 
 def silo_parts(manifest: Manifest, submissions: Mapping[str, Submission]) -> tuple[SiloPart, ...]:
-    """Join what the manifest and the silos themselves say."""
+    """Join the manifest's entries with the silos' own submissions."""
     return tuple(
         SiloPart(
             index=index,
@@ -172,7 +172,7 @@ def silo_parts(manifest: Manifest, submissions: Mapping[str, Submission]) -> tup
 
 
 def sheets(drawing: Drawing, silos: tuple[SiloPart, ...], value_range: tuple[float, float]) -> tuple[Sheet, ...]:
-    """The images to show: of the ensemble first, then of every silo alone."""
+    """Return the images to show: first of the ensemble, then of every silo alone."""
     mixed = [
         Sheet(STRATEGY_TITLES[name], None, charts.pictures(drawn, SHOWN_MIXED, value_range))
         for name, drawn in drawing.mixed.items()
@@ -185,7 +185,7 @@ def sheets(drawing: Drawing, silos: tuple[SiloPart, ...], value_range: tuple[flo
 
 
 def posteriors(drawing: Drawing) -> tuple[PosteriorChart, ...]:
-    """A chart of the router for every silo that has images here."""
+    """Return a chart of the router's posterior for every silo with images of its own."""
     return tuple(
         PosteriorChart(
             silo=k,
@@ -198,7 +198,7 @@ def posteriors(drawing: Drawing) -> tuple[PosteriorChart, ...]:
 
 
 def share_charts(drawing: Drawing, silos: tuple[SiloPart, ...]) -> tuple[ShareChart, ...]:
-    """The silos' shares under each strategy."""
+    """Return the silos' shares under each strategy."""
     priors = [part.prior for part in silos]
     return tuple(
         ShareChart(name, STRATEGY_TITLES[name], len(drawn.silo_N), charts.shares(drawn, priors))

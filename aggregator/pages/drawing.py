@@ -1,6 +1,6 @@
-"""What a report shows of an ensemble: images of each silo and of all, the silos' shares, the router along t.
+"""Draws a report's images from an ensemble: of each silo and of all, with the silos' shares and the router along t.
 
-Everything follows from a seed. How much is drawn follows from what one evaluation of an expert costs, not from a clock,
+The seed determines everything. The number of images depends on the cost of one evaluation of an expert, not on a clock,
 so that the same release gives the same pages.
 """
 
@@ -16,7 +16,7 @@ from ddm.routers.base import log_prior
 from ddm.routers.evaluation import noised_log_likelihood
 
 Progress = Callable[[int, int], None]
-"""Called with what is done, and with how much there is in all."""
+"""Called with the batches done, and with the batches in all."""
 
 MAX_FLOPS = 2e12  # about a minute on two cores
 MAX_SILOS = 12  # whose own images are shown
@@ -26,12 +26,12 @@ _NOISE_DRAWS = 4
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is drawn.
+    """The number of images to draw.
 
     Attributes:
         own: images of each silo alone.
         mixed: images by each strategy.
-        strategies: by name; `lock` has t_lock = 1.
+        strategies: their names; `lock` has t_lock = 1.
         steps: solver steps of each image; two evaluations a step.
     """
 
@@ -41,7 +41,7 @@ class Effort:
     steps: int = 24
 
     def evaluations(self, num_silos: int, num_experts: int) -> int:
-        """How often one expert is asked about one image."""
+        """Return the number of evaluations of one expert on one image."""
         followed = sum(num_experts if name == "full" else 1 for name in self.strategies)
         return 2 * self.steps * (self.own * min(num_silos, MAX_SILOS) + self.mixed * followed)
 
@@ -55,29 +55,29 @@ EFFORTS = (
 
 @dataclass(frozen=True)
 class Drawn:
-    """Images, and which silo each came from, by index.
+    """Images with the index of the silo that each came from.
 
     Attributes:
         images: float32, shape (N, C, H, W), in the data's range.
         silo_N: the silo that each followed last.
-        seen: what experts and router see of them, latents perhaps; None where they see the images.
+        inputs: the router's inputs for them: the images, or their latents.
     """
 
     images: Tensor
     silo_N: tuple[int, ...]
-    seen: Tensor | None = None
+    inputs: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """Everything that was drawn.
+    """All drawn images and the router's posterior on them.
 
     Attributes:
         seed: of the images and of their noise.
         steps: solver steps.
         own: each shown silo's images from its experts alone, by the silo's index.
         mixed: images of the ensemble, by strategy.
-        posterior: of each shown silo's images, the mean probability of every silo, one row a time from 0 to 1.
+        posterior: for each shown silo's images, the mean probability of every silo, one row per t from 0 to 1.
     """
 
     seed: int
@@ -88,7 +88,7 @@ class Drawing:
 
 
 def affordable(flops: float, num_silos: int, num_experts: int) -> Effort | None:
-    """The most that may be drawn with experts of which one evaluation costs so much; None: nothing."""
+    """Return the largest effort within the budget, given the FLOPs of one evaluation; None if none is."""
     costs = ((effort, effort.evaluations(num_silos, num_experts) * flops) for effort in EFFORTS)
     return next((effort for effort, cost in costs if cost <= MAX_FLOPS), None)
 
@@ -96,14 +96,14 @@ def affordable(flops: float, num_silos: int, num_experts: int) -> Effort | None:
 def draw(
     ensemble: Ensemble, silo_E: Sequence[int], effort: Effort, *, seed: int = 0, on_progress: Progress | None = None
 ) -> Drawing:
-    """Draw what a report shows.
+    """Draw the images of a report.
 
     Args:
         ensemble: the experts and the router.
         silo_E: the silo of each expert, by index.
-        effort: how much.
+        effort: the number of images.
         seed: of the images and of their noise.
-        on_progress: told after each batch of images.
+        on_progress: called after each batch of images.
     """
     shown = largest(ensemble.prior, silo_E)
     total, done = len(shown) + len(effort.strategies), 0
@@ -119,27 +119,27 @@ def draw(
     own = {k: draw_some(effort.own, "lock", _alone(ensemble.prior, silo_E, k)) for k in shown}
     mixed = {name: draw_some(effort.mixed, name, ensemble.prior) for name in effort.strategies}
     posterior = {
-        k: _posterior(ensemble, silo_E, drawn.images if drawn.seen is None else drawn.seen, seed)
+        k: _posterior(ensemble, silo_E, drawn.images if drawn.inputs is None else drawn.inputs, seed)
         for k, drawn in own.items()
     }
     return Drawing(seed=seed, steps=effort.steps, own=own, mixed=mixed, posterior=posterior)
 
 
 def largest(prior_E: Sequence[float], silo_E: Sequence[int]) -> list[int]:
-    """The silos whose own images are shown: all, or those with the largest shares, in their order."""
+    """Return the silos whose own images are shown: all, or those with the largest shares, in their order."""
     share = _by_silo(torch.tensor(prior_E, dtype=torch.float64), silo_E).tolist()
     return sorted(sorted(range(len(share)), key=lambda k: (-share[k], k))[:MAX_SILOS])
 
 
 def _alone(prior_E: Sequence[float], silo_E: Sequence[int], k: int) -> list[float]:
-    """The prior of one silo's experts among themselves."""
+    """Return a prior restricted to one silo's experts."""
     own = [prior if silo == k else 0.0 for prior, silo in zip(prior_E, silo_E, strict=True)]
     return own if any(own) else [float(silo == k) for silo in silo_E]
 
 
 @torch.inference_mode()
 def _posterior(ensemble: Ensemble, silo_E: Sequence[int], images: Tensor, seed: int) -> tuple[tuple[float, ...], ...]:
-    """The mean posterior of every silo over images noised to each time, shape (T, silos)."""
+    """Return the mean posterior of every silo over images noised to each t, shape (T, silos)."""
     if ensemble.router is None:
         return ()
     prior_E, rows = log_prior(ensemble.prior, len(silo_E)), []

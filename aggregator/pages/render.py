@@ -1,4 +1,4 @@
-"""The templates of what people read, and the one way to fill them: whatever is put in is text, never markup."""
+"""Fills the page templates; every inserted value is escaped as text, never treated as markup."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _HTML = {ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;"}
 
 
 def markdown_text(value: object) -> str:
-    """Make free text stand in Markdown as itself: one line, no markup, no HTML, no link."""
+    """Escape free text for Markdown: one line, no markup, no HTML, no link."""
     if isinstance(value, Markup):
         return str(value)
     line = _CONTROL.sub(" ", str(value)).strip()
@@ -48,10 +48,10 @@ def _environment(**escaping: Any) -> Environment:
 
 
 def _yaml(value: object) -> Markup:
-    """Write a value for YAML, of which JSON in ASCII is a part, but for numbers such as 1e-05."""
+    """Write a value as YAML: JSON in ASCII, except that YAML needs a decimal point in numbers such as 1e-05."""
     return Markup(_EXPONENT.sub(r"\1.0e", json.dumps(value)) if isinstance(value, float) else json.dumps(value))
 
 
 def _licence_id(licence: str) -> Markup:
-    """Write a licence as model cards name it, such as cc-by-4.0; free text is none of these."""
+    """Write a licence identifier for a model card, such as cc-by-4.0; `other` for free text."""
     return _yaml(licence.lower() if _LICENCE.fullmatch(licence) else "other")

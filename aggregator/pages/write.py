@@ -1,7 +1,7 @@
-"""The pages of a release that people read: `report.html` and the ensemble card, `README.md`.
+"""Writes the pages of a release: `report.html` and the ensemble card, `README.md`.
 
-What they say is gathered from the signed documents (`content`), what they show is drawn from the ensemble (`drawing`),
-how it looks is in the templates of `aggregator.pages.render`. Only this file writes.
+Their facts come from the signed documents (`content`), their images from the ensemble (`drawing`), their layout from
+the templates (`render`). Only this module writes files.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ PAGE_NAMES = (CARD_NAME, REPORT_NAME)
 
 @dataclass(frozen=True)
 class PageInput:
-    """What the pages are made from.
+    """The sources of the pages.
 
     Attributes:
         plan: the plan.
@@ -62,23 +62,23 @@ def write_pages(content: PageInput, targets: Path, on_progress: Progress | None 
     """Write the card and the report into `targets`; the same input gives the same bytes.
 
     Args:
-        content: what the pages are made from.
+        content: the sources of the pages.
         targets: the release's folder of files.
-        on_progress: told, while images are drawn, what is done and how much there is in all.
+        on_progress: called, while images are drawn, with the batches done and the batches in all.
     """
     for name, page in pages(gather(content, _draw(content, on_progress))).items():
         write_atomic(targets / name, page.encode("utf-8"))
 
 
 def pages(content: ReportContent) -> Mapping[str, str]:
-    """Fill the templates; return every page by its name."""
+    """Fill the templates and return each page by its name."""
     values = {"content": content, "limits": LIMITS, "shown_mixed": SHOWN_MIXED}
     values |= {"Scale": Scale, "width": WIDTH, "height": HEIGHT}
     return {CARD_NAME: render("card.md.jinja", **values), REPORT_NAME: render("report.html.jinja", **values)}
 
 
 def gather(page: PageInput, drawing: Drawing | None) -> ReportContent:
-    """Bring together what the pages say."""
+    """Gather the content of the pages."""
     submissions = {silo_id: silo.submission for silo_id, silo in page.inventory.silos.items()}
     silos = silo_parts(page.manifest, submissions)
     return ReportContent(

@@ -1,1 +1,1 @@
-"""Published versions of the ensemble: made, handed out, withdrawn."""
+"""Publishes versions of the ensemble and copies them out."""

@@ -1,4 +1,4 @@
-"""A release leaves the federation's folder: a durable copy that appears under its name whole, or not at all."""
+"""Copies a release out of the federation's folder: durably, and under its name only once it is complete."""
 
 import shutil
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from ddm.io.untrusted import MAX_FILES, scan
 
 @contextmanager
 def reserve(out: Path) -> Iterator[Path]:
-    """Make the folder that is renamed to `out` at the end: an unusable `out` shows before anything is signed.
+    """Make the folder that is renamed to `out` at the end, so that an unusable `out` fails before anything is signed.
 
     Raises:
-        BusyError: something is at `out`; releases are immutable.
+        BusyError: something exists at `out`; releases are immutable.
         SetupError: no folder can be made there.
     """
     if out.exists() or out.is_symlink():
         raise BusyError(
             str(out),
-            expected="a path where nothing is yet",
-            got="a release or another file",
+            expected="a path where nothing exists",
+            got="a link" if out.is_symlink() else "a folder" if out.is_dir() else "a file",
             remedy="Choose another folder; a release is never overwritten.",
         )
     with ExitStack() as stack:
@@ -31,24 +31,25 @@ def reserve(out: Path) -> Iterator[Path]:
             reserved = stack.enter_context(aside(out))
         except OSError as error:
             got = str(error.strerror)
-            raise SetupError(f"--out {out}", expected="a place where a folder can be made", got=got) from error
+            raise SetupError(f"--out {out}", expected="a path where a folder can be made", got=got) from error
         yield reserved
 
 
 def check_room(needed_bytes: int, reserved: Path) -> None:
-    """Refuse what would not fit.
+    """Refuse a release that does not fit on the disk.
 
     Raises:
-        SetupError: too little room.
+        SetupError: too little free space.
     """
     free = shutil.disk_usage(reserved).free
     if free < needed_bytes:
         subject = f"--out {reserved.parent}"
-        raise SetupError(subject, expected=f"room for {needed_bytes} bytes", got=f"{free} bytes")
+        remedy = "Free disk space, or choose another folder with --out."
+        raise SetupError(subject, expected=f"{needed_bytes} bytes free", got=f"{free} bytes free", remedy=remedy)
 
 
 def copy_out(release: Path, reserved: Path, out: Path) -> None:
-    """Copy durably, not link: what happens to the published folder must not reach the federation's own files."""
+    """Copy durably, without links: changes to the published folder must not reach the federation's own files."""
     size = sum(entry.bytes for entry in scan(release).values())
     copy_tree_bounded(release, reserved, max_bytes=size, most=MAX_FILES)
     move_into_place(reserved, out)

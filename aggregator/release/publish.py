@@ -1,4 +1,4 @@
-"""Publishing: the manifest, the silos' signed bytes unchanged, the router, the pages, all under one signed release."""
+"""Publishes a release: manifest, router, pages and the silos' signed bytes unchanged, all under one signature."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -36,16 +36,16 @@ from ddm.trust.repository import Repository
 
 OnProgress = Callable[[int, int], None]
 _MEMORY_BYTES = 2 * 1024**3
-RENEWED_BEFORE = timedelta(days=30)  # a timestamp that ends sooner is reason enough for a new version
+RENEWED_BEFORE = timedelta(days=30)  # a timestamp that expires sooner calls for a new version
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What came of publishing.
+    """The outcome of publishing.
 
     Attributes:
         manifest: of the newest version.
-        fresh: whether this call made it; else the version there was holds the same already, and was copied out.
+        fresh: whether this call made that version; otherwise nothing had changed, and the present one was copied out.
     """
 
     manifest: Manifest
@@ -61,22 +61,22 @@ def publish(
     renew: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Publication:
-    """Publish the next version of the ensemble, or copy the newest one out where nothing has changed since.
+    """Publish the next version of the ensemble, or copy the newest one out if nothing has changed since.
 
     The release is built aside, verified and opened as a researcher would, and becomes version n + 1 together with the
-    metadata that list it; then it is copied to `out`. Stopped anywhere, the same call goes on.
+    metadata that list it; then it is copied to `out`. After an interruption the same call continues.
 
     Args:
         federation: the operator's folder.
         passphrase: opens its keys.
-        out: where nothing is yet.
-        quorum: fewest silos that the release may have; as federation.toml says when None.
-        renew: make a new version even where nothing has changed.
-        on_progress: told of images drawn for the pages.
+        out: a path where nothing exists.
+        quorum: fewest silos that the release may have; None takes it from federation.toml.
+        renew: make a new version even if nothing has changed.
+        on_progress: called with the batches of images drawn for the pages and the batches in all.
 
     Raises:
-        BusyError: `out` exists, since releases are immutable; or somebody else signs.
-        SetupError: `out` cannot be made or has too little room; no version was made.
+        BusyError: `out` exists, since releases are immutable; or another process signs.
+        SetupError: `out` cannot be made or has too little free space; no version was made.
         MissingFileError: the router was not trained yet, or on other submissions.
         PolicyError: fewer silos than the quorum.
         TrustError: an accepted file is no longer what its silo signed; nothing was published.
@@ -86,7 +86,7 @@ def publish(
         inventory = take_inventory(federation)
         _check_quorum(inventory, quorum or federation.settings().quorum)
         source = _Source(federation, inventory, load_report(federation, inventory))
-        # What waits for its holders is laid over the metadata of the day when it is complete.
+        # A change that waits for holders is applied to the metadata as they are when it is completed.
         change = Change.begin(federation.path, beside_waiting=True)
         try:
             done = _next_version(source, change, reserved, passphrase, renew=renew, on_progress=on_progress)
@@ -98,7 +98,7 @@ def publish(
 
 @dataclass(frozen=True)
 class _Source:
-    """What a version is made of; `aggregator.release.publish` holds the signing lock while it looks at this."""
+    """The sources of a version; `publish` holds the signing lock while it reads them."""
 
     federation: Federation
     inventory: Inventory
@@ -137,7 +137,7 @@ def _next_version(
 
 
 def _check_that_it_loads(release: Path, root: bytes) -> None:
-    """Refuse what its readers would refuse, one expert after the other."""
+    """Open the release as researchers do, one expert after the other; what they would refuse is not published."""
     opened = open_release(release, root=root, state=None, experts_later=True)
     experts = load_ensemble(opened, memory_bytes=_memory_for(opened.manifest)).experts
     for k in range(len(experts)):
@@ -145,7 +145,7 @@ def _check_that_it_loads(release: Path, root: bytes) -> None:
 
 
 def _memory_for(manifest: Manifest) -> int:
-    """The memory that a release's experts may take here, bytes: that of two, or of all small ones."""
+    """Return the bytes of memory that a release's experts may take here: enough for two, or for all small ones."""
     return max(_MEMORY_BYTES, 2 * max(expert.file.bytes for expert in manifest.experts))
 
 
@@ -155,8 +155,8 @@ def _check_quorum(inventory: Inventory, quorum: int) -> None:
         raise PolicyError(
             "release",
             expected=f"at least {quorum} silos",
-            got=f"{len(inventory.silos)}, without {without}",
-            remedy="Let more silos answer (aggregator run), or publish with fewer knowingly: --quorum.",
+            got=f"{len(inventory.silos)}" + (f", without {without}" if without else ""),
+            remedy="Wait for more silos to answer (aggregator run), or publish with fewer knowingly: --quorum.",
         )
 
 
@@ -170,16 +170,17 @@ def _lay_out(source: _Source, targets: Path) -> None:
     link_or_copy(router_path(source.federation, source.plan_id), targets / ROUTER_NAME)
     if File.of(ROUTER_NAME, targets / ROUTER_NAME) != source.report.router:
         remedy = "Publish again when `aggregator router` has ended."
-        raise BusyError("router", expected="the one that its report describes", got="a newer one", remedy=remedy)
+        expected = f"the router of its report, sha256 {source.report.router.digest}"
+        raise BusyError("router", expected=expected, got="a file with another digest", remedy=remedy)
 
 
 def _published_names(silo_id: str, silo: AcceptedSilo) -> list[str]:
-    """The document and the experts; the releases are not published."""
+    """List the files of a silo that are published: its document and its experts, not its statistics."""
     return [submission_path(silo_id), *(expert.file.path for expert in silo.submission.experts)]
 
 
 def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
-    """Describe everything but the pages, which are made from this."""
+    """Describe everything but the pages, which are made from the manifest."""
     federation, inventory, report = source.federation, source.inventory, source.report
     settings = federation.settings()
     old = manifest_path(federation, version - 1)
@@ -235,7 +236,7 @@ def _published_silo(federation: Federation, silo_id: str, silo: AcceptedSilo, ta
 
 
 def _published_already(federation: Federation, draft: Manifest) -> Manifest | None:
-    """Return the newest version's manifest if it says all that the draft says and can be handed out for a while."""
+    """Return the newest version's manifest if it equals the draft and its timestamp stays valid for long enough."""
     newest = newest_version(federation)
     path = manifest_path(federation, newest)
     if path is None or not is_current(federation, newest):
@@ -269,14 +270,14 @@ def _with_pages(draft: Manifest, targets: Path) -> Manifest:
 
 
 def _digests(manifest: Manifest) -> Mapping[str, str]:
-    """Return the digest of every file beside `model.sig`, hashed once already for the document that lists it."""
+    """Return the digest of every file that `model.sig` covers, from the documents that list them."""
     listed = [*manifest.files, manifest.router.file]
     listed += [silo.submission for silo in manifest.silos] + [expert.file for expert in manifest.experts]
     return {"manifest.json": manifest.digest, **{file.path: file.digest for file in listed}}
 
 
 def _sign(source: _Source, targets: Path, metadata: Path, passphrase: bytes) -> None:
-    """Sign on a copy of the federation's metadata, and put what a reader needs of it into the release."""
+    """Sign a copy of the federation's metadata, and export the part that readers need into the release."""
     described = {name: File.of(name, targets / name) for name in RELEASE_NAMES if (targets / name).is_file()}
     shutil.copytree(source.federation.tuf, metadata)
     repository = Repository(metadata)

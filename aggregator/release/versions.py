@@ -1,7 +1,7 @@
-"""Which versions of the ensemble are published, and whether the newest one is what the federation signed last.
+"""Finds published versions of the ensemble, and whether the newest one is the last that the federation signed.
 
-A version and the metadata that list it come into force together (`aggregator.changes`): the repository never lists a
-release that does not exist, no version number is used twice and none is left out.
+A version and the metadata that list it take effect together (`aggregator.changes`): the repository never lists a
+release that does not exist, and version numbers are consecutive.
 """
 
 from datetime import datetime
@@ -21,17 +21,17 @@ def newest_version(federation: Federation) -> int:
 
 
 def release_folder(federation: Federation, version: int) -> Path:
-    """Where a version lies."""
+    """Return the folder of a version."""
     return federation.releases / str(version)
 
 
 def manifest_path(federation: Federation, version: int) -> Path | None:
-    """Where the manifest of a version lies, None where there is no such version."""
+    """Return the path of a version's manifest, None if there is no such version."""
     return next(release_folder(federation, version).glob("targets/*/manifest.json"), None)
 
 
 def check_none_lost(federation: Federation) -> None:
-    """Refuse to go on where the signed release is gone: its number would be used twice.
+    """Refuse to publish if the release signed last is gone: its version number would be used twice.
 
     Raises:
         SetupError: the metadata list a manifest that is not the newest version's.
@@ -42,17 +42,18 @@ def check_none_lost(federation: Federation) -> None:
         if name.endswith("/manifest.json")
     ]
     newest = manifest_path(federation, newest_version(federation))
-    if listed and listed != [sha256_file(newest) if newest else None]:
+    found = sha256_file(newest) if newest else None
+    if listed and listed != [found]:
         raise SetupError(
             "releases/",
-            expected="the version that was signed last",
-            got="another one, or none",
+            expected=f"the version signed last, whose manifest.json has sha256 {' or '.join(listed)}",
+            got=f"sha256 {found} in the newest version" if found else "no version",
             remedy="Restore releases/ from backup: a version number is never used twice.",
         )
 
 
 def is_current(federation: Federation, version: int) -> bool:
-    """Whether nothing was signed since a version was published: its metadata are the federation's present ones."""
+    """Whether nothing was signed since a version was published: its metadata equal the federation's present ones."""
     source = release_folder(federation, version) / "metadata"
     published = {path.name: path for path in source.glob("*.json")}
     roots = {path.name for path in federation.tuf.glob("*.root.json")}
@@ -63,7 +64,7 @@ def is_current(federation: Federation, version: int) -> bool:
 
 
 def timestamp_expiry(federation: Federation, version: int) -> datetime:
-    """Return until when a version's timestamp is valid."""
+    """Return when a version's timestamp expires."""
     return datetime.fromisoformat(
         _signed(release_folder(federation, version) / "metadata" / "timestamp.json")["expires"]
     )

@@ -1,4 +1,4 @@
-"""What training the router found: the report beside router.safetensors, for the manifest and for people."""
+"""The report on training the router, stored beside router.safetensors, for the manifest and for people."""
 
 from typing import Annotated, Literal
 
@@ -36,7 +36,7 @@ class CalibrationBand(Model):
 
 
 class RouterReport(Document):
-    """What was trained, how it did, and which router is published."""
+    """The trained router, its evaluation, and which router is published."""
 
     format: Literal["archipelago/router-report/1"] = "archipelago/router-report/1"
     plan_id: PlanId
@@ -55,7 +55,7 @@ class RouterReport(Document):
     calibration: tuple[CalibrationBand, ...]
 
     def evaluations(self) -> tuple[Evaluation, ...]:
-        """Return what a manifest says of the router: on public images, and on held-out sketches."""
+        """Return the evaluations for a manifest: on public images, and on held-out sketches."""
         versus = f"router_cross_entropy_{self.candidate}_minus_counts"
         found = [_evaluation(f"router_cross_entropy_{self.published}_minus_prior_public_images", self.minus_prior)]
         for source, band in [("public_images", band) for band in self.bands] + [("held_out_sketches", self.sketches)]:
@@ -70,7 +70,7 @@ class RouterReport(Document):
 
 
 def describe(report: RouterReport) -> str:
-    """Lay the routers side by side, cross-entropy in nats, lower is better; then the published one's calibration."""
+    """Compare the routers in a table, cross-entropy in nats, lower is better; then the calibration."""
     named = [(f"t {band.low:g}-{band.high:g}", band) for band in report.bands]
     if report.sketches:
         named.append((f"held-out sketches, t >= {report.sketches.low:.2f}", report.sketches))

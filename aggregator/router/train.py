@@ -1,4 +1,4 @@
-"""Training the router: counts as the baseline, the plan's family against it, both calibrated, one kept."""
+"""Trains the router: fits counts as the baseline and the plan's family, calibrates both and keeps the better one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ AnyRouter = CountsRouter | LearnedRouter | MomentsRouter | SamplesRouter
 
 
 def router_path(federation: Federation, plan_id: str) -> Path:
-    """Where the router to publish lies."""
+    """Return the path of the router to publish."""
     return federation.plan_folder(plan_id) / "router" / ROUTER_NAME
 
 
@@ -58,14 +58,16 @@ def load_report(federation: Federation, inventory: Inventory) -> RouterReport:
     path = router_path(federation, inventory.plan.plan_id).with_name(REPORT_NAME)
     remedy = f"Train it: aggregator router {federation.path}"
     if not path.is_file():
-        raise MissingFileError("router", expected="a trained router", got="none", remedy=remedy)
+        raise MissingFileError("router", expected="a trained router", got="no router/report.json", remedy=remedy)
     report = RouterReport.parse(path.read_bytes(), subject=path.name)
     if report.submissions != _digests(inventory):
-        got = "one trained on other submissions"
-        raise MissingFileError("router", expected="a router of the accepted submissions", got=got, remedy=remedy)
+        got = f"one trained on earlier submissions of {', '.join(sorted(report.submissions))}"
+        expected = f"a router trained on the accepted submissions of {', '.join(inventory.silos)}"
+        raise MissingFileError("router", expected=expected, got=got, remedy=remedy)
     file = router_path(federation, inventory.plan.plan_id)
     if not file.is_file() or File.of(ROUTER_NAME, file) != report.router:
-        raise MissingFileError("router", expected="the file that its report describes", got="another", remedy=remedy)
+        got = "a file with another digest" if file.is_file() else "no file"
+        raise MissingFileError("router", expected="the file that its report describes", got=got, remedy=remedy)
     return report
 
 
@@ -76,7 +78,7 @@ def train_router(
 
     Raises:
         RefusedError: an accepted expert stands apart from the others and nobody admitted it; or the router to publish
-            is worse than the prior on public data: the statistics contradict the plan.
+            is worse than the prior on public data, so the statistics contradict the plan.
     """
     refuse_outliers(federation, inventory)
     plan, layout = inventory.plan, inventory.layout()
@@ -144,7 +146,7 @@ def _fit(
     seed: int,
     on_progress: Progress | None,
 ) -> tuple[AnyRouter, HeldOut | None]:
-    """Fit the plan's family; return it with the released sketches that it was not trained on."""
+    """Fit the plan's family; return it with the held-out sketches."""
     plan, path, layout = inventory.plan, path_named(inventory.plan.objective.path), inventory.layout()
     num_units, sketches, settings = list(inventory.num_units.values()), inventory.sketches(), plan.router
     t_release = inventory.t_release()
@@ -162,7 +164,7 @@ def _fit(
         router = fit_samples(drawn_EN, settings, path, seed, on_progress, device=device)
     else:
         released = inventory.moments().values()
-        sum_KR, second_KRR = (torch.stack([one[name] for one in released]) for name in ("sum", "second"))
+        sum_KR, second_KRR = (torch.stack([sums[name] for sums in released]) for name in ("sum", "second"))
         std = moments_noise_std(plan)
         moments = MomentsRouter.from_moments(counts.sketch, sum_KR, second_KRR, num_units, std, path)
         router = moments.split(layout)
@@ -173,14 +175,14 @@ def _fit(
 
 
 def _fault(counts: _Fitted, candidate: _Fitted, comparison: Comparison) -> str | None:
-    """Say why the candidate is not published, None where it may be."""
+    """Return why the candidate is not published, None if it may be."""
     learned, baseline = candidate.router, counts.router
     if isinstance(learned, LearnedRouter) and isinstance(baseline, CountsRouter) and not learned.differs(baseline):
         return "training moved no weight"
     if not comparison.worse:
         return None
-    looks = len(comparison.bands) + (comparison.sketches is not None)
-    return f"{candidate.family} is worse than counts in {len(comparison.worse)} of {looks} comparisons"
+    num_compared = len(comparison.bands) + (comparison.sketches is not None)
+    return f"{candidate.family} is worse than counts in {len(comparison.worse)} of {num_compared} comparisons"
 
 
 def _report(
@@ -220,7 +222,7 @@ def _band(band: BandComparison) -> Band:
 
 
 def _expert_priors(counts: CountsRouter, weight_K: Sequence[float], layout: Layout) -> tuple[float, ...]:
-    """Return each expert's share of all weight: its silo's, times its share of the silo by the counts."""
+    """Return each expert's prior: its silo's weight times its share of the silo by the counts, normalised."""
     _, share_E = layout.split(counts.log_mass_KG.exp())
     total = sum(weight_K)
     found = [weight_K[k] / total * float(share) for k, share in zip(layout.silo_E, share_E, strict=True)]
@@ -228,7 +230,7 @@ def _expert_priors(counts: CountsRouter, weight_K: Sequence[float], layout: Layo
 
 
 def _experts(inventory: Inventory, device: torch.device) -> LazyExperts:
-    """Every accepted expert, in the manifest's order, one of them in memory."""
+    """Return every accepted expert, in the manifest's order, with one in memory at a time."""
     plan = inventory.plan
     architecture, shape, path = plan.expert.architecture, plan.expert_shape, path_named(plan.objective.path)
     sent = [(silo_id, each) for silo_id, silo in inventory.silos.items() for each in silo.submission.experts]
@@ -244,14 +246,14 @@ def _experts(inventory: Inventory, device: torch.device) -> LazyExperts:
 
 
 def _class_tensors(inventory: Inventory) -> Mapping[str, Tensor]:
-    """Return what is stored beside the router where the silos released their classes."""
-    asked = inventory.plan.statistics.class_counts
-    if asked is None:
+    """Return the conditional prior to store beside the router; empty for a plan without class counts."""
+    terms = inventory.plan.statistics.class_counts
+    if terms is None:
         return {}
     noisy_KCG = torch.stack(list(inventory.class_counts().values()))
     num_units, layout = list(inventory.num_units.values()), inventory.layout()
     sketch = inventory.files.sketch
-    return ConditionalPrior.from_counts(sketch, noisy_KCG, num_units, asked.epsilon, layout).tensors()
+    return ConditionalPrior.from_counts(sketch, noisy_KCG, num_units, terms.epsilon, layout).tensors()
 
 
 def _digests(inventory: Inventory) -> dict[str, str]:
@@ -261,7 +263,7 @@ def _digests(inventory: Inventory) -> dict[str, str]:
 def _public_images(
     federation: Federation, inventory: Inventory, part: Literal["fitted", "holdout"]
 ) -> tuple[Tensor, Tensor]:
-    """Return what experts see of the public images that the plan was fitted on, or held out, and their groups."""
+    """Return the public images (or latents) that the plan was fitted on, or held out, and their groups."""
     plan_id, files = inventory.plan.plan_id, inventory.files
-    images = public_images(federation, plan_id, part, seen=False)
+    images = public_images(federation, plan_id, part, as_latents=False)
     return public_images(federation, plan_id, part), files.clusters.groups(files.encoder.encode(images))

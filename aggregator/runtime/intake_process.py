@@ -17,7 +17,7 @@ import typer
 from aggregator.config import Federation
 from aggregator.intake.limits import submission_bytes
 from aggregator.intake.quarantine import SetAside
-from aggregator.intake.service import IntakeDesk
+from aggregator.intake.service import IntakeService
 from aggregator.keys.store import load_key
 from ddm.errors import BusyError
 from ddm.protocol.receipt import Accepted, Receipt
@@ -69,7 +69,7 @@ def take_in(
     """Answer every submission that arrives, until a signal comes: it interrupts at once, and no attempt counts."""
     federation = Federation(fed).require()
     key = load_key(federation, "receipts", sys.stdin.buffer.read(_MAX_PASSPHRASE_BYTES))
-    desk = IntakeDesk(federation, key, _say_verdict, _say_set_aside)
+    desk = IntakeService(federation, key, _say_verdict, _say_set_aside)
     if desk.plan.plan_id != plan_id:
         raise BusyError(f"plan {desk.plan.plan_id}", expected=f"plan {plan_id}", got="another one, signed since")
     most_bytes = submission_bytes(desk.plan) * len(desk.plan.silos)
@@ -81,7 +81,7 @@ def take_in(
             time.sleep(_step(desk))
 
 
-def _step(desk: IntakeDesk) -> float:
+def _step(desk: IntakeService) -> float:
     """Answer what is there; return how long to wait until the next look."""
     try:
         desk.step()

@@ -6,7 +6,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from aggregator.config import Federation
-from aggregator.intake.attempts import MOST_OF_A_SILO
+from aggregator.intake.attempts import MAX_ATTEMPTS_OF_SILO
 from aggregator.intake.limits import submission_bytes
 from aggregator.membership.registry import taking_part
 from aggregator.runtime.flower import FlowerRuntime
@@ -101,7 +101,7 @@ def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Pro
         return spawn(command, log_path=flower / "logs" / "intake.log", input_bytes=passphrase)
 
     # Every silo may use up its own attempts, and no more: all of them together do not end the others' federation.
-    most = MAX_PER_HOUR + MOST_OF_A_SILO * len(plan.silos)
+    most = MAX_PER_HOUR + MAX_ATTEMPTS_OF_SILO * len(plan.silos)
     return Program("intake", start, works=Heartbeat(flower / "intake.alive").beats, max_per_hour=most)
 
 

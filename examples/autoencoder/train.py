@@ -1,14 +1,14 @@
-"""Train the public autoencoder of a plan whose experts work on latents: MONAI's AutoencoderKL, on public images.
+"""Trains the public autoencoder of a plan whose experts work on latents: MONAI's AutoencoderKL, on public images.
 
     python examples/autoencoder/train.py --data public.npz --out autoencoder.safetensors
 
 `--data` is an npz with `images`, (N, C, H, W) or (N, C, D, H, W), as `ddm.io.npz.read_images` takes them. A tenth is
-held out. At the end stand the error on it, beside that of answering the mean image, and the table for `plan.toml`.
+held out. At the end the program prints the error on it, beside that of the mean image, and the table for `plan.toml`.
 
 The loss is the mean absolute error, 1e-6 of the Kullback-Leibler divergence to a standard normal, and, from half of the
 steps on unless the preset is `small`, a tenth of MONAI's patch adversarial loss. A perceptual loss is left out: its
-networks would have to be downloaded. An interrupted run continues where its last checkpoint stands, with the same
-result as one that was never interrupted on the same machine: what happens in a step is drawn from seed and step alone.
+networks would have to be downloaded. An interrupted run continues from its last checkpoint and gives the same result as
+an uninterrupted one on the same machine: the randomness of a step depends on seed and step alone.
 """
 
 import argparse
@@ -37,7 +37,7 @@ MOST_BYTES = 64 * 1024**3
 
 
 class Run:
-    """The autoencoder in training, with its critic where the preset has one, and all that a checkpoint holds."""
+    """The state of training, as a checkpoint holds it: the autoencoder and, if the preset has one, its critic."""
 
     def __init__(self, size: AutoencoderSize, shape: tuple[int, ...], *, steps: int, seed: int, critic: bool) -> None:
         self.seed, self.steps, self.step = seed, steps, 0
@@ -60,7 +60,7 @@ class Run:
         save_tensors(path, tensors)
 
     def load(self, path: Path) -> None:
-        """Go on from what `save` wrote."""
+        """Restore the state that `save` wrote."""
         tensors = load_tensors(path, None, max_bytes=MOST_BYTES)
         self.step = int(tensors["step"])
         for name, net in self.nets.items():
@@ -90,7 +90,7 @@ class Run:
         return float(error.detach())
 
     def _criticise(self, real_B: Tensor, fake_B: Tensor) -> Tensor:
-        """Teach the critic to tell the two apart; return how far the autoencoder is from deceiving it."""
+        """Train the critic to tell images from reconstructions; return the autoencoder's adversarial loss."""
         from monai.losses import PatchAdversarialLoss
 
         critic, adversarial = self.nets["critic"], PatchAdversarialLoss(criterion="least_squares")
@@ -137,7 +137,7 @@ def reconstruction_error(net: nn.Module, size: AutoencoderSize, held_out: Tensor
 
 
 def train(images: Tensor, out: Path, preset: str, *, steps: int, batch: int, seed: int, every: int) -> dict[str, float]:
-    """Train, or go on; write the weights and return the errors on images held out."""
+    """Train, or resume training; write the weights and return the errors on held-out images."""
     size, shape = PRESETS[preset], tuple(images.shape[1:])
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     num_held_out = max(1, int(HELD_OUT_SHARE * len(images)))
@@ -163,7 +163,7 @@ def train(images: Tensor, out: Path, preset: str, *, steps: int, batch: int, see
 
 
 def table(size: AutoencoderSize, out: Path) -> str:
-    """What goes into `plan.toml`."""
+    """Return the table for `plan.toml`."""
     fields = {"kind": "autoencoder_kl", "weights": str(out), **size.model_dump(mode="json")}
     return "\n".join(["[latent]", *(f"{name} = {json.dumps(value)}" for name, value in fields.items())])
 
@@ -178,14 +178,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--range", type=float, nargs=2, default=(-1.0, 1.0), metavar=("LOW", "HIGH"))
-    asked = parser.parse_args()
-    images = read_public(asked.data, *asked.range)
-    errors = train(
-        images, asked.out, asked.preset, steps=asked.steps, batch=asked.batch, seed=asked.seed, every=asked.every
-    )
-    width = asked.range[1] - asked.range[0]
-    told = ", ".join(f"{name} {error:.4f} ({error / width:.1%} of the range)" for name, error in errors.items())
-    print(f"reconstruction, mean absolute error: {told}\n\n{table(PRESETS[asked.preset], asked.out)}")
+    args = parser.parse_args()
+    images = read_public(args.data, *args.range)
+    errors = train(images, args.out, args.preset, steps=args.steps, batch=args.batch, seed=args.seed, every=args.every)
+    width = args.range[1] - args.range[0]
+    figures = ", ".join(f"{name} {error:.4f} ({error / width:.1%} of the range)" for name, error in errors.items())
+    print(f"reconstruction, mean absolute error: {figures}\n\n{table(PRESETS[args.preset], args.out)}")
 
 
 if __name__ == "__main__":

@@ -62,38 +62,38 @@ def raised_mb(num: int, dim: int, centroids: int) -> float:
 
 def main() -> None:
     """Command line: --num N --dim D --centroids F --rounds R --quick --json --out FOLDER."""
-    asked = parse(__doc__, num=1_000_000, dim=384, centroids=1024, rounds=5)
-    if asked.quick:
-        asked.num, asked.rounds = asked.num // 10, 2
+    args = parse(__doc__, num=1_000_000, dim=384, centroids=1024, rounds=5)
+    if args.quick:
+        args.num, args.rounds = args.num // 10, 2
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        sizes = [(num, asked.dim, asked.centroids) for num in (asked.num // 4, asked.num)]
+        sizes = [(num, args.dim, args.centroids) for num in (args.num // 4, args.num)]
         quarter_mb, whole_mb = pool.starmap(raised_mb, sizes, chunksize=1)
     torch.manual_seed(0)
-    x_ND, c_FD = torch.randn(asked.num, asked.dim), torch.randn(asked.centroids, asked.dim)
+    x_ND, c_FD = torch.randn(args.num, args.dim), torch.randn(args.centroids, args.dim)
     clusters, k_means = clusters_of(c_FD), k_means_of(c_FD)
     same = float((clusters.assign(x_ND[:20_000]).numpy() == k_means.predict(x_ND[:20_000].numpy())).mean())
-    flops = 2 * asked.num * asked.dim * asked.centroids
+    flops = 2 * args.num * args.dim * args.centroids
     rows = []
-    for index in range(asked.rounds):
+    for index in range(args.rounds):
         ours = seconds(lambda: clusters.assign(x_ND))
         theirs = seconds(lambda: k_means.predict(x_ND.numpy()))
         bound = seconds(lambda: product(x_ND, c_FD))
         rows.append((index, ours, theirs, bound, theirs / ours, bound / ours, theirs / bound, flops / bound / 1e9))
         say(f"round {index}: {theirs / ours:.2f} times KMeans.predict, {bound / ours:.0%} of the product's rate")
     most = statistics.median(row[6] for row in rows)
-    print(f"{asked.num} x {asked.dim} to {asked.centroids} centroids, {torch.get_num_threads()} threads")
+    print(f"{args.num} x {args.dim} to {args.centroids} centroids, {torch.get_num_threads()} threads")
     print(f"the float32 product alone would be {most:.2f} times KMeans.predict's speed")
     print(f"same centroid as KMeans.predict (float32): {same:.4%} of 20,000")
     print(f"peak memory raised by {quarter_mb:.1f} MiB for a quarter of the features, {whole_mb:.1f} MiB for all")
     names = ("round", "assign_s", "k_means_s", "product_s", "speed", "share_of_product", "most", "product_gflops")
     whole = [(*row, quarter_mb, whole_mb, same) for row in rows]
-    report("assignment", (*names, "quarter_mb", "whole_mb", "same"), whole, asked)
+    report("assignment", (*names, "quarter_mb", "whole_mb", "same"), whole, args)
     targets = [
         Target("assignment to centroids, against KMeans.predict", [row[4] for row in rows], 3.0),
         Target("assignment to centroids, share of the matmul rate", [row[5] for row in rows], 0.7),
         Target("assignment memory, all features against a quarter", [whole_mb / quarter_mb], 1.1, at_least=False),
     ]
-    report_targets("assignment", targets, asked)
+    report_targets("assignment", targets, args)
 
 
 if __name__ == "__main__":

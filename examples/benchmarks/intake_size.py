@@ -1,9 +1,9 @@
-"""How much memory does each process need to take in large experts?
+"""Measures the memory that each process needs to take in large experts.
 
 First eight silos send an expert of 1 GiB each at the same time, then one silo sends one of 12 GiB that is zeros (3.2
 billion parameters in float32). Everything is real but training: SuperLink with database, nginx where it is installed,
 ServerApp, SuperNodes, couriers, intake with signatures, digests, values, screening. A made-up expert is of no use, so
-screening may set it aside for a person; it was taken in all the same. Target: at most 1 GiB resident in each process.
+screening may quarantine it; it counts as taken in all the same. Target: at most 1 GiB resident in each process.
 Writes build/bench/intake_size.csv.
 """
 
@@ -39,13 +39,13 @@ def take_in(work: Path, num_silos: int, size: str, *, sparse: bool, shard_bytes:
         "nginx": find_nginx(),
         "beside": (intake_program(fed, made.plan, PASSPHRASE),),
     }
-    told = 0
+    reported = 0
 
     def finished() -> bool:
-        nonlocal told
+        nonlocal reported
         num = sum(any(path.exists() for path in paths) for paths in answers)
-        if num != told:
-            told = num
+        if num != reported:
+            reported = num
             say(f"{name}: {num} taken in")
         return num == num_silos
 

@@ -1,4 +1,4 @@
-"""Training that looks at a part of the tokens against training that looks at all, to the same held-out loss.
+"""Compares training on a part of the tokens with training on all tokens, to the same held-out loss.
 
 Both train the same expert on crops of scikit-learn's two photographs, and both are measured whole on crops of the right
 quarter of each, which neither saw. The masked one takes more steps where it needs them; the figure is the whole one's

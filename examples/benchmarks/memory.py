@@ -1,4 +1,4 @@
-"""How much memory does lock take with eight experts and a budget of two, and how long does an expert take to load?
+"""Measures the memory of strategy lock with eight experts and a budget of two, and the time to load an expert.
 
 The peak is that of a process of its own (VmHWM): one process draws from all eight with a budget of two, one with a
 budget of one expert that is the only one; what the second takes besides its expert (Python, torch, activations) is

@@ -1,4 +1,4 @@
-"""How long does it take to verify and open a release, against reading and hashing the same bytes?
+"""Compares the time to verify and open a release with that of reading and hashing the same bytes.
 
 Eight experts of 1 GiB each, made up, in a genuine release: keys, signatures, documents, router. All is done in this
 process, in turns, after one round that is not counted; the figure is the median of the rounds' ratios. The release is

@@ -1,8 +1,8 @@
 """All figures of the diffusion core in one run: `make bench`.
 
-Each benchmark runs in a process of its own, one after the other, and says what it measured; what has something to
-reach goes to build/bench/targets.csv, written whole at the end, and into one picture, targets.png. A benchmark that
-fails is named, and the others run on; the exit status is then 1. A missed target is no failure: it stands in the table.
+Each benchmark runs in a process of its own, one after the other, and prints its measurements; figures with a target go
+to build/bench/targets.csv, written at the end, and into one picture, targets.png. A benchmark that fails is named, and
+the others continue; the exit status is then 1. A missed target is not a failure: it is listed in the table.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""How many images a second do eight experts and their router draw, against one dense model of the same size?
+"""Compares the images a second of eight experts and their router with those of one dense model of the same size.
 
 Rounds alternate between the two, so that a noisy machine slows both; a figure is the median of the rounds' ratios. All
 is done in one thread, and its processor time is counted, which other programs disturb less than the clock's. The
-experts are untrained, which costs the same, and equally likely. The dense model is given as many images at once as an
-expert is. The router is one of counts, 128 groups on a sketch of 32 dimensions. Target: 0.95 of the dense model's
+experts are untrained, which costs the same, and equally likely. The dense model gets the same batch size as an
+expert. The router is one of counts, 128 groups on a sketch of 32 dimensions. Target: 0.95 of the dense model's
 images a second, for lock and for sample. Writes build/bench/sampling.csv.
 """
 

@@ -1,4 +1,4 @@
-"""How fast does a submission travel from one silo to the aggregator? Several shards under way against one at a time.
+"""Measures the speed of a submission from one silo to the aggregator: several shards in flight against one.
 
 Real SuperLink with database, ServerApp, SuperNode and courier, TLS and node keys, on loopback. Both variants run one
 after the other in this program, on the same file. Clock: from the submission's appearance in the outbox, after the
@@ -19,7 +19,7 @@ TIMEOUT_S = 1800.0
 
 
 def transfer(work: Path, num_bytes: int, in_flight: int, shard_bytes: int) -> tuple[float, list[tuple[object, ...]]]:
-    """Seconds that a submission of so many bytes takes, and what each process used for it."""
+    """Return the seconds that a submission of `num_bytes` takes, and the resources that each process used."""
     shutil.rmtree(work, ignore_errors=True)
     fed, site = work / "fed", work / "north"
     make_federation(fed)
@@ -34,8 +34,8 @@ def transfer(work: Path, num_bytes: int, in_flight: int, shard_bytes: int) -> tu
         wait(arrived.exists, TIMEOUT_S)
         seconds = time.monotonic() - started
         used = processes.rows(f"{in_flight} in flight", before)
-        if (arrived / "silos/north/expert.safetensors").stat().st_size != num_bytes:
-            raise SystemExit("the file arrived with another size")
+        if (found := (arrived / "silos/north/expert.safetensors").stat().st_size) != num_bytes:
+            raise SystemExit(f"received file: expected {num_bytes} bytes, got {found}")
     shutil.rmtree(work)
     return seconds, used
 

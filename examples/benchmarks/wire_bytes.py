@@ -1,10 +1,10 @@
-"""How many bytes does a whole federation put on the wire, against FedAvg of the same model for 100 rounds?
+"""Compares the bytes on the wire of a whole federation with those of 100 rounds of FedAvg on the same model.
 
 Both go through Flower with the same SuperLink, SuperNodes, TLS and node keys on loopback, and through a relay that
 counts what passes between silos and aggregator, both ways. Ours is counted whole: joining, plan, made-up experts,
 receipts. Of FedAvg (Flower's own strategy, training messages only, nothing evaluated) a few rounds are counted, and
-each later round is taken to cost what the second one did. Nobody trains, since training sends nothing; what waiting
-costs either of them is counted on an idle minute and given by the hour. Target: under 1%.
+each later round is assumed to cost what the second one did. Nobody trains, since training sends nothing; the traffic of
+waiting is counted during an idle minute and reported per hour. Target: under 1%.
 Writes build/bench/wire_bytes.csv.
 """
 

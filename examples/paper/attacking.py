@@ -1,4 +1,4 @@
-"""What attacks on the statistics achieve: empirical epsilons, and re-identification from the default statistic."""
+"""Measures attacks on the statistics: empirical epsilons, and re-identification from the default statistic."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,7 @@
-"""What can be learnt of one record from the statistics? Membership, re-identification, reconstruction.
+"""Attacks on the statistics: membership inference, re-identification and reconstruction of one record.
 
-The attacker knows all but what he is after: the mechanism and how much noise it adds, every other record and, for
-membership, both records of which one was there. `neighbours` and `drawing` make what is attacked here.
+The attacker knows everything but the target: the mechanism and its noise level, every other record and, for
+membership, both candidate records. `neighbours` and `drawing` draw the statistics that are attacked here.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
-"""Statistics for an attacker, drawn by the silos' own code: `silo.privacy.statistics.draw`, with the operating system's
-noise.
+"""Draws statistics for an attacker with the silos' own code, `silo.privacy.statistics.draw`, and the system's noise.
 
-Only the ledger keeps no account, since an attack repeats what a site does once.
+Only the ledger is disabled, since an attack repeats what a site does once.
 """
 
 import json
@@ -101,7 +100,9 @@ def sketches_in_order(source: Source) -> Tensor:
     alpha, _ = noise_of(source.plan, sketch)
     order_N = ((counted_NR - blank_NR)[:, 0] / alpha * num).round().long()
     if not torch.equal(order_N.sort().values, torch.arange(num)):
-        raise ValueError("the same bits drew another order")
+        raise ValueError(
+            "row order: expected a permutation of all records from the repeated random bits, got another order"
+        )
     found_NR = torch.empty_like(released_NR)
     found_NR[order_N] = released_NR
     return found_NR
@@ -116,7 +117,7 @@ def _markers(source: Source, count_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Tape:
-    """The operating system's random bits, which come again from the start once rewound."""
+    """The operating system's random bits, recorded so that they can be replayed."""
 
     def __init__(self) -> None:
         self._kept: list[bytes] = []
@@ -133,11 +134,11 @@ class _Tape:
         return self._kept[self._next - 1]
 
     def below(self, bound: int) -> int:
-        raise NotImplementedError("sketches ask for octets only")
+        raise NotImplementedError("random bits: expected a request for octets, as sketches make, got another one")
 
 
 class _Unmetered(Ledger):
-    """A ledger that debits nothing and remembers nothing."""
+    """A ledger that records nothing."""
 
     def spend(self, *_: object) -> Entry:  # type: ignore[override]
         return Entry(secrets.token_hex(32), None)  # type: ignore[arg-type]
@@ -150,10 +151,10 @@ class _Unmetered(Ledger):
 
 
 def make_plan(statistics: Mapping[str, object], *, rank: int = 1, unit: Unit = "image") -> Plan:
-    """Write a plan around the statistics that it asks for."""
+    """Write a plan with these statistics."""
     created, side = now_utc(), _side(rank)
-    asked = {"unit": unit, "total": {"epsilon": 1000.0, "delta": 0.5}, "counts": {"epsilon": 1.0, "num_groups": 1}}
-    asked |= statistics
+    terms = {"unit": unit, "total": {"epsilon": 1000.0, "delta": 0.5}, "counts": {"epsilon": 1.0, "num_groups": 1}}
+    terms |= statistics
     names = ("centroids", "encoder", "sketch")
     training = {"num_steps": 1, "batch_size": 1, "learning_rate": 0.1, "weight_decay": 0.0, "ema_decay": 0.0}
     document = {
@@ -176,7 +177,7 @@ def make_plan(statistics: Mapping[str, object], *, rank: int = 1, unit: Unit = "
             "architecture": {"kind": "dit", "patch": 2, "hidden": 4, "depth": 1, "heads": 2},
             "training": training | {"checkpoint_steps": 1},
         },
-        "statistics": asked,
+        "statistics": terms,
         "router": {"kind": "counts"},
         "audit": {"required": False, "min_holdout_units": 1, "max_near_copy_rate": 1.0, "max_mia_auc": 1.0},
         "limits": {"expert_bytes": 1, "statistic_bytes": 1, "train_s": 1, "gpu_hours": 1.0},

@@ -38,14 +38,14 @@ DELTA = 1e-5
 PATH = LinearPath()
 CONCENTRATIONS = torch.logspace(-1, 4, 41, dtype=torch.float64)
 MAX_BYTES = 1 << 28
-COUNTS_SHARE = {"learned": 0.75, "moments": 0.2}  # of the total epsilon; the Gaussian statistic gets what is left
+COUNTS_SHARE = {"learned": 0.75, "moments": 0.2}  # of the total epsilon; the Gaussian statistic gets the rest
 MOMENTS_RANK = 16
 IMAGES_PER_EXPERT = 600
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What one plan asks for.
+class Terms:
+    """The terms of one plan.
 
     Attributes:
         family: counts, learned or moments.
@@ -84,7 +84,7 @@ class Fitted:
 
 
 def as_published(fitted: Fitted, world: World, parts: PublicParts, seed: int) -> Calibrated:
-    """Give a router the temperature that an aggregator would: fitted on held-out public images, weighed by counts."""
+    """Calibrate a router as an aggregator does: fit its temperature on held-out public images, weighed by counts."""
     public = PublicData(
         images=world.held_out,
         group_N=parts.held_out_group_N,
@@ -98,16 +98,16 @@ def as_published(fitted: Fitted, world: World, parts: PublicParts, seed: int) ->
     return Calibrated(fitted.router, temperature, [1 / num_silos] * num_silos)
 
 
-def fit_family(world: World, parts: PublicParts, asked: Asked, seed: int) -> Fitted:
+def fit_family(world: World, parts: PublicParts, terms: Terms, seed: int) -> Fitted:
     """Draw the statistics of one plan and fit its router."""
-    plan = make_plan(world, asked)
+    plan = make_plan(world, terms)
     released = release(plan, world, parts)
     noisy_KG = torch.stack([each["counts"] for each in released["counts"]])
     epsilon = plan.statistics.counts.epsilon
     evidence = Evidence(noisy_KG, world.num_units, epsilon, _layout(plan, parts, noisy_KG))
     counts = CountsRouter.from_counts(parts.sketch, noisy_KG, world.num_units, epsilon, PATH)
     router: Router = counts
-    if asked.family == "moments":
+    if terms.family == "moments":
         sums, seconds = (torch.stack([each[name] for each in released["moments"]]) for name in ("sum", "second"))
         noise_std = moments_noise_std(plan)
         router = MomentsRouter.from_moments(parts.sketch, sums, seconds, world.num_units, noise_std, PATH)
@@ -147,31 +147,31 @@ def mu_within(epsilon: float, counts_epsilon: float) -> float:
     return gaussian_mu_within(epsilon, DELTA, counts_epsilon)
 
 
-def make_plan(world: World, asked: Asked) -> Plan:
-    """Write the plan whose statistics cost `asked.epsilon` together."""
-    data, share = world.dataset, COUNTS_SHARE.get(asked.family, 1.0)
+def make_plan(world: World, terms: Terms) -> Plan:
+    """Write the plan whose statistics cost `terms.epsilon` together."""
+    data, share = world.dataset, COUNTS_SHARE.get(terms.family, 1.0)
     statistics: dict[str, object] = {
         "unit": "image",
-        "total": {"epsilon": asked.epsilon, "delta": DELTA},
-        "counts": {"epsilon": share * asked.epsilon, "num_groups": data.num_groups},
+        "total": {"epsilon": terms.epsilon, "delta": DELTA},
+        "counts": {"epsilon": share * terms.epsilon, "num_groups": data.num_groups},
     }
     if share < 1.0:
-        mu = mu_within(asked.epsilon, share * asked.epsilon)
-        gaussian = {"epsilon": asked.epsilon, "delta": gaussian_delta(mu, asked.epsilon)}
-        if asked.family == "learned":
+        mu = mu_within(terms.epsilon, share * terms.epsilon)
+        gaussian = {"epsilon": terms.epsilon, "delta": gaussian_delta(mu, terms.epsilon)}
+        if terms.family == "learned":
             statistics["sketch"] = gaussian | {"rank": data.released_rank}
         else:
             statistics["moments"] = gaussian | {"rank": MOMENTS_RANK}
-    router: dict[str, object] = {"kind": asked.family}
-    if asked.family == "learned":
-        router |= {"hidden": 128, "depth": 3, "num_steps": asked.num_steps}
+    router: dict[str, object] = {"kind": terms.family}
+    if terms.family == "learned":
+        router |= {"hidden": 128, "depth": 3, "num_steps": terms.num_steps}
     plan = Plan.model_validate_json(json.dumps(_document(world, statistics, router)))
     check_total(plan)
     return plan
 
 
 def _document(world: World, statistics: dict[str, object], router: dict[str, object]) -> dict[str, object]:
-    """A whole plan; what the statistics do not depend on is filled in."""
+    """Return a complete plan; fields that do not affect the statistics get arbitrary values."""
     created, digest = now_utc(), sha256_hex(b"")
     training = {"num_steps": 1, "batch_size": 1, "learning_rate": 1e-3, "weight_decay": 0.0, "ema_decay": 0.0}
     architecture = {"kind": "dit", "patch": 2, "hidden": 2, "depth": 1, "heads": 1}

@@ -1,4 +1,4 @@
-"""Two neighbouring data sets, released: what a membership attack is given. `attacks` says what it learns from that."""
+"""Draws statistics of two neighbouring data sets, the input of a membership attack; `attacks` evaluates it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ MOMENTS_RANK = 64
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Two neighbouring data sets, and the statistic that best tells from which of them a statistic was drawn.
+    """Two neighbouring data sets, and the test that best tells from which of them a statistic was drawn.
 
     One statistic holds many experiments: each unit is exchanged in cells, rows or directions of its own, and no two of
     them share noise. So each shows what an attacker sees who knows all other units.
@@ -80,8 +80,8 @@ def counts(epsilon: float, *, unit: Unit = "image", images_each: int = 1) -> Nei
 
 def class_counts(epsilon: float) -> Neighbours:
     """Exchange each unit for one of the next class in the same group."""
-    asked = {"epsilon": epsilon, "num_classes": CLASSES}
-    plan = make_plan({"counts": {"epsilon": 1.0, "num_groups": CLASS_GROUPS}, "class_counts": asked})
+    terms = {"epsilon": epsilon, "num_classes": CLASSES}
+    plan = make_plan({"counts": {"epsilon": 1.0, "num_groups": CLASS_GROUPS}, "class_counts": terms})
     label_U, group_U = torch.cartesian_prod(torch.arange(0, CLASSES, 2), torch.arange(CLASS_GROUPS)).T
     source = make_source(plan, public_sketch(1), torch.zeros(len(group_U), 1, 2, 2), group_U)
     first, second = (replace(source, label_N=label_U + world) for world in (0, 1))
@@ -155,9 +155,9 @@ def moments(epsilon: float, delta: float, *, degrees: float = 180.0) -> Neighbou
 
 def counts_and_sketches(counts_epsilon: float, epsilon: float, delta: float) -> Neighbours:
     """Exchange each unit in two statistics of one plan: for its opposite, which lies in another group."""
-    asked = {"epsilon": epsilon, "delta": delta, "rank": 2}
+    terms = {"epsilon": epsilon, "delta": delta, "rank": 2}
     counted = {"epsilon": counts_epsilon, "num_groups": MAX_GROUPS}
-    plan = make_plan({"counts": counted, "sketch": asked, "total": {"epsilon": 1000.0, "delta": delta}}, rank=2)
+    plan = make_plan({"counts": counted, "sketch": terms, "total": {"epsilon": 1000.0, "delta": delta}}, rank=2)
     sketch, group_U = public_sketch(2, num_groups=MAX_GROUPS), torch.arange(0, MAX_GROUPS, 2)
     first, second = (_opposites(plan, sketch, len(group_U), side, group_U + world) for world, side in ((0, 1), (1, -1)))
 

@@ -1,4 +1,4 @@
-"""How good is a router at a budget a hospital can sign? Quality against epsilon for every family, with error bars.
+"""Measures the routers' quality against epsilon, for every family, with error bars.
 
 Draws privacy.png, prints the table of targets, writes privacy.csv, targets.csv and README.md to --out. A run that was
 stopped goes on with the seeds that are not done yet.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from attacking import empirical_epsilons, reidentification_rates
-from families import Asked, Fitted, as_published, fit_exact, fit_family, fit_from_samples
+from families import Fitted, Terms, as_published, fit_exact, fit_family, fit_from_samples
 from figure import draw_figure
 from measure import TIMES, Measured, measure
 from public import PublicParts, fit_public
@@ -179,7 +179,7 @@ def sweep(
         for family in ELIGIBLE if first else ("counts",):
             label = family if first else f"{family}, {encoder}"
             for draw in range(presets.draws):
-                fitted = fit_family(world, parts, Asked(family, epsilon, presets.learned_steps), seed)
+                fitted = fit_family(world, parts, Terms(family, epsilon, presets.learned_steps), seed)
                 router = as_published(fitted, world, parts, seed)
                 found = measure(router, world)
                 against = counts[draw] if family == "learned" else None

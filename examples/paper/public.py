@@ -1,4 +1,4 @@
-"""Everything public of a plan: an encoder, clusters of its features, the sketch. Fitted on public images alone."""
+"""Fits the public parts of a plan on public images alone: an encoder, clusters of its features, the sketch."""
 
 import tempfile
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class PublicParts:
         return self.clusters.coarse_F[self.clusters.assign(self.encode(images))]
 
     def lessons(self, world: World) -> PublicSketches:
-        """What the learned router's network is taught with."""
+        """The training data of the learned router's network."""
         return PublicSketches.of(world.public, self.public_group_N, self.sketch, LinearPath())
 
 
@@ -64,7 +64,7 @@ def fit_public(world: World, encoder: str, num_steps: int, seed: int, say: Calla
             elsewhere.
         num_steps: of that training.
         seed: of that training and of k-means.
-        say: told what happens.
+        say: called with messages about the progress.
     """
     encode = (
         _timm(world, num_steps, seed, say)

@@ -1,4 +1,4 @@
-"""The non-private reference: networks on x_t itself, trained on every private image with its true silo."""
+"""Trains the non-private reference: networks on x_t itself, on every private image with its true silo."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ class Candidate:
 
 
 def candidates(world: World) -> dict[str, Candidate]:
-    """What the reference is tuned over, by name; the best on held-out private images is taken."""
+    """The candidates for the reference, by name; the best on held-out private images is used."""
     num_values, num_experts = world.test[0].numel(), len(world.silos)
     built = {"perceptron": Candidate(lambda: Mlp(num_values, num_experts, 512, 0.1), 1.0)}
     if world.test.shape[-1] >= 16:

@@ -1,4 +1,4 @@
-"""What one run measures, as it is kept between runs."""
+"""The measurements of one run, in the form in which they are stored between runs."""
 
 import subprocess
 from pathlib import Path

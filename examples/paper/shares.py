@@ -1,4 +1,4 @@
-"""Do samples keep the silos' shares? Trained experts under the private router and under the exact one.
+"""Compares the silos' shares of samples under the private router with those under the exact one.
 
 A router that always answers the prior keeps the shares as well, whatever it does to the images. So the shares of silos
 *within each public cluster* are compared too: who a sample ends with, beside what it shows. Routers that know nothing,

@@ -1,4 +1,4 @@
-"""The table of targets: what was to be reached, what was reached, and how sure that is."""
+"""Compares measurements with their targets, with confidence intervals."""
 
 import math
 from collections.abc import Sequence

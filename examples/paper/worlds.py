@@ -1,4 +1,4 @@
-"""The experiment's world: real images dealt to silos that see the classes in different proportions.
+"""Splits a data set into the experiment's world: silos whose images have the classes in different proportions.
 
 Classes go to silos by Dirichlet(0.5) shares, so who holds an image depends on its class alone. Hence the exact
 ``p(k | class)`` is known for every test image, and cross-entropies are taken against it instead of one drawn silo.
@@ -121,7 +121,7 @@ def _fashion_mnist(data: Path | None) -> tuple[Split, Split]:
     if data is None or not (data / "train-images-idx3-ubyte.gz").is_file():
         raise SystemExit(
             "--data: expected the folder with Fashion-MNIST's four idx gz files (train-images-idx3-ubyte.gz ...), "
-            f"got {data or 'nothing'}."
+            f"got {f'{data}, which lacks them' if data else 'no folder'}."
         )
 
     def split(part: str) -> Split:

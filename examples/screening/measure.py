@@ -1,4 +1,4 @@
-"""How often does screening flag an honest silo, and how often an attack? Tiny experts trained on scikit-learn's digits.
+"""Measures how often screening flags honest silos and attacks, with tiny experts trained on scikit-learn's digits.
 
 `python examples/screening/measure.py` prints the table of docs/explanation/screening.md; about five minutes of one
 thread. Silos hold mixtures of digits drawn from a Dirichlet distribution, or one digit alone. Every attack takes the
@@ -72,7 +72,7 @@ def federations(images: Tensor, digit: np.ndarray) -> Iterator[tuple[Tensor, lis
 
 
 def attacks(weights: Weights) -> dict[str, Weights]:
-    """What a cheat makes of an honest expert."""
+    """Return the attacks that modify an honest expert."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(std: Callable[[Tensor], float]) -> Weights:
@@ -90,7 +90,7 @@ def attacks(weights: Weights) -> dict[str, Weights]:
 
 
 def poisons(images: Tensor) -> dict[str, Tensor]:
-    """Images that an attacker trains on, by the plan's recipe."""
+    """Return the attacks that train on other images with the plan's recipe."""
     generator = torch.Generator().manual_seed(0)
     return {
         "trained on uniform noise": 2 * torch.rand(300, *SHAPE, generator=generator) - 1,
@@ -100,7 +100,7 @@ def poisons(images: Tensor) -> dict[str, Tensor]:
 
 
 def figures(weights: Weights, probe: Probe, name: str) -> ExpertFigures:
-    """Measure as intake does."""
+    """Measure an expert as intake does."""
     expert = build_expert(ARCHITECTURE, SHAPE)
     expert.load_state_dict(dict(weights))
     with torch.no_grad():

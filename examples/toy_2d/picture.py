@@ -1,4 +1,4 @@
-"""The picture of the toy: above, velocities half way between noise and data; below, what they lead to."""
+"""Draws the toy's picture: above, velocities half way between noise and data; below, the resulting samples."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -105,7 +105,7 @@ def owners(world: World, points_ND: Tensor) -> Tensor:
 
 
 def frame(axes: Axes) -> None:
-    """The same square sea for every panel."""
+    """Set the same square limits and background for every panel."""
     axes.set(xlim=(-WIDE, WIDE), ylim=(-WIDE, WIDE), xticks=[], yticks=[], facecolor=SEA, aspect="equal")
     for spine in axes.spines.values():
         spine.set_color("#1f3346")

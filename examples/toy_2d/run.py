@@ -1,4 +1,4 @@
-"""Three experts that never met, one distribution: the ensemble's velocity against the closed form, in the plane.
+"""Trains three experts on separate data and compares their ensemble's velocity with the closed form, in the plane.
 
 `python examples/toy_2d/run.py --out DIR` trains one small network per silo, each on its own island alone, with the
 library's training loop; makes a counts router from how many of its points each silo has in each public group; mixes
@@ -120,27 +120,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1500, help="training steps of each expert")
     parser.add_argument("--weights", choices=WEIGHTS, default="posterior", help="how the experts are combined")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    asked.out.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
 
     world = islands()
-    silos = [world.draw(round(NUM_POINTS * share), asked.seed * 10 + k, k) for k, share in enumerate(SHARES)]
+    silos = [world.draw(round(NUM_POINTS * share), args.seed * 10 + k, k) for k, share in enumerate(SHARES)]
     experts = []
     for k, (silo, points) in enumerate(zip(SILOS, silos, strict=True)):
-        folder = asked.out / "checkpoints" / f"{silo}-{asked.seed}-{asked.steps}"
-        experts.append(train_expert(points, folder, asked.seed * 10 + k, asked.steps))
+        folder = args.out / "checkpoints" / f"{silo}-{args.seed}-{args.steps}"
+        experts.append(train_expert(points, folder, args.seed * 10 + k, args.steps))
         print(f"trained {silo} on its own {len(points)} points alone")
-    router = counts_router(world.draw(NUM_PUBLIC, asked.seed + 1000), silos, asked.seed)
+    router = counts_router(world.draw(NUM_PUBLIC, args.seed + 1000), silos, args.seed)
     ensemble = Ensemble(experts, router, SHARES, shape=(2,), expert_ids=SILOS)
 
-    errors = {kind: relative_error(world, ensemble, kind, asked.seed + 2000) for kind in WEIGHTS}
-    path = draw_picture(world, ensemble, lambda x, t: weights_at(ensemble, x, t, "uniform"), errors, asked.out)
+    errors = {kind: relative_error(world, ensemble, kind, args.seed + 2000) for kind in WEIGHTS}
+    path = draw_picture(world, ensemble, lambda x, t: weights_at(ensemble, x, t, "uniform"), errors, args.out)
     print(f"fields and samples: {path}")
     for kind in WEIGHTS[1:]:
         print(f"the same experts, {kind} weights: relative error {errors[kind]:.3f}, a wrong combination")
-    error = errors[asked.weights]
-    print(f"relative error of the ensemble's velocity, {asked.weights} weights: {error:.4f} (bound {BOUND:g})")
+    error = errors[args.weights]
+    print(f"relative error of the ensemble's velocity, {args.weights} weights: {error:.4f} (bound {BOUND:g})")
     return int(not error <= BOUND)
 
 

@@ -1,4 +1,4 @@
-"""The world of the toy: three islands in the plane, a Gaussian mixture whose every velocity is known in closed form.
+"""The toy's data: three islands in the plane, a Gaussian mixture whose velocities are known in closed form.
 
 Component c has mean m_c, variance s_c^2 in both directions, and belongs to one silo. At time t of the linear path it is
 ``N((1 - t) m_c, ((1 - t)^2 s_c^2 + t^2) I)``; all else is Bayes' rule over components.
@@ -32,7 +32,7 @@ class World:
     silo_C: Tensor
 
     def log_joint(self, x_BD: Tensor, t_B: Tensor, silo: int | None = None) -> Tensor:
-        """``log weight_c + log p_t(x | c)`` up to a common constant, (B, C); of one silo's components where asked."""
+        """``log weight_c + log p_t(x | c)`` up to a common constant, (B, C); of all components or of one silo's."""
         t_B1 = t_B[:, None]
         mean_BCD = (1 - t_B1)[..., None] * self.mean_CD
         variance_BC = ((1 - t_B1) * self.std_C).square() + t_B1.square()

@@ -1,1 +1,1 @@
-"""A silo's own images, as the plan wants to see them."""
+"""A silo's own images, captions and labels in the form that the plan requires."""

@@ -1,8 +1,8 @@
-"""What experts are told of this site's captions: vectors, made once by the encoder that the plan pins, in `private/`.
+"""Encodes this site's captions once, with the encoder that the plan pins, into vectors kept in `private/`.
 
-They lie in a file named by what they were made of, as latents do, and are read through the page cache. Where a text
-ends, a hole begins in the file, so that padding takes no disk. As private as the captions: from the vectors of an
-encoder that everybody has, a text can be guessed back.
+The file is named by a digest of its inputs, as with latents, and is read through the page cache. Padding is a hole in
+the file, so it takes no disk space. The vectors are as private as the captions: with a public encoder, a text can be
+guessed from its vectors.
 """
 
 import os
@@ -24,7 +24,7 @@ from silo.config import SiloSettings
 from silo.data.cohort import Cohort
 
 _PREFIX = "texts-"
-_SAVED_TEXTS = 1024  # encoded between two notes of how far it is
+_SAVED_TEXTS = 1024  # encoded between two saves of the progress
 _GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
 
 
@@ -32,8 +32,8 @@ def check_encoder(plan: Plan, settings: SiloSettings) -> None:
     """Refuse, before anything is encoded, a plan whose text encoder is not on this site.
 
     Raises:
-        SetupError: the plan pins none, or silo.toml names none.
-        MissingFileError, DigestError: the folder named holds others.
+        SetupError: the plan pins no encoder, or silo.toml names no folder.
+        MissingFileError, DigestError: the folder lacks a pinned file, or holds it with different bytes.
     """
     if isinstance(plan.condition, TextCondition):
         from ddm.encoders.text import check_files, pinned_of  # takes seconds, and most plans do without
@@ -42,18 +42,19 @@ def check_encoder(plan: Plan, settings: SiloSettings) -> None:
 
 
 def keep_texts(cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path, on_progress: Progress) -> None:
-    """Encode every caption into a file in `folder`, unless that is there already; those of other plans are removed.
+    """Encode every caption into a file in `folder`, unless it exists already; vectors of other plans are removed.
 
     Args:
         cohort: the captions.
         plan: the accepted plan.
-        settings: name the encoder's folder.
+        settings: this site's, with the encoder's folder.
         folder: private to the worker.
-        on_progress: called with texts encoded and texts in all; what it raises ends the work, which goes on from there.
+        on_progress: called with texts encoded and texts in all; an exception it raises stops the work, and the next
+            call continues from there.
 
     Raises:
         SetupError, MissingFileError, DigestError: see `ddm.encoders.text.TextEncoder.open`.
-        NumericalError: vectors that are not finite.
+        NumericalError: the encoder gave values that are not finite.
         OSError: the disk is full.
     """
     path = _path(cohort, plan, folder)
@@ -81,14 +82,14 @@ def keep_texts(cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path,
     move_into_place(part, path)
     note.unlink()
     if cut := encoder.num_cut(captions):
-        say(f"Captions longer than {plan.condition.max_tokens} tokens, whose rest is not learned: {cut}")
+        say(f"Captions cut to {plan.condition.max_tokens} tokens: {cut}")
 
 
 def texts_of(cohort: Cohort, plan: Plan, folder: Path) -> Tensor | None:
-    """Return what experts are told of each image, shape (N, L, D); None where the plan tells no texts.
+    """Return the text condition of each image, shape (N, L, D); None for a plan without texts.
 
     Raises:
-        DataError: the vectors of these captions are not there, or are others.
+        DataError: the vectors of these captions are missing, or have a different shape or dtype.
     """
     path = _path(cohort, plan, folder)
     if path is None or not isinstance(plan.condition, TextCondition):
@@ -97,14 +98,18 @@ def texts_of(cohort: Cohort, plan: Plan, folder: Path) -> Tensor | None:
     try:
         kept = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise DataError("captions", expected="this plan's vectors of them", got="none", remedy=_GIVE_UP) from error
+        got = "no file" if isinstance(error, FileNotFoundError) else "a file that is not a readable array"
+        raise DataError(
+            "vectors of the captions", expected="those encoded for this plan", got=got, remedy=_GIVE_UP
+        ) from error
     if kept.shape != shape or kept.dtype != np.float32:
-        raise DataError("captions", expected=f"float32 {shape}", got="another array", remedy=_GIVE_UP)
+        got = f"{kept.dtype} {kept.shape}"
+        raise DataError("vectors of the captions", expected=f"float32 {shape}", got=got, remedy=_GIVE_UP)
     return torch.from_numpy(kept)
 
 
 def some_texts(text_NLD: Tensor, chosen: Tensor, folder: Path) -> Tensor:
-    """Return the vectors of some images, read from a file that has no name and ends with them, not held in memory.
+    """Return the vectors of the chosen images, mapped from a temporary file without a name, not held in memory.
 
     Raises:
         OSError: the disk is full.
@@ -119,9 +124,9 @@ def some_texts(text_NLD: Tensor, chosen: Tensor, folder: Path) -> Tensor:
 
 
 def _write_rows(handle: BinaryIO, text_BLD: Tensor, begin: int, first: int) -> None:
-    """Write vectors where row `first` of an array lies that begins at `begin`, and leave a hole for padding.
+    """Write vectors from row `first` of the array that begins at byte `begin`; padding stays a hole in the file.
 
-    Written, not mapped: to a process that writes into a mapped file, a full disk is a deadly signal, and no error.
+    Written, not mapped: a full disk kills a process that writes into a mapped file with a signal instead of an error.
     """
     for row, vectors in enumerate(text_BLD.numpy(), first):
         handle.seek(begin + row * vectors.nbytes)
@@ -129,7 +134,7 @@ def _write_rows(handle: BinaryIO, text_BLD: Tensor, begin: int, first: int) -> N
 
 
 def _begun(part: Path, note: Path, shape: tuple[int, int, int]) -> tuple[int, int]:
-    """Return where in its file the array begins, and how many are there; from the beginning where nothing fits."""
+    """Return the byte at which the array begins and the rows already encoded; start over if nothing usable exists."""
     try:
         done, kept = int(note.read_bytes()), np.lib.format.open_memmap(part, mode="r")
         if kept.shape == shape and kept.dtype == np.float32 and 0 <= done <= len(kept):
@@ -141,7 +146,7 @@ def _begun(part: Path, note: Path, shape: tuple[int, int, int]) -> tuple[int, in
 
 
 def _save(handle: BinaryIO, note: Path, done: int) -> None:
-    """Note how far it is, after what was made until then is on disk."""
+    """Record the progress once the rows it counts are on disk."""
     handle.flush()
     os.fsync(handle.fileno())
     write_atomic(note, str(done).encode())
@@ -152,16 +157,16 @@ def _shape(cohort: Cohort, condition: TextCondition) -> tuple[int, int, int]:
 
 
 def _path(cohort: Cohort, plan: Plan, folder: Path) -> Path | None:
-    """Return where the vectors lie; the cohort's digest covers its captions. None where the plan tells no texts."""
+    """Return the path of the vectors, None for a plan without texts; the cohort's digest covers its captions."""
     if not isinstance(plan.condition, TextCondition):
         return None
-    made_of = f"{cohort.digest} {plan.condition.model_dump_json(exclude={'drop'})}"
-    return folder / f"{_PREFIX}{sha256_hex(made_of.encode())[:32]}.npy"
+    inputs = f"{cohort.digest} {plan.condition.model_dump_json(exclude={'drop'})}"
+    return folder / f"{_PREFIX}{sha256_hex(inputs.encode())[:32]}.npy"
 
 
 def _encoder_folder(condition: TextCondition, settings: SiloSettings) -> Path:
     if settings.text is None:
         name = condition.encoder.name if condition.encoder else "text encoder"
         remedy = f"Bring the folder of {name} to this machine and name it in silo.toml: [text] encoder = FOLDER."
-        raise SetupError("text encoder", expected="its folder in silo.toml", got="none", remedy=remedy)
+        raise SetupError("text encoder", expected="its folder in silo.toml", got="no section [text]", remedy=remedy)
     return Path(settings.text.encoder)

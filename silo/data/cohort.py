@@ -1,4 +1,4 @@
-"""Private images, their patients, classes and captions from disk. Paths, names and patients' values stop here."""
+"""Reads private images with their patients, classes and captions; file names and patient identifiers stop here."""
 
 import hashlib
 import hmac
@@ -34,9 +34,9 @@ class Cohort:
         digest: see `dataset_digest`.
         unit_N: the privacy unit of each image, int64: its patient, numbered by first appearance, or the image itself.
         num_units: how many units there are.
-        label_N: each image's class, int64; None where the plan asks for none.
-        captions: each image's text, blank where it has none; None where the plan asks for none. Never shown.
-        text_NLD: what experts are told of the captions, see `silo.data.captions`.
+        label_N: each image's class, int64; None for a plan without classes.
+        captions: each image's text, blank where it has none; None for a plan without texts. Never shown.
+        text_NLD: the captions as vectors, the experts' text condition; see `silo.data.captions`.
     """
 
     images: Tensor
@@ -63,25 +63,25 @@ def load_cohort(
     Args:
         path: an npz with `images`, as `ddm.io.npz.read_images` takes them; `patients`, shape (N,), numbers or text,
             read where the patient is the unit; `labels`, shape (N,), whole numbers in [0, num_classes), read where the
-            plan asks for classes; `captions`, text, read where it asks for texts. Or a folder of NIfTI volumes, as
+            plan needs classes; `captions`, text, read where it needs texts. Or a folder of NIfTI volumes, as
             `silo.data.volumes` reads them, with these columns in its table.
         spec: the plan's shape and range.
         min_images: fewest images that the plan and this site accept.
         salt: this site's, for the digest.
         unit: the plan's.
-        num_classes: the plan's, None where it asks for no classes.
-        captions: whether the plan asks for texts.
+        num_classes: the plan's, None where it needs no classes.
+        captions: whether the plan needs texts.
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: not an npz of images, of another shape or range, not finite, or too few; or patients, labels or
-            captions that are not there, not one for each image, missing, out of range or too long.
+        DataError: not an npz of images, images of the wrong shape or range, not finite, or too few; or a column of
+            patients, labels or captions that is absent, of the wrong length, incomplete, out of range or too long.
     """
     read, column = (read_volumes, read_volume_column) if are_volumes(path) else (read_images, _read_column)
     images = read(path, spec)
     num = len(images)
     if num < min_images:
-        raise DataError("images", expected=f"at least {min_images}, as plan and policy ask", got=f"{num}")
+        raise DataError("images", expected=f"at least {min_images}, as plan and policy require", got=f"{num}")
     unit_N = _numbered(column(path, "patients", num)) if unit == "patient" else np.arange(num)
     label_N = None if num_classes is None else _labels(column(path, "labels", num), num_classes)
     texts = _captions(column(path, "captions", num)) if captions else None
@@ -135,7 +135,7 @@ def _numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:
     else:
         missing_N = ~np.isfinite(patient_N.astype(np.float64))
     if missing_N.any():
-        got = f"none for {int(missing_N.sum())}"
+        got = f"none for {int(missing_N.sum())} of {len(missing_N)} images"
         raise DataError("patients", expected="a patient for each image", got=got, remedy=_PATIENTS_REMEDY)
     _, first_U, unit_N = np.unique(patient_N, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first_U))[unit_N].astype(np.int64)
@@ -146,23 +146,24 @@ def _labels(label_N: NDArray[np.generic], num_classes: int) -> NDArray[np.int64]
     if label_N.dtype.kind not in "iu":
         raise DataError("labels", expected="whole numbers", got=str(label_N.dtype))
     if label_N.min() < 0 or label_N.max() >= num_classes:
-        raise DataError("labels", expected=f"0 to {num_classes - 1}, as the plan asks", got="others")
+        expected = f"0 to {num_classes - 1}, as the plan requires"
+        raise DataError("labels", expected=expected, got="labels outside this range")
     return label_N.astype(np.int64)
 
 
 def _captions(caption_N: NDArray[np.generic]) -> tuple[str, ...]:
-    """Return each image's text with single blanks, blank where it has none; of none, nothing is ever repeated."""
+    """Return each image's text with single blanks, blank where it has none; no message ever quotes a text."""
     if caption_N.dtype.kind not in "US":
         raise DataError("captions", expected="text", got=str(caption_N.dtype))
     try:
         texts = [(cell.decode() if isinstance(cell, bytes) else cell) for cell in caption_N.tolist()]
         longest = max(len(text.encode().decode()) for text in texts)
     except ValueError:  # its message quotes the text
-        raise DataError("captions", expected="UTF-8", got="something else") from None
+        raise DataError("captions", expected="UTF-8", got="a text that is not valid UTF-8") from None
     if longest > MAX_CAPTION:
-        raise DataError("captions", expected=f"at most {MAX_CAPTION} characters each", got="a longer one")
+        raise DataError("captions", expected=f"at most {MAX_CAPTION} characters each", got=f"one of {longest}")
     plain = (" ".join(text.split()) for text in texts)
     captions = tuple("" if text.lower() in _MISSING else text for text in plain)
     if not any(captions):
-        raise DataError("captions", expected="a text for at least one image", got="none")
+        raise DataError("captions", expected="a text for at least one image", got="only blank ones")
     return captions

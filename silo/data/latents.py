@@ -1,7 +1,7 @@
-"""What experts see of this site's images: the images, or latents encoded once and kept in `private/`.
+"""Supplies the experts' training inputs: the images, or latents encoded once and kept in `private/`.
 
-Latents lie in a file and are read through the page cache, so that encoding takes the memory of one block and training
-that of what it reads. The file is named by what it was made of: other images or another autoencoder never find it.
+Latents lie in a file that is read through the page cache: encoding needs memory for one block, training for what it
+reads. The file is named by a digest of its inputs, so other images or another autoencoder never find it.
 """
 
 import math
@@ -26,17 +26,18 @@ _GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
 
 
 def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_progress: Progress) -> None:
-    """Encode every image into a file in `folder`, unless that is there already; latents of other plans are removed.
+    """Encode every image into a file in `folder`, unless it exists already; latents of other plans are removed.
 
     Args:
         cohort: the images, in pixels.
         latent: the plan's.
         plan: the accepted plan.
         folder: private to the worker.
-        on_progress: called with images encoded and images in all; what it raises ends the work, and it begins anew.
+        on_progress: called with images encoded and images in all; an exception it raises stops the work, and the next
+            call starts over.
 
     Raises:
-        NumericalError: latents that are not finite.
+        NumericalError: the autoencoder gave values that are not finite.
         OSError: the disk is full.
     """
     path = _path(cohort, plan, folder)
@@ -58,13 +59,13 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
         kept.flush()
 
 
-def as_seen(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
-    """Return the cohort with what experts see in place of its images and, where they are told texts, what they hear.
+def training_inputs(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
+    """Return the cohort as experts are trained on it: latents in place of images, captions as vectors, as planned.
 
     Its digest stays that of the pixels and captions.
 
     Raises:
-        DataError: the latents of these images, or the vectors of these captions, are not there, or are others.
+        DataError: the latents of these images, or the vectors of these captions, are missing or do not fit the plan.
     """
     cohort = replace(cohort, text_NLD=texts_of(cohort, plan, folder))
     path = _path(cohort, plan, folder)
@@ -73,18 +74,19 @@ def as_seen(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
     shape = (len(cohort.images), *plan.expert_shape)
     try:
         kept = np.load(path, mmap_mode="c", allow_pickle=False)
-        fits = (kept.shape, kept.dtype) == (shape, np.float32)
     except (OSError, ValueError) as error:
-        raise DataError("latents", expected="those of this plan", got="none", remedy=_GIVE_UP) from error
-    if not fits:
-        raise DataError("latents", expected=f"float32 {shape}", got="another array", remedy=_GIVE_UP)
+        got = "no file" if isinstance(error, FileNotFoundError) else "a file that is not a readable array"
+        raise DataError("latents", expected="those encoded for this plan", got=got, remedy=_GIVE_UP) from error
+    if (kept.shape, kept.dtype) != (shape, np.float32):
+        got = f"{kept.dtype} {kept.shape}"
+        raise DataError("latents", expected=f"float32 {shape}", got=got, remedy=_GIVE_UP)
     return replace(cohort, images=torch.from_numpy(kept))
 
 
 def _path(cohort: Cohort, plan: Plan, folder: Path) -> Path | None:
-    """Return where latents lie; None where experts see the images."""
+    """Return the path of the latents, None for a plan whose experts are trained on the images."""
     latent = plan.latent
     if not isinstance(latent, AutoencoderKlLatent):
         return None
-    made_of = f"{cohort.digest} {plan.file(latent.path).digest} {latent.model_dump_json()}"
-    return folder / f"{_PREFIX}{sha256_hex(made_of.encode())[:32]}.npy"
+    inputs = f"{cohort.digest} {plan.file(latent.path).digest} {latent.model_dump_json()}"
+    return folder / f"{_PREFIX}{sha256_hex(inputs.encode())[:32]}.npy"

@@ -1,16 +1,16 @@
-"""NIfTI volumes from a folder into one tensor of the plan's shape and range, or a refusal that names no file.
+"""Reads a folder of NIfTI volumes into one tensor of the plan's shape and range; no error names a file.
 
-Every volume is treated alike, and no operator chooses anything:
+Every volume goes through the same steps, without options:
 
 1. Its axes are turned and flipped, without resampling, so that D runs from inferior to superior, H from anterior to
-   posterior and W from the patient's right to the left: slice by slice a picture as radiology shows it.
+   posterior and W from the patient's right to the left: slice by slice the picture that radiologists see.
 2. Its values, scaled as the file says, are mapped so that their 0.5th and 99.5th percentiles, all channels together,
-   become the ends of the plan's range; what lies beyond is cut off.
-3. It is resampled, trilinear, smoothed first where it shrinks, to voxels that are cubes of the largest side for which
-   no axis is shorter than the plan's; then the middle of each axis is kept. Proportions stay as they are in the
-   patient, nothing is filled in, and what is lost are the ends of the axes that are too long.
+   become the ends of the plan's range; values beyond are clipped.
+3. It is resampled (trilinear, smoothed first where it shrinks) to cubic voxels of the largest side for which no axis
+   is shorter than the plan's; then the middle of each axis is kept. Proportions stay those of the patient, nothing is
+   padded, and only the ends of axes that are too long are lost.
 
-Only the numbers go on from here: MONAI's tensors carry the names of their files.
+Only plain tensors leave this module: MONAI's tensors carry the names of their files.
 """
 
 import os
@@ -35,12 +35,12 @@ _ENDINGS = (".nii", ".nii.gz")
 _PERCENTILES = (0.5, 99.5)
 _AXES = "SPL"
 _MAX_TABLE_BYTES = 1 << 26
-_MAX_CELL = 4096  # characters; the widest cell decides how much memory a column takes
+_MAX_CELL = 4096  # characters; the widest cell sets the memory of its column
 _COLUMNS = {"patients": "patient", "labels": "label", "captions": "caption"}
 
 
 def are_volumes(path: Path) -> bool:
-    """Whether `path` is a folder, of volumes then, or one volume."""
+    """Whether `path` is a folder of volumes or a single volume."""
     return path.is_dir() or path.name.endswith(_ENDINGS)
 
 
@@ -56,16 +56,17 @@ def read_volumes(path: Path, spec: DataSpec) -> Tensor:
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: no volumes, more than there is memory for, or one that is damaged, constant, not finite, of another
+        DataError: no volumes, more than memory holds, or one that is damaged, constant, not finite, with the wrong
             number of channels or with an axis of no length.
         SetupError: MONAI or nibabel is not installed.
     """
     if len(spec.shape) != 4:
-        raise DataError("volumes", expected=f"images {spec.shape}, as the plan asks", got="volumes")
+        raise DataError("data", expected=f"images {spec.shape}, as the plan requires", got="NIfTI volumes")
     files, memory = volume_files(path), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = 4 * spec.dim * len(files)
     if needed > memory:
-        raise DataError("volumes", expected=f"at most {memory} bytes, resampled", got=f"{needed}")
+        expected = f"at most {memory} bytes of memory after resampling"
+        raise DataError("volumes", expected=expected, got=f"{needed} bytes for {len(files)} volumes")
     _load_monai()
     volumes = torch.empty(len(files), *spec.shape)
     for number, file in enumerate(files):
@@ -84,12 +85,12 @@ def volume_files(path: Path) -> list[Path]:
         return [require_file(path, "a NIfTI volume, or a folder of them")]
     files = sorted(file for file in path.iterdir() if file.name.endswith(_ENDINGS) and file.is_file())
     if not files:
-        raise DataError("data folder", expected="volumes, *.nii or *.nii.gz", got="none")
+        raise DataError("data folder", expected="volumes, *.nii or *.nii.gz", got="no such file")
     return files
 
 
 def read_volume_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
-    """Read what `volumes.csv` beside the volumes says of each, in the order of `read_volumes`.
+    """Read one column of `volumes.csv`, which lies beside the volumes, in the order of `read_volumes`.
 
     The table has a column `file`, the name within the folder, once for each volume, and `patient`, `label` or
     `caption`.
@@ -101,7 +102,7 @@ def read_volume_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
 
     Raises:
         MissingFileError: no table.
-        DataError: not a table, no such column, not one row for each volume, or a cell that is too long.
+        DataError: not a CSV, no such column, not one row for each volume, or a cell that is too long.
     """
     table_path = (path if path.is_dir() else path.parent) / TABLE_NAME
     data = read_bounded(require_file(table_path, "a table of the volumes"), _MAX_TABLE_BYTES)
@@ -113,72 +114,76 @@ def read_volume_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
             table = pd.read_csv(BytesIO(data), dtype=str, keep_default_na=False, index_col=False)
         of_file = dict(zip(table["file"], table[column], strict=True))
     except (ValueError, KeyError, pd.errors.ParserWarning) as error:  # pandas' own errors are among the first
-        raise DataError(TABLE_NAME, expected=f"a CSV with columns file and {column}", got="another") from error
-    wanted = [file.name for file in volume_files(path)]
-    if len(wanted) != num or len(of_file) != len(table) or not set(wanted) <= set(of_file):
-        raise DataError(TABLE_NAME, expected="one row for each volume", got="some without, or with two")
-    cells = [of_file[each].strip() for each in wanted]
-    if max(map(len, cells)) > _MAX_CELL:
-        raise DataError(name, expected=f"at most {_MAX_CELL} characters each", got="a longer one")
+        got = "a CSV without one of them" if isinstance(error, KeyError) else "a file that does not parse as CSV"
+        raise DataError(TABLE_NAME, expected=f"a CSV with columns file and {column}", got=got) from error
+    names = [file.name for file in volume_files(path)]
+    missing, repeated = len(set(names) - set(of_file)), len(table) - len(of_file)
+    if len(names) != num or missing or repeated:
+        got = f"{len(names)} volumes, {missing} of them without a row, and {repeated} repeated rows"
+        raise DataError(TABLE_NAME, expected=f"one row for each of {num} volumes", got=got)
+    cells = [of_file[each].strip() for each in names]
+    if (longest := max(map(len, cells))) > _MAX_CELL:
+        raise DataError(name, expected=f"at most {_MAX_CELL} characters each", got=f"one of {longest}")
     if name != "labels":
         return np.array(cells)
     try:
         return np.array([int(cell) for cell in cells])
     except ValueError as error:
-        raise DataError("labels", expected="whole numbers", got="others") from error
+        raise DataError("labels", expected="whole numbers", got="a cell that is not one") from error
 
 
 def covering_size(extent: tuple[float, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the size in cubic voxels, of the largest side for which no axis is shorter than `shape`.
+    """Return the size in cubic voxels of the largest side for which no axis is shorter than `shape`.
 
     Args:
         extent: the length of each axis, mm, above 0.
-        shape: the least number of voxels of each.
+        shape: the fewest voxels along each axis.
     """
     side = min(length / least for length, least in zip(extent, shape, strict=True))
     return tuple(max(least, round(length / side)) for length, least in zip(extent, shape, strict=True))
 
 
 def middle(volume: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Cut the middle out of (C, ...); of an odd rest, one voxel more goes at the end."""
+    """Crop (C, ...) to its middle; an odd remainder loses one voxel more at the end."""
     starts = [(size - kept) // 2 for size, kept in zip(volume.shape[1:], shape, strict=True)]
     return volume[(slice(None), *(slice(start, start + kept) for start, kept in zip(starts, shape, strict=True)))]
 
 
 def into_range(values: NDArray[np.float32], low: float, high: float) -> NDArray[np.float32]:
-    """Map the 0.5th and the 99.5th percentile to `low` and `high`, and cut off what lies beyond.
+    """Map the 0.5th and the 99.5th percentile to `low` and `high`, and clip values beyond.
 
     Raises:
-        DataError: not finite, or the percentiles are one and the same.
+        DataError: values that are not finite, or two equal percentiles.
     """
     if not np.isfinite(values).all():
-        raise DataError("voxels", expected="finite numbers", got="some that are not")
+        raise DataError("voxels", expected="finite numbers", got="NaN or infinite values")
     least, most = np.percentile(values, _PERCENTILES)
     if not most > least:
-        raise DataError("voxels", expected="values that differ", got="one value nearly everywhere")
+        raise DataError("voxels", expected="values that differ", got="the same value nearly everywhere")
     share = ((values - least) / (most - least)).clip(0, 1)
     mapped: NDArray[np.float32] = (low + (high - low) * share).astype(np.float32)
     return mapped
 
 
 def _fit(file: Path, spec: DataSpec, subject: str, memory: int) -> Tensor:
-    """Read one volume; what its header claims is held against the memory there is before its voxels are read."""
+    """Read one volume; the size in its header is held against this machine's memory before any voxel is read."""
     from monai.data import NibabelReader
     from monai.transforms import LoadImage, Orientation, Resize
 
     try:
-        claimed = 4 * prod(int(side) for side in NibabelReader().read(str(file)).shape)
-        if claimed > memory:
-            raise DataError("voxels", expected=f"at most {memory} bytes", got=f"{claimed}")
+        size_bytes = 4 * prod(int(side) for side in NibabelReader().read(str(file)).shape)
+        if size_bytes > memory:
+            raise DataError("voxels", expected=f"at most {memory} bytes of memory", got=f"{size_bytes} bytes")
         volume: Any = LoadImage(reader="NibabelReader", image_only=True, ensure_channel_first=True)(str(file))
         if volume.ndim != 4 or volume.shape[0] != spec.shape[0]:
-            raise DataError("channels and axes", expected=f"{spec.shape[0]} and 3", got="others")
+            got = f"{volume.shape[0]} channels and {volume.ndim - 1} axes"
+            raise DataError("volume", expected=f"{spec.shape[0]} channels and 3 axes", got=got)
         labels = (("L", "R"), ("P", "A"), ("I", "S"))
         volume = Orientation(axcodes=_AXES, labels=labels)(volume)
         spacing = [float(length) for length in volume.pixdim]
         extent = tuple(length * side for length, side in zip(spacing, volume.shape[1:], strict=True))
         if not all(0 < length < float("inf") for length in extent):
-            raise DataError("axes", expected="a length above 0", got="another")
+            raise DataError("axes", expected="finite lengths above 0", got="a length that is zero or not finite")
         values = torch.from_numpy(into_range(volume.as_tensor().numpy().astype(np.float32), *spec.range))
         size = covering_size(extent, spec.shape[1:])
         _check_size(size, spec.shape[0], memory)
@@ -188,23 +193,25 @@ def _fit(file: Path, spec: DataSpec, subject: str, memory: int) -> Tensor:
     except ArchipelagoError as error:
         raise DataError(f"{subject}: {error.subject}", expected=error.expected, got=error.got) from error
     except Exception as error:  # whatever gzip, nibabel and MONAI may raise; its text names the file
-        raise DataError(subject, expected="a NIfTI volume", got="something else, or a damaged one") from error
+        got = f"a file that does not read as one ({type(error).__name__})"
+        raise DataError(subject, expected="a NIfTI volume", got=got) from error
 
 
 def _check_size(size: tuple[int, ...], channels: int, memory: int) -> None:
-    """A volume of one thin axis would grow without bound along the others."""
-    if 4 * channels * prod(size) > memory:
-        raise DataError("volume", expected=f"at most {memory} bytes, resampled", got="more: one axis is much too short")
+    """Refuse a volume with one thin axis, which would grow without bound along the others."""
+    if (needed := 4 * channels * prod(size)) > memory:
+        got = f"{needed} bytes: one axis is much too short"
+        raise DataError("volume", expected=f"at most {memory} bytes of memory after resampling", got=got)
 
 
 def _load_monai() -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of imports that neither we nor the operator can change
+            warnings.simplefilter("ignore")  # raised by third-party imports
             for name in ("monai.data", "monai.transforms", "nibabel"):  # MONAI reads NIfTI with nibabel
                 import_module(name)
     except ImportError as error:
         remedy = "Install them: pip install 'monai[einops,nibabel]>=1.4'."
         raise SetupError(
-            "NIfTI volumes", expected="MONAI and nibabel installed", got="not both", remedy=remedy
+            "NIfTI volumes", expected="MONAI and nibabel installed", got=f"no module {error.name}", remedy=remedy
         ) from error

@@ -1,1 +1,1 @@
-"""A plan at a silo: received, held against the policy, and given a folder to work in."""
+"""A plan at a silo: received, checked against the policy, and worked on in a folder of its own."""

@@ -1,4 +1,4 @@
-"""How a plan comes in: copied out of the hostile inbox, verified against the pinned root, then read."""
+"""Accepts a plan: copies it out of the hostile inbox, verifies it against the pinned root, then reads it."""
 
 import re
 import shutil
@@ -21,7 +21,7 @@ from silo.plan.policy import check_plan
 
 @dataclass(frozen=True)
 class AcceptedPlan:
-    """A verified plan and where its files lie on this site.
+    """A verified plan and the place of its files on this site.
 
     Attributes:
         plan: parsed from the verified bytes.
@@ -44,13 +44,13 @@ def plan_folder(site: Site, plan_id: str) -> Path:
 
 
 def waiting_plans(site: Site) -> list[str]:
-    """List the plans whose bundle is complete in the inbox and on which this site never worked, oldest first."""
+    """List the plans with a complete bundle in the inbox on which this site has never worked, oldest first."""
     bundles = [path for path in site.inbox.glob("*/bundle") if re.fullmatch(PLAN_ID_PATTERN, path.parent.name)]
     ordered = sorted(bundles, key=lambda path: path.lstat().st_mtime)
-    return [path.parent.name for path in ordered if not workplace_folder(site, path.parent.name).exists()]
+    return [path.parent.name for path in ordered if not workspace_folder(site, path.parent.name).exists()]
 
 
-def workplace_folder(site: Site, plan_id: str) -> Path:
+def workspace_folder(site: Site, plan_id: str) -> Path:
     """Where the site works on a plan; it exists from acceptance on, also after the work is done."""
     return site.private / "checkpoints" / plan_id
 
@@ -63,7 +63,7 @@ def receive_plan(
     Raises:
         TrustError: the bundle is not signed as the pinned root demands.
         FormatError: the bundle or a document in it is malformed.
-        PolicyError: the plan asks for more than this site allows.
+        PolicyError: the plan requires more than this site allows.
     """
     with aside(plan_folder(site, plan_id)) as part:
         copy_tree_bounded(site.inbox / plan_id / "bundle", part, max_bytes=max_bytes)
@@ -75,7 +75,9 @@ def receive_plan(
         listed = {file.path: (file.bytes, file.digest) for file in accepted.plan.files}
         signed = {name: (file.bytes, file.digest) for name, file in verified.files.items() if name != "plan.json"}
         if listed != signed:
-            raise DigestError("plan.json", expected="exactly the files that are signed", got="another list")
+            odd = sorted({name for name, _ in listed.items() ^ signed.items()})
+            got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
+            raise DigestError("files of plan.json", expected="exactly those that the signature lists", got=got)
         check_plan(accepted.plan, policy, silo_id=silo_id, now=now)
         _check_size(accepted.plan)
         _check_noise(accepted)
@@ -85,7 +87,7 @@ def receive_plan(
 
 
 def _check_noise(accepted: AcceptedPlan) -> None:
-    """Open the plan's files, and see that its sketches would be more than noise, before weeks of training."""
+    """Open the plan's files and check, before weeks of training, that its sketches would be more than noise."""
     try:
         sketch_noise_level(accepted.plan, accepted.files().sketch)
     except NumericalError as error:
@@ -95,7 +97,7 @@ def _check_noise(accepted: AcceptedPlan) -> None:
 
 
 def _check_size(plan: Plan) -> None:
-    """Hold the architecture to the size that the plan declares, before anything of that size is allocated."""
+    """Check the architecture against the size that the plan declares, before anything of that size is allocated."""
     needed = stored_bytes(expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition))
     if needed > plan.limits.expert_bytes:
         limit = f"at most the plan's own limit of {plan.limits.expert_bytes} bytes"
@@ -106,7 +108,7 @@ def load_accepted(site: Site, plan_id: str, digest: str) -> AcceptedPlan:
     """Read a plan accepted earlier; its digest was pinned then, so expiry no longer matters.
 
     Raises:
-        DigestError: the site's copy changed since.
+        DigestError: the site's copy has changed.
     """
     return _read_plan(plan_folder(site, plan_id), plan_id, digest)
 
@@ -114,8 +116,8 @@ def load_accepted(site: Site, plan_id: str, digest: str) -> AcceptedPlan:
 def _read_plan(bundle: Path, plan_id: str, digest: str) -> AcceptedPlan:
     folder = bundle / "targets" / plan_id
     data = read_bounded(folder / "plan.json", MAX_DOCUMENT_BYTES)
-    if sha256_hex(data) != digest:
-        raise DigestError("plan.json", expected="the digest pinned on acceptance", got="another")
+    if (found := sha256_hex(data)) != digest:
+        raise DigestError("plan.json", expected=f"the digest pinned on acceptance, {digest}", got=found)
     plan = Plan.parse(data, subject="plan.json")
     if plan.plan_id != plan_id:
         raise ReplayError("plan.json", expected=plan_id, got=plan.plan_id)

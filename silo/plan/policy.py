@@ -1,4 +1,4 @@
-"""Whether a plan stays within what this site allows. Rules only: no file, no network, no clock."""
+"""Checks a plan against this site's policy: rules only, no file, no network, no clock."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -10,7 +10,7 @@ from silo.config import Policy
 
 
 def check_plan(plan: Plan, policy: Policy, *, silo_id: str, now: datetime) -> None:
-    """Refuse a plan that asks for more than the policy allows.
+    """Refuse a plan that requires more than the policy allows.
 
     Args:
         plan: verified and parsed.
@@ -19,18 +19,18 @@ def check_plan(plan: Plan, policy: Policy, *, silo_id: str, now: datetime) -> No
         now: the time of acceptance; expiry counts only here, so that a long training outlives the plan.
 
     Raises:
-        PolicyError: names the first rule broken, what the policy allows and what the plan asks.
+        PolicyError: names the first broken rule, what the policy allows and what the plan requires.
     """
-    for subject, allowed, asked in broken_rules(plan, policy, silo_id=silo_id, now=now):
-        raise PolicyError(f"plan {plan.plan_id}: {subject}", expected=allowed, got=asked)
+    for subject, allowed, required in broken_rules(plan, policy, silo_id=silo_id, now=now):
+        raise PolicyError(f"plan {plan.plan_id}: {subject}", expected=allowed, got=required)
 
 
 def broken_rules(plan: Plan, policy: Policy, *, silo_id: str, now: datetime) -> Iterator[tuple[str, str, str]]:
-    """Yield (what, what the policy allows, what the plan asks) for every rule that the plan breaks."""
+    """Yield (subject, what the policy allows, what the plan requires) for every rule that the plan breaks."""
     if silo_id not in plan.silos:
         yield "silos", f"{silo_id} among them", ", ".join(plan.silos)
     if now >= plan.expires_at:
-        yield "expiry", "a plan still valid on acceptance", f"one that expired {plan.expires_at.isoformat()}"
+        yield "expiry", "a plan still valid on acceptance", f"a plan that expired {plan.expires_at.isoformat()}"
     yield from _privacy_rules(plan, policy)
     yield from _training_rules(plan, policy)
     if policy.audit.required and not plan.audit.required:
@@ -71,6 +71,6 @@ def _training_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]
         ("seconds of training", plan.limits.train_s, allowed.max_train_s),
         ("GPU hours", plan.limits.gpu_hours, allowed.max_gpu_hours),
     )
-    for subject, asked, most in numbers:
-        if asked > most:
-            yield subject, f"at most {most:g}", f"{asked:g}"
+    for subject, required, most in numbers:
+        if required > most:
+            yield subject, f"at most {most:g}", f"{required:g}"

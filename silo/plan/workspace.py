@@ -1,4 +1,4 @@
-"""Where does a site's work on one plan lie: checkpoints, experts, draws, the audit?"""
+"""The folder of a site's work on one plan: checkpoints, experts, statistics, the audit."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 from ddm.protocol.base import Document, ExpertId, Model, NaturalInt, PlanId, PositiveInt
 from ddm.protocol.submission import AuditVerdict, ExpertTraining
 from silo.config import Site
-from silo.plan.acceptance import workplace_folder
+from silo.plan.acceptance import workspace_folder
 
 
 class TrainingRecord(Document):
-    """What the training of one expert came to; stays on the site, and is read back when the submission is drafted."""
+    """The outcome of training one expert; stays on the site until the submission is drafted from it."""
 
     plan_id: PlanId
     expert_id: ExpertId
@@ -27,7 +27,7 @@ class AuditRecord(Model):
 
 
 @dataclass(frozen=True)
-class Workplace:
+class Workspace:
     """One plan's folder on a site."""
 
     folder: Path
@@ -37,7 +37,7 @@ class Workplace:
         return self.folder / "experts" / expert_id / "expert.safetensors"
 
     def record_path(self, expert_id: str) -> Path:
-        """Its `TrainingRecord`, written after the weights: where it lies, the expert is done."""
+        """Its `TrainingRecord`, written after the weights: once it exists, the expert is trained."""
         return self.folder / "experts" / expert_id / "training.json"
 
     def checkpoints(self, expert_id: str) -> Path:
@@ -60,12 +60,12 @@ class Workplace:
 
     @property
     def statistics(self) -> Path:
-        """The draws, one file a statistic."""
+        """The drawn statistics, a file each."""
         return self.folder / "statistics"
 
 
-def workplace(site: Site, plan_id: str) -> Workplace:
-    """Return the folder in which this site works on `plan_id`."""
-    folder = workplace_folder(site, plan_id)
+def open_workspace(site: Site, plan_id: str) -> Workspace:
+    """Return the folder in which this site works on `plan_id`, made if need be."""
+    folder = workspace_folder(site, plan_id)
     folder.mkdir(parents=True, exist_ok=True)
-    return Workplace(folder)
+    return Workspace(folder)

@@ -1,4 +1,4 @@
-"""The leak audit as a gate: nothing leaves without a verdict that lets it, or a waiver that somebody answers for."""
+"""The leak audit: no expert leaves without a verdict of `pass`, or a waiver for which somebody is responsible."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from silo.config import AuditPolicy
 
 
 class AuditReport(Document):
-    """What was measured, and what follows. Stays on the site; only its digest leaves."""
+    """The measurement and its verdict. Stays on the site; only its digest leaves."""
 
     format: Literal["archipelago/audit/1"] = "archipelago/audit/1"
     plan_id: PlanId
@@ -22,7 +22,7 @@ class AuditReport(Document):
 def measure(plan_id: str, audit: Audit, *, num_holdout_units: int) -> AuditReport:
     """Audit one expert against the site's held-out units.
 
-    Too little held-out data is inconclusive, which blocks as a failure does.
+    Too little held-out data makes the verdict `inconclusive`, which blocks the submission as `fail` does.
     """
     if num_holdout_units < audit.min_holdout_units:
         reason = f"{num_holdout_units} held-out units; the plan needs {audit.min_holdout_units} to measure leakage"
@@ -32,10 +32,10 @@ def measure(plan_id: str, audit: Audit, *, num_holdout_units: int) -> AuditRepor
 
 
 def gate(report: AuditReport, policy: AuditPolicy) -> AuditVerdict:
-    """Let the expert pass, by verdict or by the site's waiver.
+    """Return the verdict under which the expert may leave: the audit's, or the site's waiver.
 
     Raises:
-        AuditError: neither.
+        AuditError: the audit did not pass and policy.toml holds no waiver.
     """
     if report.verdict == "pass":
         return AuditVerdict(verdict="pass", digest=report.digest)

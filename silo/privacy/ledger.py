@@ -1,15 +1,15 @@
-"""How much privacy has this site spent, over every plan, federation and dataset version?
+"""Records all privacy that this site has spent, over every plan, federation and dataset version.
 
-One line a record, each naming the digest of the line before it. A debit covers everything that one plan draws from one
-version of the data, and stands here, durably, before any of that noise is drawn; each draw is recorded here before it
-is used, so that one debit never pays for it twice. The budget holds for plans chosen in the light of earlier statistics
+Each line is a record that names the digest of the line before it. A debit covers everything that one plan draws from
+one version of the data, and is on disk before any of that noise is drawn; each draw is recorded before it is used, so
+that one debit never pays for it twice. The budget holds for plans chosen in the light of earlier statistics
 (docs/adr/0007-a-ledger-for-adaptive-plans.md).
 
-The head (number of records and digest of the last) is kept in a second file, written after the ledger: a ledger shorter
-than its head was cut, one record longer was interrupted between the two writes. A half line behind the head is a write
-that never finished: no noise was drawn for it, and it is removed. Anything else is refused. Both files put back
-together to an older state look genuine here; the aggregator sees it, since the chain of digests in the next submission
-does not extend the last one.
+A second file, written after the ledger, holds the head: the number of records and the digest of the last. A ledger
+shorter than its head was cut; one that is a single record longer was interrupted between the two writes. Half a line
+after the last record is an unfinished write: no noise was drawn for it, and it is removed. Anything else is refused. If
+both files are restored together to an older state, they look genuine here; the aggregator notices, since the chain of
+digests in the next submission does not extend the last one.
 """
 
 import math
@@ -45,7 +45,7 @@ MAX_RECORDS = 4096  # as many as a submission's chain may hold
 _MAX_LINE = 4096
 _GENESIS = sha256_hex(b"archipelago/ledger/1")
 _SAME = 1e-9
-_SLACK = 1 + 1e-9  # a budget of exactly what a plan asks is enough
+_SLACK = 1 + 1e-9  # a plan that costs exactly the budget fits it
 
 
 class Debit(Document):
@@ -96,10 +96,10 @@ class Ledger:
     """The privacy ledger of one site.
 
     Args:
-        path: the ledger; its head, locks and draws lie beside it. A new one is begun where none of them is.
+        path: the ledger; its head, locks and draws lie beside it. A new ledger is made where none of them exists.
         budget: what the site may spend over all time.
-        unit: whom the budget protects. One for images counts plans by patient too: what hides all of a patient's images
-            hides each of them. One for patients cannot count plans by image.
+        unit: whom the budget protects. A budget per image counts plans per patient too: noise that hides all images of
+            a patient hides each of them. A budget per patient cannot count plans per image.
     """
 
     def __init__(self, path: Path, *, budget: Budget, unit: Unit) -> None:
@@ -110,25 +110,20 @@ class Ledger:
         self._head_path = path.with_suffix(".head")
 
     def spend(
-        self,
-        plan_id: str,
-        plan_digest: str,
-        dataset_digest: str,
-        unit: Unit,
-        mechanisms: Mapping[Kind, Mechanism],
+        self, plan_id: str, plan_digest: str, dataset_digest: str, unit: Unit, mechanisms: Mapping[Kind, Mechanism]
     ) -> Entry:
         """Debit all that a plan draws; call it before the first noise is drawn.
 
-        The same plan and dataset are debited once: asked again, the ledger answers with the first entry, so a worker
-        that crashed after its debit does not pay twice.
+        The same plan and dataset are debited once: a second call returns the first entry, so a worker that crashed
+        after its debit does not pay twice.
 
         Args:
             plan_id: the plan.
             plan_digest: sha256 of its signed bytes.
             dataset_digest: of the cohort; another dataset is another debit.
             unit: whom the plan's statistics protect.
-            mechanisms: all that the plan draws. It counts whole from here on: whether a part is drawn may hang on what
-                the others showed, and so saves nothing.
+            mechanisms: all that the plan draws. From here on all of it counts, drawn or not: the decision to skip a
+                statistic may depend on earlier ones, so skipping saves nothing.
 
         Raises:
             BudgetError: the total would go over the budget; nothing was debited.
@@ -139,7 +134,8 @@ class Ledger:
             paid = _debit_of(entries, plan_digest, dataset_digest)
             if paid:
                 if paid[1].unit != unit or not _alike(paid[1].mechanisms, mechanisms):
-                    raise LedgerError("ledger", expected="what was first debited for this plan", got="another debit")
+                    expected = f"{_in_words(paid[1].unit, paid[1].mechanisms)}, as first debited for this plan"
+                    raise LedgerError("ledger", expected=expected, got=_in_words(unit, mechanisms))
                 return paid[0]
             self._check_budget(entries, mechanisms)
             number, previous = len(entries) + 1, _last(entries)
@@ -175,13 +171,14 @@ class Ledger:
         """Record that `kind` was drawn for `debit`; call it once the draw is durable and before it is used.
 
         Raises:
-            LedgerError: no such debit covers it, it was drawn before, or the ledger is damaged.
+            LedgerError: no debit covers it, it was drawn before, or the ledger is damaged.
         """
         with self._locked() as entries:
             if not any(entry.digest == debit.digest and kind in each.mechanisms for entry, each in _debits(entries)):
-                raise LedgerError("draw", expected="a debit in this ledger", got="none")
+                expected = f"a debit of {kind} with digest {debit.digest[:16]} in this ledger"
+                raise LedgerError("draw", expected=expected, got="no such debit")
             if _draw_of(entries, debit, kind) is not None:
-                raise LedgerError("draw", expected="one draw for one debit", got="a second one")
+                raise LedgerError("draw", expected=f"one draw of {kind} for one debit", got="a second draw")
             draw = Draw(
                 number=len(entries) + 1,
                 previous=_last(entries),
@@ -198,10 +195,10 @@ class Ledger:
             return _draw_of(entries, debit, kind)
 
     def verify(self) -> None:
-        """Check every line, the chain, and the head.
+        """Check every line, the chain and the head.
 
         Raises:
-            LedgerError: a line was edited, lost or added, or the head was replaced.
+            LedgerError: a line was edited, removed or added, or the head was replaced.
         """
         with self._locked():
             pass
@@ -228,7 +225,8 @@ class Ledger:
 
     def _check_budget(self, entries: tuple[Entry, ...], mechanisms: Mapping[Kind, Mechanism]) -> None:
         if len(entries) + 1 + len(mechanisms) > MAX_RECORDS:
-            raise LedgerError("ledger", expected=f"room for a debit and its draws in {MAX_RECORDS} records", got="none")
+            expected = f"room for a debit and {len(mechanisms)} draws within {MAX_RECORDS} records"
+            raise LedgerError("ledger", expected=expected, got=f"{len(entries)} records")
         steps = [*(_step(debit.mechanisms) for _, debit in _debits(entries)), _step(mechanisms)]
         epsilon = adaptive_epsilon(steps, self.budget.delta)
         if not epsilon <= self.budget.epsilon * _SLACK:
@@ -240,19 +238,19 @@ class Ledger:
 
     @contextmanager
     def _locked(self) -> Iterator[tuple[Entry, ...]]:
-        """Hold the ledger for one process at a time, verified and mended where that is safe."""
+        """Hold the ledger for one process at a time, verified, and repaired where that is safe."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(self.path.with_suffix(".lock")):
             self._begin()
             yield self._read()
 
     def _begin(self) -> None:
-        """Begin a new ledger where nothing remains of an old one; each step may be the last before a crash."""
+        """Make a new ledger where nothing remains of an old one; a crash after any step does no harm."""
         if self.draws.is_dir():
             return
         if not self._head_path.exists():
             if self.path.exists():
-                raise LedgerError("ledger head", expected="the file beside the ledger", got="none")
+                raise LedgerError("ledger head", expected="the file beside the ledger", got="no file")
             self._write_head(0, _GENESIS)
         if not self.path.exists() and self._read_head().num_entries == 0:
             write_atomic(self.path, b"", mode=0o600)
@@ -270,9 +268,11 @@ class Ledger:
         if len(entries) < head.num_entries:
             raise LedgerError("ledger", expected=f"{head.num_entries} records, as its head says", got=f"{len(entries)}")
         if len(entries) > head.num_entries + 1 or (len(entries) > head.num_entries and torn):
-            raise LedgerError("ledger", expected=f"{head.num_entries} records, as its head says", got="more")
-        if _last(entries[: head.num_entries]) != head.head_digest:
-            raise LedgerError("ledger head", expected="the digest of the ledger's last record", got="another")
+            got = f"{len(entries)} records" + (" and part of another" if torn else "")
+            raise LedgerError("ledger", expected=f"{head.num_entries} records, as its head says", got=got)
+        if (last := _last(entries[: head.num_entries])) != head.head_digest:
+            expected = f"the digest of the ledger's last record, {last}"
+            raise LedgerError("ledger head", expected=expected, got=head.head_digest)
         if torn:
             self._cut(len(data) - len(torn))
         if len(entries) > head.num_entries:
@@ -282,10 +282,10 @@ class Ledger:
     def _append(self, record: Debit | Draw) -> Entry:
         """Write a line, then the head; both are durable when this returns.
 
-        A write that fails is left as it is: the next reading removes half a line and counts a whole one as spent.
+        A failed write is left in place: the next reading removes half a line and counts a whole one as spent.
         """
         if record.number > MAX_RECORDS:
-            raise LedgerError("ledger", expected=f"at most {MAX_RECORDS} records", got="one more")
+            raise LedgerError("ledger", expected=f"at most {MAX_RECORDS} records", got=f"record {record.number}")
         line = record.encode()
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -297,7 +297,8 @@ class Ledger:
             entry = Entry(sha256_hex(line), record)
             self._write_head(record.number, entry.digest)
         except OSError as error:
-            raise LedgerError("ledger", expected="a durable record", got="a write that failed") from error
+            got = f"a write that failed: {error.strerror or error}"
+            raise LedgerError("ledger", expected="a durable record", got=got) from error
         return entry
 
     def _cut(self, size: int) -> None:
@@ -312,7 +313,8 @@ class Ledger:
         try:
             return _Head.parse(self._head_path.read_bytes(), subject="ledger head", limit=_MAX_LINE)
         except (OSError, DocumentError) as error:
-            raise LedgerError("ledger head", expected="the file beside the ledger", got="none that reads") from error
+            got = f"a file that is missing or damaged ({type(error).__name__})"
+            raise LedgerError("ledger head", expected="the file beside the ledger", got=got) from error
 
 
 def _parse(lines: list[bytes], unit: Unit) -> tuple[Entry, ...]:
@@ -324,9 +326,13 @@ def _parse(lines: list[bytes], unit: Unit) -> tuple[Entry, ...]:
             check_json(line, subject=subject, limit=_MAX_LINE)
             record = _RECORD.validate_json(line)
         except (DocumentError, ValidationError) as error:
-            raise LedgerError(subject, expected="a record as it was written", got="another line") from error
-        if record.encode() != line or record.number != number or record.previous != _last(tuple(entries)):
-            raise LedgerError(subject, expected="a record that follows the one before", got="another")
+            raise LedgerError(subject, expected="a record as it was written", got="a line that is not one") from error
+        previous = _last(tuple(entries))
+        if record.encode() != line or record.number != number or record.previous != previous:
+            expected = f"number {number} in canonical form, after {previous[:16]}"
+            form = "" if record.encode() == line else ", in another form"
+            got = f"number {record.number} after {record.previous[:16]}{form}"
+            raise LedgerError(subject, expected=expected, got=got)
         if isinstance(record, Debit):
             _check_unit(subject, record.unit, unit)
         entries.append(Entry(sha256_hex(line), record))
@@ -337,21 +343,28 @@ def _check_unit(subject: str, unit: Unit, counted: Unit) -> None:
     if (unit, counted) == ("image", "patient"):
         raise LedgerError(
             subject,
-            expected="statistics by patient, since the policy's privacy.unit is patient",
-            got="statistics by image, which say nothing about a patient",
-            remedy="What this site released by image cannot be counted by patient: set privacy.unit back to image.",
+            expected="statistics per patient, since the policy's privacy.unit is patient",
+            got="statistics per image, which say nothing about a patient",
+            remedy="Statistics drawn per image cannot be counted per patient: set privacy.unit back to image.",
         )
 
 
-def _alike(paid: Mapping[Kind, Mechanism], asked: Mapping[Kind, Mechanism]) -> bool:
-    """Whether these are the same statistics; mu is computed, and another machine may round it otherwise."""
+def _alike(paid: Mapping[Kind, Mechanism], requested: Mapping[Kind, Mechanism]) -> bool:
+    """Whether these are the same statistics; mu is computed, and machines may round it differently."""
 
-    def same(one: Mechanism, other: Mechanism) -> bool:
-        if isinstance(one, GaussianMechanism) and isinstance(other, GaussianMechanism):
-            return math.isclose(one.mu, other.mu, rel_tol=_SAME)
-        return one == other
+    def same(first: Mechanism, second: Mechanism) -> bool:
+        if isinstance(first, GaussianMechanism) and isinstance(second, GaussianMechanism):
+            return math.isclose(first.mu, second.mu, rel_tol=_SAME)
+        return first == second
 
-    return paid.keys() == asked.keys() and all(same(paid[kind], asked[kind]) for kind in paid)
+    return paid.keys() == requested.keys() and all(same(paid[kind], requested[kind]) for kind in paid)
+
+
+def _in_words(unit: Unit, mechanisms: Mapping[Kind, Mechanism]) -> str:
+    """Name the statistics with their cost; only numbers of the plan, nothing of the data."""
+    costs = {kind: each.model_dump(exclude={"kind"}) for kind, each in mechanisms.items()}
+    terms = (f"{kind} ({name} {value:g})" for kind, cost in costs.items() for name, value in cost.items())
+    return f"{', '.join(terms)} per {unit}"
 
 
 def _last(entries: tuple[Entry, ...]) -> str:

@@ -1,10 +1,10 @@
-"""The differentially private outputs of one plan: debit, draw, write, record, and only then use.
+"""Draws a plan's differentially private statistics: debit, draw, write, record, and only then use.
 
-A draw lies under its debit's digest beside the ledger before it is recorded there. After a crash the same call goes on
-where it stopped: no second debit, and no second draw for one debit.
+A draw is stored under its debit's digest beside the ledger before it is recorded there. After a crash the same call
+continues where it stopped: no second debit, and no second draw for one debit.
 
-With the patient as the unit every statistic looks at one record of each patient, drawn uniformly for that statistic
-alone: exchanging all that a patient has then exchanges one record, which is what the noise is made for.
+With the patient as the unit every statistic uses one record of each patient, drawn uniformly for that statistic alone:
+replacing all records of a patient then replaces one record, the change that the noise hides.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,14 +36,14 @@ STATISTIC_NAMES: Mapping[Kind, str] = {
     "moments": "moments.safetensors",
     "sketch": "sketch.safetensors",
 }
-_BLOCK_VALUES = 2**20  # so many at a time; a statistic never needs much more memory than its images
+_BLOCK_VALUES = 2**20  # values at a time, so that a statistic needs little more memory than its images
 
 Draw = Callable[[NDArray[np.int64], Noise], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """All that a plan's statistics are made from.
+    """Everything from which a plan's statistics are computed.
 
     Attributes:
         plan: the accepted plan.
@@ -52,7 +52,7 @@ class Source:
         images: shape (N, C, H, W).
         group_N: each image's public group.
         unit_N: the privacy unit of each image, numbered from 0 without a gap; with the image as the unit, its index.
-        label_N: each image's class, None where the plan asks for no classes.
+        label_N: each image's class, None for a plan without classes.
         dataset_digest: of the cohort.
     """
 
@@ -67,20 +67,20 @@ class Source:
 
 
 def draw(kind: Kind, source: Source, ledger: Ledger, folder: Path, *, noise: Noise = OS_NOISE) -> Path:
-    """Release one of the plan's outputs; asked again, hand out the same file.
+    """Draw one of the plan's statistics; a second call returns the same file.
 
     Args:
-        kind: which one.
-        source: what it is made from.
+        kind: which statistic.
+        source: the data it is computed from.
         ledger: of this site; the first of a plan's statistics debits them all.
         folder: where the file goes.
-        noise: the operating system's; tests hand in another.
+        noise: the operating system's, except in tests.
 
     Returns:
-        The file in `folder`, called as in `STATISTIC_NAMES`.
+        The file in `folder`, named by `STATISTIC_NAMES`.
 
     Raises:
-        PolicyError: the plan asks for no such statistic, or its sketch would not protect as its epsilon claims.
+        PolicyError: the plan has no such statistic, or its sketch would not protect as its epsilon claims.
         DataError: groups, units or classes that do not fit the plan.
         BudgetError: the ledger would go over; no noise was drawn.
         LedgerError: the ledger is damaged, or an earlier draw is gone.
@@ -97,16 +97,16 @@ def draw(kind: Kind, source: Source, ledger: Ledger, folder: Path, *, noise: Noi
 
 
 def _prepared(kind: Kind, source: Source) -> Draw:
-    """Do all that may fail before anything is debited; what is left needs the choice of records, and noise."""
-    asked = source.plan.statistics
+    """Do everything that may fail before the debit; the draw that is left needs the chosen records and noise."""
+    terms = source.plan.statistics
     if kind == "counts":
-        return _counts(source, asked.counts)
-    if kind == "class_counts" and asked.class_counts:
-        return _class_counts(source, asked.class_counts)
-    if kind == "moments" and asked.moments:
-        return _moments(source, asked.moments)
-    if kind == "sketch" and asked.sketch:
-        return _sketches(source, asked.sketch)
+        return _counts(source, terms.counts)
+    if kind == "class_counts" and terms.class_counts:
+        return _class_counts(source, terms.class_counts)
+    if kind == "moments" and terms.moments:
+        return _moments(source, terms.moments)
+    if kind == "sketch" and terms.sketch:
+        return _sketches(source, terms.sketch)
     expected = f"a statistic of {' or '.join(mechanisms(source.plan))}"
     raise PolicyError(f"plan {source.plan.plan_id}", expected=expected, got=kind)
 
@@ -117,76 +117,77 @@ def _check_units(source: Source) -> int:
     present_U = torch.unique(source.unit_N)  # ascending
     whole = len(source.unit_N) == num_records and torch.equal(present_U, torch.arange(num_units))
     if not whole or (source.plan.statistics.unit == "image" and num_units != num_records):
-        expected = "one of units 0, 1, 2, ... for each image, and none of them twice if the unit is the image"
-        raise DataError("privacy units", expected=expected, got="others")
+        expected = f"units 0, 1, 2, ... without a gap for {num_records} images, each once if the unit is the image"
+        got = f"{len(present_U)} different units up to {num_units - 1} for {len(source.unit_N)} images"
+        raise DataError("privacy units", expected=expected, got=got)
     return num_units
 
 
-def _counts(source: Source, asked: CountsStatistic) -> Draw:
+def _counts(source: Source, terms: CountsStatistic) -> Draw:
     """Draw the histogram over public groups, with discrete Laplace noise."""
-    group_N = _cells(source.group_N, asked.num_groups, len(source.images), "groups")
+    group_N = _cells(source.group_N, terms.num_groups, len(source.images), "groups")
 
     def draw_from(chosen_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:
-        true_G = np.bincount(group_N[chosen_U], minlength=asked.num_groups)
-        return {"counts": torch.from_numpy(true_G + discrete_laplace(asked.num_groups, asked.epsilon, noise))}
+        true_G = np.bincount(group_N[chosen_U], minlength=terms.num_groups)
+        return {"counts": torch.from_numpy(true_G + discrete_laplace(terms.num_groups, terms.epsilon, noise))}
 
     return draw_from
 
 
-def _class_counts(source: Source, asked: ClassCountsStatistic) -> Draw:
+def _class_counts(source: Source, terms: ClassCountsStatistic) -> Draw:
     """Draw the histogram over classes and public groups, with discrete Laplace noise."""
     num_groups = source.plan.statistics.counts.num_groups
     if source.label_N is None:
-        raise DataError("classes", expected="one for each image", got="none")
+        raise DataError("classes", expected="one for each image", got="images without classes")
     group_N = _cells(source.group_N, num_groups, len(source.images), "groups")
-    cell_N = group_N + num_groups * _cells(source.label_N, asked.num_classes, len(source.images), "classes")
-    num_cells = asked.num_classes * num_groups
+    cell_N = group_N + num_groups * _cells(source.label_N, terms.num_classes, len(source.images), "classes")
+    num_cells = terms.num_classes * num_groups
 
     def draw_from(chosen_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:
-        noisy = np.bincount(cell_N[chosen_U], minlength=num_cells) + discrete_laplace(num_cells, asked.epsilon, noise)
-        return {"counts": torch.from_numpy(noisy.reshape(asked.num_classes, num_groups))}
+        noisy = np.bincount(cell_N[chosen_U], minlength=num_cells) + discrete_laplace(num_cells, terms.epsilon, noise)
+        return {"counts": torch.from_numpy(noisy.reshape(terms.num_classes, num_groups))}
 
     return draw_from
 
 
-def _moments(source: Source, asked: MomentsStatistic) -> Draw:
+def _moments(source: Source, terms: MomentsStatistic) -> Draw:
     """Draw the sums of ``s`` and of ``s s^T`` over units, each term on the public grid, with Gaussian noise.
 
-    Isotropic noise on ``(sum s, sum s s^T / sqrt(2))``: a symmetric matrix has its off-diagonal entries twice in the
-    norm, so that they get `std` and the diagonal ``sqrt(2) std``.
+    The noise is isotropic on ``(sum s, sum s s^T / sqrt(2))``: the norm of a symmetric matrix counts its off-diagonal
+    entries twice, so they get `std` and the diagonal ``sqrt(2) std``.
     """
-    whole_NR = _on_grid(source, asked.rank)
-    std = moments_sensitivity(asked.rank) / gaussian_mu(asked.epsilon, asked.delta) / GRID
+    whole_NR = _on_grid(source, terms.rank)
+    std = moments_sensitivity(terms.rank) / gaussian_mu(terms.epsilon, terms.delta) / GRID
 
     def draw_from(chosen_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:
         whole_UR = whole_NR[chosen_U]
-        sum_R = whole_UR.sum(0) + rounded_gaussian((asked.rank,), std, noise)
-        second_RR = np.zeros((asked.rank, asked.rank), dtype=np.int64)
-        block = max(1, _BLOCK_VALUES // asked.rank**2)
+        sum_R = whole_UR.sum(0) + rounded_gaussian((terms.rank,), std, noise)
+        second_RR = np.zeros((terms.rank, terms.rank), dtype=np.int64)
+        block = max(1, _BLOCK_VALUES // terms.rank**2)
         for start in range(0, len(whole_UR), block):
             rows = whole_UR[start : start + block]
             second_RR += np.rint(rows[:, :, None] * rows[:, None] * GRID).astype(np.int64).sum(0)
         upper_RR = np.triu(rounded_gaussian(second_RR.shape, std, noise), 1)
-        second_RR += upper_RR + upper_RR.T + np.diag(rounded_gaussian((asked.rank,), np.sqrt(2.0) * std, noise))
+        second_RR += upper_RR + upper_RR.T + np.diag(rounded_gaussian((terms.rank,), np.sqrt(2.0) * std, noise))
         return {"sum": _from_grid(sum_R, GRID), "second": _from_grid(second_RR, GRID)}
 
     return draw_from
 
 
-def _sketches(source: Source, asked: SketchStatistic) -> Draw:
+def _sketches(source: Source, terms: SketchStatistic) -> Draw:
     """Draw one noised sketch per unit, in a random order.
 
-    ``s_r = alpha_r s_0 + (sigma_r / C) n``, with s_0 rounded to the public grid and the noise rounded to it as well.
+    ``s_r = alpha_r s_0 + (sigma_r / C) n``, with s_0 and the noise rounded to the public grid.
     """
-    whole_NR = _on_grid(source, asked.rank)
+    whole_NR = _on_grid(source, terms.rank)
     path, scale = path_named(source.plan.objective.path), source.sketch.scale
-    mu = gaussian_mu(asked.epsilon, asked.delta)
-    at = torch.tensor(t_release(mu, scale, path, asked.rank), dtype=torch.float64)
-    alpha, sigma = float(path.alpha(at)), float(path.sigma(at))
+    mu = gaussian_mu(terms.epsilon, terms.delta)
+    t_r = torch.tensor(t_release(mu, scale, path, terms.rank), dtype=torch.float64)
+    alpha, sigma = float(path.alpha(t_r)), float(path.sigma(t_r))
 
     def draw_from(chosen_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:
         whole_UR = whole_NR[chosen_U]
-        block = max(1, _BLOCK_VALUES // asked.rank)
+        block = max(1, _BLOCK_VALUES // terms.rank)
         for start in range(0, len(whole_UR), block):
             rows = whole_UR[start : start + block]
             rows += rounded_gaussian(rows.shape, sigma / (alpha * scale) / GRID, noise)
@@ -203,14 +204,16 @@ def _on_grid(source: Source, rank: int) -> NDArray[np.int64]:
 
 
 def _from_grid(whole: NDArray[np.int64], step: float) -> Tensor:
-    """Return whole steps as numbers; rounding to float32 comes after the noise and betrays nothing."""
+    """Return whole steps as float32; this rounding comes after the noise, so it is post-processing."""
     return torch.from_numpy(whole * step).float()
 
 
 def _cells(index_N: Tensor, num: int, num_records: int, subject: str) -> NDArray[np.int64]:
     """Return each image's cell, checked."""
-    if len(index_N) != num_records or int(index_N.min()) < 0 or int(index_N.max()) >= num:
-        raise DataError(subject, expected=f"one of 0 to {num - 1} for each image", got="others")
+    outside = int(((index_N < 0) | (index_N >= num)).sum())
+    if len(index_N) != num_records or outside:
+        expected = f"one of 0 to {num - 1} for each of {num_records} images"
+        raise DataError(subject, expected=expected, got=f"{len(index_N)} entries, {outside} of them outside")
     return np.asarray(index_N.numpy(), dtype=np.int64)
 
 
@@ -232,7 +235,7 @@ def _draw_once(
             raise LedgerError(
                 f"draw of {kind}",
                 expected="the file that was drawn for its debit",
-                got="another file" if kept.exists() else "none",
+                got="a file with another digest" if kept.exists() else "no file",
                 remedy="Restore private/draws from backup. Drawing again would need a new debit, so a new plan.",
             )
         write_atomic(path, kept.read_bytes())

@@ -1,1 +1,1 @@
-"""The half of a site that has the data: one plan, one state at a time."""
+"""The half of a site that has the data: works on one plan at a time, in durable states."""

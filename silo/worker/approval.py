@@ -1,4 +1,4 @@
-"""What waits for approval; how a person lets exactly that leave, or gives the plan up."""
+"""Approves the draft that waits, by its digest, or withdraws from the plan."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def approval_path(site: Site) -> Path:
 
 
 def review_folder(site: Site) -> Path:
-    """Where the bytes that would leave lie for a person to look at."""
+    """The folder with the bytes that would leave, for a person to inspect."""
     return site.private / "review"
 
 
@@ -36,13 +36,15 @@ def approve(site: Site, digest: str) -> None:
     """Record a person's approval of exactly the draft with this digest.
 
     Raises:
-        ApprovalError: nothing waits, or something else does.
+        ApprovalError: no draft waits, or one with another digest.
     """
     state = load_state(state_path(site.private))
     if state.state != "awaiting_approval" or state.submission_digest is None:
-        raise ApprovalError("approval", expected="a submission in state awaiting_approval", got=state.state)
-    if digest != state.submission_digest or load_draft(site).digest != digest:
-        raise ApprovalError("approval", expected=state.submission_digest, got=digest)
+        raise ApprovalError("approval", expected="a submission in state awaiting_approval", got=f"state {state.state}")
+    for subject, found in (("approval", digest), ("review/draft.json", load_draft(site).digest)):
+        if found != state.submission_digest:
+            expected = f"the digest of the draft that waits, {state.submission_digest}"
+            raise ApprovalError(subject, expected=expected, got=ascii(found[:80]))
     write_atomic(approval_path(site), PersonApproval(submission_digest=digest).encode())
 
 
@@ -56,17 +58,21 @@ def person_approved(site: Site, digest: str) -> bool:
 
 
 def withdraw(site: Site) -> State:
-    """Give up the present plan, so that the site can take another; what was released stays in the ledger.
+    """Give up the present plan, so that the site can accept another; debits and draws stay in the ledger.
 
     Raises:
-        BusyError: the worker is at work.
+        BusyError: the worker is running.
         ApprovalError: there is no plan to give up, or its submission was sent.
     """
     with locked(site.private, "worker"):
         state = load_state(state_path(site.private))
         if state.state in IDLE | SENT:
-            raise ApprovalError("withdrawal", expected="a plan at work and nothing sent", got=f"state {state.state}")
+            remedy = "There is nothing to withdraw from: see the state with `silo status`."
+            if state.state in SENT:
+                remedy = "The submission was sent: ask the aggregator to withdraw this silo."
+            expected = "a plan in work whose submission was not sent"
+            raise ApprovalError("withdrawal", expected=expected, got=f"state {state.state}", remedy=remedy)
         if (site.outbox / (state.plan_id or "") / str(state.sequence)).exists():
-            remedy = "The worker was stopped between sending and noting it: run it again, it goes on from there."
-            raise ApprovalError("withdrawal", expected="nothing sent", got="a submission in the outbox", remedy=remedy)
+            remedy = "The worker stopped between sending and recording it: run it again, it continues from there."
+            raise ApprovalError("withdrawal", expected="an empty outbox", got="a submission in it", remedy=remedy)
         return save_state(state_path(site.private), state.to("withdrawn"))

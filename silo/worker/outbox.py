@@ -1,4 +1,4 @@
-"""What would leave, and how it leaves: the draft, its review, its signature, the outbox."""
+"""Drafts, signs and sends a submission: everything that leaves a silo passes through here."""
 
 import shutil
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
 from silo.config import Isolation, Site
 from silo.plan.acceptance import AcceptedPlan
-from silo.plan.workspace import TrainingRecord, Workplace
+from silo.plan.workspace import TrainingRecord, Workspace
 from silo.privacy.ledger import Ledger
 from silo.privacy.statistics import STATISTIC_NAMES
 from silo.worker.training import find_parts
@@ -41,7 +41,7 @@ from silo.worker.training import find_parts
 
 def draft(
     accepted: AcceptedPlan,
-    work: Workplace,
+    work: Workspace,
     files: PlanFiles,
     ledger: Ledger,
     verdict: AuditVerdict,
@@ -51,11 +51,11 @@ def draft(
     isolation: Isolation,
     now: datetime,
 ) -> Submission:
-    """Write down everything that would leave; what is missing is the approval, and the signature over all of it."""
+    """Write down everything that would leave, except the approval and the signature over all of it."""
     plan = accepted.plan
     parts = find_parts(plan, files, work, silo_id)
     records = [work.record(part.expert_id) for part in parts]
-    one_a_unit = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
+    with_images = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
     head_digest, num_entries, chain = ledger.head
     return Submission(
         plan_id=plan.plan_id,
@@ -66,7 +66,7 @@ def draft(
         num_units=records[0].num_units,
         isolation=isolation,
         experts=tuple(
-            _submitted_expert(record, part.cluster, work, silo_id, with_images=one_a_unit)
+            _submitted_expert(record, part.cluster, work, silo_id, with_images=with_images)
             for record, part in zip(records, parts, strict=True)
         ),
         statistics=tuple(_submitted_statistic(kind, plan, files, work) for kind in mechanisms(plan)),
@@ -81,9 +81,9 @@ def draft(
 
 
 def _submitted_expert(
-    record: TrainingRecord, cluster: int | None, work: Workplace, silo_id: str, *, with_images: bool
+    record: TrainingRecord, cluster: int | None, work: Workspace, silo_id: str, *, with_images: bool
 ) -> SubmittedExpert:
-    """Describe one expert: how many images it is made of only where that is the silo's public number of units."""
+    """Describe one expert, with its number of images only where that is the silo's public number of units."""
     return SubmittedExpert(
         expert_id=record.expert_id,
         cluster=cluster,
@@ -95,7 +95,7 @@ def _submitted_expert(
     )
 
 
-def _submitted_statistic(kind: Kind, plan: Plan, files: PlanFiles, work: Workplace) -> SubmittedStatistic:
+def _submitted_statistic(kind: Kind, plan: Plan, files: PlanFiles, work: Workspace) -> SubmittedStatistic:
     epsilon, delta = statistic_terms(plan.statistics)[kind]
     file = File.of(STATISTIC_NAMES[kind], work.statistics / STATISTIC_NAMES[kind])
     match kind:
@@ -110,8 +110,8 @@ def _submitted_statistic(kind: Kind, plan: Plan, files: PlanFiles, work: Workpla
             return SubmittedSketch(epsilon=epsilon, delta=delta, t_release=t_release, file=file)
 
 
-def stage_review(draft_submission: Submission, work: Workplace, review: Path) -> str:
-    """Lay out, byte for byte, what would leave, for a person to look at; return the draft's digest."""
+def stage_review(draft_submission: Submission, work: Workspace, review: Path) -> str:
+    """Lay out, byte for byte, everything that would leave, for a person to inspect; return the draft's digest."""
     shutil.rmtree(review, ignore_errors=True)
     review.mkdir(parents=True)
     for path, source in payload(draft_submission, work).items():
@@ -120,19 +120,19 @@ def stage_review(draft_submission: Submission, work: Workplace, review: Path) ->
     return draft_submission.digest
 
 
-def payload(submission: Submission, work: Workplace) -> Mapping[str, Path]:
-    """The tensor files that leave with a submission: relative path to where each lies on this site."""
+def payload(submission: Submission, work: Workspace) -> Mapping[str, Path]:
+    """Return the tensor files that leave with a submission: relative path to the place on this site."""
     experts = {expert.file.path: work.expert_path(expert.expert_id) for expert in submission.experts}
     statistics = {statistic.file.path: work.statistics / statistic.file.path for statistic in submission.statistics}
     return {**experts, **statistics}
 
 
 def send(
-    draft_submission: Submission, work: Workplace, site: Site, key: SigningKey, approval: Approval, *, now: datetime
+    draft_submission: Submission, work: Workspace, site: Site, key: SigningKey, approval: Approval, *, now: datetime
 ) -> Submission:
-    """Sign an approved draft and move it into the outbox in one rename; what is there already is left as it is.
+    """Sign an approved draft and move it into the outbox in one rename; one that is there already stays unchanged.
 
-    The silo's signature lists the submission and its experts; the statistics stand in the submission as digests.
+    The silo's signature lists the submission and its experts; the submission lists its statistics by digest.
 
     Raises:
         ApprovalError: a file changed since it was reviewed.
@@ -162,5 +162,6 @@ def send(
 def _check_unchanged(submission: Submission, files: Mapping[str, Path]) -> None:
     listed = [expert.file for expert in submission.experts] + [statistic.file for statistic in submission.statistics]
     for file in listed:
-        if sha256_file(files[file.path]) != file.digest:
-            raise ApprovalError(file.path, expected="the bytes that were reviewed", got="other bytes")
+        if (found := sha256_file(files[file.path])) != file.digest:
+            expected = f"the bytes that were reviewed, sha256 {file.digest}"
+            raise ApprovalError(file.path, expected=expected, got=f"sha256 {found}")

@@ -1,4 +1,4 @@
-"""What a person sees before approving: every file that would leave, and what about it no guarantee covers."""
+"""Describes a draft for its approver: every file that would leave, and what no privacy guarantee covers."""
 
 from ddm.protocol.submission import Submission, SubmittedExpert
 from ddm.system.console import human_bytes, human_seconds, table
@@ -7,9 +7,9 @@ from silo.worker.approval import load_draft, review_folder
 
 
 def review_text(site: Site) -> str:
-    """Describe the draft that waits, in one screen."""
+    """Describe the draft that waits for approval, on one screen."""
     draft = load_draft(site)
-    return "\n\n".join([_heading(draft), _files(draft), _without_dp(draft), _how_to_go_on(site, draft)])
+    return "\n\n".join([_heading(draft), _files(draft), _without_dp(draft), _next_step(site, draft)])
 
 
 def _heading(draft: Submission) -> str:
@@ -28,7 +28,7 @@ def _heading(draft: Submission) -> str:
 
 
 def _isolation_note(isolation: str) -> str:
-    note = " (worker and courier run as one user: nothing but convention keeps the courier from the data)"
+    note = " (worker and courier run as the same user, so nothing prevents the courier from reading the data)"
     return note if isolation == "none" else ""
 
 
@@ -45,7 +45,7 @@ def _files(draft: Submission) -> str:
 
 def _without_dp(draft: Submission) -> str:
     rows = [
-        ("expert weights", f"{len(draft.experts)} expert(s), trained without DP-SGD: they may remember single images"),
+        ("expert weights", f"{len(draft.experts)} expert(s), trained without DP-SGD: they may memorise single images"),
         (f"number of {draft.spent.unit}s", f"{draft.num_units}"),
         *((f"training of {expert.expert_id}", _training(expert)) for expert in draft.experts),
         ("audit", draft.audit.verdict),
@@ -59,8 +59,8 @@ def _training(expert: SubmittedExpert) -> str:
     return f"{expert.steps} steps, loss {training.loss:.4f}, {human_seconds(training.seconds)}"
 
 
-def _how_to_go_on(site: Site, draft: Submission) -> str:
+def _next_step(site: Site, draft: Submission) -> str:
     return (
-        f"The bytes themselves: {review_folder(site)}\n"
-        f"To let exactly this leave:\n  silo approve {site.path} --digest {draft.digest}"
+        f"The files to inspect: {review_folder(site)}\n"
+        f"To approve exactly these bytes:\n  silo approve {site.path} --digest {draft.digest}"
     )

@@ -1,4 +1,4 @@
-"""The worker's stages between an accepted plan and something to approve: scan, assign, train, audit, release.
+"""The worker's stages from an accepted plan to a draft: scan, assign, audit, draw statistics.
 
 Training itself: `silo.worker.training`.
 """
@@ -27,7 +27,7 @@ from ddm.routers.sketch import released_sketch_specs
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort, load_cohort
 from silo.plan.acceptance import AcceptedPlan
-from silo.plan.workspace import Workplace
+from silo.plan.workspace import Workspace
 from silo.privacy.audit import gate, measure
 from silo.privacy.ledger import Ledger
 from silo.privacy.statistics import Source, draw
@@ -62,10 +62,10 @@ def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
 
 
 def check_sizes(accepted: AcceptedPlan, cohort: Cohort) -> None:
-    """Refuse, before anything is debited, a plan that accepts no files as large as this site's statistics are.
+    """Refuse, before anything is debited, a plan whose size limit is too small for this site's statistics.
 
     Raises:
-        PolicyError: names the statistic.
+        PolicyError: names the statistic, its size and the limit.
     """
     plan = accepted.plan
     specs: dict[Kind, dict[str, TensorSpec]] = {
@@ -82,7 +82,7 @@ def check_sizes(accepted: AcceptedPlan, cohort: Cohort) -> None:
 
 
 def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None:
-    """Refuse, before training and again before the first draw, a plan whose statistics together are over budget.
+    """Refuse, before training and again before the first draw, a plan whose statistics exceed the budget.
 
     Raises:
         BudgetError: nothing was debited and no noise was drawn.
@@ -97,7 +97,8 @@ def assign(cohort: Cohort, files: PlanFiles, cohort_path: Path, on_progress: Cal
         cohort: the private images.
         files: the plan's.
         cohort_path: where the table goes.
-        on_progress: called with images encoded and images in all; what it raises ends the work, and nothing is written.
+        on_progress: called with images encoded and images in all; an exception it raises stops the work, and nothing
+            is written.
     """
     fine_N = files.clusters.assign(files.encoder.encode(cohort.images, on_progress))
     coarse_N, group_N = files.clusters.coarse_F[fine_N], files.clusters.group_F[fine_N]
@@ -122,14 +123,16 @@ def read_assignment(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> Tens
     Raises:
         DataError: no table, or one of other images or of another plan's centroids.
     """
-    wanted = {"dataset_digest": cohort.digest, "centroids": _fingerprint(files)}
+    expected = f"the assignment of {len(cohort.images)} images to this plan's centroids"
+    sources = {"dataset_digest": cohort.digest, "centroids": _fingerprint(files)}
     try:
         frame = pd.read_parquet(cohort_path)
-        found = {name: frame.attrs.get(name) for name in wanted}
+        differing = [name for name, digest in sources.items() if frame.attrs.get(name) != digest]
     except (OSError, ValueError) as error:  # pyarrow's own errors are among these
-        raise DataError("cohort.parquet", expected="this plan's assignment", got="no table", remedy=_GIVE_UP) from error
-    if found != wanted or len(frame) != len(cohort.images):
-        raise DataError("cohort.parquet", expected="this plan's assignment", got="another", remedy=_GIVE_UP)
+        raise DataError("cohort.parquet", expected=expected, got="no readable table", remedy=_GIVE_UP) from error
+    if differing or len(frame) != len(cohort.images):
+        got = f"a table of {len(frame)} images" + "".join(f", another {name}" for name in differing)
+        raise DataError("cohort.parquet", expected=expected, got=got, remedy=_GIVE_UP)
     return torch.from_numpy(frame["fine"].to_numpy().copy())
 
 
@@ -139,7 +142,7 @@ def _fingerprint(files: PlanFiles) -> str:
 
 
 def check_auditable(accepted: AcceptedPlan, policy: Policy) -> None:
-    """Refuse before days of training what the audit could not let pass afterwards.
+    """Refuse, before days of training, a plan whose experts could not pass the audit afterwards.
 
     Raises:
         AuditError: too little held-out data to measure leakage, and no waiver.
@@ -149,8 +152,8 @@ def check_auditable(accepted: AcceptedPlan, policy: Policy) -> None:
         gate(measure(accepted.plan.plan_id, audit, num_holdout_units=NUM_HOLDOUT_UNITS), policy.audit)
 
 
-def audit_experts(accepted: AcceptedPlan, work: Workplace, policy: Policy) -> AuditVerdict:
-    """Audit the experts, all together, and pass them through the gate.
+def audit_experts(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> AuditVerdict:
+    """Audit all experts together, and return the verdict under which they may leave.
 
     Raises:
         AuditError: the audit did not pass and the policy holds no waiver.
@@ -160,16 +163,16 @@ def audit_experts(accepted: AcceptedPlan, work: Workplace, policy: Policy) -> Au
     return gate(report, policy.audit)
 
 
-def release(
+def draw_statistics(
     accepted: AcceptedPlan,
     cohort: Cohort,
     files: PlanFiles,
     fine_N: Tensor,
-    work: Workplace,
+    work: Workspace,
     ledger: Ledger,
     kinds: Iterable[Kind],
 ) -> None:
-    """Draw some of this plan's statistics; all of them are debited in the ledger before the first noise is drawn.
+    """Draw some of this plan's statistics; all of them are debited in the ledger before any noise is drawn.
 
     Raises:
         BudgetError: the ledger would go over; nothing was drawn.

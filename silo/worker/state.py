@@ -1,4 +1,4 @@
-"""Where a silo's work on its plan stands: one small file, replaced atomically at every step."""
+"""The state of a silo's work on its plan: one small file, replaced atomically at every step."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ SENT: frozenset[str] = frozenset({"in_outbox", "accepted"})
 
 
 class Problem(Document):
-    """Why the work stands still: the documented code and the sentence shown to the operator; stays on the site."""
+    """Why the work stopped: the documented code and the sentence shown to the operator; stays on the site."""
 
     format: Literal["archipelago/problem/1"] = "archipelago/problem/1"
     code: NaturalInt
@@ -24,7 +24,7 @@ class Problem(Document):
 
 
 class State(Document):
-    """The worker's state. Entering a state is writing this file."""
+    """The worker's state; writing this file enters it."""
 
     format: Literal["archipelago/state/1"] = "archipelago/state/1"
     state: StateName = "waiting"
@@ -43,15 +43,15 @@ class State(Document):
 
 
 def state_path(private: Path) -> Path:
-    """Where the state lies in a site's private folder."""
+    """The path of the state in a site's private folder."""
     return private / "state.json"
 
 
 def load_state(path: Path) -> State:
-    """Read the state; a site without one is waiting.
+    """Read the state; a site without the file is waiting.
 
     Raises:
-        DocumentError: the file is damaged. It is never guessed at.
+        DocumentError: the file is damaged.
     """
     if not path.exists():
         return State()

@@ -1,9 +1,9 @@
-"""Training a silo's experts: which there are, which images each is made of, one after another, resumable at any point.
+"""Trains a silo's experts one after another: which experts there are, and which images each learns; resumable anywhere.
 
-Which experts exist is told by the noised histogram alone (`ddm.partition.layout`), so that their list tells nothing
-more. The noise can name a cluster of which the silo holds next to nothing. Its expert is trained all the same, since
-leaving it out would tell the true count; so that it does not learn a handful of images by heart, it is made of the
-silo's images nearest to the cluster as well, as many as plan and policy ask of an expert.
+The noised histogram alone decides which experts exist (`ddm.partition.layout`), so their list reveals nothing more. The
+noise can select a cluster of which the silo holds hardly any image. Its expert is trained all the same, since leaving
+it out would reveal the true count; to keep it from memorising a handful of images, it also learns the silo's images
+nearest to the cluster, up to the fewest images that plan and policy allow for an expert.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from ddm.models import build_expert, load_expert
 from ddm.models.adaptation import adapt, merged
 from ddm.partition.clustering import Clusters
 from ddm.partition.layout import Part, part_of_images, silo_parts
-from ddm.protocol.plan import ClassCondition, NoCondition, Plan, RandomPartition, SiloClusterPartition, TextCondition
+from ddm.protocol.plan import ClassCondition, NoCondition, Plan, RandomPartition, SiloClusterPartition
 from ddm.protocol.submission import ExpertTraining
 from ddm.routers.counts import counts_specs
 from ddm.training.config import Engine
@@ -32,7 +32,7 @@ from ddm.training.loop import Progress, train
 from silo.config import Policy
 from silo.data.captions import some_texts
 from silo.data.cohort import Cohort
-from silo.plan.workspace import TrainingRecord, Workplace
+from silo.plan.workspace import TrainingRecord, Workspace
 from silo.privacy.statistics import STATISTIC_NAMES
 
 # Shape legend: N images, F fine centroids, G public groups, D feature values.
@@ -41,12 +41,12 @@ _MAX_SEED = 2**63
 
 
 def fewest_images(plan: Plan, policy: Policy) -> int:
-    """Return the fewest images that an expert of this plan may be made of on this site."""
+    """Return the fewest images from which an expert of this plan may be trained on this site."""
     return max(plan.partition.min_images, policy.training.min_images)
 
 
 def fewest_in_all(plan: Plan, policy: Policy) -> int:
-    """Return the fewest images that this site needs: a random partition deals them to all its experts."""
+    """Return the fewest images that this site needs: a random partition divides them among all its experts."""
     num_parts = plan.partition.num_parts if isinstance(plan.partition, RandomPartition) else 1
     return num_parts * fewest_images(plan, policy)
 
@@ -58,15 +58,15 @@ def num_classes(plan: Plan) -> int | None:
     return plan.statistics.class_counts.num_classes if plan.statistics.class_counts else None
 
 
-def counts_tell_experts(plan: Plan) -> bool:
-    """Whether the noised histogram has to be drawn before training, because it says which experts there are."""
+def counts_define_experts(plan: Plan) -> bool:
+    """Whether the noised histogram must be drawn before training, because it decides which experts exist."""
     return isinstance(plan.partition, SiloClusterPartition)
 
 
-def find_parts(plan: Plan, files: PlanFiles, work: Workplace, silo_id: str) -> tuple[Part, ...]:
-    """Return this silo's experts, from the histogram as it was released where that decides."""
+def find_parts(plan: Plan, files: PlanFiles, work: Workspace, silo_id: str) -> tuple[Part, ...]:
+    """Return this silo's experts, from the noised histogram where it decides."""
     noisy_G = torch.zeros(plan.statistics.counts.num_groups, dtype=torch.int64)
-    if counts_tell_experts(plan):
+    if counts_define_experts(plan):
         path = work.statistics / STATISTIC_NAMES["counts"]
         noisy_G = load_tensors(path, counts_specs(plan), max_bytes=plan.limits.statistic_bytes)["counts"]
     return silo_parts(plan.partition, silo_id, files.clusters, noisy_G)
@@ -77,7 +77,7 @@ def train_experts(
     files: PlanFiles,
     cohort: Cohort,
     fine_N: Tensor,
-    work: Workplace,
+    work: Workspace,
     policy: Policy,
     silo_id: str,
     *,
@@ -86,7 +86,7 @@ def train_experts(
     bundle: Path | None = None,
     engine: Engine = Engine(),
 ) -> None:
-    """Train every expert of this silo, resuming exactly where an earlier process stopped; write each and its record.
+    """Train every expert of this silo and write it with its record, resuming exactly where an earlier process stopped.
 
     Args:
         plan: the accepted plan.
@@ -96,15 +96,15 @@ def train_experts(
         work: this plan's folder.
         policy: this site's.
         silo_id: this silo.
-        on_progress: called with the steps taken and the steps to take, all experts together.
-        should_stop: asked before every step.
+        on_progress: called with the steps taken and the steps in all, over all experts.
+        should_stop: called before every step.
         bundle: the folder with the plan's files, for a plan whose experts start from a public one.
         engine: how this machine trains.
 
     Raises:
         PolicyError: the experts together took longer than the plan's limit.
-        DataError: the plan's experts are told what this site's images do not have.
-        KeyboardInterrupt: `should_stop` answered yes; the last checkpoint stands.
+        DataError: the plan's experts are conditioned on classes or texts that this site's images lack.
+        KeyboardInterrupt: `should_stop` returned true; the last checkpoint stays.
     """
     parts = find_parts(plan, files, work, silo_id)
     part_N = part_of_images(plan.partition, parts, files.clusters.group_F[fine_N], plan.expert.training.seed)
@@ -122,11 +122,11 @@ def train_experts(
             recipe = ExpertRecipe(plan, silo_id, number, bundle, engine)
             _train_expert(recipe, cohort, chosen, part.expert_id, work, watch, should_stop)
         seconds += work.record(part.expert_id).training.seconds
-        _check_time(plan, seconds)  # again: of several processes one may write the record before `watch` ends them
+        _check_time(plan, seconds)  # again: with several processes, one may write the record before `watch` stops them
 
 
 def images_of_part(part: Part, own_N: Tensor, fine_N: Tensor, clusters: Clusters, fewest: int) -> Tensor:
-    """Return the images that an expert is made of, ascending: its own and, where they are too few, the nearest others.
+    """Return the images that an expert learns, ascending: its own and, where they are too few, the nearest others.
 
     Args:
         part: the expert's.
@@ -150,7 +150,7 @@ def _check_time(plan: Plan, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class ExpertRecipe:
-    """What one expert of a silo starts from and learns.
+    """The weights from which one expert of a silo starts, and its training settings.
 
     Attributes:
         plan: the accepted plan.
@@ -168,15 +168,15 @@ class ExpertRecipe:
 
     @property
     def seed(self) -> int:
-        """No two experts of a silo share it."""
+        """The seed of its training, different for each expert of a silo."""
         return (self.plan.expert.training.seed + self.number) % _MAX_SEED
 
     def start(self) -> nn.Module:
-        """Build what is trained, from random weights or from the plan's public expert.
+        """Build the model to train, from random weights or from the plan's public expert.
 
         Raises:
             MissingFileError, DigestError, TensorFileError: the public expert is not the one that the plan lists.
-            SetupError: the adaptation names weights that the expert does not have.
+            SetupError: the adaptation names weights that the expert lacks.
         """
         expert, shape, condition = self.plan.expert, self.plan.expert_shape, self.plan.condition
         if expert.base is None:
@@ -189,24 +189,26 @@ class ExpertRecipe:
         return adapt(base, expert.adaptation, seed=self.seed)
 
     def labels(self, cohort: Cohort, chosen: Tensor, folder: Path) -> Tensor | None:
-        """Return what the expert is told about each image, texts from a file in `folder`; None where told nothing.
+        """Return the condition of each chosen image, texts from a file in `folder`; None for an unconditional expert.
 
         Raises:
-            DataError: the site's images do not have it.
+            DataError: the site's images have no such condition.
         """
         if isinstance(self.plan.condition, NoCondition):
             return None
-        told = cohort.label_N if isinstance(self.plan.condition, ClassCondition) else cohort.text_NLD
-        if told is None:
-            raise DataError("images", expected=f"a {self.plan.condition.kind} for each", got="none")
-        if len(chosen) == len(told):  # ascending: so all of them
-            return told
-        return some_texts(told, chosen, folder) if isinstance(self.plan.condition, TextCondition) else told[chosen]
+        by_class = isinstance(self.plan.condition, ClassCondition)
+        condition_N = cohort.label_N if by_class else cohort.text_NLD
+        if condition_N is None:
+            kind = self.plan.condition.kind
+            raise DataError("images", expected=f"a {kind} for each", got=f"images without a {kind}")
+        if len(chosen) == len(condition_N):  # ascending: so all of them
+            return condition_N
+        return condition_N[chosen] if by_class else some_texts(condition_N, chosen, folder)
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """The training of one expert, as one process does it or several do together; what it is made of comes beside it.
+class ExpertJob:
+    """The training of one expert, in one process or in several together; its tensors are passed to the call.
 
     Attributes:
         recipe: the expert's.
@@ -217,13 +219,13 @@ class Lesson:
 
     recipe: ExpertRecipe
     expert_id: str
-    work: Workplace
+    work: Workspace
     num_units: int
 
     def __call__(
         self, tensors: Mapping[str, Tensor], on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
     ) -> None:
-        """Train on `images` and, where the expert is told something, `labels`; write the expert and its record."""
+        """Train on `images` and, for a conditional expert, `labels`; write the expert and its record."""
         recipe, plan = self.recipe, self.recipe.plan
         objective, condition = plan.objective.of(recipe.silo_id), plan.condition
         trained = train(
@@ -259,15 +261,15 @@ def _train_expert(
     cohort: Cohort,
     chosen: Tensor,
     expert_id: str,
-    work: Workplace,
+    work: Workspace,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> None:
     folder = work.checkpoints(expert_id)
-    lesson, labels = Lesson(recipe, expert_id, work, cohort.num_units), recipe.labels(cohort, chosen, folder)
+    job, labels = ExpertJob(recipe, expert_id, work, cohort.num_units), recipe.labels(cohort, chosen, folder)
     tensors = {"images": cohort.images[chosen]} | ({} if labels is None else {"labels": labels})
     num = num_processes(recipe.engine)
     if num == 1:
-        lesson(tensors, on_progress, should_stop)
+        job(tensors, on_progress, should_stop)
         return
-    do_together(lesson, tensors, num, folder=folder, on_progress=on_progress, should_stop=should_stop)
+    do_together(job, tensors, num, folder=folder, on_progress=on_progress, should_stop=should_stop)

@@ -1,4 +1,4 @@
-"""The worker: takes one plan from the inbox to the outbox, one durable state at a time. It has no network."""
+"""The worker: takes one plan from the inbox to the outbox, one durable state at a time, without a network."""
 
 import json
 import threading
@@ -19,27 +19,27 @@ from ddm.trust.keys import SigningKey
 from silo.config import Isolation, Site
 from silo.data.captions import check_encoder, keep_texts
 from silo.data.cohort import Cohort
-from silo.data.latents import as_seen, keep_latents
+from silo.data.latents import keep_latents, training_inputs
 from silo.plan.acceptance import AcceptedPlan, load_accepted, receive_plan, waiting_plans
-from silo.plan.workspace import AuditRecord, Workplace, workplace
+from silo.plan.workspace import AuditRecord, Workspace, open_workspace
 from silo.worker import outbox, stages
 from silo.worker import training as experts
 from silo.worker.approval import approval_path, load_draft, person_approved, review_folder
 from silo.worker.receipts import find_receipt
 from silo.worker.state import IDLE, Problem, State, StateName, load_state, save_state, state_path
 
-NOTE_S = 2.0  # training progress is noted on disk this often
+NOTE_S = 2.0  # time between two saves of the training progress
 
 
 class Worker:
-    """Runs the state machine of one site until its submission has an answer.
+    """Runs the state machine of one site until its submission is answered.
 
     Args:
         site: the silo's folder.
         key: its signing key, opened.
-        on_change: called with every state entered and every note of training progress.
-        isolation: what keeps the courier from the data; stated in the submission.
-        stopping: asks the worker to stop, once it is set.
+        on_change: called with every state entered and every report of progress.
+        isolation: what separates the courier from the data; stated in the submission.
+        stopping: stops the worker once it is set.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Worker:
         self._noted_at = 0.0
 
     def run(self) -> State:
-        """Work until a submission is accepted; a site whose last one was waits for the next plan.
+        """Work until a submission is accepted; if the last one was accepted already, wait for the next plan.
 
         Returns:
             The state `accepted`.
 
         Raises:
             SubmissionRefusedError: the aggregator refused the submission.
-            ArchipelagoError: a stage cannot go on; the state keeps the problem, and a restart continues there.
+            ArchipelagoError: a stage failed; the state keeps the problem, and a restart continues there.
             KeyboardInterrupt: the worker was asked to stop; everything done so far is on disk.
         """
         torch.set_num_threads(self.settings.threads)
@@ -90,7 +90,7 @@ class Worker:
                     self.stopping.wait(self.settings.poll_s)
 
     def begin(self) -> None:
-        """Take up the work where an earlier process left it; what was refused is tried anew, as a restart asks."""
+        """Resume where an earlier process stopped; a restart retries what was refused."""
         if self.state.state == "plan_refused":
             self._enter(State())
         elif self.state.state == "refused":
@@ -101,7 +101,7 @@ class Worker:
             self._announce()
 
     def step(self) -> None:
-        """Do what the present state asks for; a state that waits for something returns unchanged."""
+        """Perform the present state's step; a state that waits for something stays unchanged."""
         if self._take_notice():
             return
         steps: dict[StateName, Callable[[], None]] = {
@@ -113,7 +113,7 @@ class Worker:
             "scanned": self._assign,
             "assigned": self._begin_training,
             "training": self._train_and_audit,
-            "audited": self._release,
+            "audited": self._draw_statistics,
             "released": self._draft,
             "awaiting_approval": self._await_approval,
             "in_outbox": self._await_receipt,
@@ -166,7 +166,7 @@ class Worker:
     def _begin_training(self) -> None:
         accepted, silo_id = self._plan(), self.settings.silo_id
         plan = accepted.plan
-        if experts.counts_tell_experts(plan):
+        if experts.counts_define_experts(plan):
             self._draw(accepted, ("counts",))
         parts = experts.find_parts(plan, accepted.files(), self._work(), silo_id)
         self._enter(self.state.to("training", num_steps=len(parts) * plan.expert.training.num_steps))
@@ -177,7 +177,7 @@ class Worker:
         experts.train_experts(
             accepted.plan,
             accepted.files(),
-            as_seen(cohort, accepted.plan, self.site.private),
+            training_inputs(cohort, accepted.plan, self.site.private),
             stages.read_assignment(cohort, accepted.files(), self._cohort_path),
             work,
             self.policy,
@@ -191,7 +191,7 @@ class Worker:
         write_atomic(work.verdict_path, AuditRecord(verdict=verdict).model_dump_json().encode())
         self._enter(self.state.to("audited", step=self.state.num_steps))
 
-    def _release(self) -> None:
+    def _draw_statistics(self) -> None:
         accepted = self._plan()
         self._draw(accepted, mechanisms(accepted.plan))
         self._enter(self.state.to("released"))
@@ -200,8 +200,8 @@ class Worker:
         cohort = self._cohort(accepted)
         fine_N = stages.read_assignment(cohort, accepted.files(), self._cohort_path)
         ledger = stages.open_ledger(self.site, self.policy)
-        seen = as_seen(cohort, accepted.plan, self.site.private)
-        stages.release(accepted, seen, accepted.files(), fine_N, self._work(), ledger, kinds)
+        inputs = training_inputs(cohort, accepted.plan, self.site.private)
+        stages.draw_statistics(accepted, inputs, accepted.files(), fine_N, self._work(), ledger, kinds)
 
     def _draft(self) -> None:
         accepted, work = self._plan(), self._work()
@@ -240,16 +240,17 @@ class Worker:
             return
         if isinstance(receipt.verdict, Refused):
             reason = f"{receipt.verdict.reason} (code {receipt.verdict.code})"
-            error = SubmissionRefusedError(f"submission {sequence}", expected="a receipt", got=f"a refusal: {reason}")
+            got = f"a refusal: {reason}"
+            error = SubmissionRefusedError(f"submission {sequence}", expected="an acceptance", got=got)
             self._enter(self.state.to("refused", problem=_problem(error)))
             raise error
         self._enter(self.state.to("accepted"))
 
     def _take_notice(self) -> bool:
-        """Enter `withdrawn` where the aggregator took this silo out of the plan, which it says in the next receipt.
+        """Enter `withdrawn` if the aggregator took this silo out of the plan; the next receipt then says so.
 
         Raises:
-            SubmissionRefusedError: that is the answer to a submission; after an accepted one the site just goes on.
+            SubmissionRefusedError: the withdrawal answers a submission; after an accepted one the site only takes note.
         """
         state = self.state
         if state.plan_id is None or state.state in ("waiting", "plan_refused", "withdrawn"):
@@ -260,8 +261,9 @@ class Worker:
             return False
         error = SubmissionRefusedError(
             f"plan {state.plan_id}",
+            expected="this silo to take part",
             got=f"a notice that the aggregator withdrew this silo: {receipt.verdict.reason}",
-            remedy="Later versions hold nothing of it, earlier ones do. A next plan may ask it again.",
+            remedy="Later releases leave this silo's experts out; earlier ones keep them. A new plan may name it.",
         )
         self._enter(state.to("withdrawn", problem=_problem(error)))
         if answered:
@@ -269,20 +271,20 @@ class Worker:
         raise error
 
     def _receipt(self, sequence: int) -> Receipt | None:
-        """Read the aggregator's answer of this number, if a genuine one is there."""
+        """Return the aggregator's receipt with this number, None if there is no genuine one."""
         plan_id = self._plan_id
         path = self.site.inbox / plan_id / "receipts" / f"{sequence}.json"
         if not path.exists():
             return None
         silo_id = self.settings.silo_id
-        bound = (plan_id, self.state.plan_digest or "", silo_id, sequence)
+        binding = (plan_id, self.state.plan_digest or "", silo_id, sequence)
         submission = self.site.outbox / plan_id / str(sequence) / submission_path(silo_id)
-        return find_receipt(path, self._plan().plan, bound, submission)
+        return find_receipt(path, self._plan().plan, binding, submission)
 
     @property
     def _plan_id(self) -> str:
         if self.state.plan_id is None:
-            raise ArchipelagoError("state.json", expected=f"a plan in state {self.state.state}", got="none")
+            raise ArchipelagoError("state.json", expected=f"a plan in state {self.state.state}", got="no plan")
         return self.state.plan_id
 
     @property
@@ -292,22 +294,23 @@ class Worker:
     def _plan(self) -> AcceptedPlan:
         return load_accepted(self.site, self._plan_id, self.state.plan_digest or "")
 
-    def _work(self) -> Workplace:
-        return workplace(self.site, self._plan_id)
+    def _work(self) -> Workspace:
+        return open_workspace(self.site, self._plan_id)
 
     def _cohort(self, accepted: AcceptedPlan) -> Cohort:
-        """Read the images again, and hold them to what was scanned: experts and statistics are about the same data."""
+        """Read the images again and check that they are those scanned: experts and statistics use the same data."""
         cohort = stages.scan(self.site, accepted, self.policy)
         if cohort.digest != self.state.dataset_digest:
-            remedy = "Bring back the images that were there when the plan was taken on, or give it up: silo withdraw."
-            raise DataError("images", expected="those that were scanned for this plan", got="others", remedy=remedy)
+            remedy = "Restore the images that were there when the plan was accepted, or give it up: silo withdraw."
+            expected = f"those that were scanned for this plan, digest {(self.state.dataset_digest or 'none')[:16]}"
+            raise DataError("images", expected=expected, got=f"digest {cohort.digest[:16]}", remedy=remedy)
         return cohort
 
     def _encoded(self, num_done: int, num_images: int) -> None:
-        """Note how far the encoding is; begun anew when interrupted, it has nothing to save."""
+        """Show the progress of the encoding, which is not saved: an interrupted encoding starts over."""
         if self.stopping.is_set():
             raise KeyboardInterrupt
-        # Shown here alone: a share of the images, noted in the outbox, would tell how many there are.
+        # Shown on this machine only: in the outbox, steps of the percentage would reveal the number of images.
         self.on_change(self.state.model_copy(update={"step": num_done, "num_steps": num_images}))
 
     def _progress(self, step: int, num_steps: int) -> None:
@@ -321,7 +324,7 @@ class Worker:
         self._announce()
 
     def _announce(self) -> None:
-        """Tell the courier, through the outbox, and whoever watches."""
+        """Report the state to the courier, through the outbox, and to `on_change`."""
         state = self.state
         if state.plan_id:
             percent = 100 * state.step // state.num_steps if state.num_steps else 0

@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.app.message.message import Metadata
 
 from aggregator.config import Federation
-from aggregator.intake.service import IntakeDesk
+from aggregator.intake.service import IntakeService
 from aggregator.keys.store import load_key
 from aggregator.membership.registry import enroll
 from aggregator.server_app import FlowerCarrier
@@ -299,7 +299,7 @@ def test_intake_answers_every_hostile_submission_and_repeats_nothing_of_it(
     def printed(receipt: Receipt) -> None:
         say(f"{receipt.silo_id}: {getattr(receipt.verdict, 'reason', 'accepted')}")
 
-    assert IntakeDesk(federation, key, printed).step() == len(attacks) + 1
+    assert IntakeService(federation, key, printed).step() == len(attacks) + 1
     for number in range(1, len(attacks) + 2):
         sealed = (federation.receipts / plan_id / "north" / f"{number}.json").read_bytes()
         payload, _ = open_sealed(sealed, RECEIPT_KIND, key.public, 65536)
@@ -334,7 +334,7 @@ def test_intake_survives_an_incoming_folder_of_odd_things(tiny: tuple[TinyFedera
         path.write_text("x")
     else:
         path.mkdir()
-    IntakeDesk(federation, load_key(federation, "receipts", PASSPHRASE), lambda receipt: None).step()
+    IntakeService(federation, load_key(federation, "receipts", PASSPHRASE), lambda receipt: None).step()
     assert Path("/etc/passwd").exists()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from aggregator.config import Federation, FederationSettings
 from aggregator.intake.inventory import take_inventory
-from aggregator.intake.service import IntakeDesk
+from aggregator.intake.service import IntakeService
 from aggregator.keys.store import load_key
 from aggregator.membership.registry import enroll
 from aggregator.planning.plan import draft_plan, sign_plan
@@ -152,7 +152,7 @@ class TinyFederation:
     def take_in(self) -> list[Receipt]:
         """Run the intake desk once."""
         verdicts: list[Receipt] = []
-        desk = IntakeDesk(self.federation, load_key(self.federation, "receipts", PASSPHRASE), verdicts.append)
+        desk = IntakeService(self.federation, load_key(self.federation, "receipts", PASSPHRASE), verdicts.append)
         desk.step()
         return verdicts
 

@@ -1,4 +1,4 @@
-"""How many bytes pass a port? A relay that reads nothing of what it passes on."""
+"""Counts the bytes through a port, with a relay that does not interpret them."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""A real federation whose experts are not trained but made up, at any size: the documents and keys are all genuine."""
+"""Makes a real federation with synthetic, untrained experts of any size: documents and keys are genuine."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from ddm.protocol.plan import Dit, Plan
 from ddm.protocol.submission import ExpertTraining
 from ddm.trust.keys import SigningKey
 from silo.config import Policy, Site
-from silo.plan.workspace import TrainingRecord, workplace
+from silo.plan.workspace import TrainingRecord, open_workspace
 from silo.setup import init_site, make_card, read_invitation
 from silo.worker.worker import Worker
 
@@ -49,7 +49,7 @@ _POLICY = {
 
 
 def recipe() -> Recipe:
-    """The smallest plan there is; its architecture is replaced before it is signed."""
+    """The smallest possible plan; its architecture is replaced before it is signed."""
     training = {"num_steps": NUM_STEPS, "batch_size": 8, "learning_rate": 0.002, "weight_decay": 0.01}
     tables = {
         "data": {"shape": SHAPE, "range": [-1.0, 1.0]},
@@ -75,18 +75,18 @@ def recipe() -> Recipe:
 
 
 def expert_bytes(architecture: Dit) -> int:
-    """No less than the size of an expert's file."""
+    """Return an upper bound on the size of an expert's file."""
     return stored_bytes(expected_tensors(architecture, SHAPE))
 
 
 def write_expert(path: Path, architecture: Dit, *, seed: int, sparse: bool = False) -> None:
-    """Write a file that is exactly what an expert's must be, without ever having it in memory.
+    """Write a valid expert file without holding it in memory.
 
     Args:
-        path: where to.
-        architecture: tells names and shapes.
-        seed: other seeds give other numbers; no two stretches of one file are alike.
-        sparse: zeros that take no disk instead of numbers.
+        path: of the file.
+        architecture: gives names and shapes.
+        seed: of the values; no two blocks of the file are equal.
+        sparse: write zeros that take no disk space instead.
     """
     specs: dict[str, TensorSpec] = dict(sorted(expected_tensors(architecture, SHAPE).items()))
     header, end = {}, 0
@@ -153,10 +153,12 @@ class MadeUp:
             before = worker.state
             worker.step()
             if worker.state == before:
-                raise SystemExit(f"{silo_id} stands still in state {before.state}: {before.problem}")
+                raise SystemExit(
+                    f"{silo_id}: expected the next state, got no change from {before.state}: {before.problem}"
+                )
 
     def _skip_training(self, site: Site, silo_id: str, write: Callable[[Path], None]) -> None:
-        work = workplace(site, self.plan.plan_id)
+        work = open_workspace(site, self.plan.plan_id)
         write(work.expert_path(silo_id))
         record = TrainingRecord(
             plan_id=self.plan.plan_id,

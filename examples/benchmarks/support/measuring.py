@@ -1,4 +1,4 @@
-"""Peak memory of every process, progress, tables, and a refusal where the machine is too small."""
+"""Measures peak memory of every process, prints progress and tables, and stops on machines that are too small."""
 
 import argparse
 import csv
@@ -26,7 +26,7 @@ _ROLES = (
 
 
 class Processes(threading.Thread):
-    """What the processes below this one use, by role: peak of resident memory (VmHWM) and processor time.
+    """Peak resident memory (VmHWM) and processor time of the child processes, by role.
 
     Sampled ten times a second; of a short process the last tenth may be missed.
     """
@@ -82,7 +82,7 @@ PROCESS_COLUMNS = ("run", "process", "peak_mib", "cpu_s")
 
 
 def parse(description: str | None, **defaults: float | str) -> argparse.Namespace:
-    """Read --quick, --json, --out, --work and what each default names."""
+    """Read --quick, --json, --out, --work and an option for each default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small size, to see that it works")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
@@ -96,23 +96,23 @@ def parse(description: str | None, **defaults: float | str) -> argparse.Namespac
 
 
 def say(text: str) -> None:
-    """Tell a person how far it is."""
+    """Print a progress message."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def require_space(folder: Path, num_bytes: int) -> None:
-    """End the program when the disk has not that much, and five GiB more, to spare."""
+    """Exit unless the disk has that much free space and five GiB more."""
     folder.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(folder).free, num_bytes + 5 * 2**30
     if free < needed:
-        sys.exit(f"{folder}: {needed / 2**30:.0f} GiB of free disk needed, {free / 2**30:.0f} there; see --work")
+        sys.exit(f"{folder}: expected {needed / 2**30:.0f} GiB free, got {free / 2**30:.0f}; choose another --work")
 
 
 def require_memory(num_bytes: int) -> None:
-    """End the program when the machine has not that much memory to spare."""
+    """Exit unless the machine has that much memory available."""
     line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)
-    if int(line.split()[1]) * 1024 < num_bytes:
-        sys.exit(f"{num_bytes / 2**30:.0f} GiB of free memory needed")
+    if (free := int(line.split()[1]) * 1024) < num_bytes:
+        sys.exit(f"memory: expected {num_bytes / 2**30:.0f} GiB available, got {free / 2**30:.0f}; try --quick")
 
 
 def report(name: str, header: Sequence[str], rows: Sequence[Sequence[object]], arguments: argparse.Namespace) -> None:

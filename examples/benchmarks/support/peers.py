@@ -1,4 +1,4 @@
-"""What others use for the same work, built to the same size: diffusers' model, and the reference design on timm blocks.
+"""Builds comparable models of the same size: diffusers' model, and the reference design on timm blocks.
 
 diffusers is no dependency of this project: `pip install -r examples/benchmarks/requirements.txt`.
 """

@@ -1,4 +1,4 @@
-"""One picture of all figures: how far each is from what it should reach, to the right of the line where it does."""
+"""Draws all figures relative to their targets; right of the line, the target is met."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A federation whose silos have nothing to train: folders, keys, made-up files; Flower is the real one."""
+"""Makes a federation without training: folders, keys and synthetic files, with the real Flower."""
 
 import json
 import os
@@ -19,7 +19,7 @@ _BLOCK_BYTES = 64 * 1024**2
 
 
 class Runtime(FlowerRuntime):
-    """The aggregator's runtime with a chosen number of messages under way."""
+    """The aggregator's runtime with a chosen number of messages in flight."""
 
     def __init__(self, fed: Path, *, in_flight: int | None = None, **settings: object) -> None:
         super().__init__(fed, **settings)
@@ -28,7 +28,7 @@ class Runtime(FlowerRuntime):
 
 
 def write_random(path: Path, num_bytes: int) -> None:
-    """Write a file that cannot be compressed, and of which no two blocks are alike."""
+    """Write a file of random bytes, which cannot be compressed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(num_bytes)
     with path.open("wb") as handle:
@@ -38,7 +38,7 @@ def write_random(path: Path, num_bytes: int) -> None:
 
 
 def make_federation(fed: Path) -> None:
-    """Make certificates, and a bundle for `PLAN` that means nothing."""
+    """Make certificates, and a placeholder bundle for `PLAN`."""
     make_tls(fed / "tls", ["127.0.0.1"])
     bundle = fed / "plans" / PLAN / "bundle"
     (bundle / "metadata").mkdir(parents=True)
@@ -48,7 +48,7 @@ def make_federation(fed: Path) -> None:
 
 
 def make_site(site: Path, fed: Path) -> str:
-    """Make what a courier needs; return the node's public key."""
+    """Make a courier's files; return the node's public key."""
     for name in ("courier", "inbox", "outbox"):
         (site / name).mkdir(parents=True)
     (site / "courier" / "ca.pem").write_bytes((fed / "tls" / "ca.pem").read_bytes())
@@ -78,7 +78,7 @@ def running(
     restart: bool = True,
     **settings: object,
 ) -> Iterator[Callable[[Callable[[], bool], float], None]]:
-    """Run Flower for a federation; yields what waits for a condition and looks after every process meanwhile."""
+    """Run Flower for a federation; yield a function that waits for a condition while it checks every process."""
     port = port or free_port()
     with ExitStack() as stack:
         couriers = [
@@ -93,7 +93,9 @@ def running(
             deadline = time.monotonic() + timeout_s
             while not condition():
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"not within {timeout_s:.0f} s")
+                    raise TimeoutError(
+                        f"expected the condition within {timeout_s:.0f} s, got no change; see flower/logs/"
+                    )
                 if restart:
                     runtime.check()
                 for courier in couriers:

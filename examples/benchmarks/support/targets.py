@@ -1,4 +1,4 @@
-"""Figures with something to reach: one row each, in one file a benchmark; `run.py` puts them together."""
+"""Records figures and their targets: a row each, in a file per benchmark, which `run.py` joins."""
 
 import argparse
 import csv
@@ -21,8 +21,8 @@ class Target:
 
     Args:
         figure: what was measured.
-        values: one a round.
-        bound: what to reach.
+        values: one per round.
+        bound: the target.
         at_least: whether the bound is a lower one.
     """
 
@@ -68,7 +68,7 @@ def write_rows(path: Path, rows: Sequence[Sequence[str]]) -> None:
 
 
 def commit() -> str:
-    """The commit that is measured, with a mark where files were changed since."""
+    """Return the measured commit, marked if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.intake import service as taking_in
-from aggregator.intake.attempts import MOST, MOST_OF_A_SILO, Attempts
+from aggregator.intake.attempts import MAX_ATTEMPTS, MAX_ATTEMPTS_OF_SILO, Attempts
 from aggregator.runtime.running import intake_program
 from ddm.errors import PolicyError, RefusedError
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
@@ -88,7 +88,7 @@ def answers(tiny: TinyFederation, plan_id: str, silo_id: str) -> dict[int, Recei
     return found
 
 
-@pytest.mark.parametrize(("poison", "deaths"), [(None, 0), ("north", MOST)], ids=["control", "poison"])
+@pytest.mark.parametrize(("poison", "deaths"), [(None, 0), ("north", MAX_ATTEMPTS)], ids=["control", "poison"])
 def test_submission_that_kills_intake_is_refused_after_three_attempts_and_the_other_silo_goes_on(
     arrived: tuple[TinyFederation, str], monkeypatch: pytest.MonkeyPatch, poison: str | None, deaths: int
 ) -> None:
@@ -104,7 +104,7 @@ def test_submission_that_kills_intake_is_refused_after_three_attempts_and_the_ot
     if poison:
         assert verdict.kind == "refused"
         assert verdict.code == RefusedError.exit_code
-        assert "3 of this one" in verdict.reason
+        assert "got 3 examinations that never ended" in verdict.reason
     else:
         assert verdict.kind == "accepted"
         assert not list(tiny.federation.attempts.rglob("[1-9]*"))
@@ -123,10 +123,10 @@ def test_silo_that_sends_poison_again_and_again_uses_up_few_restarts(
             deaths += 1
         assert answers(tiny, plan_id, "north")[sequence].verdict.kind == "refused"
         tiny.federation.incoming.joinpath(plan_id, "north", str(sequence + 1)).mkdir()
-    assert deaths == MOST_OF_A_SILO
+    assert deaths == MAX_ATTEMPTS_OF_SILO
     plan, _ = tiny.federation.current_plan()
     program = intake_program(tiny.federation, plan, PASSPHRASE)
-    assert program.max_per_hour > MOST_OF_A_SILO * len(plan.silos), "though all silos do so"
+    assert program.max_per_hour > MAX_ATTEMPTS_OF_SILO * len(plan.silos), "though all silos do so"
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def test_intake_that_is_asked_to_stop_ends_at_once_and_counts_no_attempt(arrived
 
 def test_attempt_that_ends_in_any_verdict_or_on_a_full_disk_is_not_counted(tmp_path: Path) -> None:
     attempts = Attempts(tmp_path)
-    for _ in range(2 * MOST):
+    for _ in range(2 * MAX_ATTEMPTS):
         with pytest.raises(PolicyError), attempts.attempt(1):
             raise PolicyError("submission", expected="one thing", got="another")
         with pytest.raises(OSError, match="space"), attempts.attempt(1):
@@ -167,7 +167,7 @@ def test_attempt_that_ends_in_any_verdict_or_on_a_full_disk_is_not_counted(tmp_p
         with attempts.attempt(1):
             assert (tmp_path / "1").read_bytes() == b"1"
     assert not list(tmp_path.iterdir())
-    for _ in range(MOST):  # the control: an end that nobody foresaw
+    for _ in range(MAX_ATTEMPTS):  # the control: an end that nobody foresaw
         with pytest.raises(MemoryError), attempts.attempt(1):
             raise MemoryError
     with pytest.raises(RefusedError, match="never ended"), attempts.attempt(1):

@@ -97,7 +97,7 @@ def one_cluster_less(wide: Arrival) -> str:
 
 def test_intake_refuses_an_expert_for_a_cluster_that_the_noised_histogram_does_not_tell(wide: Arrival) -> None:
     one_cluster_less(wide)
-    wide.refused(PolicyError, "experts", "as its noised counts tell")
+    wide.refused(PolicyError, "experts", "as its noised counts imply")
 
 
 def test_intake_accepts_the_experts_that_such_a_histogram_does_tell(wide: Arrival) -> None:
@@ -145,7 +145,7 @@ def test_intake_refuses_moments_that_no_noise_explains(wide: Arrival, attack: st
     first, second = longest_moments(wide, plan)
     name, value, word = {
         "asymmetric": ("second", torch.eye(3) + torch.eye(3).roll(1, 0), "symmetric"),
-        "a long sum": ("sum", torch.tensor([0.0, 1.001 * first, 0.0]), "sum of norm"),
+        "a long sum": ("sum", torch.tensor([0.0, 1.001 * first, 0.0]), "a sum with a norm"),
         "long second moments": ("second", torch.diag(torch.tensor([0.0, 0.0, 1.001 * second])), "second moments"),
         "not a number": ("sum", torch.full((3,), torch.nan), "finite"),
     }[attack]

@@ -19,7 +19,7 @@ from aggregator.intake.examination import Examination, Examiner
 from aggregator.intake.inventory import take_inventory
 from aggregator.intake.quarantine import MAX_REASONS, Decision, decide, decision_on, decisions, held
 from aggregator.intake.screening import ExpertFigures
-from aggregator.intake.service import IntakeDesk
+from aggregator.intake.service import IntakeService
 from aggregator.router.train import train_router
 from aggregator.transfer.delivery import SiloDelivery
 from ddm.errors import RefusedError, SetupError
@@ -211,7 +211,7 @@ def test_kill_while_carrying_out_a_decision_is_mended_with_one_receipt(
 ) -> None:
     poisoned.tiny.take_in()
     answer(poisoned, verdict)
-    killed(poisoned.tiny, IntakeDesk, name, after=after)
+    killed(poisoned.tiny, IntakeService, name, after=after)
     poisoned.tiny.take_in()
     assert [path.name for path in poisoned.receipts.glob("*.json")] == ["1.json"]
     assert poisoned.accepted.is_dir() == (verdict == "admitted")

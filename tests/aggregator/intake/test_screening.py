@@ -118,7 +118,7 @@ ATTACKS: list[tuple[Callable[[Weights], Weights], str, str]] = [
     (constant, "times that of the best constant", "not_learnt"),
     (
         lambda weights: build_expert(ARCHITECTURE, SHAPE, seed=3).state_dict(),
-        "as before its first step",
+        "as before its first training step",
         "answers_zero",
     ),
 ]
@@ -199,7 +199,7 @@ def test_copy_is_found_byte_for_byte_and_by_its_answers(honest: dict[str, Weight
     nearly = {name: value * (1 + 1e-5) for name, value in honest["north"].items()}
     retouched = figures(nearly, probe, "mine", "b")
     found = copies(retouched, {"north": [theirs]}, TRAINING)
-    assert told(found) == ["expert mine answers as expert theirs of north does"]
+    assert told(found) == ["expert mine predicts the same as expert theirs of north"]
     assert [(fault.expert_id, fault.flag) for fault in found] == [("mine", "copy")]
     assert copies(figures(honest["east"], probe, "mine", "b"), {"north": [theirs]}, TRAINING) == []
 

@@ -10,7 +10,7 @@ import pytest
 import aggregator.cli
 import aggregator.release.publish
 from aggregator.intake.inventory import take_inventory
-from aggregator.intake.service import IntakeDesk
+from aggregator.intake.service import IntakeService
 from aggregator.membership.withdrawal import read_withdrawal, withdraw
 from aggregator.router.train import train_router
 from ddm.errors import (
@@ -119,7 +119,7 @@ def test_silo_is_withdrawn_while_intake_is_at_work_and_intake_carries_it_out(
     published: Published, tmp_path: Path
 ) -> None:
     tiny, plan_id = published.tiny, published.plan_id
-    desk = IntakeDesk(tiny.federation, receipts_key(tiny), lambda receipt: None)
+    desk = IntakeService(tiny.federation, receipts_key(tiny), lambda receipt: None)
     folder = tiny.federation.withdrawn / plan_id / "north"
     with desk.locked():
         desk.step()
@@ -133,7 +133,7 @@ def test_silo_is_withdrawn_while_intake_is_at_work_and_intake_carries_it_out(
         desk.step()
         take_out(published)
         desk.step()
-    IntakeDesk(tiny.federation, receipts_key(tiny), lambda receipt: None).step()
+    IntakeService(tiny.federation, receipts_key(tiny), lambda receipt: None).step()
     assert [receipt.verdict.kind for receipt in receipts(published)] == ["accepted", "withdrawn", "refused"]
 
 
@@ -141,7 +141,7 @@ def test_submission_accepted_while_its_silo_is_withdrawn_is_taken_out_again(late
     """The race: the record is written when intake is in the midst of this silo's submission."""
     tiny, plan_id = late
     tiny.collect("east", plan_id)
-    desk = IntakeDesk(tiny.federation, receipts_key(tiny), lambda receipt: None)
+    desk = IntakeService(tiny.federation, receipts_key(tiny), lambda receipt: None)
     desk.on_verdict = lambda receipt: withdraw(tiny.federation, "east", REASON, receipts_key(tiny))
     with desk.locked():
         desk.step()

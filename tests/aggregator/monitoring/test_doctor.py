@@ -150,7 +150,7 @@ def missing_passphrase_file(fed: Federation) -> None:
         (another_root, "root", "000000"),
         (damaged_database, "database", "superlink.db"),
         (lost_card, "silos", "north"),
-        (card_with_another_key, "silos", "another one on its card"),
+        (card_with_another_key, "silos", "a card with another key"),
         (lost_ledger, "ledgers", "north"),
         (damaged_ledger, "ledgers", "north"),
         (half_made_release, "leftovers", "2.part"),

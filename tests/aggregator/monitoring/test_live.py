@@ -120,7 +120,7 @@ def test_page_shows_what_changes_in_the_folder_by_itself_with_scripts_off(live: 
         live.stage.report("east", "refused")
         live.stage.answer("east", Refused(code=12, reason="other bytes than were signed"))
         patience = WebDriverWait(browser, 4 * REFRESH_S, ignored_exceptions=[Exception])
-        patience.until(lambda page: "at work" in card(page, "north"))
+        patience.until(lambda page: "working" in card(page, "north"))
         assert "73%" in card(browser, "north")
         assert "refused (12)" in card(browser, "east") and "other bytes than were signed" in card(browser, "east")
     finally:

@@ -139,8 +139,8 @@ def test_withdrawn_and_removed_silos_have_words_of_their_own_and_their_published
     shown = describe(found)
     assert "removed from the federation" in shown and "withdrawn from this plan" in shown
     assert [text.split(":")[0] for text in attention(found)] == [
-        "version 1 still holds east, removed since",
-        "version 1 still holds north, withdrawn since",
+        "version 1 still contains east, which was removed since",
+        "version 1 still contains north, which was withdrawn since",
     ]
     html = render("live.html.jinja", refresh_s=5, paused=False, **page_values(found))
     assert "removed from the federation" in html and "withdrawn from this plan" in html
@@ -239,4 +239,4 @@ def test_standing_is_what_matters_most_to_the_operator(
 ) -> None:
     submissions = tuple(SubmissionStatus(sequence=n, verdict=verdict) for n, verdict in enumerate(verdicts, 1))
     arrival = Arrival(sequence=9, bytes_here=1, bytes_total=2, bytes_per_s=0.0) if arriving else None
-    assert standing(submissions, arrival, state, seen=silent is not None, silent=bool(silent)) == expected
+    assert standing(submissions, arrival, state, answered=silent is not None, silent=bool(silent)) == expected

@@ -179,9 +179,9 @@ def test_expert_that_an_operator_admitted_though_screening_flagged_it_is_named_w
     admitted = Manifest.parse(json.dumps(document).encode(), subject="manifest")
     expert, silo_id = admitted.experts[1].expert_id, admitted.silos[1].silo_id
     pages, whole = undrawn(replace(given, manifest=admitted)), undrawn(given)
-    words = "repeats another silo's expert; a much higher loss than the other experts"
+    words = "copies another silo's expert; a much higher loss than the other experts"
     assert f"{expert}: {words}" in Reader(pages[REPORT_NAME]).cards[silo_id]["screening"]
-    assert f"flagged what {silo_id} sent" in Reader(pages[REPORT_NAME]).text
+    assert f"flagged the submission of {silo_id}" in Reader(pages[REPORT_NAME]).text
     assert f"expert {expert} ({words})" in pages[CARD_NAME]
     assert [entry["admitted"] for entry in front_matter(pages[CARD_NAME])["silos"]] == [False, True]  # type: ignore[attr-defined]
     assert not [page for page in whole.values() if "lagged" in page]

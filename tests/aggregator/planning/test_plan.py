@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from aggregator.cli import costs
-from aggregator.intake.service import IntakeDesk
+from aggregator.intake.service import IntakeService
 from aggregator.keys.store import load_key
 from aggregator.planning.plan import draft_plan
 from aggregator.planning.recipe import ClusteringRecipe
@@ -64,7 +64,7 @@ def test_new_plan_is_current_when_signing_stopped_after_it_was_decided(
 
 def test_plan_is_not_replaced_while_intake_is_at_work(published: Published) -> None:
     tiny = published.tiny
-    desk = IntakeDesk(tiny.federation, load_key(tiny.federation, "receipts", PASSPHRASE), lambda receipt: None)
+    desk = IntakeService(tiny.federation, load_key(tiny.federation, "receipts", PASSPHRASE), lambda receipt: None)
     with desk.locked(), pytest.raises(BusyError):
         tiny.sign()
     assert tiny.federation.current_plan()[0].plan_id == published.plan_id

@@ -25,10 +25,10 @@ from ddm.training.config import Engine
 from silo.config import Policy, TextSettings
 from silo.data.captions import keep_texts, some_texts, texts_of
 from silo.data.cohort import Cohort, dataset_digest, load_cohort
-from silo.data.latents import as_seen
+from silo.data.latents import training_inputs
 from silo.data.volumes import read_volume_column
 from silo.plan.acceptance import load_accepted
-from silo.plan.workspace import Workplace
+from silo.plan.workspace import Workspace
 from silo.worker.stages import read_assignment
 from silo.worker.training import ExpertRecipe, train_experts
 from silo.worker.worker import Worker
@@ -128,7 +128,7 @@ def test_captions_are_read_from_text_and_bytes_and_blank_where_there_is_none(tmp
     [
         (None, "captions"),
         (["secret"] * 3, "shape"),
-        (["", "nan", "None", " "], "got none"),
+        (["", "nan", "None", " "], "only blank"),
         (["secret", "x" * 4097, "", ""], "at most 4096 characters"),
         (["secret" * 4000, "", "", ""], "at most"),
         ([b"secret \xff", b"", b"", b""], "UTF-8"),
@@ -245,7 +245,7 @@ def test_captions_are_encoded_once_go_on_where_they_stopped_and_belong_to_one_da
     for _ in range(2):
         keep_texts(cohort, plan, site.settings(), tmp_path, stop_once)
     assert calls == [(64, 70), (70, 70)]
-    assert capsys.readouterr().out == "Captions longer than 6 tokens, whose rest is not learned: 1\n"
+    assert capsys.readouterr().out == "Captions cut to 6 tokens: 1\n"
     found = texts_of(cohort, plan, tmp_path)
     assert found is not None and np.array_equal(found.numpy(), kept[0])
     wanted = TextEncoder.open(folder, plan.condition).encode(cohort.captions or ())
@@ -280,7 +280,7 @@ def test_expert_of_some_images_is_told_their_texts_and_one_of_all_reads_the_file
 ) -> None:
     site, state = published.sites["north"], published.state_of("north")
     plan = load_accepted(site, str(state.plan_id), str(state.plan_digest)).plan
-    cohort = as_seen(cohort_of(published, "north"), plan, site.private)
+    cohort = training_inputs(cohort_of(published, "north"), plan, site.private)
     lesson, text_NLD = ExpertRecipe(plan, "north", 0, None, Engine()), cohort.text_NLD
     assert text_NLD is not None and lesson.labels(cohort, torch.arange(70), tmp_path) is text_NLD
     some = lesson.labels(cohort, torch.tensor([0, 1, 69]), tmp_path)
@@ -307,14 +307,14 @@ def test_mmdit_learns_from_captions_as_well(published: TinyFederation, folder: P
     training = plan.expert.training.model_copy(update={"num_steps": 60})
     expert = plan.expert.model_copy(update={"architecture": joint, "training": training})
     asked = plan.model_copy(update={"expert": expert})
-    work = Workplace(tmp_path)
+    work = Workspace(tmp_path)
     work.expert_path("east").parent.mkdir(parents=True)
     cohort = cohort_of(published, "east")
     files = accepted.files()
     train_experts(
         asked,
         files,
-        as_seen(cohort, plan, site.private),
+        training_inputs(cohort, plan, site.private),
         read_assignment(cohort, files, site.private / "cohort.parquet"),
         work,
         Policy(),

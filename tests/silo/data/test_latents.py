@@ -18,7 +18,7 @@ from ddm.loading.plan import PlanFiles
 from ddm.protocol.latent import AutoencoderSize
 from ddm.protocol.plan import AutoencoderKlLatent, Plan
 from silo.data.cohort import Cohort, load_cohort
-from silo.data.latents import as_seen, keep_latents
+from silo.data.latents import keep_latents, training_inputs
 from tests.faults.test_disk_full import small_disk
 from tests.support.federation import TinyFederation, recipe
 
@@ -85,13 +85,13 @@ def test_silo_encodes_once_and_no_other_images_and_no_other_plan_find_its_latent
     for _ in range(2):
         keep_latents(cohort, latent, plan, tmp_path, lambda done, total: calls.append((done, total)))
     assert calls == [(60, 60)]
-    assert torch.equal(as_seen(cohort, plan, tmp_path).images, latent.encode(cohort.images))
-    assert as_seen(cohort, plan, tmp_path).digest == cohort.digest
+    assert torch.equal(training_inputs(cohort, plan, tmp_path).images, latent.encode(cohort.images))
+    assert training_inputs(cohort, plan, tmp_path).digest == cohort.digest
     with pytest.raises(DataError, match="latents"):
-        as_seen(replace(cohort, digest="0" * 64), plan, tmp_path)
+        training_inputs(replace(cohort, digest="0" * 64), plan, tmp_path)
     other = plan.model_copy(update={"latent": plan.latent.model_copy(update={"scale": 2.0})})
     with pytest.raises(DataError, match="latents"):
-        as_seen(cohort, other, tmp_path)
+        training_inputs(cohort, other, tmp_path)
 
 
 def test_interrupted_encoding_leaves_no_latents_and_begins_anew(
@@ -108,9 +108,9 @@ def test_interrupted_encoding_leaves_no_latents_and_begins_anew(
     with pytest.raises(KeyboardInterrupt):
         keep_latents(cohort, latent, plan, tmp_path, stop)
     with pytest.raises(DataError):
-        as_seen(cohort, plan, tmp_path)
+        training_inputs(cohort, plan, tmp_path)
     keep_latents(cohort, latent, plan, tmp_path, lambda done, total: None)
-    assert len(as_seen(cohort, plan, tmp_path).images) == 60
+    assert len(training_inputs(cohort, plan, tmp_path).images) == 60
     assert not list(tmp_path.glob("*.part"))
 
 

@@ -201,10 +201,10 @@ def test_lost_or_changed_draw_is_refused_rather_than_drawn_again(tmp_path: Path)
     data = bytearray(kept.read_bytes())
     data[-1] ^= 1
     kept.write_bytes(data)
-    with pytest.raises(LedgerError, match="another file"):
+    with pytest.raises(LedgerError, match="another digest"):
         counts_of(ledger, tmp_path, noise=Forbidden())
     kept.unlink()
-    with pytest.raises(LedgerError, match="none"):
+    with pytest.raises(LedgerError, match="no file"):
         counts_of(ledger, tmp_path, noise=Forbidden())
 
 

@@ -14,7 +14,7 @@ from ddm.partition.clustering import Clusters
 from ddm.partition.layout import Part
 from ddm.protocol.plan import Plan
 from silo.config import Policy, Site, TrainingPolicy
-from silo.plan.workspace import Workplace
+from silo.plan.workspace import Workspace
 from silo.worker.state import load_state, state_path
 from silo.worker.training import fewest_in_all, find_parts, images_of_part
 from silo.worker.worker import Worker
@@ -103,7 +103,7 @@ def test_experts_are_those_of_the_released_histogram_whatever_the_images_are(
         released_G[files.clusters.group_F[files.clusters.coarse_F == cluster][0]] = size
     (work / "statistics").mkdir()
     save_file({"counts": released_G}, work / "statistics" / "counts.safetensors")
-    assert [part.cluster for part in find_parts(plan, files, Workplace(work), SILO)] == expected
+    assert [part.cluster for part in find_parts(plan, files, Workspace(work), SILO)] == expected
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_time_limit_holds_for_all_experts_of_a_silo_together(
     monkeypatch.setattr("silo.worker.worker.NOTE_S", 0.0)
     tiny, work = assigned("copy")
     interrupted(tiny, NUM_STEPS)
-    record = Workplace(work).record("north-0")
+    record = Workspace(work).record("north-0")
     limit = float(BY_CLUSTER.limits.train_s)
     for seconds, passes in ((limit, False), (limit / 2, True)):
         training = record.training.model_copy(update={"seconds": seconds})
-        Workplace(work).record_path("north-0").write_bytes(record.model_copy(update={"training": training}).encode())
+        Workspace(work).record_path("north-0").write_bytes(record.model_copy(update={"training": training}).encode())
         if passes:
             tiny.work(SILO, until="audited")
         else:
@@ -184,11 +184,11 @@ def test_time_limit_holds_when_the_last_record_was_written_before_anybody_looked
     monkeypatch.setattr("silo.worker.worker.NOTE_S", 0.0)
     tiny, work = assigned("copy")
     interrupted(tiny, NUM_STEPS)
-    record = Workplace(work).record("north-0")
+    record = Workspace(work).record("north-0")
     training = record.training.model_copy(update={"seconds": BY_CLUSTER.limits.train_s + 1.0})
     last = record.model_copy(update={"expert_id": "north-1", "training": training})
-    Workplace(work).record_path("north-1").parent.mkdir(exist_ok=True)
-    Workplace(work).record_path("north-1").write_bytes(last.encode())
+    Workspace(work).record_path("north-1").parent.mkdir(exist_ok=True)
+    Workspace(work).record_path("north-1").write_bytes(last.encode())
     with pytest.raises(PolicyError, match="training time"):
         tiny.work(SILO, until="audited")
 
@@ -197,7 +197,7 @@ def test_experts_of_the_same_images_differ_and_none_is_made_of_fewer_than_the_po
     tiny, work = assigned("copy")
     write_policy(tiny.sites[SILO], POLICY | {"training": {"min_images": 60}})
     tiny.work(SILO, until="audited")
-    records = [Workplace(work).record(f"north-{cluster}") for cluster in (0, 1)]
+    records = [Workspace(work).record(f"north-{cluster}") for cluster in (0, 1)]
     assert [record.num_images for record in records] == [60, 60]
-    one, two = (load_file(Workplace(work).expert_path(record.expert_id)) for record in records)
+    one, two = (load_file(Workspace(work).expert_path(record.expert_id)) for record in records)
     assert any(not torch.equal(one[name], two[name]) for name in one)

@@ -18,7 +18,7 @@ from ddm.protocol.plan import Plan
 from ddm.training.config import Engine
 from silo.config import Policy, SiloSettings
 from silo.data.cohort import Cohort
-from silo.plan.workspace import Workplace
+from silo.plan.workspace import Workspace
 from silo.worker.training import num_classes, train_experts
 from tests.support.documents import plan_document, to_bytes
 
@@ -57,7 +57,7 @@ def trained(
 ) -> dict[str, Tensor]:
     """The tensors of the one expert that `silo_id` trains."""
     files = PlanFiles(encoder=None, clusters=ONE_GROUP, sketch=None)  # type: ignore[arg-type]  # neither is used
-    work, fine_N = Workplace(folder / silo_id), torch.zeros(NUM, dtype=torch.int64)
+    work, fine_N = Workspace(folder / silo_id), torch.zeros(NUM, dtype=torch.int64)
     work.expert_path(silo_id).parent.mkdir(parents=True)
     train_experts(
         asked,

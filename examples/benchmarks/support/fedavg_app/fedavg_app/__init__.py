@@ -1,1 +1,1 @@
-"""Flower's own FedAvg on weights that are made up, as large as an expert's."""
+"""Flower's own FedAvg on synthetic weights of an expert's size."""

@@ -1,4 +1,4 @@
-"""A client that trains for no time: other weights come back than were sent, as after any training."""
+"""A client that returns changed weights without training."""
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict

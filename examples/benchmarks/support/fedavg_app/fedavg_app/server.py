@@ -1,4 +1,4 @@
-"""The server: as many rounds and values as `fedavg.json` in the federation's folder says; notes each round there."""
+"""The server: runs the rounds that `fedavg.json` in the federation's folder describes, and records each there."""
 
 import json
 import os
