@@ -1,4 +1,4 @@
-"""What experts learn, and how: objective, times, starting point, recipe. A part of the plan."""
+"""How experts are trained: objective, times, initial weights, recipe. A part of the plan."""
 
 from typing import Annotated, Literal
 
@@ -9,34 +9,34 @@ from ddm.protocol.base import Model, NaturalInt, PositiveInt, RelativePath, Silo
 
 
 class ExpertObjective(Model):
-    """The probability path that an expert learns, and what it predicts on it."""
+    """The probability path of an expert, and what it predicts on it."""
 
     path: Literal["linear", "cosine_vp"] = "linear"
     prediction: Literal["velocity", "eps"] = "velocity"
 
 
 class SiloObjective(ExpertObjective):
-    """What the experts of one silo learn in place of the federation's objective."""
+    """The objective of one silo's experts, in place of the federation's."""
 
     silo_id: SiloId
 
 
 class Objective(ExpertObjective):
-    """What experts learn, and the path on which the ensemble answers; silos may learn something else.
+    """The experts' objective, whose path is the ensemble's canonical path; `exceptions` gives silos another one.
 
-    Fields that were added after the first plans were signed are left out of a document where they say nothing.
+    A document without exceptions leaves the field out.
     """
 
-    exceptions: Annotated[tuple[SiloObjective, ...], Field(max_length=1024, exclude_if=lambda given: not given)] = ()
+    exceptions: Annotated[tuple[SiloObjective, ...], Field(max_length=1024, exclude_if=lambda listed: not listed)] = ()
 
     def of(self, silo_id: str) -> ExpertObjective:
-        """Return what the experts of a silo learn."""
+        """Return the objective of a silo's experts."""
         return next((other for other in self.exceptions if other.silo_id == silo_id), self)
 
 
 Shift = Annotated[float, Field(ge=0.01, le=100.0, exclude_if=lambda shift: shift == 1.0)]
-"""Moves times towards noise, ``t' = s t / (1 + (s - 1) t)``: an image of m values needs ``s = sqrt(m / n)`` to lose as
-much at t' as one of n values at t on the linear path (Esser et al. 2024, section 5.3.2). 1 moves nothing."""
+"""Shifts times towards noise, ``t' = s t / (1 + (s - 1) t)``: with ``s = sqrt(m / n)`` an image of m values loses as
+much information at t' as one of n values at t on the linear path (Esser et al. 2024, section 5.3.2). 1 is no shift."""
 
 
 class UniformT(Model):
@@ -59,13 +59,13 @@ TDistribution = Annotated[UniformT | LogitNormalT, Field(discriminator="kind")]
 
 
 class FullAdaptation(Model):
-    """Every weight of the expert is trained, from random ones."""
+    """All weights of the expert are trained, from random ones."""
 
     kind: Literal["full"] = "full"
 
 
 class LoraAdaptation(Model):
-    """From a public expert, every linear layer by ``W + alpha / rank * up down``; released merged (Hu et al. 2021)."""
+    """A public expert whose linear layers become ``W + alpha / rank * up down``; released merged (Hu et al. 2021)."""
 
     kind: Literal["lora"] = "lora"
     base: RelativePath = "plan/base.safetensors"
@@ -77,7 +77,7 @@ TensorPrefix = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*(\.[a-
 
 
 class PartialAdaptation(Model):
-    """From a public expert, those weights alone whose names are, or begin with, one of `trained`; released whole."""
+    """A public expert of which only the weights named in `trained`, or with such a prefix, are trained."""
 
     kind: Literal["partial"] = "partial"
     base: RelativePath = "plan/base.safetensors"
@@ -91,8 +91,8 @@ class Training(Model):
     """How an expert is trained. `seed` covers training only, never the noise of a statistic.
 
     Attributes:
-        mask_ratio: share of an image's tokens that a step leaves out; only for the architecture dit.
-        unmasked_share: of the steps, the last ones, which leave out nothing.
+        mask_ratio: share of an image's tokens that a step masks; only for the architecture dit.
+        unmasked_share: share of the steps, the last ones, that mask nothing.
     """
 
     num_steps: PositiveInt
@@ -119,7 +119,8 @@ class Expert(Model):
     @model_validator(mode="after")
     def _masked_experts_have_tokens(self) -> "Expert":
         if self.training.mask_ratio and not isinstance(self.architecture, Dit):
-            raise ValueError("a mask_ratio needs the architecture dit")
+            wanted = "a mask_ratio above 0 needs the architecture dit"
+            raise ValueError(f"{wanted}, not {self.architecture.kind}")
         return self
 
     @property

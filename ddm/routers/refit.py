@@ -1,4 +1,4 @@
-"""Which shares of the public groups explain a silo's noised histogram and its noised sketches together?"""
+"""Refits a silo's shares of the public groups to its noised histogram and its noised sketches together."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ddm.routers.counts import CountsRouter
 
-# Shape legend: K silos, G public groups, N sketches of one silo, r released sketch dimensions.
+# Shape legend: K silos, G public groups, N sketches of one silo, r dimensions of the silos' sketches.
 
 _EM_STEPS = 500
 _EM_TOLERANCE = 1e-10
@@ -16,15 +16,15 @@ _EM_TOLERANCE = 1e-10
 def refit_shares(
     counts_router: CountsRouter, sketches: Sequence[Tensor], num_units: Sequence[int], t_release: float
 ) -> CountsRouter:
-    """Return the mixture whose shares best explain counts and sketches together, by expectation-maximisation.
+    """Return the mixture whose shares are the maximum a posteriori given counts and sketches, by EM.
 
-    The released sketches may have fewer dimensions than the router: its shares are judged in these and serve in all.
-    The counts enter as Gamma evidence on each count, of its posterior mean and variance; in log space its mode
-    is the counts router itself, which is what no sketches would give back.
+    The silos' sketches may have fewer dimensions than the router; the shares are fitted in these and used in all. The
+    counts enter as a Gamma prior on each count with its posterior mean and variance. In log space its mode is the
+    counts router itself, the result without any sketches.
 
     Args:
-        counts_router: shares known from the counts, with errors.
-        sketches: released sketches (N, r) at `t_release`, one tensor per silo.
+        counts_router: the shares estimated from the counts, with errors.
+        sketches: noised sketches (N, r) at `t_release`, one tensor per silo.
         num_units: the public number of units of each silo.
         t_release: noise level of the sketches.
     """
@@ -56,7 +56,7 @@ def _em(mass_G: Tensor, error_G: Tensor, density_NG: Tensor, num_units: int) -> 
 
 def _on_simplex(expected_G: Tensor, rate_G: Tensor) -> Tensor:
     """Return ``expected / (lambda + rate)`` with the lambda that makes it sum to 1, by bisection."""
-    low = float((expected_G - rate_G).max())  # here one entry alone is at least 1
+    low = float((expected_G - rate_G).max())  # here a single entry is already at least 1
     high = float(expected_G.sum() - rate_G.min())
     for _ in range(200):
         middle = (low + high) / 2
