@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ddm.encoders import Progress
 from ddm.errors import NumericalError, SetupError, ShapeError
-from ddm.io.tensors import TensorSpec, load_tensors, spec_of
+from ddm.io.tensors import load_tensors, spec_of
 from ddm.protocol.base import File
 from ddm.protocol.latent import AutoencoderKlLatent, AutoencoderSize, IdentityLatent
 from ddm.protocol.latent import Latent as Spec
@@ -147,15 +147,6 @@ def build_autoencoder(size: AutoencoderSize, shape: tuple[int, ...], *, seed: in
         return _build(size, shape)
 
 
-def autoencoder_specs(size: AutoencoderSize, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
-    """Name every tensor that the autoencoder's weights must consist of, without allocating any.
-
-    Raises:
-        ShapeError, SetupError: see `build_autoencoder`.
-    """
-    return {name: spec_of(tensor) for name, tensor in _empty(size, shape).state_dict().items()}
-
-
 def open_latent(spec: Spec, shape: tuple[int, ...], file: File | None, folder: Path) -> Latent:
     """Open a plan's latent space.
 
@@ -205,16 +196,12 @@ def spread(latents: Tensor) -> float:
 def _open(
     path: Path, size: AutoencoderSize, shape: tuple[int, ...], scale: float, max_bytes: int, digest: str | None
 ) -> AutoencoderKl:
-    net = _empty(size, shape)
+    with torch.device("meta"):
+        net = _build(size, shape)
     specs = {name: spec_of(tensor) for name, tensor in net.state_dict().items()}
     tensors: Mapping[str, Tensor] = load_tensors(path, specs, max_bytes=max_bytes, max_abs=MAX_WEIGHT, digest=digest)
     net.load_state_dict(dict(tensors), assign=True)
     return AutoencoderKl(net, size, shape, scale)
-
-
-def _empty(size: AutoencoderSize, shape: tuple[int, ...]) -> nn.Module:
-    with torch.device("meta"):
-        return _build(size, shape)
 
 
 def _build(size: AutoencoderSize, shape: tuple[int, ...]) -> nn.Module:

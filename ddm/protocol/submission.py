@@ -142,7 +142,8 @@ class LedgerHead(Model):
     @model_validator(mode="after")
     def _chain_ends_at_head(self) -> "LedgerHead":
         if self.chain[-1] != self.head_digest or len(self.chain) != self.num_entries:
-            got = f"{len(self.chain)} digests for {self.num_entries} entries"
+            end = "head_digest" if self.chain[-1] == self.head_digest else "another digest"
+            got = f"{len(self.chain)} digests for {self.num_entries} entries, ending with {end}"
             raise ValueError(f"chain must hold every entry's digest and end with head_digest, got {got}")
         return self
 

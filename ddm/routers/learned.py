@@ -156,7 +156,7 @@ def fit_learned(
             expected=f"{counts_router.num_experts} silos",
             got=f"{len(sketches)}, and units of {len(num_units)}",
         )
-    mixture = refit_shares(counts_router, list(sketches.values()), num_units, t_release)
+    mixture = refit_shares(counts_router, list(sketches.values()), t_release)
     share_K = [n / sum(num_units) for n in num_units] if share_K is None else share_K
     prior_K = torch.tensor(share_K, dtype=torch.float64)
     return LearnedRouter(mixture, fit_residual(mixture, public, prior_K, settings, seed, on_progress))
