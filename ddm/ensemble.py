@@ -1,26 +1,27 @@
 """The whole idea on one page: a decentralized diffusion model is a set of experts and a router.
 
-Each silo trains an *expert* on its own images and on nothing else: a velocity field u_k(x, t) that carries noise
-(t = 1) to that silo's data (t = 0). The velocity field of the pooled data, which no silo could train alone, is a
-weighted mean of the experts' fields, exactly:
+Each silo trains an *expert* on its own images and on nothing else: a velocity field u_k(x, t) that transports noise
+(t = 1) to that silo's data (t = 0). The velocity field of the pooled data, which no silo could train alone, is exactly
+a weighted mean of the experts' fields:
 
     u(x, t) = sum_k w_k(x, t) u_k(x, t),    w_k(x, t) = pi_k p_t^k(x) / sum_j pi_j p_t^j(x)
 
 p_t^k is the density of silo k's data after noising to time t, and the prior pi_k is the silo's share of all the data.
-So w_k(x, t) is the posterior probability that the noised sample x came from silo k. The *router* models it.
+So w_k(x, t) is the posterior probability that the noised sample x came from silo k. The *router* models it. All this
+holds for any partition of the data, so a silo may also train several experts, each on a part of its images.
 
-A sample starts as noise and follows dx/dt = u(x, t) from t = 1 to t = 0. The *strategy* says what each solver step
-follows. These three draw from the distribution of the pooled data:
+A sample starts as noise and follows dx/dt = u(x, t) from t = 1 to t = 0. The *strategy* decides what each solver step
+follows. Three strategies draw from the distribution of the pooled data, up to the solver's error:
 
 - full: the mixture u itself, at the cost of K expert evaluations;
 - sample: one expert, drawn anew from the posterior w at every step, at the cost of one evaluation;
 - lock: as sample until time t_lock, then the same expert to the end. At t_lock = 1, the default, the expert is drawn
   from the prior and no router is needed.
 
-Following only the most probable experts (top-1, top-k, nucleus, threshold) does not: near t = 1 every x has the
-posterior pi, so the most probable expert is always that of the largest silo.
+Strategies that follow only the most probable experts (top-1, top-k, nucleus, threshold) are biased towards large silos:
+near t = 1 the posterior of every x is the prior, so the most probable expert is always that of the largest silo.
 
-Given a condition c, a class or a text, every quantity above is conditioned on c. With classifier-free guidance of
+Under a condition c, a class or a text, every quantity above is conditioned on c. With classifier-free guidance of
 scale g, a sample follows
 
     (1 + g) sum_k w_k(x, t | c) u_k(x, t | c) - g sum_k w_k(x, t) u_k(x, t)

@@ -18,12 +18,12 @@ from ddm.models.layers import (
     attend,
     check_fit,
     check_input,
+    gather_tokens,
     images_of,
     initialise,
     modulate,
     patches_of,
     sincos_positions,
-    taken,
 )
 from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition, TextCondition
 
@@ -119,7 +119,7 @@ class DiT(nn.Module):
         """Return the tokens that the first block reads, shape (B, N, D) or (B, M, D)."""
         patches, position = patches_of(x_BCHW, self.patch), self.position_ND
         if kept_BM is not None:
-            patches, position = taken(patches, kept_BM), position[kept_BM]
+            patches, position = gather_tokens(patches, kept_BM), position[kept_BM]
         out: Tensor = self.embed(patches) + position
         return out
 

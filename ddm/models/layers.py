@@ -78,8 +78,8 @@ def patches_of(x_BCHW: Tensor, patch: int) -> Tensor:
     return split.permute(0, 2, 4, 1, 3, 5).reshape(-1, rows * columns, channels * patch * patch)
 
 
-def taken(h_BND: Tensor, kept_BM: Tensor) -> Tensor:
-    """Take some of each sample's tokens, by their numbers, shape (B, M, D)."""
+def gather_tokens(h_BND: Tensor, kept_BM: Tensor) -> Tensor:
+    """Return some of each sample's tokens by their indices, shape (B, M, D)."""
     return h_BND.gather(1, kept_BM[..., None].expand(-1, -1, h_BND.shape[-1]))
 
 

@@ -101,9 +101,9 @@ class Trajectories:
 
     def _follow(self, velocity: Velocity, segment: Segment, state: SolverState) -> SolverState:
         def step(u: Velocity, x_B: Tensor, t: float, t_next: float, memory: Memory) -> tuple[Tensor, Memory]:
-            taken = self.step(u, x_B, t, t_next, memory)
+            result = self.step(u, x_B, t, t_next, memory)
             self.tick(len(x_B))
-            return taken
+            return result
 
         return SolverState(*follow(velocity, state.x_B, segment.times, step, state.memory))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddm.errors import ShapeError
 from ddm.models.dit import DiT
-from ddm.models.layers import patches_of, taken
+from ddm.models.layers import gather_tokens, patches_of
 from ddm.protocol.plan import Training
 
 
@@ -47,7 +47,7 @@ def kept_patches(model: nn.Module, x_BCHW: Tensor, kept_BM: Tensor) -> Tensor:
     """
     if not isinstance(model, DiT):
         raise ShapeError("kept tokens", expected="a DiT", got=f"a {type(model).__name__}")
-    return taken(patches_of(x_BCHW, model.patch), kept_BM)
+    return gather_tokens(patches_of(x_BCHW, model.patch), kept_BM)
 
 
 def tokens_of(model: nn.Module, settings: Training) -> int:
