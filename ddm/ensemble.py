@@ -1,21 +1,37 @@
-"""The whole idea on one page: experts that never met, one distribution.
+"""The whole idea on one page: a decentralized diffusion model is a set of experts and a router.
 
-Each silo trains an expert on its own images: a velocity u_k(x, t) from noise (t = 1) to that silo's data (t = 0). The
-velocity of all the data together is a weighted mean of theirs, exactly:
+Each silo trains an *expert* on its own images and on nothing else: a velocity field u_k(x, t) that transports noise
+(t = 1) to that silo's data (t = 0). The velocity field of the pooled data, which no silo could train alone, is exactly
+a weighted mean of the experts' fields:
 
     u(x, t) = sum_k w_k(x, t) u_k(x, t),    w_k(x, t) = pi_k p_t^k(x) / sum_j pi_j p_t^j(x)
 
-w_k is the probability that a sample x noised to time t came from silo k; a router models it. A sample may follow this
-mean (K evaluations a step), or one expert drawn with these probabilities (one evaluation); both have the law of the
-pooled data. Following the most probable expert does not: near t = 1 that is always the largest silo.
+p_t^k is the density of silo k's data after noising to time t, and the prior pi_k is the silo's share of all the data.
+So w_k(x, t) is the posterior probability that the noised sample x came from silo k. The *router* models it. All this
+holds for any partition of the data, so a silo may also train several experts, each on a part of its images.
 
-Given a condition c, every letter is given c as well, and with guidance g a sample follows
+A sample starts as noise and follows dx/dt = u(x, t) from t = 1 to t = 0. The *strategy* decides what each solver step
+follows. Three strategies draw from the distribution of the pooled data, up to the solver's error:
+
+- full: the mixture u itself, at the cost of K expert evaluations;
+- sample: one expert, drawn anew from the posterior w at every step, at the cost of one evaluation;
+- lock: as sample until time t_lock, then the same expert to the end. At t_lock = 1, the default, the expert is drawn
+  from the prior and no router is needed.
+
+Strategies that follow only the most probable experts (top-1, top-k, nucleus, threshold) are biased towards large silos:
+near t = 1 the posterior of every x is the prior, so the most probable expert is always that of the largest silo.
+
+Under a condition c, a class or a text, every quantity above is conditioned on c. With classifier-free guidance of
+scale g, a sample follows
 
     (1 + g) sum_k w_k(x, t | c) u_k(x, t | c) - g sum_k w_k(x, t) u_k(x, t)
 
-`ddm.sampling` holds the parts: `mixture` mixes velocities, `guidance` says what a condition changes, `strategies` what
-a sample follows, `trajectories` how it travels; the solvers are in `ddm.diffusion.solver`. `ddm.open_ensemble` makes an
-`Ensemble` of a published release.
+The parts are in `ddm.sampling`: `mixture` mixes velocities, `guidance` computes what a condition changes, `strategies`
+selects experts, `trajectories` integrates samples from noise to data with a solver of `ddm.diffusion.solver`.
+`ddm.open_ensemble` verifies a published release and builds an `Ensemble` from it.
+
+Source:
+    McAllister et al. 2025, Decentralized Diffusion Models, arXiv 2501.05450.
 """
 
 # Shape legend: K experts, B batch, N samples, ... all data dimensions.
@@ -32,15 +48,21 @@ from ddm.encoders.autoencoder import Identity, Latent
 from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.protocol.plan import Condition, NoCondition
 from ddm.routers.base import Router, log_prior
-from ddm.sampling.guidance import Asked, Given, GivenClass, conditional_log_prior, told
+from ddm.sampling.guidance import (
+    ClassPrior,
+    ClassPriors,
+    ConditionValue,
+    condition_and_null,
+    conditional_log_prior,
+)
 from ddm.sampling.mixture import Branch, Mixture, mix_velocity
 from ddm.sampling.strategies import Full, Lock, Nucleus, Sample, Strategy, Threshold, TopK, TopOne, strategy_named
-from ddm.sampling.trajectories import Journey, randomness
+from ddm.sampling.trajectories import Trajectories, draw_noise
 
 __all__ = [
+    "ClassPrior",
     "Ensemble",
     "Full",
-    "Given",
     "Lock",
     "Nucleus",
     "Sample",
@@ -53,52 +75,53 @@ __all__ = [
     "strategy_named",
 ]
 
-_TRAVELLING_BYTES = 1 << 26  # of the samples that are under way at the same time, with all that is drawn for them
+_IN_FLIGHT_BYTES = 1 << 26  # of the samples that are integrated at the same time, with their random numbers
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What an ensemble drew.
+    """Samples drawn from an ensemble.
 
     Args:
         images: float32, shape (N, C, H, W) or (N, C, D, H, W), on the CPU, in the data's range but not clipped to it.
-        expert_N: the last expert that each sample followed; of a mixture, one drawn from its last weights.
+        expert_N: the last expert that each sample followed; for a mixture, one drawn from its last weights.
         num_experts: K.
-        seen: what the experts drew: the images themselves, or their latents.
+        latents: the samples as the experts produced them; the same as `images` where experts work on pixels.
     """
 
     images: Tensor
     expert_N: Tensor
     num_experts: int
-    seen: Tensor
+    latents: Tensor
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The part of the samples that each expert accounts for; to be held against the prior."""
+        """The share of the samples that each expert accounts for; to be compared with the prior."""
         counts_K = torch.bincount(self.expert_N, minlength=self.num_experts).double()
         return tuple((counts_K / counts_K.sum()).tolist())
 
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Experts and a router that together are one generative model.
+    """Experts and a router that form one generative model.
 
     Args:
-        experts: velocities on `path`, called as ``expert(x_B, t_B)``, or ``expert(x_B, t_B, c_B)`` where a condition is
-            asked for; see `ddm.diffusion.path.as_velocity` for others.
-        router: who could have made x_t; None leaves lock with t_lock = 1.
-        prior: the weight of every expert, in any unit; 0 withdraws it.
-        shape: what experts see of one sample, usually (C, H, W).
-        path: the canonical path.
+        experts: velocities on `path`, called as ``expert(x_B, t_B)``, or ``expert(x_B, t_B, c_B)`` under a condition;
+            `ddm.diffusion.path.as_velocity` adapts experts of other paths and predictions.
+        router: models which expert's data a noised sample came from; without one only lock with t_lock = 1 works.
+        prior: the weight of each expert, in any unit; 0 withdraws an expert.
+        shape: the shape of one sample in the experts' space, usually (C, H, W).
+        path: the canonical probability path.
         expert_ids: the experts' names, in order.
-        device: where the experts live.
-        chunk_size: most samples that an expert is given at once; more need more memory.
-        condition: what the experts can be told.
-        given_class: who holds a class and who could have made x_t given it; None where nobody knows.
-        latent: what turns the experts' samples into images.
+        device: where the experts compute.
+        chunk_size: most samples that an expert evaluates at once; more samples need more memory.
+        condition: the kind of condition that the experts take.
+        class_prior: returns the experts' shares of a class and, if there is one, a router for that class; None where
+            the release has no class counts.
+        latent: decodes the experts' samples into images.
 
     Raises:
-        ShapeError: prior, names or router disagree with the number of experts.
+        ShapeError: the prior, the names or the router are for another number of experts.
     """
 
     experts: Experts
@@ -110,16 +133,17 @@ class Ensemble:
     device: torch.device | str = "cpu"
     chunk_size: int = 64
     condition: Condition = field(default_factory=NoCondition)
-    given_class: GivenClass | None = None
+    class_prior: ClassPriors | None = None
     latent: Latent = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
         log_prior(self.prior, len(self.experts))
-        others = {"names": len(self.expert_ids) or len(self.experts)}
-        others["the router"] = self.router.num_experts if self.router else len(self.experts)
-        for subject, number in others.items():
-            if number != len(self.experts):
-                raise ShapeError(subject, expected=f"{len(self.experts)} experts", got=str(number))
+        if self.expert_ids and len(self.expert_ids) != len(self.experts):
+            got = f"{len(self.expert_ids)} names"
+            raise ShapeError("expert_ids", expected=f"one name for each of {len(self.experts)} experts", got=got)
+        if self.router and self.router.num_experts != len(self.experts):
+            got = f"a router of {self.router.num_experts} experts"
+            raise ShapeError("router", expected=f"a router of {len(self.experts)} experts", got=got)
 
     def velocity(
         self,
@@ -127,18 +151,18 @@ class Ensemble:
         t_B: Tensor,
         prior: Sequence[float] | None = None,
         *,
-        condition: Asked | None = None,
+        condition: ConditionValue | None = None,
         condition_prior: Sequence[float] | None = None,
         guidance: float = 0.0,
     ) -> Tensor:
-        """The velocity of the pooled data at (x, t): the exact mixture, all experts evaluated.
+        """Return the velocity of the pooled data at (x, t): the exact mixture of all experts.
 
         Args:
             x_B: samples on the canonical path, shape (B, ...).
             t_B: times in [0, 1], shape (B,).
-            prior: see `sample`, as are the others.
+            prior: see `sample`, as for the next three.
             condition: a class or a text.
-            condition_prior: who holds it.
+            condition_prior: each expert's share of the data with the condition.
             guidance: g.
 
         Returns:
@@ -158,44 +182,46 @@ class Ensemble:
         solver: SolverName = "heun",
         seed: int = 0,
         prior: Sequence[float] | None = None,
-        condition: Asked | None = None,
+        condition: ConditionValue | None = None,
         condition_prior: Sequence[float] | None = None,
         guidance: float = 0.0,
         router_every: int = 1,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Samples:
-        """Draw samples: the same call gives the same bytes.
+        """Draw samples; the same call returns the same bytes.
 
-        Sample i has its own noise and its own draws, whatever `num` and `chunk_size`. Only the last digits of floating
-        point depend on which samples an expert is given together.
+        Sample i has a random stream of its own, so it does not depend on `num` or `chunk_size`, except that
+        floating-point rounding depends on which samples an expert evaluates together.
 
         Args:
-            num: how many, N.
+            num: number of samples, N.
             strategy: a `Strategy`, or its name: full, sample, lock, top-1, top-k, nucleus, threshold.
-            tau: with the name lock, from which time on a sample keeps its expert; 1 when omitted.
+            tau: t_lock of the strategy named lock; 1 when omitted.
             steps: solver steps, evenly spaced in t.
             solver: see `ddm.diffusion.solver`.
             seed: any integer >= 0.
-            prior: weights other than the ensemble's own: equal silos, or 0 to withdraw one.
-            condition: a class, or a text (L, D), that all samples shall have.
-            condition_prior: every expert's share of the data with that condition, where the release does not say.
-            guidance: g; exact with the strategy full alone, see docs/explanation/strategies.md.
-            router_every: ask the router at every n-th step, and let its last answer hold until then.
-            on_progress: told (steps taken by all samples, steps in all).
+            prior: weights in place of the ensemble's own, such as equal weights; 0 withdraws an expert.
+            condition: a class, or the token embeddings (L, D) of a text, that all samples are drawn under.
+            condition_prior: each expert's share of the data with that condition, where the release does not state it.
+            guidance: g; exact with the strategy full only, see docs/explanation/strategies.md.
+            router_every: evaluate the router at every n-th step only, and keep its weights in between.
+            on_progress: called with the steps taken, summed over all samples, and the total to take.
 
         Raises:
             MathError: an argument out of range, or a strategy that needs a router where there is none.
             NumericalError: samples that are not finite.
         """
         if num < 1 or seed < 0:
-            raise MathError("sample", expected="num >= 1 and seed >= 0", got=f"{num} and {seed}")
+            raise MathError("sample", expected="num >= 1 and seed >= 0", got=f"num={num} and seed={seed}")
         if tau is not None and not isinstance(strategy, str):
-            raise MathError("tau", expected="the name of a strategy with it", got=f"{strategy}")
+            remedy = "Leave tau out and give the time to the strategy itself: strategy=Lock(t_lock=...)."
+            raise MathError("tau", expected='tau with strategy="lock"', got=f"strategy={strategy}", remedy=remedy)
         chosen = strategy_named(strategy, tau=tau) if isinstance(strategy, str) else strategy
         mixture, done = self._mixture(prior, condition, condition_prior, guidance), 0
         if chosen.needs_router and self.router is None and mixture.num_active > 1:
             remedy = "Use the strategy lock with t_lock = 1, or an ensemble that has a router."
-            raise MathError(f"strategy {type(chosen).__name__}", expected="a router", got="none", remedy=remedy)
+            got = "an ensemble without a router"
+            raise MathError(f"strategy {type(chosen).__name__}", expected="a router", got=got, remedy=remedy)
 
         def tick(samples: int) -> None:
             nonlocal done
@@ -203,58 +229,67 @@ class Ensemble:
             if on_progress:
                 on_progress(done, num * steps)
 
-        journey = Journey(mixture, chosen, uniform_times(steps), solver_named(solver, self.path), router_every, tick)
-        under_way = max(self.chunk_size, _TRAVELLING_BYTES // (4 * prod(self.shape) + 8 * steps))
+        step = solver_named(solver, self.path)
+        trajectories = Trajectories(mixture, chosen, uniform_times(steps), step, router_every, tick)
+        at_once = max(self.chunk_size, _IN_FLIGHT_BYTES // (4 * prod(self.shape) + 8 * steps))
         with torch.inference_mode():
             parts = [
-                self._carried(journey, range(first, min(first + under_way, num)), seed)
-                for first in range(0, num, under_way)
+                self._integrate(trajectories, range(first, min(first + at_once, num)), seed)
+                for first in range(0, num, at_once)
             ]
-        seen, expert_N = (torch.cat(part) for part in zip(*parts, strict=True))
-        return Samples(self.latent.decode(seen), expert_N, len(self.experts), seen)
+        latents, expert_N = (torch.cat(part) for part in zip(*parts, strict=True))
+        return Samples(self.latent.decode(latents), expert_N, len(self.experts), latents)
 
-    def _carried(self, journey: Journey, samples: range, seed: int) -> tuple[Tensor, Tensor]:
-        noise, uniform_BS = randomness(samples, self.shape, seed, len(journey.times) - 1)
+    def _integrate(self, trajectories: Trajectories, samples: range, seed: int) -> tuple[Tensor, Tensor]:
+        """Draw the samples of these numbers; return them, and the expert of each."""
+        noise, uniform_BS = draw_noise(samples, self.shape, seed, len(trajectories.times) - 1)
         x_1 = noise.to(self.device) * self.path.sigma(torch.ones(()))
-        images, expert_B = (part.cpu() for part in journey.carry(x_1, uniform_BS.to(self.device)))
-        broken_B = ~images.flatten(1).isfinite().all(1)
+        x_0, expert_B = (part.cpu() for part in trajectories.integrate(x_1, uniform_BS.to(self.device)))
+        broken_B = ~x_0.flatten(1).isfinite().all(1)
         if bool(broken_B.any()):
             names = self.expert_ids or range(len(self.experts))
-            got = f"others, of {', '.join(str(names[k]) for k in sorted(set(expert_B[broken_B].tolist())))}"
+            found = ", ".join(str(names[k]) for k in sorted(set(expert_B[broken_B].tolist())))
+            got = f"NaN or infinity in {int(broken_B.sum())} of {len(x_0)} samples, of experts {found}"
             remedy = "Take more steps or less guidance; if that does not help, leave these experts out by a prior of 0."
             raise NumericalError("samples", expected="finite numbers", got=got, remedy=remedy)
-        return images, expert_B
+        return x_0, expert_B
 
     def _mixture(
         self,
         prior: Sequence[float] | None,
-        condition: Asked | None,
+        condition: ConditionValue | None,
         condition_prior: Sequence[float] | None,
         guidance: float,
     ) -> Mixture:
-        """The experts under no condition, or under the one asked for and, with guidance, under none beside it."""
-        alone = Branch(1.0, log_prior(self.prior if prior is None else prior, len(self.experts)), self.router)
+        """Build the unconditional branch, or the conditional one and, with guidance, both."""
+        unconditional = Branch(1.0, log_prior(self.prior if prior is None else prior, len(self.experts)), self.router)
         if condition is None:
             if guidance or condition_prior is not None:
-                raise MathError("guidance", expected="a condition with it", got="none")
-            return Mixture(self.experts, (alone,), self.chunk_size)
+                subject, got = ("guidance", f"{guidance:g}") if guidance else ("condition_prior", "a prior")
+                raise MathError(subject, expected="a condition together with it", got=f"{got} without a condition")
+            return Mixture(self.experts, (unconditional,), self.chunk_size)
         if not 0 <= guidance < inf:
             raise MathError("guidance", expected="a finite number of at least 0", got=str(guidance))
-        told_with, told_without = told(self.condition, condition)
-        given = self._given(condition, condition_prior)
-        log_prior_K = conditional_log_prior(given.prior, self.prior, prior)
-        with_it = Branch(1 + guidance, log_prior_K, given.router or self.router, told_with.to(self.device))
-        without = replace(alone, factor=-guidance, condition=told_without.to(self.device))
-        return Mixture(self.experts, (with_it, without) if guidance else (with_it,), self.chunk_size)
+        value, null = condition_and_null(self.condition, condition)
+        known = self._class_prior(condition, condition_prior)
+        log_prior_K = conditional_log_prior(known.prior, self.prior, prior)
+        conditional = Branch(1 + guidance, log_prior_K, known.router or self.router, value.to(self.device))
+        unconditional = replace(unconditional, factor=-guidance, condition=null.to(self.device))
+        return Mixture(self.experts, (conditional, unconditional) if guidance else (conditional,), self.chunk_size)
 
-    def _given(self, condition: Asked, declared: Sequence[float] | None) -> Given:
-        """Who holds the condition: as the caller declares, else as the release says; one expert alone holds all."""
+    def _class_prior(self, condition: ConditionValue, declared: Sequence[float] | None) -> ClassPrior:
+        """Return the experts' shares of a condition as the caller declares them, else as the release states them.
+
+        An ensemble of one expert needs neither: that expert's share is 1.
+        """
         if declared is None and len(self.experts) == 1:
             declared = [1.0]
-        known = self.given_class(condition) if self.given_class and isinstance(condition, int) else None
+        known = self.class_prior(condition) if self.class_prior and isinstance(condition, int) else None
         if declared is not None:
-            return Given(declared, known.router if known else None)
+            return ClassPrior(declared, known.router if known else None)
         if known is None:
-            remedy = "Declare condition_prior; the ensemble's own prior says that all experts hold it alike."
-            raise MathError("condition", expected="to be known who holds it", got="no histogram of it", remedy=remedy)
+            remedy = "Pass condition_prior; the ensemble's own prior assumes that all experts hold equal shares of it."
+            expected = "each expert's share of the data with this condition"
+            got = "a release without class counts" if isinstance(condition, int) else "a text, which no release counts"
+            raise MathError("condition_prior", expected=expected, got=got, remedy=remedy)
         return known

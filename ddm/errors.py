@@ -22,7 +22,7 @@ The tree is flat where it can be:
     │   ├── DocumentError              21
     │   ├── TensorFileError            22
     │   └── ReplayError                23  right form, wrong plan, silo or sequence
-    ├── RefusedError                   30  a rule of ours says no
+    ├── RefusedError                   30  a rule of ours forbids it
     │   ├── PolicyError                31
     │   ├── BudgetError                32  the privacy ledger would go over
     │   ├── AuditError                 33
@@ -201,7 +201,7 @@ class ReplayError(FormatError):
 
 
 class RefusedError(ArchipelagoError):
-    """A rule of this site says no."""
+    """A rule of this site forbids it."""
 
     exit_code = 30
     default_remedy = "Change the request, or the rule, knowingly."

@@ -257,6 +257,78 @@ def test_heading_of_the_errors_draws_the_tree_as_it_is() -> None:
     assert not missing
 
 
+# Words that say nothing alone: an error names the value, shape, number or state that was found.
+VAGUE = {"another", "others", "other", "none", "both", "neither", "something else", "one", "some", "nothing"}
+
+# Where errors and first lines are still to be put into plain English; to be emptied.
+STILL_TO_WRITE = (
+    "ddm/cli/",
+    "ddm/io/",
+    "ddm/system/",
+    "ddm/training/launcher.py",
+    "ddm/training/peer_check.py",
+    "ddm/transport/",
+    "silo/",
+    "aggregator/",
+)
+
+
+def texts_of(node: ast.AST | None) -> Iterator[str]:
+    """Yield the constant texts that an expression may have as its value."""
+    match node:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.IfExp(body=body, orelse=orelse):
+            yield from (*texts_of(body), *texts_of(orelse))
+        case ast.BoolOp(values=values):
+            yield from (text for value in values for text in texts_of(value))
+
+
+def error_texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield each constant text that is given as `expected` or `got`, or assigned to a variable of this name."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        pairs: list[tuple[str | None, ast.AST]] = []
+        match node:
+            case ast.keyword(arg=name, value=value):
+                pairs = [(name, value)]
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                pairs = [(name, value)]
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                pairs = [
+                    (one.id, value) for one, value in zip(names, values, strict=False) if isinstance(one, ast.Name)
+                ]
+        for name, value in pairs:
+            if name in ("expected", "got"):
+                yield from ((getattr(value, "lineno", 0), text) for text in texts_of(value))
+
+
+def test_errors_say_what_was_expected_and_found_not_only_another_or_none() -> None:
+    found = {
+        f"{name(path)}:{line}: {text!r}"
+        for path in SOURCES
+        if not name(path).startswith(STILL_TO_WRITE)
+        for line, text in error_texts(path)
+        if text.strip(" .,").lower() in VAGUE
+    }
+    assert not found
+
+
+def test_control_vague_errors_are_found(tmp_path: Path) -> None:
+    source = tmp_path / "module.py"
+    source.write_text('got = "none" if x else str(x)\nf(a, expected=x or "Others", got="3 of 4")\n', "utf-8")
+    assert [text for _, text in error_texts(source) if text.lower() in VAGUE] == ["none", "Others"]
+
+
+def test_first_line_of_a_module_is_a_statement_not_a_question() -> None:
+    first_lines = {name(path): (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "") for path in SOURCES}
+    found = {
+        path
+        for path, text in first_lines.items()
+        if "?" in text.partition("\n")[0] and not path.startswith(STILL_TO_WRITE)
+    }
+    assert not found
+
+
 def test_files_stay_small_or_say_why() -> None:
     long = [name(path) for path in SOURCES if len(path.read_text("utf-8").splitlines()) > 400]
     assert not long

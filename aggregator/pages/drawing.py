@@ -114,7 +114,7 @@ def draw(
         done += 1
         if on_progress:
             on_progress(done, total)
-        return Drawn(samples.images, tuple(silo_E[k] for k in samples.expert_N.tolist()), samples.seen)
+        return Drawn(samples.images, tuple(silo_E[k] for k in samples.expert_N.tolist()), samples.latents)
 
     own = {k: draw_some(effort.own, "lock", _alone(ensemble.prior, silo_E, k)) for k in shown}
     mixed = {name: draw_some(effort.mixed, name, ensemble.prior) for name in effort.strategies}

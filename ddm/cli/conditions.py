@@ -5,11 +5,11 @@ from pathlib import Path
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
 from ddm.protocol.plan import ClassCondition, Condition, TextCondition
-from ddm.sampling.guidance import Asked, conditional_log_prior, told
+from ddm.sampling.guidance import ConditionValue, condition_and_null, conditional_log_prior
 from ddm.system.console import say
 
 
-def encoded(text: str, folder: Path, condition: Condition) -> Asked:
+def encoded(text: str, folder: Path, condition: Condition) -> ConditionValue:
     """Return what experts are told of a text, by the encoder that the release's plan pins.
 
     Args:
@@ -35,19 +35,19 @@ def encoded(text: str, folder: Path, condition: Condition) -> Asked:
     return vectors
 
 
-def holders_of(ensemble: Ensemble, asked: Asked | None, declared: list[float] | None) -> list[float] | None:
+def holders_of(ensemble: Ensemble, asked: ConditionValue | None, declared: list[float] | None) -> list[float] | None:
     """Return every expert's share of the data with the condition: as declared, as released, of a text as of all.
 
     Raises:
         MathError: these experts cannot be asked for it.
     """
     if asked is not None:
-        told(ensemble.condition, asked)
+        condition_and_null(ensemble.condition, asked)
     if asked is None or declared is not None:
         return declared
     if not isinstance(asked, int):
         return list(ensemble.prior)
-    return list(ensemble.given_class(asked).prior) if ensemble.given_class else None
+    return list(ensemble.class_prior(asked).prior) if ensemble.class_prior else None
 
 
 def shares_of(

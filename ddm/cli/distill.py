@@ -28,7 +28,7 @@ from ddm.system.signals import stop_on_first_signal
 from ddm.training.config import Engine
 
 if TYPE_CHECKING:
-    from ddm.distillation.dataset import Lessons
+    from ddm.distillation.dataset import DistillationData
     from ddm.distillation.student import GivenImages, OwnSamples, Source
     from ddm.ensemble import Ensemble
     from ddm.loading.release import Release
@@ -160,9 +160,9 @@ def _source(opened: "Release") -> "Source":
     return Source(plan_id=manifest.plan_id, version=manifest.version, manifest=digest, root=verified.root_fingerprint)
 
 
-def _own(wanted: _Wanted, num: int, texts: Path | None) -> "tuple[Lessons, OwnSamples]":
+def _own(wanted: _Wanted, num: int, texts: Path | None) -> "tuple[DistillationData, OwnSamples]":
     """Draw what the student is shown from the ensemble itself."""
-    from ddm.distillation.dataset import own_samples, read_told
+    from ddm.distillation.dataset import own_samples, read_labels
     from ddm.distillation.student import OwnSamples
     from ddm.protocol.base import sha256_file
 
@@ -174,16 +174,16 @@ def _own(wanted: _Wanted, num: int, texts: Path | None) -> "tuple[Lessons, OwnSa
             wanted.work / _SAMPLES,
             source=wanted.source.manifest,
             condition=wanted.condition,
-            texts=read_told(texts, wanted.condition) if texts else None,
+            texts=read_labels(texts, wanted.condition) if texts else None,
             seed=seed,
             on_progress=tell,
         )
     return drawn, OwnSamples(num=num, seed=seed, texts=sha256_file(texts) if texts else None)
 
 
-def _given(wanted: _Wanted, data: Path) -> "tuple[Lessons, GivenImages]":
+def _given(wanted: _Wanted, data: Path) -> "tuple[DistillationData, GivenImages]":
     """Read what the student is shown from a file."""
-    from ddm.distillation.dataset import Lessons, by_cluster, read_told
+    from ddm.distillation.dataset import DistillationData, by_cluster, read_labels
     from ddm.distillation.student import GivenImages
     from ddm.io.npz import read_images
     from ddm.loading.plan import PlanFiles
@@ -191,7 +191,7 @@ def _given(wanted: _Wanted, data: Path) -> "tuple[Lessons, GivenImages]":
 
     opened, condition = wanted.opened, wanted.condition
     images, expert_N = read_images(data, opened.plan.data), None
-    told = None if isinstance(condition, NoCondition) else read_told(data, condition)
+    told = None if isinstance(condition, NoCondition) else read_labels(data, condition)
     if told is not None and len(told) != len(images):
         raise DataError("labels", expected=f"{len(images)}, one per image", got=str(len(told)))
     if wanted.teacher is TeacherName.LABEL:
@@ -201,10 +201,10 @@ def _given(wanted: _Wanted, data: Path) -> "tuple[Lessons, GivenImages]":
     with progress("encoding images") as tell:
         seen = wanted.ensemble.latent.encode(images, tell)
     drop = 0.0 if isinstance(condition, NoCondition) else condition.drop
-    return Lessons(seen, expert_N, told, drop), GivenImages(num=len(seen), digest=sha256_file(data))
+    return DistillationData(seen, expert_N, told, drop), GivenImages(num=len(seen), digest=sha256_file(data))
 
 
-def _trained(wanted: _Wanted, lessons: "Lessons") -> "Trained":
+def _trained(wanted: _Wanted, lessons: "DistillationData") -> "Trained":
     from ddm.distillation.distill import distill as train_student
     from ddm.models import build_expert, load_expert
 

@@ -1,1 +1,1 @@
-"""The mathematics of diffusion: probability paths, solvers, and the random streams of samples."""
+"""Diffusion mathematics: probability paths, solvers, and the random streams of samples."""

@@ -1,8 +1,8 @@
-"""How data becomes noise: probability paths, and conversions between predictions and between paths.
+"""Probability paths from data to noise, and conversions between predictions and between paths.
 
 Every path writes ``x_t = alpha_t x_0 + sigma_t eps`` with t = 0 data and t = 1 noise, and its velocity is
 ``u_t = d_alpha_t x_0 + d_sigma_t eps``. Given x_t and t, any one of u, eps, x_0 and the score fixes the others:
-they are two linear equations in x_0 and eps.
+the definitions of x_t and u_t are two linear equations in x_0 and eps.
 """
 
 # Shape legend: B batch, ... all data dimensions.
@@ -17,17 +17,17 @@ from torch import Tensor
 from ddm.errors import ShapeError
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
-"""Called as ``velocity(x_B, t_B)``: samples (B, ...) and times (B,); answers the shape of ``x_B``."""
+"""Called as ``velocity(x_B, t_B)`` with samples (B, ...) and times (B,); returns the shape of ``x_B``."""
 
 Expert = Callable[..., Tensor]
-"""Called as ``expert(x_B, t_B)``, or ``expert(x_B, t_B, c_B)`` where experts have conditions."""
+"""Called as ``expert(x_B, t_B)``, or as ``expert(x_B, t_B, c_B)`` where experts take a condition."""
 
 PathName = Literal["linear", "cosine_vp"]
 Prediction = Literal["velocity", "eps"]
 
 
 class Experts(Protocol):
-    """Experts by number; a list, or `ddm.sampling.expert_cache.LazyExperts`, which has only some of them in memory."""
+    """Experts by number: a list, or `ddm.sampling.expert_cache.LazyExperts`, which keeps only some in memory."""
 
     def __getitem__(self, k: int, /) -> Expert: ...
 
@@ -54,7 +54,7 @@ class Path(Protocol):
         ...
 
     def time_of(self, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """The t at which this path has the ratio ``alpha / sigma``; both may be scaled by a common factor."""
+        """Return the t at which this path has the ratio ``alpha / sigma``; a common factor does not matter."""
         ...
 
 
@@ -199,25 +199,25 @@ def velocity_from_score(path: Path, x: Tensor, score: Tensor, t_B: Tensor) -> Te
 def as_velocity(
     expert: Velocity, prediction: Prediction, path: Path, canonical: Path, *, t_max: float = 0.99
 ) -> Velocity:
-    """Make an expert trained on another path, or predicting eps, answer velocities on the canonical path.
+    """Convert an expert that was trained on another path, or predicts eps, to velocities on the canonical path.
 
     The expert is called at t', where its path (a', s') has the canonical ratio ``a'/s' = alpha/sigma``, on
     ``x' = c x`` with ``c = hypot(a', s') / hypot(alpha, sigma)``: the same x_0 and eps, at the same signal-to-noise
-    ratio. What it says about x_0 and eps is then written as a canonical velocity.
+    ratio. The x_0 and eps that it predicts are then written as a canonical velocity.
 
     Args:
-        expert: answers `prediction` on `path`, as ``expert(x_B, t_B)``.
-        prediction: what it answers.
+        expert: predicts `prediction` on `path`, as ``expert(x_B, t_B)``.
+        prediction: what it predicts.
         path: the path it was trained on.
         canonical: the ensemble's path.
-        t_max: eps-prediction only. It is singular at alpha = 0, and near it divides the expert's error by alpha;
+        t_max: for eps-prediction only, which is singular at alpha = 0 and near it divides the expert's error by alpha:
             beyond this t' the estimate of x_0 is the one at t_max, and eps follows from x_t.
 
     Returns:
         The velocity on the canonical path.
 
     Source:
-        DESIGN: mixed objectives. Karras et al. 2022, for the equivalence of paths up to time and scale.
+        Karras et al. 2022, for the equivalence of paths up to time and scale.
     """
 
     def on_canonical(x_B: Tensor, t_B: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which random numbers belong to sample i, or to training step i, whatever ran before."""
+"""Counter-based random streams: the numbers of sample i, or of training step i, whatever ran before."""
 
 import hashlib
 
@@ -6,11 +6,11 @@ import numpy as np
 
 
 def stream(purpose: str, seed: int, index: int) -> np.random.Generator:
-    """Return a generator that depends on nothing but these three.
+    """Return a generator that depends on its three arguments alone.
 
     Philox is counter based: making one costs microseconds, its 128-bit keys do not collide in practice (a torch CPU
     generator keeps only 32 bits of its seed), and its raw stream is fixed across machines and releases of numpy.
-    Never for the noise of a release, which comes from the operating system.
+    Never use it for the noise of a statistic, which comes from the operating system.
 
     Args:
         purpose: what the numbers are for; different purposes are independent.

@@ -1,4 +1,4 @@
-"""How noise becomes data: solvers of ``dx/dt = u(x, t)`` from t = 1 to t = 0, over any velocity.
+"""Solvers of ``dx/dt = u(x, t)`` from noise at t = 1 to data at t = 0, for any velocity.
 
 | solver | order | evaluations a step |
 | --- | --- | --- |
@@ -27,12 +27,12 @@ SolverName = Literal["euler", "heun", "midpoint", "rk4", "exponential"]
 
 @dataclass(frozen=True)
 class Memory:
-    """What a multistep solver remembers of each sample; the others pass it on untouched.
+    """What a multistep solver remembers of each sample; one-step solvers pass it on unchanged.
 
     Args:
-        x_0_B: what the velocity said of the data at the step before, shape (B, ...).
+        x_0_B: the estimate of x_0 at the step before, shape (B, ...).
         known_B: whether it may be used; false at the start, and after a sample changed its expert.
-        t: where the step before began.
+        t: the time at which the step before began.
     """
 
     x_0_B: Tensor
@@ -41,7 +41,7 @@ class Memory:
 
     @classmethod
     def none(cls, x_B: Tensor) -> "Memory":
-        """Remember nothing of these samples."""
+        """Return an empty memory for these samples."""
         return cls(torch.zeros_like(x_B), torch.zeros(len(x_B), dtype=torch.bool, device=x_B.device))
 
     def of(self, rows: Tensor) -> "Memory":
@@ -49,12 +49,12 @@ class Memory:
         return replace(self, x_0_B=self.x_0_B[rows], known_B=self.known_B[rows])
 
     def forget(self, changed_B: Tensor) -> "Memory":
-        """Return the memory without what was known of the samples named."""
+        """Return the memory without the estimates of the samples that changed."""
         return replace(self, known_B=self.known_B & ~changed_B)
 
 
 Step = Callable[[Velocity, Tensor, float, float, Memory], tuple[Tensor, Memory]]
-"""Called as ``step(velocity, x_B, t, t_next, memory)``; returns x at `t_next` and what is remembered then."""
+"""Called as ``step(velocity, x_B, t, t_next, memory)``; returns x at `t_next` and the memory then."""
 
 
 def integrate(
@@ -64,14 +64,14 @@ def integrate(
     solver: SolverName = "heun",
     path: Path | None = None,
 ) -> Tensor:
-    """Follow a velocity along a grid of times.
+    """Integrate a velocity along a grid of times.
 
     Args:
         velocity: called as ``velocity(x_B, t_B)``.
         x_1: where the trajectory starts, shape (B, ...).
         times: S + 1 times, strictly descending, usually from 1 to 0.
         solver: see the table above.
-        path: what the velocity lives on, the linear one when omitted; only `exponential` asks.
+        path: the velocity's path, linear when omitted; only `exponential` uses it.
 
     Returns:
         The end of the trajectory, shape (B, ...).
@@ -86,7 +86,7 @@ def integrate(
 def follow(
     velocity: Velocity, x_B: Tensor, times: Sequence[float], step: Step, memory: Memory
 ) -> tuple[Tensor, Memory]:
-    """Take every step along `times`; return where it ends and what is remembered there."""
+    """Take every step along `times`; return x at the end, and the memory."""
     for t, t_next in pairwise(times):
         x_B, memory = step(velocity, x_B, t, t_next, memory)
     return x_B, memory
@@ -127,7 +127,7 @@ def rk4_step(velocity: Velocity, x_B: Tensor, t: float, t_next: float) -> Tensor
 def exponential_step(
     velocity: Velocity, x_B: Tensor, t: float, t_next: float, memory: Memory, *, path: Path
 ) -> tuple[Tensor, Memory]:
-    """Solve the linear part exactly over the log-SNR; x_0 is held at what it should be halfway through the step.
+    """Solve the linear part exactly; x_0 is held constant at its extrapolation to the middle of the step.
 
     ``x' = (sigma' / sigma) x + (alpha' - alpha sigma' / sigma) D``,
     ``D = x_0 + (t' - t) / (2 (t - t_before)) (x_0 - x_0_before)``, and ``D = x_0`` without a step before.
@@ -196,11 +196,13 @@ def check_times(times: Sequence[float]) -> None:
     """Refuse times that do not descend strictly within [0, 1].
 
     Raises:
-        MathError: they do not.
+        MathError: times that do not, or fewer than two.
     """
     descends = all(earlier > later for earlier, later in pairwise(times))
     if len(times) < 2 or not descends or times[0] > 1 or times[-1] < 0:
-        raise MathError("times", expected="strictly descending within [0, 1]", got=f"{len(times)} that are not")
+        got = ", ".join(f"{t:g}" for t in times[:8]) + (", ..." if len(times) > 8 else "")
+        expected = "at least 2 times, strictly descending, within [0, 1]"
+        raise MathError("times", expected=expected, got=got or "no times")
 
 
 def filled(x_B: Tensor, t: float) -> Tensor:

@@ -1,1 +1,1 @@
-"""One dense student of an ensemble: what it is taught, by whom, and how it is kept."""
+"""Distils an ensemble into one dense student: training data, training, and the student's files."""

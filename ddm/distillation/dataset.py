@@ -1,9 +1,9 @@
-"""What a student is shown: public images, or the ensemble's own samples, drawn once and kept on disk.
+"""The training data of a student: given images, or the ensemble's own samples, drawn once and kept on disk.
 
-Own samples are those of `lock` at t_lock = 1: an expert drawn from the prior, followed from noise to data, no router
-asked. Under conditions, each sample has one of its own, and its expert is drawn among those that hold it. A share
-`drop` of them has none, and the law of the whole: so what the student learns without a condition is right, though
-nobody published how frequent each class is.
+Own samples are drawn with `lock` at t_lock = 1: an expert drawn from the prior and followed from noise to data, which
+needs no router. With conditions, each sample has a condition of its own, and its expert is drawn among those with data
+of that condition. A share `drop` of the samples is unconditional and follows the law of the pooled data, so that the
+student's unconditional velocity is right although no release states how frequent each class is.
 """
 
 # Shape legend: N images, B batch, C coarse clusters, K experts.
@@ -37,92 +37,97 @@ from ddm.routers.base import log_prior
 from ddm.sampling.guidance import conditional_log_prior
 from ddm.sampling.mixture import Branch, mix_velocity
 from ddm.sampling.strategies import draw_expert
-from ddm.sampling.trajectories import randomness
+from ddm.sampling.trajectories import draw_noise
 
-_PART, _PART_BYTES = 256, 1 << 26  # most own samples that are drawn, and kept, together
+_PART, _PART_BYTES = 256, 1 << 26  # most own samples that are drawn at once and kept in one file
 
 
 @dataclass(frozen=True)
-class Lessons:
-    """What a student is shown.
+class DistillationData:
+    """The training data of a student.
 
     Args:
-        images: x_0 as experts see it, images or their latents, shape (N, ...), float32.
-        expert_N: the expert that each image belongs to, int64; None where nobody knows.
-        told: what expert and student are told of each image, as `ddm.training.Examples.labels`; None: nothing, ever.
-        drop: probability with which a step tells nothing; 0 for images that were drawn under what is told.
+        images: x_0 in the experts' space, images or their latents, shape (N, ...), float32.
+        expert_N: the expert that each image belongs to, int64; None where it is unknown.
+        labels: the condition of each image, as in `ddm.training.batches.Examples`; None for an unconditional student.
+        drop: probability with which a step hides the condition; 0 for samples that were drawn under their conditions.
     """
 
     images: Tensor
     expert_N: Tensor | None = None
-    told: Tensor | None = None
+    labels: Tensor | None = None
     drop: float = 0.0
 
     def __post_init__(self) -> None:
         if not len(self.images):
-            raise DataError("images", expected="at least one", got="none")
-        for subject, rows in (("experts", self.expert_N), ("conditions", self.told)):
+            raise DataError("images", expected="at least 1 image", got="0 images")
+        for subject, rows in (("experts", self.expert_N), ("conditions", self.labels)):
             if rows is not None and len(rows) != len(self.images):
                 raise ShapeError(subject, expected=f"{len(self.images)}, one per image", got=str(tuple(rows.shape)))
 
 
-def check_told(told: Tensor, condition: Condition) -> None:
-    """Refuse what experts of this condition cannot be told.
+def check_labels(labels: Tensor, condition: Condition) -> None:
+    """Refuse conditions that experts of this kind do not take.
 
     Raises:
-        ShapeError: texts of another shape, classes out of range, or anything at all where there is no condition.
+        ShapeError: texts of another shape, classes out of range, or any condition for unconditional experts.
     """
     match condition:
         case NoCondition():
-            raise ShapeError("conditions", expected="none: these experts have none", got="some")
+            got = f"conditions of shape {tuple(labels.shape)}"
+            raise ShapeError("conditions", expected="no conditions: these experts are unconditional", got=got)
         case TextCondition():
-            check_text(told, len(told), condition)
+            check_text(labels, len(labels), condition)
         case ClassCondition(num_classes=num):
-            if told.dtype != torch.int64 or told.dim() != 1 or not -1 <= int(told.min()) <= int(told.max()) < num:
-                got = f"{told.dtype} {tuple(told.shape)}, or classes out of range"
-                raise ShapeError("classes", expected=f"int64 (N,), -1 (none) to {num - 1}", got=got)
+            if labels.dtype != torch.int64 or labels.dim() != 1:
+                got = f"{labels.dtype} {tuple(labels.shape)}"
+                raise ShapeError("classes", expected="int64 (N,)", got=got)
+            if not -1 <= int(labels.min()) <= int(labels.max()) < num:
+                got = f"{int(labels.min())} to {int(labels.max())}"
+                raise ShapeError("classes", expected=f"-1 (no class) to {num - 1}", got=got)
 
 
-def read_told(path: Path, condition: Condition) -> Tensor:
-    """Read what images or samples are told: the array `labels` of an npz.
+def read_labels(path: Path, condition: Condition) -> Tensor:
+    """Read the conditions of images or samples: the array `labels` of an npz.
 
     Args:
-        path: the file; the array is (N,), whole numbers, of classes, -1 for none; or (N, L, D_text), floating point, of
-            texts, as the plan's encoder sees them, zeros for none and for padding.
+        path: the file. Its array holds classes, (N,), whole numbers, -1 for no class; or texts, (N, L, D_text), as
+            token embeddings of the plan's encoder, floating point, zeros for no text and for padding.
         condition: the experts'.
 
     Raises:
         MissingFileError: nothing at `path`.
         DataError: not an npz, no such array in it, or numbers of another kind.
-        ShapeError: not what these experts can be told.
+        ShapeError: conditions that these experts do not take.
     """
     require_file(path, "an npz with labels")
     array = read_array(path, "labels", max_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     kinds, kind = ("iu", np.int64) if isinstance(condition, ClassCondition) else ("f", np.float32)
     fits = array.dtype.kind in kinds and array.size > 0 and array.ndim > 0
-    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
+    with np.errstate(over="ignore"):  # an overflow becomes infinite and is refused below
         labels = array.astype(kind) if fits else None
     if labels is None or not np.isfinite(labels).all():
-        got = f"{array.dtype} {array.shape}" if labels is None else "some that are not finite"
-        raise DataError("labels", expected="whole numbers of classes, or finite ones of texts", got=got)
-    told = torch.from_numpy(labels)
-    check_told(told, condition)
-    return told
+        got = f"{array.dtype} {array.shape}" if labels is None else "NaN or infinity"
+        raise DataError("labels", expected="whole numbers for classes, or finite numbers for texts", got=got)
+    found = torch.from_numpy(labels)
+    check_labels(found, condition)
+    return found
 
 
-def holders(ensemble: Ensemble, label: int) -> Branch:
-    """Return who holds a class and who could have made x_t given it; -1: no class.
+def class_branch(ensemble: Ensemble, label: int) -> Branch:
+    """Return the ensemble under a class: the experts' shares of it, and its router; -1 for no class.
 
     Raises:
-        MathError: nobody published who holds it.
+        MathError: the release has no class counts.
     """
     if label < 0:
         return Branch(1.0, log_prior(ensemble.prior, len(ensemble.experts)), ensemble.router)
-    if ensemble.given_class is None:
-        remedy = "Show the student images with their classes and let the teacher be the label, or distil without."
-        raise MathError("classes", expected="to be known who holds them", got="no histogram of them", remedy=remedy)
-    given = ensemble.given_class(label)
-    return Branch(1.0, conditional_log_prior(given.prior, ensemble.prior, None), given.router or ensemble.router)
+    if ensemble.class_prior is None:
+        remedy = "Distil from images with classes and the teacher label, or distil without classes."
+        expected = "class counts, which state each expert's share of a class"
+        raise MathError("classes", expected=expected, got="a release without class counts", remedy=remedy)
+    known = ensemble.class_prior(label)
+    return Branch(1.0, conditional_log_prior(known.prior, ensemble.prior, None), known.router or ensemble.router)
 
 
 def own_samples(
@@ -136,25 +141,26 @@ def own_samples(
     steps: int = 50,
     seed: int = 0,
     on_progress: Callable[[int, int], None],
-) -> Lessons:
-    """Draw lessons from the ensemble itself, each with the expert that made it, and keep them for a later run.
+) -> DistillationData:
+    """Draw samples from the ensemble, each labelled with its expert, and keep them on disk for a later run.
 
     Args:
         ensemble: the teacher.
-        num: how many.
+        num: number of samples.
         folder: where they are kept, in parts; samples of another ensemble or seed there are left alone.
         source: names the ensemble.
-        condition: what the student will be told: what the experts are, or nothing.
-        texts: what to draw texts from, shape (M, L, D_text). Nobody knows who holds a text, so all do, alike.
+        condition: the student's: the same as the experts', or none.
+        texts: texts to draw from, shape (M, L, D_text). No release states who holds a text, so each expert's share of
+            a text is its prior.
         steps: of the solver.
         seed: any integer >= 0.
-        on_progress: told (steps taken by all samples, steps in all).
+        on_progress: called with the steps taken, summed over all samples, and the total to take.
 
     Raises:
-        MathError: nobody published who holds the classes.
+        MathError: classes, and a release without class counts.
         NumericalError: samples that are not finite.
-        ShapeError: texts that the experts cannot be told.
-        SetupError: no texts for experts that read them.
+        ShapeError: texts that the experts do not take.
+        SetupError: no texts for experts that are conditioned on texts.
     """
     texts_digest = None if texts is None else hashlib.sha256(texts.contiguous().numpy().data).hexdigest()
     recipe = [source, steps, seed, condition.model_dump(mode="json"), texts_digest]
@@ -164,27 +170,27 @@ def own_samples(
     images, expert_N = torch.empty(num, *ensemble.shape), torch.empty(num, dtype=torch.int64)
     uniform_N = torch.empty(num, dtype=torch.float64)
 
-    def tell(first: int, taken: int) -> None:
+    def report(first: int, taken: int) -> None:
         on_progress(first * steps + taken * (min(first + part, num) - first), num * steps)
 
     for number, first in enumerate(range(0, num, part)):
         path, rows = folder / f"{key}-{number:05d}.safetensors", slice(first, min(first + part, num))
-        noise, uniform_BS = randomness(range(first, first + part), ensemble.shape, seed, 2)
+        noise, uniform_BS = draw_noise(range(first, first + part), ensemble.shape, seed, 2)
         found = _kept(path, specs)
         if found is None:
-            told_B = _draw_told(condition, texts, uniform_BS[:, 1])
-            found = _drawn(ensemble, noise, uniform_BS[:, 0], told_B, steps, partial(tell, first))
+            label_B = _draw_labels(condition, texts, uniform_BS[:, 1])
+            found = _drawn(ensemble, noise, uniform_BS[:, 0], label_B, steps, partial(report, first))
             folder.mkdir(parents=True, exist_ok=True)
             save_tensors(path, found)
         drawn = ((images, found["images"]), (expert_N, found["expert"]), (uniform_N, uniform_BS[:, 1]))
         for whole, some in drawn:
             whole[rows] = some[: rows.stop - first]
-        tell(first, steps)
-    return Lessons(images, expert_N, _draw_told(condition, texts, uniform_N))
+        report(first, steps)
+    return DistillationData(images, expert_N, _draw_labels(condition, texts, uniform_N))
 
 
-def _draw_told(condition: Condition, texts: Tensor | None, uniform_B: Tensor) -> Tensor | None:
-    """Draw what each sample is told: nothing with probability `drop`, else any class or text alike."""
+def _draw_labels(condition: Condition, texts: Tensor | None, uniform_B: Tensor) -> Tensor | None:
+    """Draw each sample's condition: none with probability `drop`, else one of all classes or texts, uniformly."""
     match condition:
         case NoCondition():
             return None
@@ -193,46 +199,48 @@ def _draw_told(condition: Condition, texts: Tensor | None, uniform_B: Tensor) ->
         case TextCondition(drop=drop):
             if texts is None:
                 remedy = "Give texts, or images with texts, or distil without."
-                raise SetupError("texts", expected="some that samples are told", got="none", remedy=remedy)
-            check_told(texts, condition)
+                got = "experts conditioned on texts, and no texts"
+                raise SetupError("texts", expected="texts to condition samples on", got=got, remedy=remedy)
+            check_labels(texts, condition)
             choices = texts
     chosen_B = ((uniform_B - drop).clamp(min=0) / (1 - drop) * len(choices)).long().clamp(max=len(choices) - 1)
-    nothing = -1 if choices.dim() == 1 else 0
-    return choices[chosen_B].masked_fill_((uniform_B < drop).view(-1, *[1] * (choices.dim() - 1)), nothing)
+    null = -1 if choices.dim() == 1 else 0
+    return choices[chosen_B].masked_fill_((uniform_B < drop).view(-1, *[1] * (choices.dim() - 1)), null)
 
 
 def _drawn(
     ensemble: Ensemble,
     noise: Tensor,
     uniform_B: Tensor,
-    told_B: Tensor | None,
+    label_B: Tensor | None,
     steps: int,
     on_step: Callable[[int], None],
 ) -> dict[str, Tensor]:
-    """Draw one sample from each noise, given what it is told."""
-    labels = told_B.tolist() if told_B is not None and told_B.dim() == 1 else [-1] * len(noise)
-    prior = {label: holders(ensemble, label).log_prior_K.exp() for label in set(labels)}
+    """Draw one sample from each noise, under its condition."""
+    labels = label_B.tolist() if label_B is not None and label_B.dim() == 1 else [-1] * len(noise)
+    prior = {label: class_branch(ensemble, label).log_prior_K.exp() for label in set(labels)}
     prior_BK = torch.stack([prior[label] for label in labels])
     k_B = draw_expert(prior_BK, uniform_B)
     w_BK = one_hot(k_B, prior_BK.shape[1]).to(ensemble.device, torch.float32)
-    if told_B is not None:
-        told_B = told_B.to(ensemble.device)
+    if label_B is not None:
+        label_B = label_B.to(ensemble.device)
     images, times = noise.to(ensemble.device) * ensemble.path.sigma(torch.ones(())), uniform_times(steps)
 
     def velocity(x_B: Tensor, t_B: Tensor) -> Tensor:
-        return mix_velocity(ensemble.experts, x_B, t_B, w_BK.to(x_B), told_B, together=ensemble.chunk_size)
+        return mix_velocity(ensemble.experts, x_B, t_B, w_BK.to(x_B), label_B, together=ensemble.chunk_size)
 
     with torch.no_grad():
         for taken, (t, t_next) in enumerate(pairwise(times), start=1):
             images = heun_step(velocity, images, t, t_next)
             on_step(taken)
-    if not bool(torch.isfinite(images).all()):
-        raise NumericalError("the ensemble's own samples", expected="finite numbers", got="some that are not")
+    if num_broken := int((~images.flatten(1).isfinite().all(1)).sum()):
+        got = f"NaN or infinity in {num_broken} of {len(images)}"
+        raise NumericalError("the ensemble's own samples", expected="finite numbers", got=got)
     return {"images": images.float().cpu(), "expert": k_B}
 
 
 def _kept(path: Path, specs: dict[str, TensorSpec]) -> dict[str, Tensor] | None:
-    """Load a part that an earlier run drew; None where there is none, or a damaged one."""
+    """Load a part that an earlier run drew; None where it is missing or damaged."""
     try:
         return load_tensors(path, specs, max_bytes=stored_bytes(specs)) if path.is_file() else None
     except FormatError:
@@ -242,7 +250,7 @@ def _kept(path: Path, specs: dict[str, TensorSpec]) -> dict[str, Tensor] | None:
 def by_cluster(
     images: Tensor, files: PlanFiles, experts: Sequence[PublishedExpert], seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Let each image belong to an expert of its coarse cluster; of several silos', to one drawn by their priors.
+    """Label each image with an expert of its coarse cluster, drawn by the priors where several silos have one.
 
     Args:
         images: samples, not their latents, shape (N, ...), in the plan's range.
@@ -251,21 +259,23 @@ def by_cluster(
         seed: of the draw.
 
     Returns:
-        Which images belong to an expert, bool (N,): of some clusters no expert is made. And those images' experts.
+        Which images belong to an expert, bool (N,), since some clusters have none; and those images' experts.
 
     Raises:
-        SetupError: these experts are not made of clusters.
-        DataError: no image is left.
+        SetupError: the experts are not of a partition by clusters.
+        DataError: no image lies in a cluster that has an expert.
     """
     weight_CK = torch.zeros(int(files.clusters.coarse_F.max()) + 1, len(experts), dtype=torch.float64)
     for k, expert in enumerate(experts):
         if expert.cluster is None:
-            remedy = "Let the teacher be drawn or the mixture."
-            raise SetupError("teacher label", expected="one expert per silo and cluster", got="others", remedy=remedy)
+            remedy = "Choose the teacher drawn or mixture."
+            got = f"expert {expert.expert_id}, which has no cluster"
+            raise SetupError("teacher label", expected="one expert per silo and cluster", got=got, remedy=remedy)
         weight_CK[expert.cluster, k] = expert.prior
     weight_NK = weight_CK[files.clusters.coarse_F[files.clusters.assign(files.encoder.encode(images))]]
     known_N = weight_NK.sum(1) > 0
     if not bool(known_N.any()):
-        raise DataError("images", expected="some of the experts' clusters", got="none")
+        got = f"{len(images)} images, all in clusters without an expert"
+        raise DataError("images", expected="images in clusters that have an expert", got=got)
     uniform_N = torch.from_numpy(stream("by cluster", seed, 0).random(int(known_N.sum())))
     return known_N, draw_expert(weight_NK[known_N], uniform_N)

@@ -1,4 +1,4 @@
-"""A finished student: a file of weights, and beside it one of the same name in JSON, which says where it comes from."""
+"""The files of a finished student: its weights, and a JSON record of the same name that states its provenance."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,7 +24,7 @@ from ddm.protocol.plan import (
     TDistribution,
     Training,
 )
-from ddm.sampling.guidance import Given
+from ddm.sampling.guidance import ClassPrior
 
 RECORD_SUFFIX, AUTOENCODER_SUFFIX = ".json", ".autoencoder.safetensors"
 
@@ -46,7 +46,7 @@ class Source(Model):
 
 
 class OwnSamples(Model):
-    """The student saw samples of the ensemble, and no data; `texts` is the digest of the file of what it was told."""
+    """The student was trained on the ensemble's samples, not on data; `texts` is the digest of the file of texts."""
 
     kind: Literal["own_samples"] = "own_samples"
     num: PositiveInt
@@ -56,7 +56,7 @@ class OwnSamples(Model):
 
 
 class GivenImages(Model):
-    """The student saw images that somebody gave: `digest` is that of their file, `num` how many of them were used."""
+    """The student was trained on images of the user's: the digest of their file, and how many of them were used."""
 
     kind: Literal["given_images"] = "given_images"
     num: PositiveInt
@@ -64,24 +64,24 @@ class GivenImages(Model):
 
 
 class Student(Document):
-    """What the record says. Nobody signs it: it is a researcher's own record.
+    """The record beside a student's weights: a researcher's own, not signed.
 
     Attributes:
         source: the release.
-        images: what it saw.
-        teacher: who answered.
-        data: one sample.
-        latent: what it works on.
-        autoencoder: the weights that turn its latents into samples, a file of the same name beside it; None on pixels.
-        condition: what it is told.
+        images: its training images.
+        teacher: which experts' velocity was its target.
+        data: shape and range of one sample.
+        latent: the space that it works in.
+        autoencoder: the weights that decode its latents, a file of the same name beside it; None on pixels.
+        condition: the kind of condition that it takes.
         architecture: of its network.
-        path: how samples become noise.
+        path: the probability path.
         t_distribution: of the training times.
         training: the recipe.
-        base: digest of the public expert's weights that it started from; None for random ones.
-        loss: mean squared distance from the teacher's answers per value, averaged over about the last hundred steps.
+        base: digest of the public expert's weights that training started from; None for random ones.
+        loss: mean squared error against the teacher per value, averaged over about the last hundred steps.
         seconds: time spent training, over all restarts.
-        file: its weights, whatever they are called.
+        file: its weights, whatever their file is called now.
     """
 
     format: Literal["archipelago/student/1"] = "archipelago/student/1"
@@ -104,7 +104,8 @@ class Student(Document):
     @model_validator(mode="after")
     def _latents_are_decoded(self) -> "Student":
         if isinstance(self.latent, AutoencoderKlLatent) != (self.autoencoder is not None):
-            raise ValueError("latents and their autoencoder go together")
+            needed = "an autoencoder" if self.autoencoder is None else "no autoencoder"
+            raise ValueError(f"the latent {self.latent.kind} needs {needed} beside it")
         if misfit := self.latent.misfit(self.data.shape):
             raise ValueError(f"the latent {self.latent.kind} needs {misfit}")
         return self
@@ -116,24 +117,24 @@ def autoencoder_beside(weights: Path) -> Path:
 
 
 def load_student(weights: Path | str, *, device: torch.device | str = "cpu") -> tuple[Student, Ensemble]:
-    """Read a student as an ensemble of one: what samples from an ensemble samples from it.
+    """Load a student as an ensemble of one expert, to sample from as from any ensemble.
 
     Args:
-        weights: its file; the record lies beside it, and what decodes its latents if it works on those.
-        device: where it shall compute.
+        weights: its file; the record lies beside it, and its autoencoder if it works on latents.
+        device: where it computes.
 
     Raises:
         MissingFileError: there are no weights, no record, or no autoencoder.
         DocumentError: the record is not one.
-        DigestError: the weights, or the autoencoder's, are not those that it names.
-        ShapeError: it describes a network that cannot be.
+        DigestError: the weights, or the autoencoder's, differ from those that the record names.
+        ShapeError: the record describes a network that cannot be built.
         TensorFileError: the weights are not what its architecture implies.
     """
     weights = require_file(Path(weights), "a student's weights")
     path = require_file(weights.with_suffix(RECORD_SUFFIX), "a student's record")
     record = Student.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name)
     shape, latent = record.latent.shape(record.data.shape), record.latent
-    # Found beside the record, whatever they are called: the digests say whether it is these.
+    # The files may have been renamed together with the record; the digests identify them.
     file = record.file.model_copy(update={"path": weights.name})
     if isinstance(latent, AutoencoderKlLatent):
         beside = require_file(autoencoder_beside(weights), "a student's autoencoder")
@@ -141,8 +142,8 @@ def load_student(weights: Path | str, *, device: torch.device | str = "cpu") -> 
     try:
         expert = load_expert(record.architecture, shape, weights.parent, file, record.condition).to(device)
         decoder = open_latent(latent, record.data.shape, record.autoencoder, weights.parent)
-    except DigestError as error:  # nobody signed or published these, so the error's own remedy would mislead
-        expected, got = f"the file that {path.name} names", "another"
+    except DigestError as error:  # these files are not from a publisher, so the error's own remedy would mislead
+        expected, got = f"the file that {path.name} names, {error.expected}", f"a file of {error.got}"
         remedy = "Bring back the files that ddm distill wrote together, or distil again."
         raise DigestError(error.subject, expected=expected, got=got, remedy=remedy) from error
     alone = Ensemble(
@@ -154,7 +155,7 @@ def load_student(weights: Path | str, *, device: torch.device | str = "cpu") -> 
         expert_ids=[record.source.plan_id],
         device=device,
         condition=record.condition,
-        given_class=lambda label: Given([1.0]),
+        class_prior=lambda label: ClassPrior([1.0]),
         latent=decoder,
     )
     return record, alone

@@ -1,4 +1,4 @@
-"""Public features of images: one encoder a file, one interface."""
+"""Encoders: public features of images, text embeddings, and latents, one encoder per file."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -14,7 +14,7 @@ Progress = Callable[[int, int], None]
 
 
 class Encoder(Protocol):
-    """Frozen public features."""
+    """A frozen encoder of public features."""
 
     @property
     def dim(self) -> int:

@@ -1,8 +1,8 @@
-"""What experts work on: samples as they are, or their latents under MONAI's AutoencoderKL, frozen and public.
+"""The space that experts work in: samples themselves, or their latents under a frozen public AutoencoderKL of MONAI.
 
-Features for clustering stay on pixels, and what is sampled is decoded; everything between, the experts, the routers and
-the sketches, sees latents. They are the mean of the autoencoder's posterior, not a draw from it, so a sample has one
-latent, and divided by the plan's `scale`, so that the experts' data are about as wide as their noise.
+Clustering uses features of pixels, and samples are decoded at the end; everything in between, the experts, the routers
+and the sketches, works on latents. A sample's latent is the mean of the autoencoder's posterior, not a draw from it, so
+it is unique; it is divided by the plan's `scale`, so that the experts' data have about the variance of their noise.
 """
 
 # Shape legend: N samples, B samples of one block, ... sample dimensions (C, H, W) or (C, D, H, W).
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ddm.encoders import Progress
 from ddm.errors import NumericalError, SetupError, ShapeError
-from ddm.io.tensors import TensorSpec, load_tensors, spec_of
+from ddm.io.tensors import load_tensors, spec_of
 from ddm.protocol.base import File
 from ddm.protocol.latent import AutoencoderKlLatent, AutoencoderSize, IdentityLatent
 from ddm.protocol.latent import Latent as Spec
@@ -31,40 +31,40 @@ _MOST_AT_ONCE = 64
 
 
 class Latent(Protocol):
-    """The way from samples to what experts see, and back."""
+    """Encodes samples into the experts' space, and decodes them."""
 
     def encode(self, samples: Tensor, on_progress: Progress | None = None) -> Tensor:
-        """Return what experts see of samples, shape (N, ...), float32 on the CPU."""
+        """Return the latents of samples, shape (N, ...), float32 on the CPU."""
         ...
 
-    def decode(self, seen: Tensor, on_progress: Progress | None = None) -> Tensor:
-        """Return the samples that experts' own samples stand for, shape (N, ...), float32 on the CPU."""
+    def decode(self, latents: Tensor, on_progress: Progress | None = None) -> Tensor:
+        """Return the samples of latents, shape (N, ...), float32 on the CPU."""
         ...
 
 
 class Identity:
-    """Experts see the samples themselves."""
+    """Experts work on the samples themselves."""
 
     def encode(self, samples: Tensor, on_progress: Progress | None = None) -> Tensor:
         """Return the samples, not a copy of them."""
         return samples
 
-    def decode(self, seen: Tensor, on_progress: Progress | None = None) -> Tensor:
+    def decode(self, latents: Tensor, on_progress: Progress | None = None) -> Tensor:
         """Return the samples, not a copy of them."""
-        return seen
+        return latents
 
 
 class AutoencoderKl:
     """A frozen autoencoder.
 
-    A block has the same number of samples always, filled up with the last, so that no sample's latent depends on how
-    many others there are. On a GPU where there is one.
+    Every block has the same number of samples, padded with the last one, so that a sample's latent does not depend on
+    the number of others. Computes on a GPU where there is one.
 
     Args:
-        net: MONAI's, as `build_autoencoder` makes it.
+        net: MONAI's network, from `build_autoencoder`.
         size: its sizes.
         shape: one sample, (C, H, W) or (C, D, H, W).
-        scale: what latents are divided by.
+        scale: the divisor of latents.
     """
 
     def __init__(self, net: nn.Module, size: AutoencoderSize, shape: tuple[int, ...], scale: float = 1.0) -> None:
@@ -78,7 +78,7 @@ class AutoencoderKl:
 
         Args:
             samples: shape (N, ...), in the plan's range.
-            on_progress: called with samples done and samples in all; what it raises ends the work.
+            on_progress: called with samples done and samples in all; an exception that it raises stops the encoding.
 
         Raises:
             ShapeError: samples of another shape than the plan's.
@@ -89,23 +89,23 @@ class AutoencoderKl:
         return found
 
     def encode_into(self, samples: Tensor, target: Tensor, on_progress: Progress | None = None) -> None:
-        """Write latents into memory of the caller's, which may be a file; see `encode`."""
+        """Write latents into the caller's tensor, which may be mapped from a file; see `encode`."""
         self._blocks(lambda x_B: self.net.encode(x_B)[0] / self.scale, samples, self.shape, target, on_progress)  # type: ignore[operator]
 
-    def decode(self, seen: Tensor, on_progress: Progress | None = None) -> Tensor:
+    def decode(self, latents: Tensor, on_progress: Progress | None = None) -> Tensor:
         """Return samples, shape (N, ...), float32 on the CPU, about in the plan's range but not clipped to it.
 
         Args:
-            seen: latents over `scale`, shape (N, latent channels, ...).
+            latents: latents over `scale`, shape (N, latent channels, ...).
             on_progress: see `encode`.
 
         Raises:
             ShapeError: latents of another shape.
             NumericalError: samples that are not finite.
         """
-        found = torch.empty(len(seen), *self.shape)
+        found = torch.empty(len(latents), *self.shape)
         latent_shape = self.size.shape(self.shape)
-        self._blocks(lambda z_B: self.net.decode(z_B * self.scale), seen, latent_shape, found, on_progress)  # type: ignore[operator]
+        self._blocks(lambda z_B: self.net.decode(z_B * self.scale), latents, latent_shape, found, on_progress)  # type: ignore[operator]
         return found
 
     def tensors(self) -> dict[str, Tensor]:
@@ -115,24 +115,24 @@ class AutoencoderKl:
     @torch.inference_mode()
     def _blocks(
         self,
-        answer: Callable[[Tensor], Tensor],
-        given: Tensor,
+        call: Callable[[Tensor], Tensor],
+        inputs: Tensor,
         shape: tuple[int, ...],
         target: Tensor,
         on_progress: Progress | None,
     ) -> None:
-        if tuple(given.shape[1:]) != shape:
-            raise ShapeError("autoencoder's input", expected=str(shape), got=str(tuple(given.shape[1:])))
+        if tuple(inputs.shape[1:]) != shape:
+            raise ShapeError("autoencoder's input", expected=str(shape), got=str(tuple(inputs.shape[1:])))
         self.net.to(self.device)
-        for start in range(0, len(given), self.block):
-            x_B = given[start : start + self.block].to(self.device, torch.float32)
+        for start in range(0, len(inputs), self.block):
+            x_B = inputs[start : start + self.block].to(self.device, torch.float32)
             missing = self.block - len(x_B)
-            answers = answer(torch.cat([x_B, x_B[-1:].expand(missing, *shape)]) if missing else x_B)[: len(x_B)]
-            if not bool(torch.isfinite(answers).all()):
-                raise NumericalError("autoencoder's output", expected="finite numbers", got="some that are not")
-            target[start : start + len(x_B)] = answers.float().cpu()
+            outputs = call(torch.cat([x_B, x_B[-1:].expand(missing, *shape)]) if missing else x_B)[: len(x_B)]
+            if not bool(torch.isfinite(outputs).all()):
+                raise NumericalError("autoencoder's output", expected="finite numbers", got="NaN or infinity")
+            target[start : start + len(x_B)] = outputs.float().cpu()
             if on_progress:
-                on_progress(start + len(x_B), len(given))
+                on_progress(start + len(x_B), len(inputs))
 
 
 def build_autoencoder(size: AutoencoderSize, shape: tuple[int, ...], *, seed: int = 0) -> nn.Module:
@@ -147,17 +147,8 @@ def build_autoencoder(size: AutoencoderSize, shape: tuple[int, ...], *, seed: in
         return _build(size, shape)
 
 
-def autoencoder_specs(size: AutoencoderSize, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
-    """Name every tensor that the autoencoder's weights must consist of, without allocating any.
-
-    Raises:
-        ShapeError, SetupError: see `build_autoencoder`.
-    """
-    return {name: spec_of(tensor) for name, tensor in _empty(size, shape).state_dict().items()}
-
-
 def open_latent(spec: Spec, shape: tuple[int, ...], file: File | None, folder: Path) -> Latent:
-    """Open what a plan says experts work on.
+    """Open a plan's latent space.
 
     Args:
         spec: the plan's `latent`.
@@ -166,8 +157,8 @@ def open_latent(spec: Spec, shape: tuple[int, ...], file: File | None, folder: P
         folder: holds `plan/`.
 
     Raises:
-        DigestError: the weights are not those that the plan lists.
-        TensorFileError: the weights are not what the plan's sizes imply, or numbers that no training makes.
+        DigestError: the weights differ from those that the plan lists.
+        TensorFileError: the weights are not what the plan's sizes imply, or exceed `MAX_WEIGHT`.
         ShapeError, SetupError: see `build_autoencoder`.
     """
     match spec:
@@ -181,7 +172,7 @@ def open_latent(spec: Spec, shape: tuple[int, ...], file: File | None, folder: P
 
 
 def open_weights(path: Path, size: AutoencoderSize, shape: tuple[int, ...]) -> AutoencoderKl:
-    """Open an autoencoder's weights on this machine, of no known digest, at scale 1.
+    """Open an autoencoder's weights from a local file without a known digest, at scale 1.
 
     Raises:
         TensorFileError, ShapeError, SetupError: see `open_latent`.
@@ -189,31 +180,28 @@ def open_weights(path: Path, size: AutoencoderSize, shape: tuple[int, ...]) -> A
     return _open(path, size, shape, 1.0, MAX_FILE_BYTES, None)
 
 
-def spread(seen: Tensor) -> float:
-    """Return the standard deviation of latents about their mean, over all samples, channels and places.
+def spread(latents: Tensor) -> float:
+    """Return the standard deviation of latents about their mean, over all samples, channels and positions.
 
     Raises:
-        NumericalError: all the same, so that they tell nothing.
+        NumericalError: it is 0 or not a number: all latents are equal, or there are too few.
     """
-    found = float(seen.double().std())
+    found = float(latents.double().std())
     if not found > 0:
-        raise NumericalError("latents", expected="different ones", got="all the same")
+        expected = "latents with a standard deviation above 0"
+        raise NumericalError("latents", expected=expected, got=f"{found:g} over {len(latents)} samples")
     return found
 
 
 def _open(
     path: Path, size: AutoencoderSize, shape: tuple[int, ...], scale: float, max_bytes: int, digest: str | None
 ) -> AutoencoderKl:
-    net = _empty(size, shape)
+    with torch.device("meta"):
+        net = _build(size, shape)
     specs = {name: spec_of(tensor) for name, tensor in net.state_dict().items()}
     tensors: Mapping[str, Tensor] = load_tensors(path, specs, max_bytes=max_bytes, max_abs=MAX_WEIGHT, digest=digest)
     net.load_state_dict(dict(tensors), assign=True)
     return AutoencoderKl(net, size, shape, scale)
-
-
-def _empty(size: AutoencoderSize, shape: tuple[int, ...]) -> nn.Module:
-    with torch.device("meta"):
-        return _build(size, shape)
 
 
 def _build(size: AutoencoderSize, shape: tuple[int, ...]) -> nn.Module:
@@ -221,11 +209,13 @@ def _build(size: AutoencoderSize, shape: tuple[int, ...]) -> nn.Module:
         raise ShapeError("autoencoder", expected=misfit, got=str(shape))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of imports that neither we nor the operator can change
+            warnings.simplefilter("ignore")  # from third-party imports
             from monai.networks.nets import AutoencoderKL
     except ImportError as error:
         remedy = "Install it: pip install 'monai[einops,nibabel]>=1.4'."
-        raise SetupError("latent autoencoder_kl", expected="MONAI installed", got="no MONAI", remedy=remedy) from error
+        raise SetupError(
+            "latent autoencoder_kl", expected="an installed MONAI", got="no module monai", remedy=remedy
+        ) from error
     innermost = size.attention[-1]
     net: nn.Module = AutoencoderKL(
         spatial_dims=len(shape) - 1,

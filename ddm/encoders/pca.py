@@ -1,4 +1,4 @@
-"""Which public features describe an image? Principal components of the public images; no weights from elsewhere."""
+"""The PCA encoder: principal components of the public images as features, without weights from elsewhere."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ddm.protocol.plan import DataSpec
 
 # Shape legend: N images, D values in one image, R principal directions.
 
-_BLOCK = 1024  # every block is of this size, so that no image's features depend on how many there are
+_BLOCK = 1024  # all blocks have this size, so that features do not depend on the number of images
 _FLAT = 1e-7  # a direction whose spread is below this share of the widest one is rounding, not data
 
 
@@ -23,7 +23,7 @@ class PcaEncoder:
     Attributes:
         mean_D: mean of the public images, float32.
         basis_RD: leading principal directions, half whitened: orthogonal rows of length ``sqrt(spread_0 / spread)``.
-            The later a direction, the finer what it tells apart; by itself it would hardly move a distance.
+            Later directions carry finer detail, which unwhitened would hardly change a distance.
     """
 
     mean_D: Tensor
@@ -56,7 +56,9 @@ class PcaEncoder:
             ShapeError: the images are of another size than those it was fitted on.
         """
         if images.ndim < 2 or images[0].numel() != len(self.mean_D):
-            raise ShapeError("image size", expected=f"{len(self.mean_D)} values", got=str(tuple(images.shape[1:])))
+            raise ShapeError(
+                "image size", expected=f"{len(self.mean_D)} values", got=f"shape {tuple(images.shape[1:])}"
+            )
         found_NR = torch.empty(len(images), self.dim)
         for start in range(0, len(images), _BLOCK):
             rows_BD = images[start : start + _BLOCK].flatten(1).float()
@@ -99,7 +101,11 @@ def principal_directions(images: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     _, spread, basis = torch.linalg.svd(x_ND - mean_D, full_matrices=False)
     spanned = int((spread > _FLAT * spread[0]).sum()) if len(spread) else 0
     if spanned < dim:
-        raise DataError("public images", expected=f"at least {dim} principal directions", got=str(spanned))
+        raise DataError(
+            "public images",
+            expected=f"at least {dim} principal directions",
+            got=f"{len(images)} images that span {spanned}",
+        )
     basis_RD = basis[:dim]
     peak_R = basis_RD.gather(1, basis_RD.abs().argmax(1, keepdim=True))
     return mean_D, (basis_RD * peak_R.sign()).contiguous()

@@ -1,7 +1,7 @@
-"""Features of a frozen timm network: its weights from a local file, its preprocessing from timm's own data config.
+"""The timm encoder: features of a frozen network, with weights from a local file and timm's own preprocessing.
 
-The only door to timm and torchvision. Beside a torch without CUDA the registry's torchvision cannot load its compiled
-operators and its import raises; timm needs only its Python parts, for which it is enough that two schemas exist.
+Only this file imports timm and torchvision. Next to a torch without CUDA, torchvision as published cannot load its
+compiled operators, and its import fails; timm needs only its Python parts, for which defining two schemas suffices.
 """
 
 import warnings
@@ -24,20 +24,20 @@ from ddm.system.devices import device_named
 # Shape legend: N images, B images of one block, C channels, H height, W width.
 
 MAX_FILE_BYTES = 8 * 1024**3
-_BLOCK = 64  # every block is of this size, so that features do not depend on how many images there are
-_COUNTERS = "num_batches_tracked"  # of batch norms; training alone reads them
+_BLOCK = 64  # all blocks have this size, so that features do not depend on the number of images
+_COUNTERS = "num_batches_tracked"  # of batch norms; used in training only
 _NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _schemas: list[torch.library.Library] = []
 
 
 def create_model(name: str, **options: Any) -> nn.Module:
-    """Build a network of timm with fresh weights; nothing is downloaded.
+    """Build a network of timm with random weights; nothing is downloaded.
 
     Raises:
         SetupError: timm has no network of this name, or none with these options.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of imports that neither we nor the operator can change
+        warnings.simplefilter("ignore")  # from third-party imports
         import_torchvision()
         import timm
     try:
@@ -45,7 +45,7 @@ def create_model(name: str, **options: Any) -> nn.Module:
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         remedy = "List the names: python -c 'from ddm.encoders.timm import names; print(*names())'."
         raise SetupError(
-            "encoder", expected="a network of timm", got=f"{name!r}: {error}"[:200], remedy=remedy
+            "encoder", expected="a network that timm has", got=f"{name!r}: {error}"[:200], remedy=remedy
         ) from error
     return model
 
@@ -88,7 +88,7 @@ class TimmEncoder:
 
         Raises:
             ShapeError: images of another shape than the plan's.
-            DataError: the network's features are not finite, in half precision perhaps.
+            DataError: features that are not finite, for example by overflow in half precision.
         """
         if tuple(images.shape[1:]) != self.data.shape:
             raise ShapeError("image", expected=str(self.data.shape), got=str(tuple(images.shape[1:])))
@@ -104,14 +104,14 @@ class TimmEncoder:
             if on_progress:
                 on_progress(min(start + _BLOCK, len(images)), len(images))
         if not torch.isfinite(found).all():
-            raise DataError(f"features of {self.spec.model}", expected="finite numbers", got="some that are not")
+            raise DataError(f"features of {self.spec.model}", expected="finite numbers", got="NaN or infinity")
         return found
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Return the network's input: [0, 1], its channels, its size, its mean and deviation.
+        """Return the network's input: scaled to [0, 1], with its channels and size, then normalised.
 
-        Grey images are repeated for a network that takes colours. The shorter side is resized to the input's, over the
-        share that the crop keeps, then the centre is cut out, as timm does for evaluation on pictures of bytes.
+        Greyscale images are repeated for a network with colour channels. The shorter side is resized to the input's
+        side divided by the crop share, and the centre is cut out, as timm does for evaluation on 8-bit images.
         """
         low, high = self.data.range
         x_BCHW = ((images.float() - low) / (high - low)).expand(-1, len(self.spec.mean), -1, -1)
@@ -144,7 +144,7 @@ class TimmEncoder:
     def from_file(
         cls, model: str, weights: Path, data: DataSpec, image_size: tuple[int, int] | None = None
     ) -> "TimmEncoder":
-        """Open a network's weights on this machine; what they hold beyond it, a classifier, is left out.
+        """Open a network's weights from a local file; tensors beyond it, such as a classifier, are left out.
 
         Args:
             model: its name in timm.
@@ -157,29 +157,29 @@ class TimmEncoder:
         """
         if weights.suffix != ".safetensors":
             remedy = "Convert it once: load it with weights_only=True, write it with safetensors.torch.save_file."
-            got = weights.suffix or "a name without an ending"
-            raise SetupError(str(weights), expected="a safetensors file", got=got, remedy=remedy)
+            got = f"a file with the ending {weights.suffix}" if weights.suffix else "a name without an ending"
+            raise SetupError(str(weights), expected="a .safetensors file", got=got, remedy=remedy)
         found = read_header(weights, max_bytes=MAX_FILE_BYTES)
         channels = _input_channels(model, found, data)
         net = _build(model, channels, None)
         wanted = {name: spec_of(tensor) for name, tensor in _weights(net).items()}
         missing = sorted(name for name, spec in wanted.items() if found.get(name) != spec)
         if missing:
-            got = f"a file where {len(missing)} of {len(wanted)} tensors are others or missing, {missing[0]} first"
+            got = f"a file in which {len(missing)} of {len(wanted)} tensors differ or are missing, first {missing[0]}"
             raise SetupError(str(weights), expected=f"the weights of {model}", got=got)
         loaded = load_tensors(weights, found, max_bytes=MAX_FILE_BYTES, max_abs=None)
         net.load_state_dict(dict(net.state_dict()) | {name: loaded[name] for name in wanted})
-        if image_size and hasattr(net, "set_input_size"):  # of a transformer: resamples where its patches lie
+        if image_size and hasattr(net, "set_input_size"):  # of a transformer: resamples its position embeddings
             net.set_input_size(img_size=tuple(image_size))  # type: ignore[operator]
         return cls(net, _spec(net, model, "file", image_size, channels), data)
 
     @classmethod
     def random(cls, model: str, data: DataSpec, seed: int, image_size: tuple[int, int] | None = None) -> "TimmEncoder":
-        """Build a network with random weights, for those who ask for it.
+        """Build a network with random weights.
 
         Raises:
             SetupError: timm has no network of this name.
-            DataError: images of neither one channel nor three.
+            DataError: images with a number of channels other than 1 or 3.
         """
         channels = data.shape[0]
         if channels not in (1, 3):
@@ -194,7 +194,7 @@ def timm_specs(spec: TimmSpec) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored encoder.
 
     Raises:
-        SetupError: timm here has no such network.
+        SetupError: the installed timm has no such network.
     """
     with torch.device("meta"):
         net = _build(spec.model, len(spec.mean), spec.image_size)
@@ -202,7 +202,7 @@ def timm_specs(spec: TimmSpec) -> dict[str, TensorSpec]:
 
 
 def _build(model: str, channels: int, image_size: tuple[int, int] | None) -> nn.Module:
-    """Build a network without its classifier; the input's size goes to those that ask for it."""
+    """Build a network without its classifier; the input's size is passed to networks that take it."""
     options: dict[str, Any] = {"num_classes": 0, "in_chans": channels}
     if image_size is None:
         return create_model(model, **options)
@@ -213,12 +213,13 @@ def _build(model: str, channels: int, image_size: tuple[int, int] | None) -> nn.
 
 
 def _spec(net: nn.Module, model: str, weights: str, image_size: tuple[int, int] | None, channels: int) -> TimmSpec:
-    """Write down timm's data config for this network."""
+    """Return timm's data config of this network as a plan states it."""
     from timm.data import resolve_model_data_config
 
     config = resolve_model_data_config(net)
     if config.get("crop_mode", "center") != "center":
-        raise SetupError("encoder", expected="a network with crop mode center", got=f"{model}: {config['crop_mode']}")
+        got = f"{model} with crop mode {config['crop_mode']}"
+        raise SetupError("encoder", expected="a network with crop mode center", got=got)
     mean, std = (tuple(float(value) for value in config[name]) for name in ("mean", "std"))
     if len(mean) != channels:
         mean, std = (tuple([sum(part) / len(part)] * channels) for part in (mean, std))
@@ -238,7 +239,7 @@ def _spec(net: nn.Module, model: str, weights: str, image_size: tuple[int, int] 
 
 
 def _input_channels(model: str, found: Mapping[str, TensorSpec], data: DataSpec) -> int:
-    """Read from the file's first layer how many channels the network takes, and see that the images can have them."""
+    """Return the number of channels that the file's first layer takes, after checking the images against it."""
     net = create_model(model, num_classes=0)
     first = net.pretrained_cfg["first_conv"]  # type: ignore[index]
     first = first if isinstance(first, str) else next(iter(first or ()), None)
@@ -254,9 +255,9 @@ def _weights(net: nn.Module) -> dict[str, Tensor]:
 
 
 def import_torchvision() -> None:
-    """Import torchvision; where its compiled part cannot be loaded, give two of its operators a schema.
+    """Import torchvision; where its compiled part cannot be loaded, define the schemas of two operators.
 
-    Not before it has failed: where it can be loaded, it defines them itself, and once is all that torch allows.
+    Only after the import has failed: where it succeeds, it defines them itself, and torch allows one definition only.
     """
     try:
         import_module("torchvision")

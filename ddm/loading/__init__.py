@@ -1,1 +1,1 @@
-"""From signed bytes to objects: a plan's public files, a release, the ensemble in it."""
+"""Loads signed files into objects: a plan's public files, a release, the ensemble in it."""

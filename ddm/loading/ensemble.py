@@ -1,4 +1,4 @@
-"""From a published folder to a loaded ensemble: verify, check every digest, build, load. In that order."""
+"""Loads an ensemble from a published release: verifies it, checks every digest, builds the networks, loads weights."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from ddm.routers.counts import CountsRouter
 from ddm.routers.loading import load_router
 from ddm.routers.sketch import Sketch
 from ddm.sampling.expert_cache import LazyExperts
-from ddm.sampling.guidance import Given, GivenClass
+from ddm.sampling.guidance import ClassPrior, ClassPriors
 
 _LOADERS = 4
 
@@ -39,13 +39,13 @@ def open_ensemble(
     """Verify a release, then build its experts and router and load their weights; every file is read once.
 
     Args:
-        release: its folder; or a release that `open_release` has verified, which needs none of the next four.
+        release: its folder; or a release that `open_release` has verified, for which the next four are ignored.
         root: the root of trust, obtained out of band: its file, or its bytes.
         state: see `open_release`, as are the next two.
         silo_keys: pinned fingerprints.
         archived: accept an expired timestamp.
         memory_bytes: see `build_ensemble`, as is the next one.
-        device: where the experts shall compute.
+        device: where the experts compute.
 
     Raises:
         TrustError, FormatError: see `open_release`.
@@ -56,7 +56,7 @@ def open_ensemble(
         return load_ensemble(release, memory_bytes=memory_bytes, device=device)
     if root is None:
         remedy = "Pass root: the file 1.root.json, obtained out of band."
-        raise SetupError(str(release), expected="the root of trust that verifies it", got="no root", remedy=remedy)
+        raise SetupError(str(release), expected="a root of trust to verify it with", got="root=None", remedy=remedy)
     opened = open_release(
         FilePath(release),
         root=FilePath(root) if isinstance(root, str) else root,
@@ -74,11 +74,11 @@ def load_ensemble(release: Release, *, memory_bytes: int | None = None, device: 
     Args:
         release: as `open_release` returns it.
         memory_bytes: see `build_ensemble`.
-        device: where the experts shall compute.
+        device: where the experts compute.
 
     Raises:
         DigestError: a file changed after it was verified.
-        DocumentError: the manifest describes a router that this version would not apply.
+        DocumentError: the manifest describes a router that this version cannot apply.
         TensorFileError: a tensor file is not what the plan implies.
     """
     return build_ensemble(release.plan, release.manifest, release.folder, memory_bytes=memory_bytes, device=device)
@@ -94,23 +94,23 @@ def build_ensemble(
 ) -> Ensemble:
     """Build the experts and the router that a manifest lists, each file checked against its digest there.
 
-    Whether plan and manifest are to be believed is the caller's business: `load_ensemble` knows it from signatures, the
-    aggregator because it has just written them.
+    The caller must trust the plan and the manifest: `load_ensemble` has verified their signatures, the aggregator has
+    just written them.
 
     Args:
         plan: the plan.
         manifest: lists the experts and describes the router.
         folder: holds `plan/`, `silos/` and the router.
-        memory_bytes: most bytes that experts may take of memory. They are loaded when they are asked for, and again
-            when they had to leave, each time checked against their digests; so what is said of files below is then
-            said while sampling. None loads all of them now.
-        device: where the experts shall compute.
+        memory_bytes: most bytes of memory for experts. They are then loaded on first use, and again after they were
+            dropped, checked against their digests each time, so the errors about files below are raised while sampling.
+            None loads all of them now.
+        device: where the experts compute.
 
     Raises:
-        DigestError: a file is not the one that the documents list.
-        DocumentError: the manifest describes a router that this version would not apply.
+        DigestError: a file differs from the one that the documents list.
+        DocumentError: the manifest describes a router that this version cannot apply.
         TensorFileError: a tensor file is not what the plan implies.
-        SetupError: less memory than one expert takes.
+        SetupError: `memory_bytes` is less than the largest expert needs.
     """
     shape, condition, path = plan.expert_shape, plan.condition, path_named(plan.objective.path)
     files = PlanFiles.load(plan, folder)
@@ -131,7 +131,7 @@ def build_ensemble(
         device=device,
         expert_ids=[expert.expert_id for expert in manifest.experts],
         condition=condition,
-        given_class=_given_class(router, sketch, path),
+        class_prior=_class_priors(router, sketch, path),
         latent=files.latent,
     )
 
@@ -139,37 +139,37 @@ def build_ensemble(
 def _experts(load: Callable[[int], Expert], sizes: Sequence[int], memory_bytes: int | None) -> Experts:
     if memory_bytes is not None:
         return LazyExperts(load, sizes, memory_bytes)
-    # Reading, hashing and checking leave the interpreter to others, so several experts load side by side.
+    # Reading, hashing and checking release the interpreter lock, so several experts load in parallel.
     with ThreadPoolExecutor(max_workers=min(_LOADERS, os.cpu_count() or 1)) as pool:
         return list(pool.map(load, range(len(sizes))))
 
 
 def on_path(expert: Expert, learned: ExpertObjective, canonical: Path) -> Expert:
-    """Let an expert answer velocities on the ensemble's path, whatever its silo taught it."""
+    """Return the expert as a velocity on the ensemble's path, whatever objective its silo trained it for."""
     own = path_named(learned.path)
     if own == canonical and learned.prediction == "velocity":
         return expert
 
-    def answer(x_B: Tensor, t_B: Tensor, *told_B: Tensor) -> Tensor:
-        return as_velocity(lambda x, t: expert(x, t, *told_B), learned.prediction, own, canonical)(x_B, t_B)
+    def velocity(x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> Tensor:
+        return as_velocity(lambda x, t: expert(x, t, *condition_B), learned.prediction, own, canonical)(x_B, t_B)
 
-    return answer
+    return velocity
 
 
-def _given_class(router: Calibrated, sketch: Sketch, path: Path) -> GivenClass | None:
-    """Who holds a class, where the silos released that.
+def _class_priors(router: Calibrated, sketch: Sketch, path: Path) -> ClassPriors | None:
+    """Return the experts' shares of each class and a router for it; None where the silos sent no class counts.
 
-    Given a class, where its images lie is known by public group alone; so whatever the release's router is, this one
-    is a counts router, and needs the same temperature if it is one itself.
+    Class counts are histograms over public groups, so the router of a class is a counts router whatever family the
+    release's router is of. It takes over the temperature of a released counts router.
     """
     conditional = router.conditional
     if conditional is None:
         return None
     temperature = router.temperature if isinstance(router.router, CountsRouter) else 1.0
 
-    def given(label: int) -> Given:
+    def class_prior(label: int) -> ClassPrior:
         prior = conditional.log_prior(label).exp().tolist()
         own = conditional.router(label, sketch, path)
-        return Given(prior, Calibrated(own, temperature, [1.0] * own.num_experts))
+        return ClassPrior(prior, Calibrated(own, temperature, [1.0] * own.num_experts))
 
-    return given
+    return class_prior

@@ -1,4 +1,4 @@
-"""A plan's public tensors, loaded strictly: exactly the names, dtypes and shapes that the plan implies."""
+"""Loads a plan's public tensors strictly: exactly the names, dtypes and shapes that the plan implies."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +22,13 @@ SKETCH_PATH = "plan/sketch.safetensors"
 
 @dataclass(frozen=True)
 class PlanFiles:
-    """What a plan's files hold.
+    """The contents of a plan's files.
 
     Attributes:
         encoder: public features of an image.
         clusters: fine centroids, their coarse clusters and their groups.
-        sketch: the public projection of what experts see, and its group statistics.
-        latent: what experts see of a sample.
+        sketch: the public projection of samples in the experts' space, and its group statistics.
+        latent: encodes samples into the experts' space.
     """
 
     encoder: Encoder
@@ -41,10 +41,10 @@ class PlanFiles:
         """Load the files of `plan` from `folder`, which holds `plan/`.
 
         Raises:
-            DigestError: a file is not the one that the plan lists.
+            DigestError: a file differs from the one that the plan lists.
             TensorFileError: a file is not what the plan implies.
-            PolicyError: the sketch would not protect as its epsilon claims (see `Sketch.check`).
-            SetupError: the plan's encoder is a network that timm here does not have.
+            PolicyError: the sketch would not give the privacy that its epsilon states (see `Sketch.check`).
+            SetupError: the installed timm does not have the plan's encoder.
         """
 
         def load(path: str, specs: dict[str, TensorSpec]) -> dict[str, Tensor]:
@@ -56,15 +56,15 @@ class PlanFiles:
         if isinstance(plan.encoder, PcaSpec):
             encoder = PcaEncoder.from_tensors(load(plan.encoder.path, pca_specs(plan.data, dim)))
         else:
-            from ddm.encoders.timm import TimmEncoder, timm_specs  # takes seconds, and most plans do without
+            from ddm.encoders.timm import TimmEncoder, timm_specs  # takes seconds, and most plans do not need it
 
             encoder = TimmEncoder.from_tensors(
                 load(plan.encoder.path, timm_specs(plan.encoder)), plan.encoder, plan.data
             )
         cluster_shapes = cluster_specs(plan.clustering.num_fine, dim)
         clusters = Clusters.from_tensors(load(plan.clustering.path, cluster_shapes))
-        seen = plan.data.model_copy(update={"shape": plan.expert_shape})
-        sketch = Sketch.from_tensors(load(plan.sketch.path, sketch_specs(seen, plan.sketch.rank, num_groups)))
+        latent_spec = plan.data.model_copy(update={"shape": plan.expert_shape})
+        sketch = Sketch.from_tensors(load(plan.sketch.path, sketch_specs(latent_spec, plan.sketch.rank, num_groups)))
         sketch.check()
         clusters.check(plan.clustering.num_coarse, num_groups)
         return cls(encoder=encoder, clusters=clusters, sketch=sketch, latent=cls.load_latent(plan, folder))
@@ -77,8 +77,8 @@ class PlanFiles:
 
 
 def sketch_noise_level(plan: Plan, sketch: Sketch) -> float | None:
-    """Return the t_release that the plan's epsilon and delta imply for its sketches; None where none are released."""
-    asked = plan.statistics.sketch
-    if asked is None:
+    """Return the t_release that the plan's epsilon and delta imply for its sketches; None for a plan without them."""
+    terms = plan.statistics.sketch
+    if terms is None:
         return None
-    return t_release(gaussian_mu(asked.epsilon, asked.delta), sketch.scale, path_named(plan.objective.path), asked.rank)
+    return t_release(gaussian_mu(terms.epsilon, terms.delta), sketch.scale, path_named(plan.objective.path), terms.rank)

@@ -1,7 +1,7 @@
-"""A published folder, verified and read: documents that are signed and agree with each other. No tensor, no torch.
+"""Verifies a published release and reads its documents, signed and consistent with each other. Imports no torch.
 
-The folder may lie on somebody else's share and change at any time, so a digest is checked again, each time, on the very
-bytes that are then parsed.
+The folder may be on a share of somebody else's and change at any time, so a digest is checked again on the very bytes
+that are then parsed.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Release:
     """A verified release and its documents; no tensor has been read yet.
 
     Attributes:
-        verified: what the signatures say.
+        verified: the result of verifying the signatures.
         plan: the plan.
         manifest: the manifest.
         submissions: each silo's document, by silo id.
@@ -44,8 +44,8 @@ def read_root(path: Path) -> bytes:
     """Read the pinned root of trust.
 
     Raises:
-        MissingFileError: nothing at `path`.
-        RootError: a folder, a link or something far too large.
+        MissingFileError: no file at `path`.
+        RootError: it is empty or too large.
     """
     if not path.is_file():
         raise MissingFileError(
@@ -54,9 +54,10 @@ def read_root(path: Path) -> bytes:
             got="a folder" if path.is_dir() else "nothing there",
             remedy="Ask the federation's operator for 1.root.json and compare its fingerprint by another way.",
         )
-    data = path.read_bytes() if path.stat().st_size <= MAX_ROOT_BYTES else b""
+    size = path.stat().st_size
+    data = path.read_bytes() if size <= MAX_ROOT_BYTES else b""
     if not data:
-        raise RootError(str(path), expected=f"a root of 1 to {MAX_ROOT_BYTES} bytes", got="another size")
+        raise RootError(str(path), expected=f"a root of 1 to {MAX_ROOT_BYTES} bytes", got=f"{size} bytes")
     return data
 
 
@@ -74,15 +75,15 @@ def open_release(
     Args:
         folder: the published folder.
         root: the pinned 1.root.json.
-        state: where versions seen before are kept, so that a rollback shows; None keeps none.
+        state: where versions seen before are remembered, to detect rollbacks; None remembers nothing.
         silo_keys: fingerprints to pin, by silo id.
         archived: accept an expired timestamp.
-        experts_later: do not read the experts yet; `load_expert` compares each with its digest on the bytes it loads.
+        experts_later: do not read the experts yet; `load_expert` checks each one's digest on the bytes that it loads.
 
     Raises:
         TrustError: a signature, digest, version, role or path is wrong, or the manifest contradicts what a silo signed.
         DocumentError: a document does not parse.
-        ReplayError: documents that are signed but do not belong together.
+        ReplayError: signed documents of different plans or silos.
     """
     if not folder.is_dir():
         raise MissingFileError(str(folder), expected="a release folder", got="nothing there")
@@ -113,17 +114,21 @@ def open_release(
 
 def _read(verified: VerifiedRelease, name: str, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
     if name not in verified.files:
-        raise DigestError(name, expected="a signed file of this name", got="none")
+        raise DigestError(name, expected="a signed file of this name", got="no such file among the signed ones")
     data = read_bounded(verified.files[name].path, limit, subject=name)
-    if sha256_hex(data) != verified.files[name].digest:
-        raise DigestError(name, expected="the bytes that were verified a moment ago", got="others")
+    if (found := sha256_hex(data)) != (wanted := verified.files[name].digest):
+        remedy = (
+            "The file changed while it was read. Copy the release to a folder that nobody writes to, and try again."
+        )
+        expected = f"sha256 {wanted[:16]}..., as verified before"
+        raise DigestError(name, expected=expected, got=f"sha256 {found[:16]}...", remedy=remedy)
     return data
 
 
 def _check_together(
     verified: VerifiedRelease, plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission]
 ) -> None:
-    """Each document is signed; they must also name each other, and every file that they list must be signed so."""
+    """Check that the signed documents name each other, and that every file that they list is signed as listed."""
     plan_digest = verified.files["plan.json"].digest
     for subject, plan_id in (("plan.json", plan.plan_id), ("manifest.json", manifest.plan_id)):
         if plan_id != verified.plan_id:
@@ -134,7 +139,11 @@ def _check_together(
     for silo_id, submission in submissions.items():
         got = (submission.silo_id, submission.plan_id, submission.plan_digest)
         if got != (silo_id, plan.plan_id, plan_digest):
-            raise ReplayError(f"submission of {silo_id}", expected="this silo and plan", got="another")
+            named = (
+                f"silo {submission.silo_id} and plan {submission.plan_id} of digest {submission.plan_digest[:16]}..."
+            )
+            expected = f"silo {silo_id} and plan {plan.plan_id} of digest {plan_digest[:16]}..."
+            raise ReplayError(f"submission of {silo_id}", expected=expected, got=named)
     for silo in manifest.silos:
         _check_claims(silo, submissions[silo.silo_id])
     _check_experts(plan, manifest, submissions)
@@ -144,18 +153,21 @@ def _check_together(
 
 
 def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> None:
-    """Every silo of the plan is published, missing or withdrawn; the published ones are those whose keys signed."""
+    """Check that each silo of the plan is published, missing or withdrawn, and that the published ones have signed."""
     published = {silo.silo_id: silo.key_fingerprint for silo in manifest.silos}
-    if sorted([*published, *manifest.missing_silos, *manifest.withdrawn_silos]) != list(plan.silos):
-        raise TrustError("manifest.json, silos", expected="each silo of the plan once", got="others")
-    if published != verified.silo_keys:
-        raise TrustError(
-            "manifest.json, silos", expected="those who signed, with the keys that they used", got="others"
-        )
+    listed = sorted([*published, *manifest.missing_silos, *manifest.withdrawn_silos])
+    if listed != list(plan.silos):
+        expected = f"each silo of the plan once, as published, missing or withdrawn: {', '.join(plan.silos)[:200]}"
+        raise TrustError("manifest.json, silos", expected=expected, got=", ".join(listed)[:200] or "no silos")
+    for silo_id in sorted(published.keys() | verified.silo_keys.keys()):
+        if published.get(silo_id) != verified.silo_keys.get(silo_id):
+            signed, named = (keys.get(silo_id, "no key")[:16] for keys in (verified.silo_keys, published))
+            subject = f"manifest.json, silo {silo_id}, key_fingerprint"
+            raise TrustError(subject, expected=f"{signed}, of the key that signed", got=named)
 
 
 def _check_claims(silo: PublishedSilo, submission: Submission) -> None:
-    """What the manifest repeats of a silo's submission is what the silo signed."""
+    """Check that what the manifest repeats of a silo's submission is what the silo signed."""
     claims = (
         ("epsilon", submission.spent.epsilon, silo.epsilon),
         ("delta", submission.spent.delta, silo.delta),
@@ -169,10 +181,10 @@ def _check_claims(silo: PublishedSilo, submission: Submission) -> None:
 
 
 def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission]) -> None:
-    """The manifest's experts are the silos'; each silo's priors add up to its share of all units.
+    """Check that the manifest lists the silos' experts, and that each silo's priors sum to its share of all units.
 
-    How much of a silo belongs to which of its experts is read from its noised histogram, which is not published; with a
-    random partition, and with one expert a silo, nothing is left to read.
+    With a partition by clusters the division of a silo's share among its experts follows from its noised histogram,
+    which is not published, and is not checked. With other partitions the shares of its experts are equal.
     """
     total = sum(submission.num_units for submission in submissions.values())
     for silo_id, submission in submissions.items():
@@ -180,7 +192,12 @@ def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Sub
         if {(e.expert_id, e.cluster, e.file) for e in published} != {
             (e.expert_id, e.cluster, e.file) for e in submission.experts
         }:
-            raise TrustError(f"manifest.json, silo {silo_id}, experts", expected="those that it signed", got="others")
+            signed_ids = ", ".join(sorted(e.expert_id for e in submission.experts))[:200]
+            expected = f"{signed_ids}, with clusters and files as the silo signed"
+            got = ", ".join(sorted(e.expert_id for e in published))[:200] or "no experts"
+            if got == signed_ids:
+                got = "the same experts with other clusters or files"
+            raise TrustError(f"manifest.json, silo {silo_id}, experts", expected=expected, got=got)
         share = submission.num_units / total
         _check_prior(f"silo {silo_id}, priors", share, sum(expert.prior for expert in published))
         if not isinstance(plan.partition, SiloClusterPartition):
@@ -200,21 +217,25 @@ def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
     for file in listed:
         signed = verified.files.get(file.path)
         if signed is None or (signed.bytes, signed.digest) != (file.bytes, file.digest):
-            raise DigestError(file.path, expected="the digest that the manifest or plan lists", got="another")
+            got = f"{signed.bytes} bytes, sha256 {signed.digest[:16]}..." if signed else "no signed file of this name"
+            expected = f"{file.bytes} bytes, sha256 {file.digest[:16]}..., as manifest.json or plan.json lists"
+            raise DigestError(file.path, expected=expected, got=got)
     extra = set(verified.files) - {file.path for file in listed} - {"manifest.json", MODEL_SIGNATURE_NAME}
     if extra:
-        raise DigestError(min(extra), expected="a file that the manifest lists", got="one that it does not")
+        raise DigestError(min(extra), expected="a file that the manifest lists", got=f"{len(extra)} that it does not")
 
 
 def _check_read(verified: VerifiedRelease, manifest: Manifest) -> None:
-    """What was not read yet is read when the experts are loaded, or by nobody: so it must be one of them."""
+    """Check that only experts of the manifest were left unread, since only these are read and checked later."""
     unread = {name for name, file in verified.files.items() if not file.read} - {e.file.path for e in manifest.experts}
     if unread:
-        raise DigestError(min(unread), expected="an expert that the manifest lists", got="another file")
+        raise DigestError(
+            min(unread), expected="an expert that the manifest lists", got="an unread file that it does not"
+        )
 
 
 def _check_model_signature(verified: VerifiedRelease) -> None:
-    """Whoever goes by `model.sig`, where there is one, is told of the same files; its key is not for TUF to know."""
+    """Check that `model.sig`, if there is one, covers the same files as TUF; its key is not known to TUF."""
     if MODEL_SIGNATURE_NAME in verified.files:
         data = _read(verified, MODEL_SIGNATURE_NAME, MAX_MODEL_SIGNATURE_BYTES)
         others = {name: file.digest for name, file in verified.files.items() if name != MODEL_SIGNATURE_NAME}

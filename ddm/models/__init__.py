@@ -1,4 +1,4 @@
-"""Which network an architecture names, and what it will weigh and cost before it is built."""
+"""Builds and loads the networks of experts, and computes their sizes and cost before they are built."""
 
 from collections.abc import Sequence
 from math import prod
@@ -40,7 +40,7 @@ def build_expert(
     Args:
         architecture: what the plan names.
         shape: one image, (C, H, W), or volume, (C, D, H, W).
-        condition: what the expert is told beside sample and time.
+        condition: the kind of condition that the expert takes.
         seed: same seed, same weights.
 
     Returns:
@@ -68,7 +68,9 @@ def expected_tensors(
 
 
 def empty_expert(architecture: Architecture, shape: Sequence[int], condition: Condition = NoCondition()) -> Network:
-    """Build an expert without memory for its weights, which somebody assigns; what it computes itself is there.
+    """Build an expert on the meta device, without memory for its weights, which the caller assigns.
+
+    Buffers that it computes itself, such as positions, are real.
 
     Raises:
         ShapeError, SetupError: see `build_expert`.
@@ -90,14 +92,14 @@ def load_expert(
         shape: one image, (C, H, W), or volume, (C, D, H, W).
         folder: holds the file.
         file: as a signed document lists it.
-        condition: what the expert is told beside sample and time.
+        condition: the kind of condition that the expert takes.
 
     Raises:
-        DigestError: the file is not the one listed.
-        TensorFileError: the file holds other tensors, or numbers that no training makes.
+        DigestError: the file differs from the one listed.
+        TensorFileError: the file holds other tensors, or weights beyond `MAX_WEIGHT`.
         SetupError: the architecture needs a library that is not installed.
     """
-    # Weights that are replaced at once need neither memory nor random numbers.
+    # The initial weights are replaced at once, so they need neither memory nor random numbers.
     expert: nn.Module = empty_expert(architecture, shape, condition)
     specs = {name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in expert.state_dict().items()}
     weights = load_tensors(folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_WEIGHT, digest=file.digest)
@@ -113,23 +115,23 @@ def num_parameters(expert: nn.Module) -> int:
 def training_flops(
     architecture: Architecture, shape: Sequence[int], num_images_seen: int, condition: Condition = NoCondition()
 ) -> int:
-    """Count the operations of all matrix products and convolutions, forward and backward, over so many samples.
+    """Return the operations of all matrix products and convolutions, forward and backward, over so many samples.
 
-    Counted by torch on tensors without memory, a text at its full length.
+    Counted by torch on the meta device, with texts of full length.
 
     Raises:
         ShapeError, SetupError: see `build_expert`.
     """
     with torch.device("meta"):
         expert = _build(architecture, shape, condition)
-        asked: tuple[Tensor, ...] = (torch.empty(1, *shape), torch.empty(1))
+        inputs: tuple[Tensor, ...] = (torch.empty(1, *shape), torch.empty(1))
         match condition:
             case ClassCondition():
-                asked = (*asked, torch.zeros(1, dtype=torch.int64))
+                inputs = (*inputs, torch.zeros(1, dtype=torch.int64))
             case TextCondition(dim=dim, max_tokens=max_tokens):
-                asked = (*asked, torch.empty(1, max_tokens, dim))
+                inputs = (*inputs, torch.empty(1, max_tokens, dim))
         with FlopCounterMode(display=False) as counter:
-            torch.autograd.backward(expert(*asked).sum())
+            torch.autograd.backward(expert(*inputs).sum())
     return int(counter.get_total_flops()) * num_images_seen
 
 

@@ -1,7 +1,7 @@
-"""An expert that starts from a public one: which of its numbers are trained, and the whole expert that comes out.
+"""Fine-tunes an expert from public weights: which weights are trained, and how they merge into a whole expert.
 
-What is released is always a whole expert of the plan's architecture, so that nobody after the silo needs to know how it
-was trained. With averaged weights, the two factors of a LoRA are averaged each by itself.
+A silo always releases a whole expert of the plan's architecture, so nothing after it depends on how it was trained.
+With averaged weights, the two factors of a LoRA are averaged separately.
 """
 
 # Shape legend: B batch, I inputs, O outputs of a layer, R rank.
@@ -17,7 +17,7 @@ from ddm.protocol.plan import Adaptation, FullAdaptation, LoraAdaptation, Partia
 
 
 class LoraLinear(nn.Module):
-    """A linear layer that stays as it is, and beside it a trained one of low rank, which starts at zero.
+    """A frozen linear layer plus a trained one of low rank, which starts at zero.
 
     ``y = W x + b + alpha / R * up (down x)``
 
@@ -39,21 +39,21 @@ class LoraLinear(nn.Module):
         nn.init.uniform_(self.down_RI, -sqrt(1 / frozen.in_features), sqrt(1 / frozen.in_features))
 
     def forward(self, x_BI: Tensor) -> Tensor:
-        """Return what both layers answer together."""
+        """Return the sum of both layers' outputs."""
         out: Tensor = self.frozen(x_BI) + self.scale * ((x_BI @ self.down_RI.T) @ self.up_OR.T)
         return out
 
 
 def adapt(expert: nn.Module, adaptation: Adaptation, *, seed: int) -> nn.Module:
-    """Make of an expert what is trained: only what the adaptation names requires a gradient.
+    """Prepare an expert for training: only the weights that the adaptation names require a gradient.
 
     Args:
         expert: with the weights that training starts from; changed in place.
         adaptation: the plan's.
-        seed: of the new weights; the caller's random state is left as it was.
+        seed: of the added weights; the caller's random state is left as it was.
 
     Returns:
-        The same expert, called as before, and answering as before until it is trained.
+        The same expert, called as before; its outputs are unchanged until it is trained.
 
     Raises:
         SetupError: the adaptation names weights that the expert does not have.
@@ -110,8 +110,8 @@ def _train_only(expert: nn.Module, prefixes: tuple[str, ...]) -> None:
         if not any(_begins(name, prefix) for name in names):
             raise SetupError(
                 "plan, adaptation.trained",
-                expected="names of the expert's weights, or how they begin",
-                got="one that no weight has",
+                expected="names of the expert's weights, or prefixes of names",
+                got=f"{prefix[:80]!r}, which no weight begins with",
                 remedy="Ask the aggregator for a plan whose adaptation fits its architecture.",
             )
     for name, weight in expert.named_parameters():

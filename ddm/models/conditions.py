@@ -1,4 +1,4 @@
-"""How an expert is told a class or a text, and how it is told that there is none."""
+"""Embeds the condition of an expert, a class or a text, and the null condition."""
 
 # Shape legend: B batch, L text tokens, D hidden width.
 from typing import NamedTuple
@@ -14,11 +14,11 @@ _SMALL = 0.02
 
 
 class ClassEmbedding(nn.Module):
-    """One vector per class, and one for no class."""
+    """One vector per class, and one for the null condition."""
 
     def __init__(self, condition: ClassCondition, hidden: int, device: str | None = None) -> None:
         super().__init__()
-        # Row 0 is no class, so that a class beyond the last has no row at all and is refused.
+        # Row 0 is the null condition, so that a class beyond the last has no row and is refused.
         self.table = nn.Embedding(1 + condition.num_classes, hidden, device=device)
         nn.init.normal_(self.table.weight, std=_SMALL)
 
@@ -26,14 +26,14 @@ class ClassEmbedding(nn.Module):
         """Return the classes' vectors, shape (B, D).
 
         Args:
-            c_B: int64; -1 where a sample has no class. None: no sample has one.
+            c_B: int64; -1 for a sample without a class, None where no sample has one.
             num: B.
         """
         return torch.as_tensor(self.table(class_rows(c_B, num, self.table.weight.device)))
 
 
 def class_rows(c_B: Tensor | None, num: int, device: torch.device) -> Tensor:
-    """Return each sample's row in a table whose first row is no class.
+    """Return each sample's row in a table whose first row is the null condition.
 
     Raises:
         ShapeError: not one whole number per sample.
@@ -46,24 +46,24 @@ def class_rows(c_B: Tensor | None, num: int, device: torch.device) -> Tensor:
 
 
 class Text(NamedTuple):
-    """Text tokens that a network may read.
+    """Text tokens for a network to attend to.
 
     Attributes:
         tokens_BLD: their vectors.
-        mask_B11L: whether each is to be read; at least one of every sample is.
+        mask_B11L: whether each is attended to; at least one of every sample is.
     """
 
     tokens_BLD: Tensor
     mask_B11L: Tensor
 
     def mean(self) -> Tensor:
-        """The mean of the tokens that are to be read, shape (B, D)."""
+        """Return the mean of the attended tokens, shape (B, D)."""
         read_BL1 = self.mask_B11L[:, 0, 0, :, None].to(self.tokens_BLD)
         return (self.tokens_BLD * read_BL1).sum(1) / read_BL1.sum(1)
 
 
 class TextEmbedding(nn.Module):
-    """Text tokens at the network's width; a learned token stands where there is no text."""
+    """Text tokens at the network's width; a learned token replaces a missing text."""
 
     def __init__(self, condition: TextCondition, hidden: int, device: str | None = None) -> None:
         super().__init__()
@@ -73,14 +73,14 @@ class TextEmbedding(nn.Module):
         self.mlp = nn.Sequential(widen, nn.GELU(), mix)
 
     def forward(self, c_BLD: Tensor | None, num: int) -> Text:
-        """Return the tokens, and which of them are to be read.
+        """Return the tokens, and which of them are attended to.
 
         Args:
-            c_BLD: a token of zeros is padding, and a sample of padding alone has no text. None: no sample has one.
+            c_BLD: a token of zeros is padding, and a sample of padding alone has no text; None where no sample has one.
             num: B.
 
         Raises:
-            ShapeError: tokens of another width, none, or more than the plan allows.
+            ShapeError: no tokens, more than the plan allows, or tokens of another width.
         """
         if c_BLD is None:
             null = self.null.expand(num, 1, -1)
@@ -94,10 +94,10 @@ class TextEmbedding(nn.Module):
 
 
 def check_text(c_BLD: Tensor, num: int, condition: TextCondition) -> None:
-    """Refuse a text of another form than the plan's.
+    """Refuse texts of another shape than the plan's.
 
     Raises:
-        ShapeError: tokens of another width, none, or more than the plan allows.
+        ShapeError: no tokens, more than the plan allows, or tokens of another width.
     """
     most, shape = condition.max_tokens, tuple(c_BLD.shape)
     if len(shape) != 3 or shape[0] != num or not 0 < shape[1] <= most or shape[2] != condition.dim:
@@ -105,7 +105,7 @@ def check_text(c_BLD: Tensor, num: int, condition: TextCondition) -> None:
 
 
 class CrossAttention(nn.Module):
-    """Image tokens read text tokens; a fresh one reads nothing."""
+    """Cross-attention from image tokens to text tokens; at initialisation its output is zero."""
 
     def __init__(self, hidden: int, heads: int, device: str | None = None) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class CrossAttention(nn.Module):
         self.project = nn.Linear(hidden, hidden, device=device)
 
     def forward(self, h_BND: Tensor, text: Text) -> Tensor:
-        """Return what the tokens read, shape (B, N, D)."""
+        """Return the update of the image tokens, shape (B, N, D)."""
         k_BLD, v_BLD = self.key_value(text.tokens_BLD).chunk(2, -1)
         q_BAND, k_BALD, v_BALD = (heads_of(part, self.heads) for part in (self.query(normalise(h_BND)), k_BLD, v_BLD))
         out: Tensor = self.project(attend(q_BAND, k_BALD, v_BALD, text.mask_B11L))

@@ -1,8 +1,8 @@
-"""The diffusion transformer: how a velocity is computed from a noised image, a time and, if asked, a class or a text.
+"""The diffusion transformer: predicts from a noised image, a time and, where conditional, a class or a text.
 
-Differences from the original, all measured on one CPU thread: one matrix product makes the modulations of every
-block (they depend on t and the class alone), and the GELU is the exact one, five times faster there than its tanh
-approximation. Positions are computed and not stored, and no variance is learned.
+It differs from the original in four ways. One matrix product computes the modulations of all blocks, which depend only
+on t and the class. The GELU is exact, on one CPU thread five times as fast as its tanh approximation. Positions are
+computed, not stored. No variance is learned.
 """
 
 # Shape legend: B batch, C channels, H height, W width, N tokens, D hidden width, A attention heads.
@@ -18,12 +18,12 @@ from ddm.models.layers import (
     attend,
     check_fit,
     check_input,
+    gather_tokens,
     images_of,
     initialise,
     modulate,
     patches_of,
     sincos_positions,
-    taken,
 )
 from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition, TextCondition
 
@@ -33,14 +33,14 @@ _MODULATIONS = 6
 class DiT(nn.Module):
     """A diffusion transformer with adaLN-zero blocks.
 
-    A class is added to the time; a text is read by cross-attention after each block's attention. A fresh model answers
-    0 everywhere: the gates, the last layer and what is read of a text start at zero.
+    A class is added to the time; a text enters by cross-attention after each block's attention. A fresh model returns
+    0 everywhere: the gates, the last layer and the output of cross-attention start at zero.
 
     Args:
         architecture: its sizes.
         shape: one image, (C, H, W).
-        condition: what it is told beside image and time.
-        device: where the weights are made; on ``meta`` they are not, and somebody assigns them afterwards.
+        condition: the kind of condition that it takes.
+        device: where the weights are created; on ``meta`` they have no memory, and the caller assigns them.
 
     Raises:
         ShapeError: the architecture does not fit the shape.
@@ -80,17 +80,16 @@ class DiT(nn.Module):
         self.widest = max(sum(self.widths), MLP_RATIO * hidden * rows * columns)
 
     def forward(self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, *, kept_BM: Tensor | None = None) -> Tensor:
-        """Answer the prediction at (x, t).
+        """Return the prediction at (x, t).
 
         Args:
             x_BCHW: noised images.
             t_B: times in [0, 1], shape (B,).
-            c: classes (B,) or texts (B, L, D_text), as `ddm.models.conditions` reads them; None: nobody has one.
-            kept_BM: numbers of the tokens to look at, int64; None: all.
+            c: classes (B,) or texts (B, L, D_text), see `ddm.models.conditions`; None for the null condition.
+            kept_BM: numbers of the kept tokens, int64; None for all.
 
         Returns:
-            Shape (B, C, H, W), whatever the objective trained it to answer; of kept tokens their patches alone, shape
-            (B, M, C P P).
+            Shape (B, C, H, W), velocity or eps by the objective; for kept tokens their patches only, (B, M, C P P).
 
         Raises:
             ShapeError: images of another shape than the model's, not one time per image, or a condition of another
@@ -103,12 +102,13 @@ class DiT(nn.Module):
         """Return the tokens that the head reads, shape (B, N, D) or (B, M, D); see `forward`."""
         check_input(x_BCHW, t_B, self.shape)
         if c is not None and self.classes is None and self.text is None:
-            raise ShapeError("condition", expected="none: the model has no condition", got=str(tuple(c.shape)))
-        told_BD = self.time(t_B)
+            got = f"a condition of shape {tuple(c.shape)}"
+            raise ShapeError("condition", expected="no condition: the model is unconditional", got=got)
+        condition_BD = self.time(t_B)
         if self.classes is not None:
-            told_BD = told_BD + self.classes(c, len(t_B))
+            condition_BD = condition_BD + self.classes(c, len(t_B))
         text = self.text(c, len(t_B)) if self.text is not None else None
-        modulation_B1M = self.modulation(F.silu(told_BD))[:, None]
+        modulation_B1M = self.modulation(F.silu(condition_BD))[:, None]
         *by_block, last = torch.split(modulation_B1M, self.widths, -1)
         h_BND = self.image_tokens(x_BCHW, kept_BM)
         for block, block_modulation in zip(self.blocks, by_block, strict=True):
@@ -119,13 +119,13 @@ class DiT(nn.Module):
         """Return the tokens that the first block reads, shape (B, N, D) or (B, M, D)."""
         patches, position = patches_of(x_BCHW, self.patch), self.position_ND
         if kept_BM is not None:
-            patches, position = taken(patches, kept_BM), position[kept_BM]
+            patches, position = gather_tokens(patches, kept_BM), position[kept_BM]
         out: Tensor = self.embed(patches) + position
         return out
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each modulated and gated into the residual stream; between them the text."""
+    """Self-attention, cross-attention to a text if there is one, and a two-layer network, on the residual stream."""
 
     def __init__(self, hidden: int, heads: int, device: str | None = None, *, reads_text: bool = False) -> None:
         super().__init__()

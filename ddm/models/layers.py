@@ -1,4 +1,4 @@
-"""What the transformers share: patches, positions, times, modulation, attention, and the weights they start from."""
+"""Layers shared by the transformers: patches, positions, times, modulation, attention, initial weights."""
 
 # Shape legend: B batch, C channels, H height, W width, N tokens, D hidden width, A attention heads, P patch.
 from math import log
@@ -35,10 +35,10 @@ class TimeEmbedding(nn.Module):
 
 
 def check_fit(architecture: Architecture, shape: tuple[int, ...], condition: Condition) -> None:
-    """Refuse a network that cannot be built.
+    """Refuse an architecture that does not fit the shape or the condition.
 
     Raises:
-        ShapeError: the architecture does not take samples of this shape, or the condition.
+        ShapeError: it does not.
     """
     if misfit := architecture.misfit(shape, condition):
         got = f"shape {shape}, condition {condition.kind}"
@@ -52,12 +52,13 @@ def check_input(x_B: Tensor, t_B: Tensor, shape: tuple[int, ...]) -> None:
         ShapeError: on either.
     """
     if tuple(x_B.shape[1:]) != shape or t_B.shape != x_B.shape[:1]:
-        got = f"{tuple(x_B.shape)} and {tuple(t_B.shape)}"
-        raise ShapeError("model input", expected=f"(B, {', '.join(map(str, shape))}) and (B,)", got=got)
+        expected = f"samples (B, {', '.join(map(str, shape))}) and times (B,)"
+        got = f"samples {tuple(x_B.shape)} and times {tuple(t_B.shape)}"
+        raise ShapeError("model input", expected=expected, got=got)
 
 
 def initialise(model: nn.Module, time: TimeEmbedding, *zeros: nn.Linear) -> None:
-    """Draw all linear layers (Glorot), those of the time smaller; `zeros` start at zero."""
+    """Initialise all linear layers (Glorot), those of the time with smaller values, and `zeros` with zero."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -77,13 +78,13 @@ def patches_of(x_BCHW: Tensor, patch: int) -> Tensor:
     return split.permute(0, 2, 4, 1, 3, 5).reshape(-1, rows * columns, channels * patch * patch)
 
 
-def taken(h_BND: Tensor, kept_BM: Tensor) -> Tensor:
-    """Take some of each sample's tokens, by their numbers, shape (B, M, D)."""
+def gather_tokens(h_BND: Tensor, kept_BM: Tensor) -> Tensor:
+    """Return some of each sample's tokens by their indices, shape (B, M, D)."""
     return h_BND.gather(1, kept_BM[..., None].expand(-1, -1, h_BND.shape[-1]))
 
 
 def images_of(p_BND: Tensor, shape: tuple[int, ...], patch: int) -> Tensor:
-    """Put patches together again, the inverse of `patches_of`."""
+    """Join patches into images, the inverse of `patches_of`."""
     channels, height, width = shape
     split = p_BND.reshape(-1, height // patch, width // patch, channels, patch, patch)
     return split.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, height, width)
@@ -120,6 +121,6 @@ def heads_of(h_BND: Tensor, heads: int) -> Tensor:
 
 
 def attend(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attend, and lay the heads side by side again, shape (B, N, D); `mask` is False where nothing is to be read."""
+    """Attend, and concatenate the heads again, shape (B, N, D); `mask` is False for tokens to ignore."""
     mixed = F.scaled_dot_product_attention(q_BAND, k_BAND, v_BAND, attn_mask=mask)
     return mixed.transpose(1, 2).flatten(2)

@@ -1,8 +1,8 @@
-"""How does one look at an expert that is larger than memory? Each linear layer reads its weights when called, in parts.
+"""Evaluates an expert that is larger than memory: each linear layer reads its weights from disk when called, in parts.
 
-All else is loaded: next to nothing of a transformer, nearly all of a U-Net. `resident_bytes` says how much. Slower than
-a loaded expert wherever an answer needs several batches, and meant for a few dozen images. Experts with a condition are
-asked as where nobody has one.
+All other weights are loaded: very few of a transformer's, nearly all of a U-Net's; `resident_bytes` counts them. It is
+slower than a loaded expert wherever samples need several batches, and meant for a few dozen images. Conditional experts
+are evaluated under the null condition.
 """
 
 # Shape legend: B batch, I inputs, O outputs of a layer, ... all data dimensions.
@@ -30,7 +30,7 @@ _ACTIVATION_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One float32 tensor in a verified file that nobody changes.
+    """One float32 tensor in a verified file that does not change.
 
     Attributes:
         path: the file.
@@ -43,7 +43,7 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the tensor by rows, some at a time, with their numbers; a vector's entries are its rows."""
+        """Yield consecutive rows and their indices, some at a time; the entries of a vector are its rows."""
         num_rows, width = self.shape[0], prod(self.shape[1:])
         step = max(1, PART_BYTES // (_FLOAT_BYTES * width))
         with self.path.open("rb") as handle:
@@ -52,7 +52,8 @@ class StoredTensor:
                 size = (rows.stop - start) * width * _FLOAT_BYTES
                 data = bytearray(os.pread(handle.fileno(), size, self.offset + start * width * _FLOAT_BYTES))
                 if len(data) != size:
-                    raise TensorFileError(self.path.name, expected="the bytes that its header tells", got="fewer")
+                    expected, got = f"{size} bytes, as its header says", f"{len(data)} bytes"
+                    raise TensorFileError(self.path.name, expected=expected, got=got)
                 yield rows, torch.frombuffer(data, dtype=torch.float32).view(-1, *self.shape[1:])
 
     def load(self) -> Tensor:
@@ -79,7 +80,7 @@ def stored_tensors(
         shape: one image, (C, H, W), or volume, (C, D, H, W).
         path: the file.
         max_bytes: most bytes it may have.
-        condition: what the expert is told beside sample and time.
+        condition: the kind of condition that the expert takes.
 
     Raises:
         TensorFileError: it holds other tensors than the architecture implies.
@@ -111,16 +112,16 @@ class StreamedLinear(nn.Module):
 
 
 class StreamedExpert:
-    """An expert on disk that answers as a loaded one does, in memory that does not grow with its linear layers.
+    """An expert on disk with the outputs of a loaded one, in memory that does not grow with its linear layers.
 
     Args:
         architecture: what the plan names.
         shape: one image, (C, H, W), or volume, (C, D, H, W).
         stored: its tensors.
-        condition: what the expert is told beside sample and time.
+        condition: the kind of condition that the expert takes.
 
     Attributes:
-        resident_bytes: of the weights that are in memory all the time.
+        resident_bytes: bytes of the weights that stay in memory.
     """
 
     def __init__(
@@ -144,6 +145,6 @@ class StreamedExpert:
 
     @torch.no_grad()
     def __call__(self, x_B: Tensor, t_B: Tensor) -> Tensor:
-        """Return what the expert answers, shape (B, ...)."""
+        """Return the expert's prediction, shape (B, ...)."""
         batches = zip(torch.split(x_B, self._batch), torch.split(t_B, self._batch), strict=True)
         return torch.cat([self.model(x, t) for x, t in batches])

@@ -1,4 +1,4 @@
-"""A transformer that answers one number per expert for a noised image."""
+"""A transformer that classifies a noised image by expert: one logit per expert."""
 
 # Shape legend: B batch, C channels, H height, W width, N tokens, D hidden width, E experts.
 import torch
@@ -11,13 +11,13 @@ _SMALL = 0.02
 
 
 class TokenRouter(DiT):
-    """The expert's own transformer with one learned token more, of which it answers; a fresh one answers 0 everywhere.
+    """A DiT with a class token, from which it computes the logits; a fresh one returns 0 everywhere.
 
     Args:
         architecture: its sizes.
         shape: one image, (C, H, W).
         num_experts: E.
-        condition: what it is told beside image and time.
+        condition: the kind of condition that it takes.
 
     Raises:
         ShapeError: the architecture does not fit the shape.
@@ -38,7 +38,7 @@ class TokenRouter(DiT):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, *, kept_BM: Tensor | None = None) -> Tensor:
-        """Return one number per expert, shape (B, E); the arguments are those of `DiT.forward`."""
+        """Return one logit per expert, shape (B, E); the arguments are those of `DiT.forward`."""
         answer_BE: Tensor = self.head(self.tokens(x_BCHW, t_B, c, kept_BM)[:, 0])
         return answer_BE
 

@@ -16,16 +16,16 @@ TIME_SCALE = 1000.0  # MONAI's embedding of the time is made for steps 0 to 999
 
 
 class UNet(nn.Module):
-    """MONAI's diffusion U-Net; a fresh one answers 0, as its last convolution starts at zero.
+    """MONAI's diffusion U-Net; a fresh one returns 0, since its last convolution starts at zero.
 
-    A class is added to the time. A text is read by cross-attention, which in MONAI has no mask: padding, up to the
-    plan's `max_tokens`, is one learned token, so that what a text means does not depend on how it was padded.
+    A class is added to the time. A text enters by cross-attention, which in MONAI has no mask: every text is padded to
+    the plan's `max_tokens` with a learned token, so that the output does not depend on how a text was padded before.
 
     Args:
         architecture: its sizes.
         shape: one image, (C, H, W), or volume, (C, D, H, W).
-        condition: what it is told beside sample and time.
-        device: where the weights are made; on ``meta`` they are not, and somebody assigns them afterwards.
+        condition: the kind of condition that it takes.
+        device: where the weights are created; on ``meta`` they have no memory, and the caller assigns them.
 
     Raises:
         ShapeError: the architecture does not fit the shape.
@@ -53,20 +53,20 @@ class UNet(nn.Module):
         self.null = None
         if isinstance(condition, TextCondition):
             self.null = nn.Parameter(torch.zeros(condition.dim, device=device))
-        # On its way up, a level's first convolution reads what came from below beside what came down.
+        # In the decoder, a level's first convolution reads the level below and the skip connection.
         voxels, halved = prod(shape[1:]), 2 ** (len(shape) - 1)
         self.widest = 2 * max(width * voxels // halved**i for i, width in enumerate(architecture.channels))
 
     def forward(self, x_B: Tensor, t_B: Tensor, c: Tensor | None = None) -> Tensor:
-        """Answer the prediction at (x, t).
+        """Return the prediction at (x, t).
 
         Args:
             x_B: noised samples, shape (B, ...).
             t_B: times in [0, 1], shape (B,).
-            c: classes (B,) or texts (B, L, D), as `ddm.models.conditions` reads them; None: nobody has one.
+            c: classes (B,) or texts (B, L, D), see `ddm.models.conditions`; None for the null condition.
 
         Returns:
-            Shape (B, ...), whatever the objective trained it to answer.
+            Shape (B, ...), velocity or eps by the objective.
 
         Raises:
             ShapeError: samples of another shape than the model's, not one time per sample, or a condition of another
@@ -77,7 +77,8 @@ class UNet(nn.Module):
         match self.condition:
             case NoCondition():
                 if c is not None:
-                    raise ShapeError("condition", expected="none: the model has no condition", got=str(tuple(c.shape)))
+                    got = f"a condition of shape {tuple(c.shape)}"
+                    raise ShapeError("condition", expected="no condition: the model is unconditional", got=got)
             case ClassCondition():
                 classes = class_rows(c, len(t_B), x_B.device)
             case TextCondition():
@@ -99,7 +100,8 @@ def _monai_unet(architecture: Unet, shape: tuple[int, ...], condition: Condition
         from monai.networks.nets import DiffusionModelUNet
     except ImportError as error:
         remedy = "Install it: pip install 'monai[einops]>=1.4'."
-        raise SetupError("architecture unet", expected="MONAI installed", got="no MONAI", remedy=remedy) from error
+        got = "no module monai"
+        raise SetupError("architecture unet", expected="an installed MONAI", got=got, remedy=remedy) from error
     text = condition if isinstance(condition, TextCondition) else None
     net: nn.Module = DiffusionModelUNet(
         spatial_dims=len(shape) - 1,

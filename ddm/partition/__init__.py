@@ -1,1 +1,1 @@
-"""How data is divided: clustering against public centroids, and the cells of a partition."""
+"""Partitions data among experts: public centroids, clusters, and each silo's parts."""

@@ -1,4 +1,4 @@
-"""To which public cell does a feature belong? Fine k-means centroids, in groups, in coarse clusters."""
+"""Public clusters of features on three levels: fine k-means centroids, groups of them, coarse clusters of groups."""
 
 import warnings
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _BALANCING_ROUNDS = 10
 
 @dataclass(frozen=True)
 class Clusters:
-    """Public clusters on three levels: every fine centroid lies in a group, every group in one coarse cluster.
+    """Public clusters: every fine centroid belongs to one group, and every group to one coarse cluster.
 
     Attributes:
         centroids_FD: fine centroids in feature space, float32.
@@ -59,21 +59,22 @@ class Clusters:
         """Refuse received clusters whose indices do not fit the plan.
 
         Raises:
-            PolicyError: a centroid is not finite, or names a coarse cluster or group that the plan does not have, or a
-                group lies in two coarse clusters, so that it would not say which expert answers for it.
+            PolicyError: a centroid is not finite, an index is out of range or unused, or a group belongs to two coarse
+                clusters, so that its expert would be ambiguous.
         """
         if not torch.isfinite(self.centroids_FD).all():
-            raise PolicyError("the plan's centroids", expected="finite numbers", got="others")
+            raise PolicyError("the plan's centroids", expected="finite numbers", got="NaN or infinity")
         for name, index_F, most in (("coarse cluster", self.coarse_F, num_coarse), ("group", self.group_F, num_groups)):
             if int(index_F.min()) < 0 or int(index_F.max()) >= most:
-                raise PolicyError(f"the plan's {name} indices", expected=f"0 to {most - 1}", got="others")
-            if len(torch.unique(index_F)) != most:
-                raise PolicyError(
-                    f"the plan's {name}s", expected=f"{most}, each with a fine centroid", got="an empty one"
-                )
+                got = f"{int(index_F.min())} to {int(index_F.max())}"
+                raise PolicyError(f"the plan's {name} indices", expected=f"0 to {most - 1}", got=got)
+            if (used := len(torch.unique(index_F))) != most:
+                expected, got = f"{most}, each with a fine centroid", f"only {used} with one"
+                raise PolicyError(f"the plan's {name}s", expected=expected, got=got)
         pairs = torch.unique(torch.stack([self.group_F, self.coarse_F], 1), dim=0)
-        if len(pairs) > len(torch.unique(self.group_F)):
-            raise PolicyError("the plan's groups", expected="each in one coarse cluster", got="one in two")
+        if len(pairs) > num_groups:
+            got = f"{num_groups} groups with {len(pairs)} coarse clusters between them"
+            raise PolicyError("the plan's groups", expected="each in one coarse cluster", got=got)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a plan stores of these clusters."""
@@ -96,15 +97,15 @@ def fit_clustering(
 ) -> Clusters:
     """Cluster public features by k-means, then the centroids into groups, then the groups into coarse clusters.
 
-    Centroids and groups weigh as many images as they hold.
+    Centroids and groups are weighted by their numbers of images.
 
     Args:
         features: public features, shape (N, D).
         num_fine: number of fine centroids.
         num_coarse: number of coarse clusters, at most `num_groups`.
         num_groups: number of groups in the counts, at most `num_fine`.
-        seed: of the initial centroids; the features are public, so no privacy hangs on it.
-        balanced: give the coarse clusters about as many public images each (`_balance`).
+        seed: of the initial centroids; the features are public, so privacy does not depend on it.
+        balanced: give the coarse clusters about equal numbers of public images (`_balance`).
 
     Raises:
         DataError: fewer distinct public images than fine centroids.
@@ -112,10 +113,13 @@ def fit_clustering(
     """
     if not num_coarse <= num_groups <= num_fine:
         got = f"{num_coarse} coarse clusters, {num_groups} groups, {num_fine} fine centroids"
-        raise SetupError("clustering", expected="no more coarse clusters than groups than fine centroids", got=got)
+        expected = "no more coarse clusters than groups, and no more groups than fine centroids"
+        raise SetupError("clustering", expected=expected, got=got)
     distinct = len(torch.unique(features, dim=0))
     if distinct < num_fine:
-        raise DataError("public images", expected=f"at least {num_fine}, one per fine centroid", got=str(distinct))
+        raise DataError(
+            "public images", expected=f"at least {num_fine}, one per fine centroid", got=f"{distinct} distinct"
+        )
     x_ND = features.double().numpy()
     fine_N, centroids_FD = _k_means(x_ND, np.ones(len(x_ND)), num_fine, seed)
     weight_F = np.bincount(fine_N, minlength=num_fine).astype(np.float64)
@@ -124,9 +128,10 @@ def fit_clustering(
     coarse_G, centre_CD = _k_means(centre_GD, weight_G, num_coarse, seed + 2)
     if balanced:
         coarse_G = _balance(centre_GD, weight_G, centre_CD)
-        if len(np.unique(coarse_G)) < num_coarse:
-            remedy = "Ask for more groups or fewer coarse clusters: a group is never split."
-            raise DataError("balanced clusters", expected=f"{num_coarse}", got="an empty one", remedy=remedy)
+        if (used := len(np.unique(coarse_G))) < num_coarse:
+            remedy = "Plan more groups or fewer coarse clusters: a group is never split."
+            expected, got = f"{num_coarse} that are not empty", str(used)
+            raise DataError("balanced clusters", expected=expected, got=got, remedy=remedy)
     return Clusters(
         centroids_FD=torch.from_numpy(centroids_FD).float(),
         coarse_F=torch.from_numpy(coarse_G[group_F]),
@@ -137,11 +142,11 @@ def fit_clustering(
 def _balance(
     x_GD: NDArray[np.float64], weight_G: NDArray[np.float64], centre_CD: NDArray[np.float64]
 ) -> NDArray[np.int64]:
-    """Return the cluster of each row such that clusters weigh about the same, at least total squared distance.
+    """Assign rows to clusters of about equal weight, with the least total squared distance.
 
     A few rounds of Lloyd's algorithm whose assignment is a transport problem with equal capacities. Its solution splits
-    fewer rows than there are clusters; a split row goes where most of it is, so that a cluster is off its equal share
-    by less than these rows weigh.
+    fewer rows than there are clusters; a split row goes to its largest part, so that a cluster differs from its equal
+    share by less than the weight of the split rows.
     """
     num_rows, num_clusters = len(x_GD), len(centre_CD)
     whole = sparse.kron(sparse.eye(num_rows), np.ones((1, num_clusters)))
@@ -152,7 +157,7 @@ def _balance(
         cost_GC = weight_G[:, None] * ((x_GD[:, None] - centre_CD) ** 2).sum(2)
         found = linprog(cost_GC.ravel(), A_eq=sparse.vstack([whole, load]), b_eq=np.r_[np.ones(num_rows), equal_C])
         if not found.success:
-            raise NumericalError("balancing", expected="equal clusters", got="none found")
+            raise NumericalError("balancing", expected="a solution of the linear program", got=str(found.message)[:120])
         before, coarse_G = coarse_G, found.x.reshape(num_rows, num_clusters).argmax(1).astype(np.int64)
         if np.array_equal(before, coarse_G):
             break
@@ -167,7 +172,7 @@ def _k_means(
     """Return each row's cluster and the centroids."""
     if num == len(x):
         return np.arange(num), x
-    # Only fitting needs scikit-learn, whose import takes more than a second; every command that opens a plan assigns.
+    # Only fitting needs scikit-learn, whose import takes more than a second; opening a plan does not.
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
@@ -176,5 +181,7 @@ def _k_means(
         try:
             model = KMeans(num, n_init=4, random_state=seed % 2**32).fit(x, sample_weight=weight)
         except ConvergenceWarning as error:
-            raise DataError("public images", expected=f"{num} distinct clusters", got="fewer") from error
+            raise DataError(
+                "public images", expected=f"{num} distinct clusters", got=f"fewer in {len(x)} rows"
+            ) from error
     return model.labels_.astype(np.int64), np.asarray(model.cluster_centers_, dtype=np.float64)

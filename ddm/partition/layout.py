@@ -1,7 +1,7 @@
-"""Which experts does a silo train, and for which public groups does each of them answer?
+"""The experts of each silo, and the public groups that each expert covers.
 
-With one expert per (silo, cluster) the experts that exist are told by the noised histogram alone, so that both sides
-find the same ones and their list tells nothing more. A cluster with too few images joins the nearest that has enough.
+With one expert per (silo, cluster), the noised histogram alone determines which experts exist, so both sides derive the
+same list, and the list reveals nothing more. A cluster with too few images is merged into the nearest with enough.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Part:
     Attributes:
         expert_id: the silo's id, followed by the number of the cluster or of the random share.
         cluster: the coarse cluster, None where the partition has none.
-        groups: the public groups whose images it answers for, ascending; every group where the partition has none.
+        groups: the public groups that it covers, ascending; all groups where the partition has no clusters.
     """
 
     expert_id: str
@@ -57,7 +57,7 @@ def part_of_images(partition: Partition, parts: Sequence[Part], group_N: Tensor,
         partition: the plan's.
         parts: the silo's, from `silo_parts`.
         group_N: each image's public group.
-        seed: deals the images of a random partition; parts differ in size by one at most.
+        seed: of a random partition, whose parts differ in size by at most one.
     """
     if isinstance(partition, RandomPartition):
         generator = torch.Generator().manual_seed(seed)
@@ -74,7 +74,7 @@ class Layout:
 
     Attributes:
         silo_E: the number of each expert's silo, ascending.
-        parts: what each expert answers for.
+        parts: each expert's part.
         partition: the plan's.
     """
 
@@ -84,7 +84,7 @@ class Layout:
 
     @classmethod
     def of(cls, partition: Partition, by_silo: Sequence[Sequence[Part]]) -> "Layout":
-        """Line up the parts of all silos."""
+        """Concatenate the parts of all silos."""
         numbered = [(k, part) for k, parts in enumerate(by_silo) for part in parts]
         return cls(tuple(k for k, _ in numbered), tuple(part for _, part in numbered), partition)
 
@@ -109,7 +109,7 @@ class Layout:
 
 
 def _owners(clusters: Clusters, noisy_G: Tensor, min_images: int) -> Tensor:
-    """Return the coarse cluster whose expert answers for each group, shape (G,)."""
+    """Return the coarse cluster whose expert covers each group, shape (G,)."""
     num_coarse, num_groups = int(clusters.coarse_F.max()) + 1, len(noisy_G)
     coarse_G = torch.zeros(num_groups, dtype=torch.int64)
     coarse_G[clusters.group_F] = clusters.coarse_F
@@ -120,7 +120,8 @@ def _owners(clusters: Clusters, noisy_G: Tensor, min_images: int) -> Tensor:
     num_C1 = torch.bincount(clusters.coarse_F, minlength=num_coarse)[:, None]
     centre_CD = torch.zeros(num_coarse, centroids_FD.shape[1], dtype=torch.float64)
     centre_CD = centre_CD.index_add_(0, clusters.coarse_F, centroids_FD) / num_C1
-    # By differences: rounding in a product, which is not the same on all machines, leaves a cluster far from itself.
+    # Computed from differences: a matrix product rounds differently on each machine, so that the distance of a
+    # cluster from itself would not be 0.
     distance_CC = torch.cdist(centre_CD, centre_CD, compute_mode="donot_use_mm_for_euclid_dist")
     distance_CC.masked_fill_(~kept_C[None], float("inf"))
     return distance_CC.argmin(1)[coarse_G]

@@ -1,8 +1,8 @@
-"""Which centroid is nearest? One fast product with bounded rounding, then the few that it leaves in question, exactly.
+"""Exact nearest-centroid search: a fast matrix product with bounded rounding, then exact comparison of candidates.
 
-Half the squared distances come from one product in float32, or in bfloat16 where the processor has tiles for it, many
-times as fast. Every centroid that its rounding leaves in question, on average one to three, is compared in float32, and
-what that leaves in question in float64. So the answer is that of float64 on any machine.
+Half the squared distances come from one product in float32, or many times as fast in bfloat16 where the processor has
+AMX tiles. Every centroid that may be the nearest within the rounding bound is a candidate, on average one to three.
+Candidates are compared in float32, and those still undecided in float64, so the result is that of float64 anywhere.
 """
 
 import warnings
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from ddm.errors import NumericalError
 
-# Shape legend: B features of one block, F centroids, D values of one feature, E four more, P pairs in question.
+# Shape legend: B features of one block, F centroids, D values of one feature, E four more, P candidate pairs.
 
 _BLOCK = 4096
-_MOST_PAIRS = 16  # in question for each feature, on average; beyond it a finer product costs less
+_MOST_PAIRS = 16  # candidates per feature, on average; beyond it a product of higher precision costs less
 _CHUNK = 8192  # pairs whose differences are in memory at a time
 _UNITS = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}  # relative rounding
 _BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 class _Scratch:
-    """One thread's memory for a block, used again and again: fresh pages would take as long as the product."""
+    """One thread's buffers for a block, reused: allocating new pages would take as long as the product."""
 
     def __init__(self, dim: int, num: int, dtypes: tuple[torch.dtype, ...]) -> None:
         self.x_BD = torch.empty(_BLOCK, dim)
@@ -39,11 +39,11 @@ class Nearest:
 
     Args:
         centroids_FD: finite, float32.
-        dtypes: of the product; each next one where the one before leaves too many in question.
+        dtypes: of the product; the next one is used where the one before leaves too many candidates.
     """
 
     def __init__(self, centroids_FD: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
-        tiles = torch.cpu._is_amx_tile_supported()  # bfloat16 without them is no faster than float32
+        tiles = torch.cpu._is_amx_tile_supported()  # without them bfloat16 is no faster than float32
         self.dtypes = dtypes or ((torch.bfloat16, torch.float32) if tiles else (torch.float32,))
         self.centroids_FD = centroids_FD
         self.centre_D = centroids_FD.mean(0)
@@ -56,7 +56,7 @@ class Nearest:
             for dtype in self.dtypes
         }
 
-        with warnings.catch_warnings():  # of a beta state, once in a process; threads must not change filters
+        with warnings.catch_warnings():  # emitted once per process; threads must not change filters
             warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
             torch.zeros(1, 1).to_sparse_csr()
 
@@ -74,7 +74,7 @@ class Nearest:
         threads = torch.get_num_threads()
 
         def work(number: int) -> None:
-            """Take every so many blocks: the search for the few, in numpy, uses one thread, so each has its own."""
+            """Process every n-th block in a thread of its own, since numpy compares candidates in one thread."""
             scratch = _Scratch(features.shape[1], len(self.offset_F), self.dtypes)
             for start in range(number * _BLOCK, len(features), threads * _BLOCK):
                 block_BD = features[start : start + _BLOCK].float()
@@ -92,7 +92,7 @@ class Nearest:
         x_BD = torch.sub(raw_BD, self.centre_D, out=scratch.x_BD[: len(raw_BD)])
         energy_B = torch.linalg.vector_norm(x_BD, dim=1).square() / 2
         if not torch.isfinite(energy_B).all():
-            raise NumericalError("features", expected="finite numbers", got="others")
+            raise NumericalError("features", expected="finite numbers", got="NaN or infinity")
         for dtype in self.dtypes:
             row_P, column_P = self._in_question(x_BD, energy_B, dtype, scratch)
             if len(row_P) <= _MOST_PAIRS * len(x_BD):
@@ -113,7 +113,7 @@ class Nearest:
     def _in_question(
         self, x_BD: Tensor, energy_B: Tensor, dtype: torch.dtype, scratch: _Scratch
     ) -> tuple[NDArray[np.int64], ...]:
-        """Return rows, ascending, and columns, ascending in each row, of all pairs that may be the nearest."""
+        """Return the rows, ascending, and columns, ascending in each row, of all candidate pairs."""
         num, dim = x_BD.shape
         columns_BE, half_BF = scratch.columns[dtype][:num], scratch.half[dtype][:num]
         columns_BE[:, :dim] = x_BD
@@ -125,10 +125,10 @@ class Nearest:
         limit_B = (least_B + 1.01 * (2 * error_B + 2 * unit * least_B)) * (1 + 2 * unit)
         bits_B1 = limit_B.to(dtype).view(_BITS[dtype]).numpy()[:, None]
         mask_BF = np.less_equal(bits_BF.numpy(), bits_B1, out=scratch.mask_BF[:num])
-        return np.divmod(np.flatnonzero(mask_BF), len(self.offset_F))  # as one row: ten times as fast
+        return np.divmod(np.flatnonzero(mask_BF), len(self.offset_F))  # flattened, which is ten times as fast
 
     def _rounding(self, energy_B: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        """Return by how much a score of each row may be off before it is stored in `dtype`.
+        """Return a bound on the rounding error of a row's scores before they are stored in `dtype`.
 
         Rounding x and c to unit u moves their product by at most ``(2 u + u^2) |x| |c|``; summing D of them in float32
         by ``D 2^-23 |x| |c|``, both norms likewise; splitting the norms in two by ``2^-16`` of them in bfloat16.
@@ -138,7 +138,7 @@ class Nearest:
         return (2.01 * unit + dim * 2.0**-23) * product_B + (2 * unit**2 + (dim + 4) * 2.0**-23) * norms_B
 
     def _score(self, x_BD: Tensor, row_P: NDArray[np.int64], column_P: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return ``|c|^2 / 2 - x.c`` of each pair as float32 finds it."""
+        """Return ``|c|^2 / 2 - x.c`` of each pair, computed in float32."""
         ends_B = np.cumsum(np.bincount(row_P, minlength=len(x_BD)))
         shape = (len(x_BD), len(self.offset_F))
         rows, columns_P = torch.from_numpy(np.r_[0, ends_B]), torch.from_numpy(column_P)
@@ -148,7 +148,7 @@ class Nearest:
         return score_P
 
     def _apart(self, raw_BD: Tensor, row_P: NDArray[np.int64], column_P: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the squared distance of each pair, float64; nothing in question where a row has one pair."""
+        """Return the squared distance of each pair, float64; 0 where a row has a single pair."""
         apart_P = np.zeros(len(row_P))
         open_P = np.flatnonzero(np.bincount(row_P)[row_P] > 1)
         for start in range(0, len(open_P), _CHUNK):
@@ -170,6 +170,6 @@ def _least(value_P: NDArray[np.float64], row_P: NDArray[np.int64]) -> NDArray[np
 
 
 def _in_two(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return two columns of `dtype` that sum to the value, nearly."""
+    """Split values into two columns of `dtype` whose sum approximates them."""
     high = value.to(dtype)
     return torch.stack([high, (value - high.float()).to(dtype)], 1)

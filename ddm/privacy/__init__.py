@@ -1,1 +1,1 @@
-"""Differential privacy: accounting, noise, and what a plan costs."""
+"""Differential privacy: accounting, noise, and the cost of a plan."""

@@ -1,6 +1,6 @@
-"""What does a statistic cost, alone and with others, and how much noise does it need?
+"""Privacy accounting: the cost of statistics, alone and composed, and the noise that a budget requires.
 
-Everything is under the replace-one relation: one unit's record is exchanged for another, the number of units is public.
+Neighbouring data sets are related by replace-one: one unit's record is replaced, and the number of units is public.
 """
 
 import math
@@ -25,7 +25,7 @@ COUNTS_SENSITIVITY = 2  # replacing a unit takes one from a cell and adds one to
 _MIN_MU, _MAX_MU = 1e-9, 200.0
 _CELLS = 20_000  # a privacy loss distribution's cells up to about its epsilon; finer than 1e-4 is never needed
 _MAX_COMPOSED = 300.0  # beyond it exp(epsilon) leaves the range of floating point within dp-accounting
-_T_STEP = 2.0**-20  # a public grid for t_release, so that a document's decimal names it exactly
+_T_STEP = 2.0**-20  # a public grid for t_release, so that a decimal in a document represents it exactly
 
 
 class GaussianMechanism(Model):
@@ -64,33 +64,35 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     Raises:
         NumericalError: epsilon or delta outside the range that a Gaussian mechanism can meet.
     """
+    got = f"epsilon {epsilon:g} and delta {delta:g}"
     if not (epsilon > 0 and 0 < delta < 1):
-        raise NumericalError("Gaussian mechanism", expected="epsilon > 0 and 0 < delta < 1", got="others")
+        raise NumericalError("Gaussian mechanism", expected="epsilon > 0 and 0 < delta < 1", got=got)
     if not gaussian_delta(_MIN_MU, epsilon) <= delta < gaussian_delta(_MAX_MU, epsilon):
-        raise NumericalError("Gaussian mechanism", expected=f"a mu of {_MIN_MU:g} to {_MAX_MU:g}", got="another")
+        expected = f"epsilon and delta that a mu of {_MIN_MU:g} to {_MAX_MU:g} meets"
+        raise NumericalError("Gaussian mechanism", expected=expected, got=got)
     mu = float(brentq(lambda m: gaussian_delta(m, epsilon) - delta, _MIN_MU, _MAX_MU, xtol=1e-13, rtol=1e-12))
-    while gaussian_delta(mu, epsilon) > delta:  # the root may lie a rounding above
+    while gaussian_delta(mu, epsilon) > delta:  # the root may be above by rounding
         mu *= 1 - 1e-12
     return mu
 
 
-Curve = Callable[[float], float]  # delta to the epsilon that holds at it; never rises
+Curve = Callable[[float], float]  # maps delta to an epsilon, non-increasing
 
 
 def total_epsilon(mechanisms: Iterable[Mechanism], delta: float) -> float:
     """Return an upper bound on the epsilon of all mechanisms together, at `delta`.
 
-    It holds for mechanisms that were all fixed before any of them was drawn; see `adaptive_epsilon` for others.
+    It holds for mechanisms that were all chosen before any of them was drawn; see `adaptive_epsilon` for others.
     """
     return privacy_curve(mechanisms)(delta)
 
 
 def privacy_curve(mechanisms: Iterable[Mechanism]) -> Curve:
-    """Return an upper bound on the epsilon of all mechanisms together, as a function of delta that never rises.
+    """Return an upper bound on the epsilon of all mechanisms together, as a non-increasing function of delta.
 
     The privacy loss distributions are composed pessimistically. Basic composition, with the Gaussians first composed
-    exactly (``mu^2`` adds), is a second upper bound; the smaller of the two is returned, so that a pure statistic costs
-    exactly its epsilon and no discretisation step more.
+    exactly (their ``mu^2`` add up), is a second upper bound. The smaller of the two is returned, so that a single
+    pure-DP statistic costs exactly its epsilon, without a discretisation error.
     """
     listed = list(mechanisms)
     laplace = sorted(m.epsilon for m in listed if isinstance(m, DiscreteLaplaceMechanism))
@@ -106,14 +108,14 @@ def privacy_curve(mechanisms: Iterable[Mechanism]) -> Curve:
 
 
 def adaptive_epsilon(steps: Iterable[Sequence[Mechanism]], delta: float) -> float:
-    """Return an upper bound on the epsilon of all steps together where each was chosen in the light of those before.
+    """Return an upper bound on the epsilon of all steps together where each was chosen adaptively, after those before.
 
-    Whoever chooses may also stop at will, as long as this figure, taken before each step is drawn, never passes a
-    budget fixed in advance: then everything drawn is private at that budget. Each step's own mechanisms are fixed
-    before any of them is drawn, and composed as `total_epsilon` does.
+    It is a privacy filter: as long as this bound, computed before each step is drawn, never exceeds a budget fixed in
+    advance, everything drawn is private at that budget, and the sequence may stop at any time. The mechanisms of one
+    step are fixed before any of them is drawn, and composed as in `total_epsilon`.
 
     Args:
-        steps: in the order in which they began.
+        steps: the mechanisms of each step, in the order in which the steps began.
         delta: of the budget.
 
     Source:
@@ -125,16 +127,16 @@ def adaptive_epsilon(steps: Iterable[Sequence[Mechanism]], delta: float) -> floa
 
 
 def filter_epsilon(curves: Sequence[Curve], delta: float) -> float:
-    """Add up the steps, each at its share of delta: ``1 / (j (j + 1))`` while others follow, ``1 / j`` for the last."""
+    """Add up the steps' epsilons, step j at the share ``1 / (j (j + 1))`` of delta, the last one at ``1 / j``."""
     last = len(curves)
     return math.fsum(curve(delta / (j * (j + 1) if j < last else j)) for j, curve in enumerate(curves, start=1))
 
 
 def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float) -> float:
-    """Return the largest mu that, drawn beside counts of `counts_epsilon`, stays within a total, to one in a million.
+    """Return the largest mu that stays within a total together with counts of `counts_epsilon`, to a precision of 1e-6.
 
     Raises:
-        NumericalError: the counts alone cost the total.
+        NumericalError: the counts alone exceed the total.
     """
     counts = DiscreteLaplaceMechanism(epsilon=counts_epsilon)
 
@@ -142,7 +144,8 @@ def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float
         return privacy_curve([counts, GaussianMechanism(mu=mu)])(delta) - total_epsilon
 
     if over(_MIN_MU) > 0:
-        raise NumericalError("Gaussian mechanism", expected="a total above what the counts cost", got="less")
+        expected, got = f"a total epsilon above {counts_epsilon:g}, which the counts cost", f"{total_epsilon:g}"
+        raise NumericalError("Gaussian mechanism", expected=expected, got=got)
     high = gaussian_mu(total_epsilon, delta)
     low = _MIN_MU
     while high - low > 1e-6 * high:
@@ -152,8 +155,8 @@ def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float
 
 
 def _composed_loss(laplace: Sequence[float], mu: float) -> "PrivacyLossDistribution":
-    """Compose histograms and a Gaussian; the grid depends on them alone, so that epsilon cannot rise with delta."""
-    from dp_accounting.pld import privacy_loss_distribution as pld  # takes seconds, and samplers never need it
+    """Compose histograms and a Gaussian on a grid that does not depend on delta, so that the curve is monotone."""
+    from dp_accounting.pld import privacy_loss_distribution as pld  # takes seconds, and sampling does not need it
 
     step = max(1e-4, (math.fsum(laplace) + mu * (mu / 2 + 6)) / _CELLS)
     parts = []
@@ -204,13 +207,13 @@ def t_release(mu: float, scale_C: float, path: Path, rank: int) -> float:
     ``mu = sensitivity * C * alpha_r / sigma_r``; rounded up to a multiple of 2^-20, which only adds noise.
 
     Args:
-        mu: what the statistic may cost.
+        mu: the budget of the statistic.
         scale_C: the sketch's scale, in data units.
         path: the probability path.
         rank: dimensions of the sketch.
 
     Raises:
-        NumericalError: the statistic would be noise alone.
+        NumericalError: the statistic would be pure noise.
     """
 
     def ratio(t: float) -> float:
@@ -224,5 +227,6 @@ def t_release(mu: float, scale_C: float, path: Path, rank: int) -> float:
     while ratio(t) > target:
         t += _T_STEP
     if t >= 1.0:
-        raise NumericalError("t_release", expected="below 1", got="1: the sketches would be noise alone")
+        remedy = "Raise the epsilon or the delta of the sketches."
+        raise NumericalError("t_release", expected="below 1", got="1, at which sketches are pure noise", remedy=remedy)
     return t

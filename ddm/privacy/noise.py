@@ -1,6 +1,6 @@
-"""Where does the noise of a statistic come from, and how is it drawn so that it hides what it is added to?
+"""The noise of statistics: integer noise from the operating system's random source, without a seed.
 
-Noise is drawn from the operating system's randomness, as whole numbers; no seed reaches this file.
+Integer noise leaves no floating-point artefacts from which the exact value could be recovered.
 """
 
 import math
@@ -15,11 +15,11 @@ from scipy.special import ndtri
 from ddm.errors import NumericalError
 from ddm.privacy.accounting import COUNTS_SENSITIVITY
 
-_MAX_STD = 2.0**49  # 13 deviations stay below 2^53, so that a float64 holds every whole number of the noise exactly
+_MAX_STD = 2.0**49  # 13 standard deviations stay below 2^53, so that a float64 represents the noise exactly
 
 
 class Noise(Protocol):
-    """A source of random bits; tests hand in one that refuses, everything else uses `OS_NOISE`."""
+    """A source of random bits: `OS_NOISE`, except in tests."""
 
     def below(self, bound: int) -> int:
         """Return a uniform integer in [0, bound)."""
@@ -31,7 +31,7 @@ class Noise(Protocol):
 
 
 class _OsNoise:
-    """The operating system's random numbers."""
+    """The operating system's random source."""
 
     def below(self, bound: int) -> int:
         return secrets.randbelow(bound)
@@ -46,7 +46,7 @@ OS_NOISE: Noise = _OsNoise()
 def discrete_laplace(num: int, epsilon: float, noise: Noise = OS_NOISE) -> NDArray[np.int64]:
     """Draw `num` integers with ``P(z) ~ exp(-epsilon |z| / 2)``, exactly: no floating point touches them.
 
-    The difference of two geometric variables; `epsilon` counts as the rational number that the float is.
+    It is the difference of two geometric variables; `epsilon` is taken as the exact rational number of the float.
 
     Source:
         Canonne, Kamath and Steinke 2020, Algorithms 1 and 2.
@@ -78,17 +78,17 @@ def _bernoulli_exp(numerator: int, denominator: int, noise: Noise) -> bool:
 def rounded_gaussian(shape: tuple[int, ...], std: float, noise: Noise = OS_NOISE) -> NDArray[np.int64]:
     """Draw Gaussian noise of standard deviation `std`, rounded to whole numbers.
 
-    Added to integers it is the Gaussian mechanism followed by rounding, so the low bits of a floating-point sum cannot
-    betray the secret. Inverse CDF of 128 random bits and a sign: relative precision 2^-53 out to 13 deviations.
+    Added to integers it is the Gaussian mechanism followed by rounding, so the low bits of a floating-point sum reveal
+    nothing. The inverse CDF of 128 random bits and a sign has a relative precision of 2^-53 out to 13 deviations.
 
     Raises:
-        NumericalError: noise so wide that its own low bits would be missing.
+        NumericalError: `std` is negative, not finite, or so large that the low bits of the noise would be missing.
 
     Source:
-        Mironov 2012 shows the attack on floating-point noise that integers close.
+        Mironov 2012, for the attack on floating-point noise that this prevents.
     """
     if not 0 <= std <= _MAX_STD:
-        raise NumericalError("noise", expected=f"a deviation of at most {_MAX_STD:g} grid steps", got="more")
+        raise NumericalError("noise", expected=f"a standard deviation of 0 to {_MAX_STD:g} grid steps", got=f"{std:g}")
     num = math.prod(shape)
     bits = np.frombuffer(noise.octets(17 * num), dtype=np.uint8)
     sign = np.where(bits[:num] & 1, 1.0, -1.0)
@@ -99,19 +99,19 @@ def rounded_gaussian(shape: tuple[int, ...], std: float, noise: Noise = OS_NOISE
 
 
 def one_per_unit(unit_N: NDArray[np.int64], num_units: int, noise: Noise = OS_NOISE) -> NDArray[np.int64]:
-    """Draw one record of each unit uniformly; return their indices, by unit.
+    """Draw one record of each unit uniformly; return their indices, in the order of units.
 
     Args:
-        unit_N: each record's unit, every one of 0 to num_units - 1 among them.
-        num_units: how many there are.
-        noise: where the choice comes from; 128 bits for each record.
+        unit_N: each record's unit; each of 0 to num_units - 1 occurs.
+        num_units: number of units.
+        noise: the random source; 128 bits per record.
     """
     order_N = _shuffled_within(unit_N, noise)
     return order_N[np.searchsorted(unit_N[order_N], np.arange(num_units))]
 
 
 def shuffled(num: int, noise: Noise = OS_NOISE) -> NDArray[np.int64]:
-    """Return a uniform random order of `num` things."""
+    """Return a uniformly random permutation of `num` indices."""
     return _shuffled_within(np.zeros(num, dtype=np.int64), noise)
 
 

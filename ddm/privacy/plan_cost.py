@@ -1,4 +1,4 @@
-"""What does a plan draw from private data, and what does all of it cost together?"""
+"""The privacy cost of a plan: the mechanisms that it draws from private data, and their composition."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -8,41 +8,45 @@ from ddm.privacy.accounting import DiscreteLaplaceMechanism, GaussianMechanism, 
 from ddm.protocol.plan import Plan
 
 Kind = Literal["counts", "sketch", "moments", "class_counts"]
-_SLACK = 1 + 1e-9  # parts that sum to exactly the total fit it
-_MIN_EPSILON = 1e-6  # below it a statistic is noise alone, and whole numbers of 64 bits may not hold it
+_SLACK = 1 + 1e-9  # admits parts that add up to exactly the total
+_MIN_EPSILON = 1e-6  # below it a statistic is pure noise, which 64-bit integers may not hold
 
 
 def mechanisms(plan: Plan) -> Mapping[Kind, Mechanism]:
-    """Return everything that the plan draws, by kind, in the order in which it is drawn.
+    """Return the mechanism of each of a plan's statistics, by kind, in the order in which they are drawn.
 
     Raises:
-        PolicyError: a statistic with an epsilon that leaves noise alone.
+        PolicyError: a statistic with so small an epsilon that it is pure noise.
     """
-    asked = plan.statistics
-    least = min(part.epsilon for part in (asked.counts, asked.class_counts, asked.moments, asked.sketch) if part)
+    statistics = plan.statistics
+    least = min(
+        part.epsilon
+        for part in (statistics.counts, statistics.class_counts, statistics.moments, statistics.sketch)
+        if part
+    )
     if least < _MIN_EPSILON:
-        expected = f"at least {_MIN_EPSILON:g}, or it is noise alone"
+        expected = f"at least {_MIN_EPSILON:g}, below which it is noise alone"
         raise PolicyError(f"plan {plan.plan_id}: epsilon of a statistic", expected=expected, got=f"{least:g}")
-    drawn: dict[Kind, Mechanism] = {"counts": DiscreteLaplaceMechanism(epsilon=asked.counts.epsilon)}
-    if asked.class_counts:
-        drawn["class_counts"] = DiscreteLaplaceMechanism(epsilon=asked.class_counts.epsilon)
-    if asked.moments:
-        drawn["moments"] = GaussianMechanism(mu=gaussian_mu(asked.moments.epsilon, asked.moments.delta))
-    if asked.sketch:
-        drawn["sketch"] = GaussianMechanism(mu=gaussian_mu(asked.sketch.epsilon, asked.sketch.delta))
+    drawn: dict[Kind, Mechanism] = {"counts": DiscreteLaplaceMechanism(epsilon=statistics.counts.epsilon)}
+    if statistics.class_counts:
+        drawn["class_counts"] = DiscreteLaplaceMechanism(epsilon=statistics.class_counts.epsilon)
+    if statistics.moments:
+        drawn["moments"] = GaussianMechanism(mu=gaussian_mu(statistics.moments.epsilon, statistics.moments.delta))
+    if statistics.sketch:
+        drawn["sketch"] = GaussianMechanism(mu=gaussian_mu(statistics.sketch.epsilon, statistics.sketch.delta))
     return drawn
 
 
 def plan_epsilon(plan: Plan) -> float:
-    """Return what all statistics of the plan cost together at ``statistics.total.delta``, composed."""
+    """Return the composed epsilon of all statistics of the plan, at ``statistics.total.delta``."""
     return total_epsilon(mechanisms(plan).values(), plan.statistics.total.delta)
 
 
 def check_total(plan: Plan) -> None:
-    """Refuse a plan whose statistics cost more than the total it states.
+    """Refuse a plan whose statistics cost more than its stated total.
 
     Raises:
-        PolicyError: names both, or a statistic that is noise alone.
+        PolicyError: they do, or a statistic is pure noise.
     """
     total, found = plan.statistics.total, plan_epsilon(plan)
     if not found <= total.epsilon * _SLACK:

@@ -1,1 +1,1 @@
-"""The documents that cross a boundary: frozen, strict, bounded. No torch, no flwr; made to be read in one sitting."""
+"""The documents that cross a trust boundary: frozen, strict, bounded. Imports neither torch nor flwr."""

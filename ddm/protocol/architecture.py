@@ -1,4 +1,4 @@
-"""Which networks an expert may be, and what they may be told beside the image and the time. No torch: sizes only."""
+"""The architectures and the kinds of condition that an expert may have. Sizes only: imports no torch."""
 
 from typing import Annotated, Literal
 
@@ -18,11 +18,11 @@ class NoCondition(Model):
 
 
 class ClassCondition(Model):
-    """Experts that are told an image's class; training hides it with probability `drop`, for guidance.
+    """Experts conditioned on a class; training drops it with probability `drop`, for classifier-free guidance.
 
     Attributes:
-        num_classes: classes, numbered from 0.
-        drop: share of the samples whose class training hides, for guidance.
+        num_classes: number of classes, numbered from 0.
+        drop: probability with which training drops a sample's class.
     """
 
     kind: Literal["class"] = "class"
@@ -34,10 +34,10 @@ MaxTokens = Annotated[int, Field(gt=0, le=4096)]
 
 
 class PinnedEncoder(Model):
-    """The frozen encoder of a plan's texts, by digest. Its files do not travel: whoever uses it brings the folder.
+    """The frozen encoder of a plan's texts, by digest. A plan does not contain its files; each site brings the folder.
 
     Attributes:
-        name: what the folder was called; for people.
+        name: the folder's name, for display only.
         files: its configuration, tokenizer and weights, by their names in that folder.
     """
 
@@ -46,9 +46,9 @@ class PinnedEncoder(Model):
 
 
 class TextCondition(Model):
-    """Experts that are told a text, as at most `max_tokens` vectors of `dim` values; `drop` as for classes.
+    """Experts conditioned on a text, as at most `max_tokens` embeddings of `dim` values; `drop` as for classes.
 
-    `encoder` was added after the first plans were signed and is left out of a document that names none.
+    A document without an `encoder` leaves the field out.
     """
 
     kind: Literal["text"] = "text"
@@ -62,7 +62,7 @@ Condition = Annotated[NoCondition | ClassCondition | TextCondition, Field(discri
 
 
 class TransformerSize(Model):
-    """What every transformer on square patches has.
+    """The sizes of a transformer on square patches.
 
     Attributes:
         patch: side of a patch in pixels or latents; it divides height and width.
@@ -79,30 +79,30 @@ class TransformerSize(Model):
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> "TransformerSize":
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError("hidden must be an even multiple of heads")
+            raise ValueError(f"hidden must be an even multiple of heads: {self.hidden} is not one of {self.heads}")
         return self
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
-        """Say what a sample's shape or the condition would have to be; None where both fit."""
+        """Return what the sample's shape or the condition must be, or None where both fit."""
         if len(shape) != 3:
-            return "images (C, H, W): volumes take the architecture unet"
+            return f"images (C, H, W), not {len(shape)} dimensions: use the architecture unet for volumes"
         if any(side % self.patch for side in shape[1:]):
-            return "a patch that divides height and width"
+            return f"a patch that divides height and width, {shape[1]} and {shape[2]}: {self.patch} does not"
         return None
 
 
 class Dit(TransformerSize):
-    """A diffusion transformer with adaLN-zero blocks (Peebles and Xie 2023); reads a text by cross-attention."""
+    """A diffusion transformer with adaLN-zero blocks (Peebles and Xie 2023); a text enters by cross-attention."""
 
     kind: Literal["dit"] = "dit"
 
 
 class Mmdit(TransformerSize):
-    """Text and image tokens in one attention (Esser et al. 2024).
+    """Joint attention over text and image tokens (Esser et al. 2024).
 
     Attributes:
-        shared_depth: how many of the blocks, counted from the last, have one set of weights for both kinds of token,
-            and attention and network side by side; 0 is Stable Diffusion 3.
+        shared_depth: how many of the blocks, counted from the last, share one set of weights between both kinds of
+            token and compute attention and network in parallel; 0 is Stable Diffusion 3.
     """
 
     kind: Literal["mmdit"] = "mmdit"
@@ -111,13 +111,13 @@ class Mmdit(TransformerSize):
     @model_validator(mode="after")
     def _shared_blocks_are_blocks(self) -> "Mmdit":
         if self.shared_depth > self.depth:
-            raise ValueError("shared_depth must be at most depth")
+            raise ValueError(f"shared_depth must be at most depth, {self.depth}, got {self.shared_depth}")
         return self
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
         """See `TransformerSize.misfit`."""
         if not isinstance(condition, TextCondition):
-            return "the condition text, whose tokens it joins with the image's: without one take dit"
+            return f"the condition text, not {condition.kind}: without texts use the architecture dit"
         return super().misfit(shape, condition)
 
 
@@ -126,7 +126,7 @@ class Unet(Model):
 
     Attributes:
         channels: width of each level; each level has half the side of the one before.
-        attention: whether each level attends; the innermost block always does.
+        attention: whether each level has attention; the innermost block always has.
         num_res_blocks: residual blocks of each level.
         head_channels: channels of one attention head.
         norm_groups: groups of every normalisation.
@@ -142,19 +142,21 @@ class Unet(Model):
     @model_validator(mode="after")
     def _levels_agree(self) -> "Unet":
         if len(self.attention) != len(self.channels):
-            raise ValueError("attention must say yes or no for each of channels")
+            counts = f"got {len(self.attention)} for {len(self.channels)} levels"
+            raise ValueError(f"attention must have one entry for each of channels, {counts}")
         if any(width % self.norm_groups for width in self.channels):
-            raise ValueError("channels must be multiples of norm_groups")
+            raise ValueError(f"channels must be multiples of norm_groups, {self.norm_groups}, got {self.channels}")
         attending = [width for width, attends in zip(self.channels, self.attention, strict=True) if attends]
         if any(width % self.head_channels for width in (*attending, self.channels[-1])):
-            raise ValueError("channels that attend, the last ones included, must be multiples of head_channels")
+            wanted = f"multiples of head_channels, {self.head_channels}"
+            raise ValueError(f"channels with attention and the last ones must be {wanted}, got {self.channels}")
         return self
 
     def misfit(self, shape: Shape, condition: Condition) -> str | None:
         """See `TransformerSize.misfit`."""
         halved = 2 ** (len(self.channels) - 1)
         if any(side % halved for side in shape[1:]):
-            return f"sides that are multiples of {halved}, which {len(self.channels)} levels halve"
+            return f"sides that are multiples of {halved} for {len(self.channels)} levels, not {shape[1:]}"
         return None
 
 
@@ -168,10 +170,10 @@ def dit_size(name: str) -> Dit:
     """Return a published size by its name: S, B, L or XL, then the side of a patch, as in ``XL/2``.
 
     Raises:
-        ShapeError: a name that was not published.
+        ShapeError: there is no published size of this name.
     """
     letter, _, patch = name.partition("/")
     if letter not in _DIT_SIZES or patch not in ("2", "4", "8"):
-        raise ShapeError("size of a DiT", expected="S, B, L or XL, then /2, /4 or /8", got=name)
+        raise ShapeError("size of a DiT", expected="S, B, L or XL, then /2, /4 or /8", got=repr(name[:40]))
     hidden, depth, heads = _DIT_SIZES[letter]
     return Dit(patch=int(patch), hidden=hidden, depth=depth, heads=heads)

@@ -1,4 +1,4 @@
-"""What every document shares: strict frozen models, bounded parsing, one canonical encoding, checked names."""
+"""The base of every document: strict frozen models, bounded parsing, one canonical encoding, checked names."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from ddm.errors import DocumentError
 
 MAX_DOCUMENT_BYTES = 4 * 1024 * 1024
 MAX_DEPTH = 32
-MAX_VALUES = 65_536  # each may be one more error to keep, or an object of its own: hundreds of bytes for two received
+MAX_VALUES = 65_536  # a value of two bytes may cost hundreds, as an object or as an error to keep
 _MAX_ERRORS = 1000
 
 SILO_ID_PATTERN = r"[a-z][a-z0-9]{0,31}"
@@ -34,7 +34,7 @@ Time = AwareDatetime
 Unit = Literal["image", "patient"]
 Epsilon = Annotated[float, Field(gt=0.0, le=1000.0)]
 Delta = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # beyond, RFC 8785 has no way to write it
+PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # RFC 8785 cannot represent larger ones
 NaturalInt = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -45,7 +45,7 @@ class Model(BaseModel):
 
 
 class Document(Model):
-    """A whole document: something with a `format` that is written, digested, signed and parsed."""
+    """A whole document: it has a `format`, and is written, digested, signed and parsed."""
 
     def encode(self) -> bytes:
         """Return the canonical bytes (RFC 8785) that are written and signed."""
@@ -66,7 +66,7 @@ class Document(Model):
             limit: most bytes accepted.
 
         Raises:
-            DocumentError: too large, not JSON, a name twice, nested too deeply, or not of this schema.
+            DocumentError: too large, not JSON, a duplicate field name, nested too deeply, or not of this schema.
         """
         check_json(data, subject=subject, limit=limit)
         try:
@@ -106,21 +106,21 @@ def now_utc() -> datetime:
 
 
 def misfit(model: type[BaseModel], error: ValidationError) -> tuple[str, str]:
-    """Say what is wrong with received data first, in our words only: nothing that its sender chose is repeated.
+    """Describe the first error in received data without repeating any text of the sender's.
 
     Args:
-        model: what the data should have been.
-        error: what pydantic says.
+        model: the expected schema.
+        error: pydantic's.
 
     Returns:
-        The field as its dotted path, without names that `model` does not know, and what is wrong there.
+        The field as a dotted path, without names that `model` does not have, and what is wrong with it.
     """
     if error.error_count() > _MAX_ERRORS:
         return "document", f"more than {_MAX_ERRORS} fields that do not fit"
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     known = _field_names(model)
     where = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part in known)
-    # The one message of pydantic that quotes what it was given.
+    # The only message of pydantic that quotes its input.
     what = "an unknown kind" if first["type"] == "union_tag_invalid" else first["msg"]
     return where or "document", what
 
@@ -133,13 +133,13 @@ def _field_names(model: type[BaseModel]) -> frozenset[str]:
 
 
 def check_json(data: bytes, *, subject: str, limit: int) -> Any:
-    """Refuse bytes that are too large, not UTF-8 JSON, too deep, of too many values, hold NaN, or name a field twice.
+    """Refuse bytes that are too large, not UTF-8 JSON, nested too deeply, of too many values, or with a duplicate name.
 
     Returns:
         The parsed value.
 
     Raises:
-        DocumentError: on any of these.
+        DocumentError: any of these, or NaN.
     """
     if len(data) > limit:
         raise DocumentError(subject, expected=f"at most {limit} bytes", got=f"{len(data)} bytes")
@@ -150,7 +150,7 @@ def check_json(data: bytes, *, subject: str, limit: int) -> Any:
         raise DocumentError(subject, expected="UTF-8 JSON with unique field names", got=str(error)[:120]) from error
 
 
-# A string, also one that never ends: each step forward is final, so a text takes time proportional to its length.
+# Matches strings, unterminated ones too, without backtracking, so that the time is linear in the length.
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[][{},]', re.DOTALL)
 
 
@@ -166,9 +166,9 @@ def _check_structure(data: bytes, subject: str) -> None:
             case 0x2C:  # ,
                 left -= 1
         if depth > MAX_DEPTH:
-            raise DocumentError(subject, expected=f"nesting of at most {MAX_DEPTH}", got="deeper")
+            raise DocumentError(subject, expected=f"nesting of at most {MAX_DEPTH}", got=f"nesting of {depth} or more")
         if left <= 0:
-            raise DocumentError(subject, expected=f"at most {MAX_VALUES} values", got="more")
+            raise DocumentError(subject, expected=f"at most {MAX_VALUES} values", got=f"{MAX_VALUES + 1} or more")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

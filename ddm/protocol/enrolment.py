@@ -1,4 +1,4 @@
-"""How a silo and an aggregator meet: the invitation one way, the enrolment card back. Public values only."""
+"""Enrolment documents: the aggregator's invitation and the silo's card. Public values only."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from ddm.protocol.base import Digest, Document, KeyText, ShortText, SiloId, Time
 
 
 class Invitation(Document):
-    """What a silo needs to reach a federation; trusted only after `root_digest` was compared out of band."""
+    """What a silo needs to join a federation; to be trusted only after comparing `root_digest` out of band."""
 
     format: Literal["archipelago/invitation/1"] = "archipelago/invitation/1"
     federation: ShortText
@@ -19,7 +19,7 @@ class Invitation(Document):
 
 
 class Card(Document):
-    """A silo's public keys, sealed with its own signing key as proof that it holds it."""
+    """A silo's public keys, sealed with its signing key as proof of possession."""
 
     format: Literal["archipelago/card/1"] = "archipelago/card/1"
     silo_id: SiloId

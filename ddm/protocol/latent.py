@@ -1,4 +1,4 @@
-"""What experts work on: a sample itself, or its latents under a public autoencoder. No torch: sizes only."""
+"""The space that experts work in: pixels, or latents of a public autoencoder. Sizes only: imports no torch."""
 
 from typing import Annotated, Literal
 
@@ -20,7 +20,7 @@ class IdentityLatent(Model):
         return None
 
     def shape(self, shape: Shape) -> Shape:
-        """Return the shape of what experts see."""
+        """Return the shape of a sample in the experts' space."""
         return shape
 
 
@@ -29,7 +29,7 @@ class AutoencoderSize(Model):
 
     Attributes:
         channels: width of each level; each level has half the side of the one before.
-        attention: whether each level attends; the innermost block does where the last level does.
+        attention: whether each level has attention; the innermost block has it where the last level has.
         latent_channels: channels of the latents.
         num_res_blocks: residual blocks of each level.
         norm_groups: groups of every normalisation.
@@ -44,9 +44,10 @@ class AutoencoderSize(Model):
     @model_validator(mode="after")
     def _levels_agree(self) -> "AutoencoderSize":
         if len(self.attention) != len(self.channels):
-            raise ValueError("attention must say yes or no for each of channels")
+            counts = f"got {len(self.attention)} for {len(self.channels)} levels"
+            raise ValueError(f"attention must have one entry for each of channels, {counts}")
         if any(width % self.norm_groups for width in self.channels):
-            raise ValueError("channels must be multiples of norm_groups")
+            raise ValueError(f"channels must be multiples of norm_groups, {self.norm_groups}, got {self.channels}")
         return self
 
     @property
@@ -56,13 +57,13 @@ class AutoencoderSize(Model):
 
     @property
     def downsampling(self) -> int:
-        """How many times shorter each side of the latents is."""
+        """The factor by which each side of the latents is shorter."""
         return int(2 ** (self.levels - 1))
 
     def misfit(self, shape: Shape) -> str | None:
-        """Say what a sample's shape would have to be; None where it fits."""
+        """Return what the sample's shape must be, or None where it fits."""
         if any(side % self.downsampling for side in shape[1:]):
-            return f"sides that are multiples of {self.downsampling}, which {self.levels} levels halve"
+            return f"sides that are multiples of {self.downsampling} for {self.levels} levels, not {shape[1:]}"
         return None
 
     def shape(self, shape: Shape) -> Shape:
@@ -75,7 +76,7 @@ class AutoencoderKlLatent(AutoencoderSize):
 
     Attributes:
         path: the weights.
-        scale: standard deviation of the latents of public images; experts see latents divided by it.
+        scale: standard deviation of the latents of public images, by which the experts' latents are divided.
     """
 
     kind: Literal["autoencoder_kl"] = "autoencoder_kl"

@@ -1,4 +1,4 @@
-"""What experts learn, and how: objective, times, starting point, recipe. A part of the plan."""
+"""How experts are trained: objective, times, initial weights, recipe. A part of the plan."""
 
 from typing import Annotated, Literal
 
@@ -9,10 +9,10 @@ from ddm.protocol.base import Model, NaturalInt, PositiveInt, RelativePath, Silo
 
 
 class ExpertObjective(Model):
-    """The probability path that an expert learns, and what it predicts on it.
+    """The probability path of an expert, and what it predicts on it.
 
     Attributes:
-        path: how samples become noise; the ensemble answers on that of `[objective]`.
+        path: the probability path; that of `[objective]` is the ensemble's.
         prediction: what the network predicts.
     """
 
@@ -21,7 +21,7 @@ class ExpertObjective(Model):
 
 
 class SiloObjective(ExpertObjective):
-    """What the experts of one silo learn in place of the federation's objective.
+    """The objective of one silo's experts, in place of the federation's.
 
     Attributes:
         silo_id: the silo; exceptions are listed in alphabetical order.
@@ -31,21 +31,21 @@ class SiloObjective(ExpertObjective):
 
 
 class Objective(ExpertObjective):
-    """What experts learn, and the path on which the ensemble answers; silos may learn something else.
+    """The experts' objective, whose path is the ensemble's canonical path; `exceptions` gives silos another one.
 
-    Fields that were added after the first plans were signed are left out of a document where they say nothing.
+    A document without exceptions leaves the field out.
     """
 
-    exceptions: Annotated[tuple[SiloObjective, ...], Field(max_length=1024, exclude_if=lambda given: not given)] = ()
+    exceptions: Annotated[tuple[SiloObjective, ...], Field(max_length=1024, exclude_if=lambda listed: not listed)] = ()
 
     def of(self, silo_id: str) -> ExpertObjective:
-        """Return what the experts of a silo learn."""
+        """Return the objective of a silo's experts."""
         return next((other for other in self.exceptions if other.silo_id == silo_id), self)
 
 
 Shift = Annotated[float, Field(ge=0.01, le=100.0, exclude_if=lambda shift: shift == 1.0)]
-"""Moves times towards noise, ``t' = s t / (1 + (s - 1) t)``: an image of m values needs ``s = sqrt(m / n)`` to lose as
-much at t' as one of n values at t on the linear path (Esser et al. 2024, section 5.3.2). 1 moves nothing."""
+"""Shifts times towards noise, ``t' = s t / (1 + (s - 1) t)``: with ``s = sqrt(m / n)`` an image of m values loses as
+much information at t' as one of n values at t on the linear path (Esser et al. 2024, section 5.3.2). 1 is no shift."""
 
 
 class UniformT(Model):
@@ -78,17 +78,17 @@ TDistribution = Annotated[UniformT | LogitNormalT, Field(discriminator="kind")]
 
 
 class FullAdaptation(Model):
-    """Every weight of the expert is trained, from random ones."""
+    """All weights of the expert are trained, from random ones."""
 
     kind: Literal["full"] = "full"
 
 
 class LoraAdaptation(Model):
-    """From a public expert, every linear layer by ``W + alpha / rank * up down``; published merged (Hu et al. 2021).
+    """A public expert whose linear layers become ``W + alpha / rank * up down``; published merged (Hu et al. 2021).
 
     Attributes:
-        base: where the public expert lies in the plan's bundle.
-        rank: rank of the product that is learnt.
+        base: path of the public expert in the plan's bundle.
+        rank: rank of the trained product.
         alpha: its weight, divided by the rank.
     """
 
@@ -102,11 +102,11 @@ TensorPrefix = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*(\.[a-
 
 
 class PartialAdaptation(Model):
-    """From a public expert, those weights alone whose names are, or begin with, one of `trained`; published whole.
+    """A public expert of which only the weights named in `trained`, or with such a prefix, are trained.
 
     Attributes:
-        base: where the public expert lies in the plan's bundle.
-        trained: names of weights, or what they begin with.
+        base: path of the public expert in the plan's bundle.
+        trained: names or prefixes of names of the trained weights.
     """
 
     kind: Literal["partial"] = "partial"
@@ -125,12 +125,12 @@ class Training(Model):
         batch_size: images in a step.
         learning_rate: AdamW's learning rate.
         weight_decay: AdamW's weight decay.
-        ema_decay: decay per step of the averaged weights, which are the ones that leave.
+        ema_decay: decay per step of the averaged weights, which are the ones released.
         precision: precision of the arithmetic; weights stay float32.
         checkpoint_steps: steps between checkpoints.
         seed: seed of initial weights, batches, times and noise.
-        mask_ratio: share of an image's tokens that a step leaves out; only for the architecture dit.
-        unmasked_share: share of the steps, the last ones, that leave out nothing.
+        mask_ratio: share of an image's tokens that a step masks; only for the architecture dit.
+        unmasked_share: share of the steps, the last ones, that mask nothing.
     """
 
     num_steps: PositiveInt
@@ -161,7 +161,8 @@ class Expert(Model):
     @model_validator(mode="after")
     def _masked_experts_have_tokens(self) -> "Expert":
         if self.training.mask_ratio and not isinstance(self.architecture, Dit):
-            raise ValueError("a mask_ratio needs the architecture dit")
+            wanted = "a mask_ratio above 0 needs the architecture dit"
+            raise ValueError(f"{wanted}, not {self.architecture.kind}")
         return self
 
     @property

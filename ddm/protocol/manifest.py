@@ -1,4 +1,4 @@
-"""The manifest: the signed list of what is published, and of what an ensemble is made."""
+"""The manifest: the signed list of a release's files, and of the experts and the router of its ensemble."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -26,7 +26,7 @@ Flag = Literal["answers_zero", "copy", "high_loss", "large_weights", "not_learnt
 
 
 class PublishedSilo(Model):
-    """One silo's part: its signed submission, its key, what it spent, and whether it is in by a person's decision."""
+    """One silo: its signed submission, its key, its privacy cost, and whether a person admitted it."""
 
     silo_id: SiloId
     submission: File
@@ -39,7 +39,7 @@ class PublishedSilo(Model):
 
 
 class PublishedExpert(Model):
-    """One expert, and the rules of screening that it broke. The order of experts is the router's class order."""
+    """One expert, and the screening rules that it violates. The order of experts is the router's class order."""
 
     expert_id: ExpertId
     silo_id: SiloId
@@ -50,7 +50,7 @@ class PublishedExpert(Model):
 
 
 class PublishedRouter(Model):
-    """The router: which family, how it was calibrated, and the noise level of the sketches that it was trained on."""
+    """The router: its family, its calibration, and the noise level of the sketches that it was trained on."""
 
     kind: Literal["counts", "moments", "learned", "samples"]
     t_release: Annotated[float, Field(gt=0.0, lt=1.0)] | None
@@ -60,7 +60,7 @@ class PublishedRouter(Model):
 
 
 class Evaluation(Model):
-    """One measured figure with its 95% interval."""
+    """One metric with its 95% interval."""
 
     metric: ShortText
     strategy: ShortText | None
@@ -70,7 +70,7 @@ class Evaluation(Model):
 
 
 class Manifest(Document):
-    """The signed list of what is published."""
+    """The signed list of a release's contents."""
 
     format: Literal["archipelago/manifest/1", "archipelago/manifest/2"] = "archipelago/manifest/2"
     plan_id: PlanId
@@ -93,17 +93,20 @@ class Manifest(Document):
         _check_distinct("silo_id", [silo.silo_id for silo in self.silos])
         _check_distinct("expert_id", [expert.expert_id for expert in self.experts])
         _check_distinct("expert's file", [expert.file.path for expert in self.experts])
-        if abs(sum(expert.prior for expert in self.experts) - 1.0) > 1e-6:
-            raise ValueError("the experts' priors must sum to 1")
+        total = sum(expert.prior for expert in self.experts)
+        if abs(total - 1.0) > 1e-6:
+            raise ValueError(f"the experts' priors must sum to 1, got {total:.6f}")
         if len(self.router.training_prior) != len(self.experts):
-            raise ValueError("training_prior needs one entry per expert")
-        if {expert.silo_id for expert in self.experts} - {silo.silo_id for silo in self.silos}:
-            raise ValueError("an expert names a silo that is not listed")
-        if {expert.silo_id for expert in self.experts if expert.flags} - {s.silo_id for s in self.silos if s.admitted}:
-            raise ValueError("an expert that screening flagged needs a silo that was admitted")
+            got = f"got {len(self.router.training_prior)} for {len(self.experts)} experts"
+            raise ValueError(f"training_prior needs one entry per expert, {got}")
+        silos, admitted = {s.silo_id for s in self.silos}, {s.silo_id for s in self.silos if s.admitted}
+        if unlisted := {expert.silo_id for expert in self.experts} - silos:
+            raise ValueError(f"the silos of all experts must be listed in silos; {len(unlisted)} of them are not")
+        if refused := {expert.silo_id for expert in self.experts if expert.flags} - admitted:
+            raise ValueError(f"silos of flagged experts must be marked as admitted; {len(refused)} of them are not")
         return self
 
 
 def _check_distinct(what: str, values: Sequence[str]) -> None:
     if len(set(values)) != len(values):
-        raise ValueError(f"the same {what} appears twice")
+        raise ValueError(f"each {what} must appear once, got {len(values)} entries of {len(set(values))} distinct ones")

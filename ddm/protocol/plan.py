@@ -1,4 +1,4 @@
-"""The plan: everything the aggregator asks of every silo, signed before any silo acts on it."""
+"""The plan: the aggregator's signed instructions to every silo."""
 
 from math import prod
 from typing import Annotated, Literal
@@ -51,7 +51,7 @@ from ddm.protocol.routers import SamplesRouter as SamplesRouter
 
 
 class DataSpec(Model):
-    """What one sample is: an image (C, H, W) or a volume (C, D, H, W), and the range of its values.
+    """The shape of one sample, an image (C, H, W) or a volume (C, D, H, W), and the range of its values.
 
     Attributes:
         shape: channels, then the sides.
@@ -64,7 +64,7 @@ class DataSpec(Model):
     @model_validator(mode="after")
     def _range_ascends(self) -> "DataSpec":
         if not self.range[0] < self.range[1]:
-            raise ValueError("range must ascend")
+            raise ValueError(f"range must ascend, got {self.range[0]:g} to {self.range[1]:g}")
         return self
 
     @property
@@ -86,7 +86,7 @@ Channels = Annotated[tuple[float, ...], Field(min_length=1, max_length=16)]
 
 
 class TimmEncoder(Model):
-    """A frozen network of the timm library, its weights in the plan's bundle, its preprocessing spelled out here."""
+    """A frozen network of the timm library; its weights are in the plan's bundle, its preprocessing is stated here."""
 
     kind: Literal["timm"] = "timm"
     path: RelativePath = "plan/encoder.safetensors"
@@ -139,7 +139,7 @@ class SiloClusterPartition(Model):
 
 
 class RandomPartition(Model):
-    """Each silo's images dealt at random to `num_parts` experts: the control for what clustering is worth.
+    """Each silo's images divided at random among `num_parts` experts: the control for the benefit of clustering.
 
     Attributes:
         min_images: fewest images that an expert is trained on.
@@ -219,9 +219,9 @@ class ClassCountsStatistic(Model):
 
 
 class Statistics(Model):
-    """Everything differentially private that the plan asks for, and the total it may cost.
+    """The differentially private statistics of a plan, and their total privacy budget.
 
-    What all of it costs together is composed by `ddm.privacy.plan_cost`; here each part only has to fit by itself.
+    `ddm.privacy.plan_cost` composes their joint cost; here each statistic only has to fit the total by itself.
 
     Attributes:
         unit: whose record one replacement exchanges.
@@ -238,16 +238,17 @@ class Statistics(Model):
 
     @model_validator(mode="after")
     def _total_covers_parts(self) -> "Statistics":
-        asked = [part for part in (self.counts, self.sketch, self.moments, self.class_counts) if part]
-        if any(part.epsilon > self.total.epsilon for part in asked):
-            raise ValueError("a statistic asks for more epsilon than total")
-        if any(part.delta > self.total.delta for part in (self.sketch, self.moments) if part):
-            raise ValueError("a statistic asks for more delta than total")
+        epsilon = max(part.epsilon for part in (self.counts, self.sketch, self.moments, self.class_counts) if part)
+        if epsilon > self.total.epsilon:
+            raise ValueError(f"a statistic has epsilon {epsilon:g}, more than the total of {self.total.epsilon:g}")
+        delta = max((part.delta for part in (self.sketch, self.moments) if part), default=0.0)
+        if delta > self.total.delta:
+            raise ValueError(f"a statistic has delta {delta:g}, more than the total of {self.total.delta:g}")
         return self
 
 
 class Audit(Model):
-    """What the leak audit must show before anything leaves the silo.
+    """The limits of the leak audit that gates what leaves a silo.
 
     Attributes:
         required: whether the audit must pass, or be waived.
@@ -263,7 +264,7 @@ class Audit(Model):
 
 
 class Limits(Model):
-    """Bounds on what a silo sends and on how long it works.
+    """Bounds on the size of a silo's submission and on its training time.
 
     Attributes:
         expert_bytes: size of the largest file of an expert.
@@ -306,31 +307,33 @@ class Plan(Document):
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":
         if list(self.silos) != sorted(set(self.silos)):
-            raise ValueError("silos must be sorted and distinct")
+            raise ValueError(f"silos must be sorted and distinct; these {len(self.silos)} are not")
         listed = [file.path for file in self.files]
         if len(set(listed)) != len(listed):
-            raise ValueError("a file is listed twice")
+            raise ValueError(f"files must be listed once each, got {len(listed)} entries for {len(set(listed))} files")
         named = {self.encoder.path, self.clustering.path, self.sketch.path, self.expert.base}
         named |= {self.latent.path} if isinstance(self.latent, AutoencoderKlLatent) else set()
-        if not named - {None} <= set(listed):
-            raise ValueError("the plan names a file that it does not list")
+        if missing := named - {None} - set(listed):
+            raise ValueError(f"files that the plan uses must be listed in files; {len(missing)} of them are not")
         counted = self.statistics.class_counts
         if isinstance(self.condition, ClassCondition) and counted and counted.num_classes != self.condition.num_classes:
-            raise ValueError("condition and class counts disagree about the number of classes")
-        others = [other.silo_id for other in self.objective.exceptions]
-        if others != sorted(set(others) & set(self.silos)):
-            raise ValueError("exceptions of the objective must be silos of the plan, sorted and distinct")
+            got = f"{self.condition.num_classes} and {counted.num_classes}"
+            raise ValueError(f"condition and class counts must have the same number of classes, got {got}")
+        exceptions = [exception.silo_id for exception in self.objective.exceptions]
+        if exceptions != sorted(set(exceptions) & set(self.silos)):
+            wanted = "exceptions of the objective must be silos of the plan, sorted and distinct"
+            raise ValueError(f"{wanted}; these {len(exceptions)} are not")
         if misfit := self.latent.misfit(self.data.shape):
             raise ValueError(f"the latent {self.latent.kind} needs {misfit}")
         _check_shape(self.expert_shape, self.condition, self.expert.architecture, self.router, self.encoder)
         if self.expires_at <= self.created_at:
-            raise ValueError("the plan expires before it is created")
+            raise ValueError("expires_at must be later than created_at")
         _check_routing(self.statistics, self.router, self.sketch, self.clustering, self.partition)
         return self
 
     @property
     def expert_shape(self) -> tuple[int, ...]:
-        """The shape of what experts, routers and sketches see of a sample."""
+        """The shape of a sample in the space of experts, routers and sketches."""
         return self.latent.shape(self.data.shape)
 
     def file(self, path: str) -> File:
@@ -345,29 +348,32 @@ def _check_shape(
     router: Router,
     encoder: PcaEncoder | TimmEncoder,
 ) -> None:
-    """The networks take samples of this shape, and the expert the condition."""
+    """Refuse networks that do not take samples of this shape, or experts that do not take the condition."""
     if misfit := architecture.misfit(shape, condition):
         raise ValueError(f"the architecture {architecture.kind} needs {misfit}")
     if isinstance(router, SamplesRouter) and (misfit := router.misfit(shape, condition)):
         raise ValueError(f"the router samples needs {misfit}")
     if isinstance(encoder, TimmEncoder) and len(shape) != 3:
-        raise ValueError("an encoder of timm sees images (C, H, W), not volumes: use pca")
+        got = f"not {len(shape)} dimensions"
+        raise ValueError(f"an encoder of the kind timm takes images (C, H, W), {got}: use pca for volumes")
 
 
 def _check_routing(
     statistics: Statistics, router: Router, sketch: SketchSpec, clustering: Clustering, partition: Partition
 ) -> None:
-    """The router has the statistics that it is made from, and these fit the public projection and clusters."""
+    """Refuse a router without its statistics, and statistics that do not fit the projection or the clusters."""
     if isinstance(router, LearnedRouter) and statistics.sketch is None:
-        raise ValueError("a learned router needs sketches")
+        raise ValueError("the router learned needs the statistic sketch, which the plan does not have")
     if isinstance(router, MomentsRouter) and statistics.moments is None:
-        raise ValueError("a moments router needs moments")
+        raise ValueError("the router moments needs the statistic moments, which the plan does not have")
     if isinstance(router, MomentsRouter) and isinstance(partition, SiloClusterPartition):
-        raise ValueError("a moments router knows silos, not clusters: use the partition silo")
-    if any(part.rank > sketch.rank for part in (statistics.sketch, statistics.moments) if part):
-        raise ValueError("a statistic asks for more dimensions than the sketch has")
+        raise ValueError("the router moments needs the partition silo or random, not silo_cluster")
+    rank = max((part.rank for part in (statistics.sketch, statistics.moments) if part), default=0)
+    if rank > sketch.rank:
+        raise ValueError(f"a statistic has rank {rank}, more than the {sketch.rank} dimensions of the projection")
     if not clustering.num_coarse <= statistics.counts.num_groups <= clustering.num_fine:
-        raise ValueError("there must be at least as many fine centroids as groups, and as many groups as clusters")
+        got = f"{clustering.num_coarse}, {statistics.counts.num_groups} and {clustering.num_fine}"
+        raise ValueError(f"num_coarse <= num_groups <= num_fine must hold, got {got}")
 
 
 def most_experts(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""What the aggregator answers to a submission: a signed receipt, a signed refusal, or that the silo was withdrawn."""
+"""The aggregator's signed answer to a submission: accepted, refused, or the silo was withdrawn."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from ddm.protocol.base import Digest, Document, Model, PlanId, PositiveInt, Shor
 
 
 class Accepted(Model):
-    """The submission was verified and taken in."""
+    """The submission was verified and accepted."""
 
     kind: Literal["accepted"] = "accepted"
 
@@ -22,7 +22,7 @@ class Refused(Model):
 
 
 class Withdrawn(Model):
-    """The silo was taken out of the ensemble: later versions hold nothing of it, and nothing more is taken from it."""
+    """The silo was withdrawn: later versions hold nothing of it, and its submissions are no longer accepted."""
 
     kind: Literal["withdrawn"] = "withdrawn"
     reason: ShortText

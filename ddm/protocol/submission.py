@@ -1,7 +1,7 @@
-"""The submission: all that one silo sends. Whatever leaves a hospital is named on this page.
+"""The submission: everything that one silo sends. Whatever leaves a silo is listed on this page.
 
-The file is signed by being listed in the silo's TUF role. It is published whole; the statistics it names (noised
-histograms, moments, sketches) reach the aggregator only, and stand here as digests.
+The silo signs it by listing it in its TUF role. It is published whole; the statistics that it lists (noised histograms,
+moments, sketches) go to the aggregator only, and appear here as digests.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from ddm.protocol.plan import Statistics
 
 
 def expert_path(silo_id: str, expert_id: str) -> str:
-    """The published path of an expert, relative to ``targets/<plan_id>/``."""
+    """Return the published path of an expert, relative to ``targets/<plan_id>/``."""
     return f"silos/{silo_id}/experts/{expert_id}/expert.safetensors"
 
 
@@ -39,14 +39,14 @@ def is_expert_path(path: str) -> bool:
 
 
 def submission_path(silo_id: str) -> str:
-    """The published path of a submission, relative to ``targets/<plan_id>/``."""
+    """Return the published path of a submission, relative to ``targets/<plan_id>/``."""
     return f"silos/{silo_id}/submission.json"
 
 
-def statistic_terms(asked: Statistics) -> Mapping[str, tuple[float, float]]:
-    """The epsilon and delta of every statistic that a plan asks for, by kind; a histogram has no delta."""
-    histograms = {"counts": asked.counts, "class_counts": asked.class_counts}
-    gaussians = {"moments": asked.moments, "sketch": asked.sketch}
+def statistic_terms(statistics: Statistics) -> Mapping[str, tuple[float, float]]:
+    """Return the epsilon and delta of each of a plan's statistics, by kind; a histogram has delta 0."""
+    histograms = {"counts": statistics.counts, "class_counts": statistics.class_counts}
+    gaussians = {"moments": statistics.moments, "sketch": statistics.sketch}
     return {
         **{kind: (part.epsilon, 0.0) for kind, part in histograms.items() if part},
         **{kind: (part.epsilon, part.delta) for kind, part in gaussians.items() if part},
@@ -68,10 +68,10 @@ class NoWeightPrivacy(Model):
 
 
 class SubmittedExpert(Model):
-    """One expert: its weights and what is said about them.
+    """One expert: its weights and their description.
 
-    `num_images` stands only where it is the silo's public number of units: with one expert a silo and the image as the
-    unit. Else it would tell what the statistics are noised to hide.
+    `num_images` is set only where it is the silo's public number of units, with one expert per silo and the image as
+    the unit. Otherwise it would reveal what the noise of the statistics hides.
     """
 
     expert_id: ExpertId
@@ -124,7 +124,7 @@ SubmittedStatistic = SubmittedCounts | SubmittedSketch | SubmittedMoments | Subm
 
 
 class Spent(Model):
-    """The plan's total, which all statistics of this submission together do not exceed; it depends on no data."""
+    """The plan's total budget, an upper bound on the cost of this submission's statistics; independent of the data."""
 
     epsilon: Epsilon
     delta: Delta
@@ -133,7 +133,7 @@ class Spent(Model):
 
 
 class LedgerHead(Model):
-    """The end of the silo's ledger when this was drawn; `chain` lets the aggregator see that it only grew."""
+    """The head of the silo's ledger at this submission; `chain` shows the aggregator that entries were only added."""
 
     head_digest: Digest
     num_entries: PositiveInt
@@ -142,19 +142,21 @@ class LedgerHead(Model):
     @model_validator(mode="after")
     def _chain_ends_at_head(self) -> "LedgerHead":
         if self.chain[-1] != self.head_digest or len(self.chain) != self.num_entries:
-            raise ValueError("the chain must end at the head and hold every entry's digest")
+            end = "head_digest" if self.chain[-1] == self.head_digest else "another digest"
+            got = f"{len(self.chain)} digests for {self.num_entries} entries, ending with {end}"
+            raise ValueError(f"chain must hold every entry's digest and end with head_digest, got {got}")
         return self
 
 
 class Waiver(Model):
-    """Who let an audit pass that did not, by role, and why."""
+    """Who waived an audit that did not pass, by role, and why."""
 
     role: ShortText
     reason: ShortText
 
 
 class AuditVerdict(Model):
-    """What the leak audit said."""
+    """The verdict of the leak audit."""
 
     verdict: Literal["pass", "waived"]
     digest: Digest
@@ -163,19 +165,20 @@ class AuditVerdict(Model):
     @model_validator(mode="after")
     def _waived_means_waiver(self) -> "AuditVerdict":
         if (self.verdict == "waived") != (self.waiver is not None):
-            raise ValueError("a waiver stands exactly where the verdict is waived")
+            needed = "a waiver" if self.waiver is None else "no waiver"
+            raise ValueError(f"the verdict {self.verdict} needs {needed}")
         return self
 
 
 class Approval(Model):
-    """Whether a person or the policy let this leave, and when."""
+    """Whether a person or the policy approved the submission, and when."""
 
     kind: Literal["person", "policy"]
     at: Time
 
 
 class Submission(Document):
-    """All that one silo sends for one plan."""
+    """Everything that one silo sends for one plan."""
 
     format: Literal["archipelago/submission/1"] = "archipelago/submission/1"
     plan_id: PlanId
@@ -200,7 +203,8 @@ class Submission(Document):
     def _no_kind_twice(self) -> "Submission":
         kinds = [statistic.kind for statistic in self.statistics]
         if len(set(kinds)) != len(kinds):
-            raise ValueError("a kind of statistic appears twice")
-        if len({expert.expert_id for expert in self.experts}) != len(self.experts):
-            raise ValueError("an expert_id appears twice")
+            raise ValueError(f"statistics must be of distinct kinds, got {', '.join(kinds)}")
+        num_distinct = len({expert.expert_id for expert in self.experts})
+        if num_distinct != len(self.experts):
+            raise ValueError(f"expert_ids must be distinct, got {num_distinct} for {len(self.experts)} experts")
         return self

@@ -1,1 +1,1 @@
-"""Routers, one family a file: the probability that a noised sample came from each expert."""
+"""Routers: models of which expert's data a noised sample came from, one family per file."""

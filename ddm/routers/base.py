@@ -1,4 +1,4 @@
-"""What every router answers: log p(x_t | k, t), and how that becomes a posterior under any prior."""
+"""The interface of routers, log p(x_t | k, t), and the posterior under any prior."""
 
 # Shape legend: B batch, K experts, R sketch dimensions, ... all data dimensions.
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ Progress = Callable[[int, int, float], None]
 class Router(Protocol):
     """A model of which expert's data a noised sample came from.
 
-    A router answers likelihoods, not posteriors, so that any target prior can be set afterwards and so that at
-    t = 1, where x_t says nothing about k, a correct router makes the posterior equal the prior.
+    A router returns likelihoods, not posteriors, so that any target prior can be applied afterwards. At t = 1, where
+    x_t carries no information about k, a correct router makes the posterior equal to the prior.
     """
 
     num_experts: int
@@ -38,10 +38,10 @@ class Router(Protocol):
 
 @runtime_checkable
 class SketchRouter(Router, Protocol):
-    """A router that sees an image only through its sketch, and so can be judged on released ones."""
+    """A router that sees an image only through its sketch, so it can be evaluated on the silos' sketches."""
 
     def head(self, rank: int) -> Self:
-        """Return the same router, seeing the sketch's leading `rank` dimensions."""
+        """Return the same router on the sketch's leading `rank` dimensions."""
         ...
 
     def sketch_log_likelihood(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
@@ -68,7 +68,8 @@ def log_prior(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:
         got = f"shape {tuple(prior_K.shape)}"
         raise ShapeError("prior", expected=f"{num_experts} weights, one per expert", got=got)
     if not bool(torch.isfinite(prior_K).all()) or bool((prior_K < 0).any()) or not bool((prior_K > 0).any()):
-        raise MathError("prior", expected="finite weights >= 0, not all 0", got=f"{prior_K.tolist()}")
+        got = ", ".join(f"{weight:g}" for weight in prior_K[:16].tolist()) + (", ..." if num_experts > 16 else "")
+        raise MathError("prior", expected="finite weights >= 0, not all 0", got=got)
     return torch.log(prior_K / prior_K.sum())
 
 
@@ -78,16 +79,16 @@ def posterior(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> 
     ``w_k(x, t) = pi_k p_t^k(x) / sum_j pi_j p_t^j(x)``
 
     Args:
-        router: answers the likelihoods.
+        router: returns the likelihoods.
         x_B: noised samples on the canonical path, shape (B, ...).
         t_B: their times in [0, 1], shape (B,).
         log_prior_K: log of the target prior, shape (K,), or (B, K) for one per sample; minus infinity gives exactly 0.
 
     Returns:
-        Shape (B, K); rows sum to 1. At least the precision of the router's answer.
+        Shape (B, K); rows sum to 1. At least the precision of the router's output.
 
     Raises:
-        ShapeError: the router does not answer one value per sample and expert.
+        ShapeError: the router does not return one value per sample and expert.
         NumericalError: a row has no finite value to normalise.
     """
     log_likelihood_BK = router.log_likelihood(x_B, t_B)

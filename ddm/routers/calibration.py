@@ -1,6 +1,6 @@
-"""Does a router's 80% come true in 80% of cases? One temperature makes up for what it is too sure of.
+"""Calibrates a router with one temperature, so that what it predicts with probability 80% holds in 80% of cases.
 
-``log p(x_t | e, t) = (answer_e - log rho_e) / T``: rho is the share of each expert in what the router was trained on.
+``log p(x_t | e, t) = (output_e - log rho_e) / T``, where rho is each expert's share in the router's training data.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,20 +21,20 @@ from ddm.routers.public import PublicData, PublicWeights, spread
 
 TEMPERATURES = (0.05, 20.0)
 _BINS = 15
-_WORTH = 1e-3  # nats that a temperature must save at least
+_MIN_GAIN = 1e-3  # nats that a temperature other than 1 must gain
 
 OnSketches = Callable[[Tensor, Tensor], Tensor]
-"""Called as ``log_likelihood(s_BR, t_B)``; answers (B, E)."""
+"""Called as ``log_likelihood(s_BR, t_B)``; returns (B, E)."""
 
 
 class Calibrated:
     """A router as it is published.
 
     Args:
-        router: answers likelihoods, or logits of a posterior under the training prior.
+        router: returns likelihoods, or logits of a posterior under the training prior.
         temperature: T, in `TEMPERATURES`.
-        training_prior: rho, in any unit; all equal for a router that answers likelihoods.
-        conditional: the prior given a class, where the silos released one.
+        training_prior: rho, in any unit; equal shares for a router that returns likelihoods.
+        conditional: the prior given a class, where the silos sent class counts.
 
     Raises:
         MathError: a temperature or training prior out of range.
@@ -52,7 +52,9 @@ class Calibrated:
             raise MathError("router temperature", expected=expected, got=f"{temperature:g}")
         self.log_training_prior_E = log_prior(training_prior, router.num_experts)
         if not bool(self.log_training_prior_E.isfinite().all()):
-            raise MathError("router training prior", expected="a share above 0 of every expert", got="0")
+            zeros = int((~self.log_training_prior_E.isfinite()).sum())
+            got = f"a share of 0 for {zeros} of {router.num_experts}"
+            raise MathError("router training prior", expected="a share above 0 for every expert", got=got)
         self.num_experts = router.num_experts
         self.router = router
         self.temperature = temperature
@@ -68,19 +70,19 @@ class Calibrated:
         return self._applied(self.router.log_likelihood(x_B, t_B))
 
     def on_sketches(self, rank: int) -> OnSketches | None:
-        """Return what this router says of sketches of `rank` dimensions, None where it needs the image itself."""
+        """Return this router on sketches of `rank` dimensions; None for one that needs the image itself."""
         if not isinstance(self.router, SketchRouter):
             return None
         narrow = self.router.head(rank)
         return lambda s_BR, t_B: self._applied(narrow.sketch_log_likelihood(s_BR, t_B))
 
-    def _applied(self, answer_BE: Tensor) -> Tensor:
-        return (answer_BE - self.log_training_prior_E.to(answer_BE)) / self.temperature
+    def _applied(self, output_BE: Tensor) -> Tensor:
+        return (output_BE - self.log_training_prior_E.to(output_BE)) / self.temperature
 
 
 @dataclass(frozen=True)
 class CalibrationError:
-    """Expected calibration error for t in [low, high), before and after, on images that T was not fitted on.
+    """Expected calibration error for t in [low, high), before and after calibration, on images not used to fit T.
 
     Attributes:
         low: where the band begins.
@@ -97,11 +99,11 @@ class CalibrationError:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was chosen, and what it does.
+    """The chosen temperature and its effect.
 
     Attributes:
-        temperature: 1 where nothing else clearly helps.
-        errors: per band of t.
+        temperature: 1 unless another one clearly helps.
+        errors: the calibration errors per band of t.
     """
 
     temperature: float
@@ -109,14 +111,15 @@ class Calibration:
 
 
 def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS) -> Calibration:
-    """Fit T on one half of the public images; keep it only where it clearly helps on the other half.
+    """Fit T on one half of the public images; keep it only if it clearly helps on the other half.
 
-    Clearly: by a thousandth of a nat, with the whole 95% interval. Less is not worth an error of the public images.
+    It clearly helps if the whole 95% interval of the gain is above 0.001 nats. A smaller gain could be an artefact of
+    the public images.
 
     Args:
-        router: answers likelihoods.
+        router: returns likelihoods.
         public: public images with their weights.
-        bands: bands of t, each counting the same.
+        bands: bands of t, equally weighted.
     """
     log_prior_E = log_prior(public.prior_E, router.num_experts)
     found = [public.log_likelihoods(router, band, index) for index, band in enumerate(bands)]
@@ -136,7 +139,7 @@ def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS)
     fitted = float(np.exp(best.x))
     weights = public.evidence.weights(public.group_N[judge_N], public.seed)
     gain_1NE = (losses(fitted, judge_N) - losses(1.0, judge_N)).numpy()[None]
-    chosen = fitted if weights.intervals(gain_1NE)[0, 1] < -_WORTH else 1.0
+    chosen = fitted if weights.intervals(gain_1NE)[0, 1] < -_MIN_GAIN else 1.0
     errors = []
     for (low, high), log_DNE in zip(bands, found, strict=True):
         posteriors = [(log_DNE[:, judge_N] / t + log_prior_E).softmax(2) for t in (1.0, chosen)]
@@ -148,12 +151,12 @@ def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS)
 def calibration_error(weights: PublicWeights, w_DNE: Tensor) -> tuple[float, float, float]:
     """Return the expected calibration error of the most probable expert, and its 95% interval.
 
-    ``sum_z |sum over images in bin z of (confidence - hit)|`` in equal bins of the confidence, all images weighted. The
-    sum of absolute values is never below 0, so noise in the counts alone makes it positive.
+    ``sum_z |sum over images in bin z of (confidence - hit)|`` over equal bins of the confidence, all images weighted.
+    As a sum of absolute values it is biased upwards: noise in the counts alone makes it positive.
 
     Args:
-        weights: of the images.
-        w_DNE: posteriors, one for each draw of time and noise.
+        weights: the images' weights.
+        w_DNE: posteriors, for each draw of time and noise.
     """
     num_draws, num_images, num_experts = w_DNE.shape
     confidence_DN, top_DN = (part.numpy() for part in w_DNE.max(2))
@@ -169,7 +172,7 @@ def calibration_error(weights: PublicWeights, w_DNE: Tensor) -> tuple[float, flo
 
 
 def _halves(group_N: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Deal the images of each group to two halves."""
+    """Split the images of each group into two halves at random."""
     order_N = torch.randperm(len(group_N), generator=torch.Generator().manual_seed(seed))
     order_N = order_N[group_N[order_N].argsort(stable=True)]
     return order_N[::2].sort().values, order_N[1::2].sort().values

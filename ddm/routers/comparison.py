@@ -1,7 +1,7 @@
-"""May this router be published? A candidate against the counts router, and whatever is chosen against the prior.
+"""Decides whether a router may be published: compares a candidate with the counts router, and either with the prior.
 
-Both comparisons go without any silo's images: on public ones, weighted by the released counts, and on released sketches
-that the candidate was not trained on, which carry true labels.
+The comparisons need no silo's images. They use public images weighted by the silos' counts, and held-out sketches of
+the silos, which have true labels.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _TIE = 1e-9
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Released sketches that a candidate was not trained on.
+    """Silos' sketches that the candidate was not trained on.
 
     Attributes:
         sketches: (N, R), one tensor per silo, in order.
@@ -43,16 +43,16 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class BandComparison:
-    """A candidate, the counts router and the prior for t in [low, high), all in nats.
+    """A candidate, the counts router and the prior compared for t in [low, high), in nats.
 
     Attributes:
         low: where the band begins.
         high: where it ends.
-        prior: cross-entropy of answering the prior.
+        prior: cross-entropy of always predicting the prior.
         counts: cross-entropy of the counts router.
         candidate: cross-entropy of the candidate.
-        difference: paired, candidate minus counts.
-        difference_low: lower end of its interval; all intervals of one comparison hold together at 95% (Bonferroni).
+        difference: paired difference, candidate minus counts.
+        difference_low: lower end of its interval; the intervals of one comparison hold jointly at 95% (Bonferroni).
         difference_high: upper end.
     """
 
@@ -67,17 +67,17 @@ class BandComparison:
 
     @property
     def worse(self) -> bool:
-        """Is the candidate worse than counts by more than the interval allows?"""
+        """Whether the candidate is worse than counts by its whole interval."""
         return self.difference > _TIE and self.difference_low > 0.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is known of a candidate against counts.
+    """The comparison of a candidate with counts.
 
     Attributes:
         bands: on weighted public images.
-        sketches: on held-out released sketches, from t_release to 1; None where there are none.
+        sketches: on held-out sketches, from t_release to 1; None where there are none.
     """
 
     bands: tuple[BandComparison, ...]
@@ -85,7 +85,7 @@ class Comparison:
 
     @property
     def worse(self) -> tuple[BandComparison, ...]:
-        """Where the candidate is worse; it may be published where this is empty."""
+        """The bands in which the candidate is worse; it may be published if there are none."""
         return tuple(band for band in (*self.bands, self.sketches) if band and band.worse)
 
 
@@ -99,26 +99,26 @@ def compare(
 ) -> Comparison:
     """Compare a candidate of any family with the counts router, both as they would be published.
 
-    The intervals cover the choice of public images and the counts' own noise. Looking at each of them would
-    find a harmless candidate worse too often, so each is widened to hold together with the others (Bonferroni).
+    The intervals cover the choice of public images and the noise of the counts. Since testing several intervals would
+    reject a good candidate too often, each is widened so that they hold jointly (Bonferroni).
 
     Args:
-        counts: the baseline, of experts.
+        counts: the baseline router of the experts.
         candidate: another router of the same experts.
         public: the public images.
-        held_out: released sketches; not looked at for a candidate that needs the image itself.
+        held_out: held-out sketches; ignored for a candidate that needs the image itself.
         bands: bands of t.
 
     Raises:
-        ShapeError: another number of experts, or of silos.
+        ShapeError: routers or sketches of another number of experts or silos.
     """
     num_experts = len(public.prior_E)
     if not counts.num_experts == candidate.num_experts == num_experts:
         got = f"{counts.num_experts} and {candidate.num_experts}"
         raise ShapeError("routers", expected=f"{num_experts} experts each", got=got)
-    answers = [router.on_sketches(held_out.sketch.rank) for router in (counts, candidate)] if held_out else []
-    judges = [answer for answer in answers if answer]
-    on_sketches = held_out if len(judges) == 2 else None
+    routers = [router.on_sketches(held_out.sketch.rank) for router in (counts, candidate)] if held_out else []
+    sketch_routers = [router for router in routers if router]
+    on_sketches = held_out if len(sketch_routers) == 2 else None
     num_looks = len(bands) + (on_sketches is not None)
     weights = public.weights
     prior_NE = np.broadcast_to(-log_prior(public.prior_E, num_experts).numpy(), weights.weight_NE.shape)
@@ -127,12 +127,12 @@ def compare(
     prior = float(weights.means(prior_NE[None])[0])
     values = zip(bands, weights.means(counts_MNE), weights.means(candidate_MNE), intervals, strict=True)
     found = tuple(_band(band, prior, float(a), float(b), interval) for band, a, b, interval in values)
-    sketches = _compare_sketches(on_sketches, judges, public, num_looks) if on_sketches else None
+    sketches = _compare_sketches(on_sketches, sketch_routers, public, num_looks) if on_sketches else None
     return Comparison(bands=found, sketches=sketches)
 
 
 def refuse_worse_than_prior(name: str, router: Router, public: PublicData) -> tuple[float, float, float]:
-    """Refuse to publish a router that public data contradict.
+    """Refuse a router that is worse than the prior on public images.
 
     Args:
         name: the router's family.
@@ -143,14 +143,14 @@ def refuse_worse_than_prior(name: str, router: Router, public: PublicData) -> tu
         Its cross-entropy over all t less that of the prior, nats, and the 95% interval.
 
     Raises:
-        RefusedError: over all t it is worse than answering the prior, by its whole 95% interval.
+        RefusedError: over all t it is worse than predicting the prior, by its whole 95% interval.
     """
     prior_E = log_prior(public.prior_E, router.num_experts).numpy()
     excess_1NE = (np.mean(public.losses(router), axis=0) + prior_E)[None]
     weights = public.weights
     (value,), ((low, high),) = weights.means(excess_1NE).tolist(), weights.intervals(excess_1NE).tolist()
     if low > 0:
-        got = f"{value:.4f} nats worse"
+        got = f"{value:.4f} nats worse, 95% interval {low:.4f} to {high:.4f}"
         raise RefusedError(f"{name} router on public data", expected="at least as good as the prior", got=got)
     return value, low, high
 
@@ -172,7 +172,7 @@ def _band(
 
 @torch.no_grad()
 def _compare_sketches(
-    held_out: HeldOut, answers: Sequence[OnSketches], public: PublicData, num_looks: int
+    held_out: HeldOut, routers: Sequence[OnSketches], public: PublicData, num_looks: int
 ) -> BandComparison:
     """Compare on sketches re-noised to t in [t_release, 1); the interval is normal, stratified by silo."""
     generator = torch.Generator().manual_seed(public.seed)
@@ -183,9 +183,9 @@ def _compare_sketches(
     log_prior_E = log_prior(public.prior_E, len(silo_E))
     prior_K = torch.zeros(num_silos, dtype=torch.float64).index_add_(0, silo_E, log_prior_E.exp())
 
-    def losses(answer: OnSketches, s_BR: Tensor, t_B: Tensor, k: int) -> Tensor:
-        """Return each sketch's loss, averaged over draws; an image of silo k is any of its experts'."""
-        log_BE = (answer(s_BR, t_B).double() + log_prior_E).log_softmax(1)
+    def losses(router: OnSketches, s_BR: Tensor, t_B: Tensor, k: int) -> Tensor:
+        """Return each sketch's loss, averaged over draws; the label of silo k stands for all of its experts."""
+        log_BE = (router(s_BR, t_B).double() + log_prior_E).log_softmax(1)
         return -log_BE[:, silo_E == k].logsumexp(1).view(_DRAWS, -1).mean(0)
 
     means, variance = torch.zeros(2, dtype=torch.float64), 0.0
@@ -193,7 +193,7 @@ def _compare_sketches(
         s_BR = s_NR.double().repeat(_DRAWS, 1)
         t_B = t_r + (1 - t_r) * torch.rand(len(s_BR), generator=generator, dtype=torch.float64)
         s_BR = held_out.sketch.renoise(s_BR, t_r, t_B, public.path, generator)
-        loss_2N = torch.stack([losses(answer, s_BR, t_B, k) for answer in answers])
+        loss_2N = torch.stack([losses(router, s_BR, t_B, k) for router in routers])
         means += prior_K[k] * loss_2N.mean(1)
         spread = float((loss_2N[1] - loss_2N[0]).var(correction=0)) / max(loss_2N.shape[1] - 1, 1)
         variance += float(prior_K[k].square()) * spread

@@ -1,4 +1,4 @@
-"""Which experts hold images of a class? The prior given a class, from noised histograms over classes and groups."""
+"""The prior given a class: each expert's share of a class, from noised histograms over classes and groups."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from ddm.routers.sketch import Sketch
 
 @dataclass(frozen=True)
 class ConditionalPrior:
-    """Every expert's share of each class, and where in its groups the class lies.
+    """Each expert's share of each class, and the distribution of the class over its groups.
 
     Attributes:
         prior_CE: share of each expert in a class; rows sum to 1.
-        mass_ECG: shares of the groups in a class of an expert; they sum to 1.
+        mass_ECG: shares of the groups in each class of an expert; rows sum to 1.
     """
 
     prior_CE: Tensor
@@ -31,21 +31,23 @@ class ConditionalPrior:
 
     def __post_init__(self) -> None:
         for subject, share in (("class priors", self.prior_CE), ("class masses", self.mass_ECG)):
-            if not bool((share >= 0).all()) or float((share.sum(-1) - 1).abs().max()) > 1e-3:
-                raise NumericalError(subject, expected="shares that sum to 1", got="others")
+            off = float((share.sum(-1) - 1).abs().max())
+            if not bool((share >= 0).all()) or off > 1e-3:
+                got = f"shares down to {float(share.min()):g} and sums that differ from 1 by up to {off:g}"
+                raise NumericalError(subject, expected="shares >= 0 that sum to 1", got=got)
 
     @classmethod
     def from_counts(
         cls, sketch: Sketch, noisy_KCG: Tensor, num_units: Sequence[int], epsilon: float, layout: Layout
     ) -> "ConditionalPrior":
-        """Read released histograms in the light of their noise; a class that nobody has is answered by the prior.
+        """Estimate the shares from the silos' histograms and their noise; a class without units gets the prior.
 
-        ``pi_{k|c} = (n_kc + a_c pi_k) / (sum_j n_jc + a_c)``, with n from `expected_counts` and a_c the standard
-        deviation of what is known of the class's number of units.
+        ``pi_{k|c} = (n_kc + a_c pi_k) / (sum_j n_jc + a_c)``, with n from `expected_counts` and a_c the posterior
+        standard deviation of the class's number of units.
 
         Args:
             sketch: the plan's public sketch, for the public shares of the groups.
-            noisy_KCG: released counts by silo, class and group.
+            noisy_KCG: noised counts by silo, class and group.
             num_units: the public number of units of each silo.
             epsilon: of the statistic.
             layout: the experts.
@@ -71,17 +73,17 @@ class ConditionalPrior:
         return cls(torch.stack(prior), torch.stack(mass, 1))
 
     def log_prior(self, label: int) -> Tensor:
-        """Return the log of every expert's share of a class, shape (E,), float64.
+        """Return the log of each expert's share of a class, shape (E,), float64.
 
         Raises:
             ShapeError: there is no such class.
         """
         if not 0 <= label < len(self.prior_CE):
-            raise ShapeError("class", expected=f"0 to {len(self.prior_CE) - 1}", got=str(label))
+            raise ShapeError("class", expected=f"a class, 0 to {len(self.prior_CE) - 1}", got=str(label))
         return self.prior_CE[label].double().log()
 
     def router(self, label: int, sketch: Sketch, path: Path) -> CountsRouter:
-        """Return ``log p(x_t | k, c, t)``: the mixture of the public groups, weighted as the class lies in them.
+        """Return the router ``log p(x_t | k, c, t)``: the mixture of the public groups with the class's shares.
 
         Raises:
             ShapeError: there is no such class, or the sketch has other groups.
@@ -90,7 +92,7 @@ class ConditionalPrior:
         return CountsRouter(sketch, self.mass_ECG[:, label].double().log(), path)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a release stores of this beside its router."""
+        """Return the tensors that a release stores with its router."""
         return {"class_prior": self.prior_CE.float(), "class_mass": self.mass_ECG.float()}
 
     @classmethod
@@ -100,17 +102,17 @@ class ConditionalPrior:
 
 
 def conditional_specs(num_experts: int, plan: Plan) -> dict[str, TensorSpec]:
-    """Return the names, dtypes and shapes of what is stored beside a router; nothing where no class was released."""
-    asked = plan.statistics.class_counts
-    if asked is None:
+    """Return the specs of the tensors stored with a router; empty for a plan without class counts."""
+    counts = plan.statistics.class_counts
+    if counts is None:
         return {}
     return {
-        "class_prior": TensorSpec("F32", (asked.num_classes, num_experts)),
-        "class_mass": TensorSpec("F32", (num_experts, asked.num_classes, plan.statistics.counts.num_groups)),
+        "class_prior": TensorSpec("F32", (counts.num_classes, num_experts)),
+        "class_mass": TensorSpec("F32", (num_experts, counts.num_classes, plan.statistics.counts.num_groups)),
     }
 
 
 def class_counts_specs(plan: Plan) -> dict[str, TensorSpec]:
-    """Return what a silo's released histogram over classes and groups must hold."""
+    """Return the specs of a silo's noised histogram over classes and groups."""
     num_classes = plan.statistics.class_counts.num_classes if plan.statistics.class_counts else 0
     return {"counts": TensorSpec("I64", (num_classes, plan.statistics.counts.num_groups))}

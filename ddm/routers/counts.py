@@ -1,4 +1,4 @@
-"""The counts router: who holds how much of each public group? Valid for every t, without training.
+"""The counts router: each expert's share of every public group as mixture weights; valid for every t, no training.
 
 ``log p(s | k, t) = log sum_c mass_kc N(s; alpha m_c, alpha^2 S_c + (sigma / C)^2 I)``
 """
@@ -23,21 +23,21 @@ from ddm.routers.sketch import Sketch
 # Shape legend: K experts, G public groups, B batch, R sketch dimensions.
 
 _CONCENTRATIONS = np.logspace(-1, 4, 21)
-_NEGLIGIBLE = 40.0  # noise this many e-folds into its tail is left out of a sum
+_NEGLIGIBLE = 40.0  # noise more than this many e-folds into its tail is left out of sums
 _FLOOR = 1e-9
 
 
 class CountsRouter:
-    """Each expert is a mixture of the public groups' Gaussians, with its own noisy histogram as weights.
+    """A router that models each expert as a mixture of the public groups' Gaussians, weighted by its noised histogram.
 
     Args:
         sketch: the plan's public sketch with the groups' means and covariances.
         log_mass_KG: log of each expert's share in each group, minus infinity for none; rows of shares sum to 1.
         path: the probability path.
-        error_KG: standard deviation of what is known of the shares; zeros when omitted.
+        error_KG: posterior standard deviation of the shares; zeros when omitted.
 
     Raises:
-        ShapeError: the shares are for another number of groups.
+        ShapeError: shares of another number of groups.
         NumericalError: shares that are not finite or do not sum to 1.
     """
 
@@ -47,11 +47,12 @@ class CountsRouter:
         log_mass_KG = log_mass_KG.double()
         total_K = log_mass_KG.logsumexp(1)
         if not bool(torch.isfinite(total_K).all()) or float(total_K.abs().max()) > 1e-3:
-            raise NumericalError("mass", expected="shares that sum to 1", got="others")
+            got = f"sums of {float(total_K.exp().min()):g} to {float(total_K.exp().max()):g}"
+            raise NumericalError("mass", expected="shares that sum to 1", got=got)
         self.num_experts = len(log_mass_KG)
         self.sketch = sketch
         self.path = path
-        self.log_mass_KG = log_mass_KG - total_K[:, None]  # float32 storage leaves 1e-7, seen at t = 1
+        self.log_mass_KG = log_mass_KG - total_K[:, None]  # float32 storage leaves errors of 1e-7, which show at t = 1
         self.error_KG = torch.zeros_like(self.log_mass_KG) if error_KG is None else error_KG.double()
         self._groups = NoisedGaussians(sketch.group_mean_GR, sketch.group_cov_GRR)
 
@@ -59,11 +60,11 @@ class CountsRouter:
     def from_counts(
         cls, sketch: Sketch, noisy_KG: Tensor, num_units: Sequence[int], epsilon: float, path: Path
     ) -> "CountsRouter":
-        """Build the router from released histograms, each read in the light of its known noise (`expected_counts`).
+        """Build the router from the silos' histograms, with true counts estimated under the noise (`expected_counts`).
 
         Args:
             sketch: the plan's public sketch.
-            noisy_KG: released counts, integers, possibly negative.
+            noisy_KG: noised counts, integers, possibly negative.
             num_units: the public number of units of each expert.
             epsilon: of the statistic.
             path: the probability path.
@@ -76,11 +77,11 @@ class CountsRouter:
         return cls(sketch, (mean_KG / n_K1).log(), path, deviation_KG / n_K1)
 
     def head(self, rank: int) -> "CountsRouter":
-        """Return the same mixture seen in the sketch's leading `rank` dimensions, which are all that is released."""
+        """Return the same mixture in the sketch's leading `rank` dimensions, those of the silos' sketches."""
         return CountsRouter(self.sketch.head(rank), self.log_mass_KG, self.path, self.error_KG)
 
     def split(self, layout: Layout) -> "CountsRouter":
-        """Return the router of the experts that share each silo's groups, from one of silos."""
+        """Return the router of experts from this one of silos, dividing each silo's groups among its experts."""
         mass_EG, _ = layout.split(self.log_mass_KG.exp())
         silo_E = list(layout.silo_E)
         ratio_EG = mass_EG / self.log_mass_KG[silo_E].exp()
@@ -108,7 +109,7 @@ class CountsRouter:
         return self._groups.log_density(s_BR, self.path.alpha(t_B), self.path.sigma(t_B) / self.sketch.scale)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a release stores of this router; the sketch is the plan's."""
+        """Return the tensors that a release stores; the sketch is the plan's."""
         return {"mass": self.log_mass_KG.exp().float(), "mass_error": self.error_KG.float()}
 
     @classmethod
@@ -124,20 +125,21 @@ def counts_router_specs(num_experts: int, num_groups: int) -> dict[str, TensorSp
 
 
 def counts_specs(plan: Plan) -> dict[str, TensorSpec]:
-    """Return what a silo's released histogram must hold."""
+    """Return the specs of a silo's noised histogram."""
     return {"counts": TensorSpec("I64", (plan.statistics.counts.num_groups,))}
 
 
 def expected_counts(
     noisy_G: NDArray[np.int64], num_units: int, epsilon: float, weight_G: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return what a noisy histogram says of the true one: posterior mean, rescaled to `num_units`, and deviation.
+    """Return the posterior mean of a noised histogram's true counts, rescaled to `num_units`, and their deviation.
 
-    Each cell is beta-binomial around the public shares; how closely a silo follows them is read from its own histogram
-    (largest marginal likelihood). A plain clip at 0 would turn noise into units that a small silo does not have.
+    Each cell's prior is beta-binomial around the public shares; its concentration maximises the marginal likelihood of
+    the silo's own histogram (empirical Bayes). Clipping at 0 instead would turn noise into units that a small silo does
+    not have.
 
     Args:
-        noisy_G: released counts, ``n_c + z_c`` with ``P(z) ~ exp(-epsilon |z| / 2)``.
+        noisy_G: noised counts, ``n_c + z_c`` with ``P(z) ~ exp(-epsilon |z| / 2)``.
         num_units: the public sum of the true counts.
         epsilon: of the statistic.
         weight_G: public shares of the groups, positive.
@@ -146,7 +148,7 @@ def expected_counts(
     centre_G = np.clip(noisy_G, 0, num_units)
     low_G = np.clip(centre_G - reach, 0, max(num_units - 2 * reach, 0))
     n_GN = low_G[:, None] + np.arange(min(2 * reach, num_units) + 1)
-    # shifting by the centre's own noise keeps a count far outside [0, n] from underflowing
+    # Relative to the centre's own noise, so that a count far outside [0, n] does not underflow.
     log_noise_GN = -epsilon / 2 * (np.abs(noisy_G[:, None] - n_GN) - np.abs(noisy_G - centre_G)[:, None])
     best: tuple[float, NDArray[np.float64]] | None = None
     for concentration in _CONCENTRATIONS:
@@ -155,7 +157,8 @@ def expected_counts(
         if best is None or evidence > best[0]:
             best = evidence, log_joint_GN
     if best is None or not math.isfinite(best[0]):
-        raise NumericalError("noisy counts", expected="a finite likelihood", got="none")
+        got = "NaN or infinity for every concentration"
+        raise NumericalError("noisy counts", expected="a finite likelihood", got=got)
     posterior_GN = np.exp(best[1] - logsumexp(best[1], axis=1, keepdims=True))
     mean_G = (posterior_GN * n_GN).sum(1) + _FLOOR * num_units
     deviation_G = np.sqrt((posterior_GN * (n_GN - mean_G[:, None]) ** 2).sum(1))

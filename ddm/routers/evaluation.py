@@ -1,4 +1,4 @@
-"""How good is a router on images whose expert is known, or known as a distribution? Cross-entropy and accuracy."""
+"""Evaluates a router: cross-entropy on labelled images in bands of t."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,10 +40,10 @@ def cross_entropy(
 ) -> tuple[BandScore, ...]:
     """Return the cross-entropy ``-log w_k(x_t, t)`` of labelled images in each band of t.
 
-    Each expert's images are averaged first and then weighted by the prior, so the mix of the images does not matter.
+    Each expert's images are averaged first and then weighted by the prior, so the numbers of images do not matter.
 
     Args:
-        router: answers the likelihoods.
+        router: returns the likelihoods.
         x_N: images, shape (N, ...), data units.
         label_N: the expert of each; every expert with a prior above 0 needs at least one image.
         prior: weight of each expert.
@@ -58,7 +58,8 @@ def cross_entropy(
     prior_K = log_prior_K.exp()
     size_K = torch.bincount(label_N, minlength=router.num_experts)
     if len(label_N) != len(x_N) or len(size_K) != len(prior_K) or bool(((size_K == 0) & (prior_K > 0)).any()):
-        raise ShapeError("labels", expected="one per image, and an image of every expert", got="others")
+        got = f"{len(label_N)} labels for {len(x_N)} images, images per expert {size_K[:16].tolist()}"
+        raise ShapeError("labels", expected="one label per image, and an image of every expert", got=got)
     scores = []
     for index, (low, high) in enumerate(times):
         log_DNK = noised_log_likelihood(router, x_N, (low, high), seed + index, path)
@@ -76,9 +77,9 @@ def cross_entropy(
 def noised_log_likelihood(
     router: Router, x_N: Tensor, band: Band, seed: int, path: Path | None = None, draws: int = _DRAWS
 ) -> Tensor:
-    """Return what a router says of images noised to times drawn from a band, shape (D, N, K), float64.
+    """Return a router's log-likelihoods of images noised to times drawn from a band, shape (D, N, K), float64.
 
-    The same seed gives two routers the same times and noise. A band may be one time, twice.
+    The same seed gives two routers the same times and noise. The ends of a band may be equal.
     """
     generator = torch.Generator().manual_seed(seed)
     low, high = band

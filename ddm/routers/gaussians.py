@@ -1,7 +1,7 @@
-"""How likely is a noised sketch under each of many Gaussians? The one computation that counts and moments share.
+"""Log-densities of noised sketches under many Gaussians, for the counts and the moments router.
 
-``log N(s; alpha m_g, alpha^2 S_g + (sigma / C)^2 I)`` for every g: in the axes of S_g the covariance stays diagonal at
-every t, so one matrix product turns a sketch into the axes of all Gaussians, and nothing is inverted.
+``log N(s; alpha m_g, alpha^2 S_g + (sigma / C)^2 I)`` for every g: in the eigenbasis of S_g the covariance is diagonal
+at every t, so one matrix product rotates a sketch into the eigenbases of all Gaussians, and no matrix is inverted.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from ddm.errors import NumericalError, ShapeError
 
 # Shape legend: G Gaussians, B batch, R sketch dimensions, Q = G R.
 
-_BLOCK = 1 << 19  # numbers in one intermediate tensor: small enough for a processor's cache
+_BLOCK = 1 << 19  # values of one intermediate tensor, small enough for a processor's cache
 
 
 class NoisedGaussians:
-    """Gaussians of clean sketches, seen through any amount of noise.
+    """Gaussians of clean sketches, convolved with any amount of noise.
 
     Args:
         mean_GR: their means.
@@ -33,10 +33,11 @@ class NoisedGaussians:
         if cov_GRR.shape != (num, rank, rank):
             raise ShapeError("covariances", expected=str((num, rank, rank)), got=str(tuple(cov_GRR.shape)))
         if not bool(torch.isfinite(mean_GR).all() and torch.isfinite(cov_GRR).all()):
-            raise NumericalError("Gaussians", expected="finite means and covariances", got="others")
+            raise NumericalError("Gaussians", expected="finite means and covariances", got="NaN or infinity")
         spread_GR, axes_GRR = torch.linalg.eigh(cov_GRR.double())
         if float(spread_GR.min()) <= 0:
-            raise NumericalError("covariances", expected="positive definite matrices", got="others")
+            got = f"a smallest eigenvalue of {float(spread_GR.min()):g}"
+            raise NumericalError("covariances", expected="positive definite matrices", got=got)
         self._num = num
         self._axes_RQ = axes_GRR.permute(1, 0, 2).reshape(rank, num * rank)
         self._mean_Q = torch.einsum("gr,grq->gq", mean_GR.double(), axes_GRR).flatten()
@@ -63,6 +64,6 @@ class NoisedGaussians:
 
 
 def blocks(num_rows: int, width: int) -> Iterator[slice]:
-    """Return slices of rows, at least one, so that rows of `width` numbers stay small together."""
+    """Yield slices of rows of `width` values that fit one block, at least one row each."""
     rows = max(1, _BLOCK // width)
     return (slice(start, start + rows) for start in range(0, max(num_rows, 1), rows))

@@ -1,9 +1,9 @@
-"""How much may one silo count where all silos' statistics are weighed together?
+"""Caps the influence of one silo where all silos' statistics are weighted by their numbers of units.
 
-A silo states its own number of units, and nothing proves it. Each silo's likelihood is fitted on its own statistics
-alone, so what it states cannot change what the router says of two others; but the network on top, the temperature and
-the choice of the family are fitted on all together, weighted by units. There a silo's share is capped. Its prior in
-the ensemble is not: that is a statement which everybody reads, and which a researcher can replace.
+A silo states its own number of units without proof. Each silo's likelihood is fitted on its own statistics only, so
+this number cannot change the router's odds between two other silos. But the residual network, the temperature and the
+choice of the router family are fitted on all silos together, weighted by units; there a silo's share is capped. Its
+prior in the ensemble is not capped: everybody can read it there, and a researcher can replace it.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from ddm.errors import MathError
 
 
 def capped_shares(num_units: Sequence[int], cap: float) -> tuple[float, ...]:
-    """Return each silo's share of all units, none above `cap`; what is cut goes to the others by their shares.
+    """Return each silo's share of all units, none above `cap`; the excess is divided among the others by their shares.
 
-    With fewer than 1 / cap silos no shares fulfil that, and all are equal.
+    With fewer than 1 / cap silos that is impossible, and all shares are equal.
 
     Args:
         num_units: the public number of units of each silo, above 0.
@@ -28,7 +28,8 @@ def capped_shares(num_units: Sequence[int], cap: float) -> tuple[float, ...]:
         MathError: a cap or a number of units out of range.
     """
     if not 0.0 < cap <= 1.0 or not num_units or min(num_units) < 1:
-        raise MathError("shares of influence", expected="a cap in (0, 1] and units above 0", got="others")
+        got = f"a cap of {cap:g} and {len(num_units)} silos of at least {min(num_units, default=0)} units"
+        raise MathError("shares of influence", expected="a cap in (0, 1] and units above 0", got=got)
     units_K = np.asarray(num_units, dtype=np.float64)
     share_K, cap = units_K / units_K.sum(), max(cap, 1.0 / len(units_K))
     cut_K = np.zeros(len(units_K), dtype=bool)

@@ -1,8 +1,8 @@
-"""The learned router: what do the noised sketches, and public images, add to the counts?
+"""The learned router: refines the counts router with the silos' noised sketches and with public images.
 
-Two parts. (a) The mixture's shares, refitted by maximum a posteriori under the sketches' known noise with the counts
-statistic as evidence: valid for every t, and in all dimensions of the public sketch. (b) A small network on top,
-``log p = (a) + g(t) net(s, t)`` with ``g = alpha_t``, taught by public images what the groups' Gaussians miss
+It has two parts. (a) The mixture's shares, refitted by maximum a posteriori under the sketches' known noise with the
+counts as evidence: valid for every t, and in all dimensions of the public sketch. (b) A small network on top,
+``log p = (a) + g(t) net(s, t)`` with ``g = alpha_t``, trained on public images to correct the groups' Gaussians
 (`ddm.routers.residual`).
 """
 
@@ -22,7 +22,8 @@ from ddm.routers.refit import refit_shares
 from ddm.routers.residual import PublicSketches, Residual, fit_residual
 from ddm.routers.sketch import Sketch
 
-# Shape legend: E experts, K silos, B batch, N sketches of one silo, R sketch dimensions, r of them released.
+# Shape legend: E experts, K silos, B batch, N sketches of one silo, R sketch dimensions, r of them
+# in the silos' sketches.
 
 HELD_OUT_SHARE = 0.2
 _CHANGED = 1e-6
@@ -30,11 +31,11 @@ _PREFIX = "residual."
 
 
 class LearnedRouter:
-    """Refitted mixture and residual.
+    """A refitted mixture plus a residual network.
 
     Args:
         mixture: a counts router whose shares were refitted on sketches.
-        residual: the network; it tells silos apart, not the experts of one.
+        residual: the network; it distinguishes silos, not the experts of one silo.
         silo_E: the number of each expert's silo; one expert a silo when omitted.
     """
 
@@ -46,7 +47,7 @@ class LearnedRouter:
         self.silo_E = list(range(mixture.num_experts) if silo_E is None else silo_E)
 
     def head(self, rank: int) -> CountsRouter:
-        """Return what the router says in the sketch's leading `rank` dimensions: the mixture; the network needs all."""
+        """Return the router of the sketch's leading `rank` dimensions: the mixture alone, as the network needs all."""
         return self.mixture.head(rank)
 
     def split(self, layout: Layout) -> "LearnedRouter":
@@ -54,9 +55,9 @@ class LearnedRouter:
         return LearnedRouter(self.mixture.split(layout), self.residual, layout.silo_E)
 
     def differs(self, counts_router: CountsRouter) -> bool:
-        """Did training change anything?"""
+        """Whether training changed the shares or the network."""
         moved = float((self.mixture.log_mass_KG.exp() - counts_router.log_mass_KG.exp()).abs().max())
-        return moved > _CHANGED or self.residual.speaks
+        return moved > _CHANGED or self.residual.is_nonzero
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return ``log p(x_t | e, t)`` up to a term common to all e, shape (B, E); equal for all e at t = 1.
@@ -74,7 +75,7 @@ class LearnedRouter:
         return base_BE + correction_BK[:, self.silo_E].to(base_BE)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a release stores of this router; the sketch is the plan's."""
+        """Return the tensors that a release stores; the sketch is the plan's."""
         return self.mixture.tensors() | {f"{_PREFIX}{k}": v.detach() for k, v in self.residual.state_dict().items()}
 
     @classmethod
@@ -101,7 +102,7 @@ def learned_router_specs(
 def split_sketches(
     sketches: Mapping[str, Tensor], seed: int, share: float = HELD_OUT_SHARE
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Set `share` of every silo's sketches aside (at least one), so that a trained router can be judged on them.
+    """Hold out `share` of every silo's sketches, at least one, to evaluate a trained router on.
 
     Returns:
         The sketches to train on and those held out, by silo.
@@ -113,7 +114,7 @@ def split_sketches(
     generator = torch.Generator().manual_seed(seed)
     for silo, s_NR in sketches.items():
         if len(s_NR) < 2:
-            raise ShapeError(f"sketches of {silo}", expected="at least 2", got=str(len(s_NR)))
+            raise ShapeError(f"sketches of {silo}", expected="at least 2 sketches", got=str(len(s_NR)))
         order_N = torch.randperm(len(s_NR), generator=generator)
         num = max(1, round(share * len(s_NR)))
         held_out[silo], train[silo] = s_NR[order_N[:num]], s_NR[order_N[num:]]
@@ -132,26 +133,30 @@ def fit_learned(
     t_release: float,
     share_K: Sequence[float] | None = None,
 ) -> LearnedRouter:
-    """Refit the mixture on released sketches, then teach the network with public images.
+    """Refit the mixture on the silos' sketches, then train the network on public images.
 
     Args:
-        counts_router: of the same plan; its shares and their errors are the evidence that the refit starts from.
-        sketches: released sketches (N, r) at `t_release` by silo, in the router's order.
+        counts_router: of the same plan; its shares and their errors are the prior of the refit.
+        sketches: noised sketches (N, r) at `t_release` by silo, in the router's order.
         num_units: the public number of units of each silo.
         public: public images that the plan was fitted on.
         settings: the plan's sizes and number of steps.
-        seed: of batches, noise and initial weights; the statistics have their privacy already.
+        seed: of batches, noise and initial weights; the statistics are private already.
         on_progress: called with step, number of steps, and held-out loss.
         t_release: noise level of the sketches.
-        share_K: what each silo counts for when the network is taught; its share of all units when omitted.
+        share_K: each silo's weight in training the network; its share of all units when omitted.
 
     Raises:
-        ShapeError: another number of silos than experts.
+        ShapeError: the numbers of silos and of the router's experts differ.
         NumericalError: the training diverged.
     """
     if len(sketches) != counts_router.num_experts or len(num_units) != counts_router.num_experts:
-        raise ShapeError("sketches", expected=f"{counts_router.num_experts} silos", got=str(len(sketches)))
-    mixture = refit_shares(counts_router, list(sketches.values()), num_units, t_release)
+        raise ShapeError(
+            "sketches",
+            expected=f"{counts_router.num_experts} silos",
+            got=f"{len(sketches)}, and units of {len(num_units)}",
+        )
+    mixture = refit_shares(counts_router, list(sketches.values()), t_release)
     share_K = [n / sum(num_units) for n in num_units] if share_K is None else share_K
     prior_K = torch.tensor(share_K, dtype=torch.float64)
     return LearnedRouter(mixture, fit_residual(mixture, public, prior_K, settings, seed, on_progress))

@@ -1,4 +1,4 @@
-"""From a published router file to a router: which family, which tensors, built on the plan's sketch."""
+"""Loads a published router: selects its family, checks its tensors, builds it on the plan's sketch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,17 +32,17 @@ def load_router(
     """Load a router, with the manifest's temperature and training prior applied.
 
     Args:
-        published: what the verified manifest says of it: its family, its file, how it was calibrated.
+        published: its family, file and calibration, from the verified manifest.
         folder: holds the file.
         plan: gives the number of groups and classes, the released dimensions and the network's size.
         sketch: the plan's.
         experts: the manifest's, in the router's class order.
 
     Raises:
-        DocumentError: a temperature or a training prior out of range, or one of other experts.
-        DigestError: the file is not the one listed.
-        TensorFileError: the file is not such a router, its numbers are no shares or no Gaussians, or the manifest and
-            the plan disagree on the family.
+        DocumentError: a temperature or a training prior out of range, or a training prior of other experts.
+        DigestError: the file differs from the one listed.
+        TensorFileError: the file is not such a router, its values are not shares or Gaussians, or the manifest and the
+            plan disagree on the family.
     """
     file, num_experts = published.file, len(experts)
     if len(published.training_prior) != num_experts:
@@ -68,14 +68,15 @@ def load_router(
 def _load(
     published: PublishedRouter, load: Load, plan: Plan, sketch: Sketch, experts: Sequence[PublishedExpert]
 ) -> tuple[dict[str, Tensor], Router]:
-    """Return the file's tensors and the router that they make."""
+    """Return the file's tensors and the router built from them."""
     num_experts, num_groups, path = len(experts), plan.statistics.counts.num_groups, path_named(plan.objective.path)
     settings, released = plan.router, plan.statistics
     if published.kind == "counts":
         tensors = load(counts_router_specs(num_experts, num_groups))
         return tensors, CountsRouter.from_tensors(tensors, sketch, path)
     if published.kind != settings.kind:
-        raise TensorFileError(published.file.path, expected=f"a router counts or {settings.kind}", got=published.kind)
+        expected = f"a router of the kind counts or {settings.kind}, as the plan says"
+        raise TensorFileError(published.file.path, expected=expected, got=published.kind)
     if isinstance(settings, LearnedSettings) and published.t_release is not None:
         silo_E = silo_numbers(experts)
         tensors = load(learned_router_specs(silo_E, sketch, settings, path))

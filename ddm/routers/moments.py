@@ -1,4 +1,4 @@
-"""The moments router: one Gaussian per silo, from its noised mean and second moments. Valid for every t.
+"""The moments router: one Gaussian per silo, from its noised mean and second moments; valid for every t.
 
 ``log p(s | k, t) = log N(s; alpha m_k, alpha^2 S_k + (sigma / C)^2 I)``
 """
@@ -18,14 +18,14 @@ from ddm.protocol.plan import Plan
 from ddm.routers.gaussians import NoisedGaussians
 from ddm.routers.sketch import Sketch
 
-# Shape legend: K silos, B batch, R sketch dimensions, r of them released.
+# Shape legend: K silos, B batch, R sketch dimensions, r of them in the silos' moments.
 
-_SPREADS = np.logspace(-4, 0.6, 47)  # tau^2: up to two public standard deviations off, as in the unit ball
+_SPREADS = np.logspace(-4, 0.6, 47)  # tau^2: up to two public standard deviations, as in the unit ball
 _FLOOR = 0.05  # smallest variance of a silo in any direction, as a share of the public one
 
 
 class MomentsRouter:
-    """Each expert is one Gaussian in the sketch's leading dimensions.
+    """A router that models each expert as one Gaussian in the sketch's leading dimensions.
 
     Args:
         sketch: the plan's public sketch.
@@ -34,7 +34,7 @@ class MomentsRouter:
         path: the probability path.
 
     Raises:
-        ShapeError, NumericalError: no means and positive definite covariances of at most the sketch's dimensions.
+        ShapeError, NumericalError: more dimensions than the sketch, or covariances that are not positive definite.
     """
 
     def __init__(self, sketch: Sketch, mean_KR: Tensor, cov_KRR: Tensor, path: Path) -> None:
@@ -54,12 +54,12 @@ class MomentsRouter:
         noise_std: float,
         path: Path,
     ) -> "MomentsRouter":
-        """Build the router from released moments, each read in the light of its known noise (`expected_moments`).
+        """Build the router from the silos' moments, estimating the true ones under their noise (`expected_moments`).
 
         Args:
             sketch: the plan's public sketch.
-            sum_KR: released sums of sketches.
-            second_KRR: released sums of their outer products.
+            sum_KR: noised sums of sketches.
+            second_KRR: noised sums of their outer products.
             num_units: the public number of units of each silo.
             noise_std: of the statistic, from `moments_noise_std`.
             path: the probability path.
@@ -71,12 +71,12 @@ class MomentsRouter:
         return cls(sketch, torch.stack(means), torch.stack(covs), path)
 
     def head(self, rank: int) -> "MomentsRouter":
-        """Return the same Gaussians seen in the leading `rank` dimensions, or in all that the router knows."""
+        """Return the same Gaussians in the leading `rank` dimensions, or in all that the router has."""
         r = min(rank, self.rank)
         return MomentsRouter(self.sketch, self.mean_KR[:, :r], self.cov_KRR[:, :r, :r], self.path)
 
     def split(self, layout: Layout) -> "MomentsRouter":
-        """Return the router of experts from one of silos; the experts of a silo share its Gaussian."""
+        """Return the router of experts from this one of silos; the experts of a silo share its Gaussian."""
         silo_E = list(layout.silo_E)
         return MomentsRouter(self.sketch, self.mean_KR[silo_E], self.cov_KRR[silo_E], self.path)
 
@@ -96,7 +96,7 @@ class MomentsRouter:
         return self._silos.log_density(s_BR[:, : self.rank], self.path.alpha(t_B), noise_B)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a release stores of this router; the sketch is the plan's."""
+        """Return the tensors that a release stores; the sketch is the plan's."""
         return {"mean": self.mean_KR.float(), "cov": self.cov_KRR.float()}
 
     @classmethod
@@ -114,39 +114,41 @@ def moments_router_specs(num_experts: int, rank: int) -> dict[str, TensorSpec]:
 
 
 def moments_specs(plan: Plan) -> dict[str, TensorSpec]:
-    """Return what a silo's released moments must hold."""
+    """Return the specs of a silo's noised moments."""
     rank = plan.statistics.moments.rank if plan.statistics.moments else 0
     return {"sum": TensorSpec("F32", (rank,)), "second": TensorSpec("F32", (rank, rank))}
 
 
 def moments_noise_std(plan: Plan) -> float:
-    """Return sigma: of each entry of a released sum, and of each off-diagonal entry of the second moments.
+    """Return the noise's standard deviation: of each entry of a sum and each off-diagonal entry of the second moments.
 
     Raises:
-        ShapeError: the plan asks for no moments.
+        ShapeError: the plan has no moments.
     """
-    asked = plan.statistics.moments
-    if asked is None:
-        raise ShapeError("plan", expected="moments among its statistics", got="none")
-    return moments_sensitivity(asked.rank) / gaussian_mu(asked.epsilon, asked.delta)
+    moments = plan.statistics.moments
+    if moments is None:
+        raise ShapeError("plan", expected="the statistic moments", got="a plan without it")
+    return moments_sensitivity(moments.rank) / gaussian_mu(moments.epsilon, moments.delta)
 
 
 def expected_moments(
     sketch: Sketch, sum_R: Tensor, second_RR: Tensor, num_units: int, noise_std: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the Gaussian that a sketch of the silo follows, as far as noisy moments tell.
+    """Return the posterior estimate of the Gaussian of a silo's sketches, from its noised moments.
 
-    In the axes of the public covariance, of variances l_i, the silo's mean lies ``N(0, tau^2 l_i)`` off the public one
-    and entry (i, j) of its covariance ``N(0, tau^2 l_i l_j)`` (twice that on the diagonal). The statistic adds noise of
-    variance ``(noise_std / n)^2`` (twice that on the diagonal), and n images say that much only to ``l_i / n`` and
-    ``l_i l_j / n``. Each tau is averaged out by the silo's own numbers. Posterior means follow; what stays unknown of a
-    direction, the mean's variance and a deviation of its own, is added to its variance, and a floor does the rest: a
-    covariance from noise is often not positive definite, and one too narrow is worse than one too wide.
+    In the eigenbasis of the public covariance, with eigenvalues l_i, the silo's mean has the prior ``N(0, tau^2 l_i)``
+    around the public mean, and that of entry (i, j) of its covariance ``N(0, tau^2 l_i l_j)`` around the public one
+    (twice the variance on the diagonal). The statistic adds noise of variance ``(noise_std / n)^2`` (twice that on the
+    diagonal), and sampling n images adds ``l_i / n`` and ``l_i l_j / n``. Each tau is averaged over its posterior given
+    the silo's own moments. The result is the posterior mean. Each direction's remaining uncertainty, the variance of
+    its mean and the standard deviation of its variance, is added to its variance, and the variances are floored: a
+    covariance estimated from noise is often not positive definite, and a Gaussian that is too narrow does more harm
+    than one that is too wide.
 
     Args:
-        sketch: the public sketch of the released dimensions.
-        sum_R: released sum of sketches, float64.
-        second_RR: released sum of their outer products, float64.
+        sketch: the public sketch of the statistic's dimensions.
+        sum_R: noised sum of sketches, float64.
+        second_RR: noised sum of their outer products, float64.
         num_units: n, public.
         noise_std: of the statistic.
     """
@@ -180,7 +182,7 @@ def _public_moments(sketch: Sketch) -> tuple[Tensor, Tensor]:
 
 
 def _posterior(found: Tensor, scale: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of ``N(0, tau^2 scale)`` numbers seen under noise, tau averaged over `_SPREADS`."""
+    """Return the posterior mean and variance of ``N(0, tau^2 scale)`` numbers under noise, averaged over tau."""
     signal = torch.from_numpy(_SPREADS)[:, None] * scale
     total = signal + noise
     weight = (-0.5 * (found.square() / total + total.log()).sum(1)).softmax(0)[:, None]

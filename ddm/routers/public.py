@@ -1,9 +1,9 @@
-"""How much does each public image say about each expert, and how sure is anything averaged over them?
+"""Weights public held-out images to stand in for the silos' images, with bootstrap intervals of weighted averages.
 
-The aggregator has no silo's images. It weighs public held-out images by the released counts: under the counts router's
-own premise, that within a public group all silos look alike, ``sum_k pi_k n_kc / n_k`` times the group's mean loss is
-the silos' loss. The noisy counts enter linearly and unclipped, so their noise adds no bias for a fixed router. The
-counts router was made from that same noise, which flatters it: a comparison leans against any other.
+The aggregator has no silo's images. It weights public images by the silos' counts: under the counts router's assumption
+that within a public group the images of all silos have the same distribution, ``sum_k pi_k n_kc / n_k`` times the
+group's mean loss is the silos' loss. The noised counts enter linearly and unclipped, so their noise adds no bias for a
+fixed router. The counts router itself was made from the same noise, so a comparison is biased in its favour.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Evidence:
-    """The released histograms, as evidence on whose images are like the public ones.
+    """The silos' histograms, from which the weights of public images follow.
 
     Attributes:
-        noisy_KG: released counts, unclipped, in the order of silos.
+        noisy_KG: noised counts, unclipped, in the order of silos.
         num_units: the public number of units of each silo.
         epsilon: of the statistic.
         layout: the experts.
-        share_K: what each silo counts for, summing to 1; its share of all units when omitted.
+        share_K: each silo's weight, summing to 1; its share of all units when omitted.
     """
 
     noisy_KG: Tensor
@@ -47,16 +47,17 @@ class Evidence:
     def __post_init__(self) -> None:
         shares = self.num_units if self.share_K is None else self.share_K
         if not len(self.noisy_KG) == len(self.num_units) == len(shares) == max(self.layout.silo_E) + 1:
-            expected = f"{max(self.layout.silo_E) + 1} of each kind, one a silo"
-            raise ShapeError("statistics", expected=expected, got=f"{len(self.noisy_KG)} and {len(self.num_units)}")
+            expected = f"counts, units and shares of {max(self.layout.silo_E) + 1} silos"
+            got = f"{len(self.noisy_KG)}, {len(self.num_units)} and {len(shares)}"
+            raise ShapeError("statistics", expected=expected, got=got)
 
     def weights(self, group_N: Tensor, seed: int) -> "PublicWeights":
-        """Weigh public images by their groups; the seed draws the bootstrap."""
+        """Return the weights of public images by their groups; the seed is that of the bootstrap."""
         return PublicWeights(self, group_N, seed)
 
 
 class PublicWeights:
-    """How much each public image counts for each expert; all weights together are 1.
+    """The weight of each public image for each expert; all weights sum to 1.
 
     Args:
         evidence: the statistics.
@@ -73,7 +74,9 @@ class PublicWeights:
         num_silos, num_groups = noisy_KG.shape
         whole = torch.full((num_silos, num_groups), 1.0 / num_groups, dtype=torch.float64)
         mass_EG, share_E = evidence.layout.split(whole)
-        self._member_EG = (num_groups * mass_EG * share_E[:, None]).numpy()  # what an expert has of its silo's groups
+        self._member_EG = (
+            num_groups * mass_EG * share_E[:, None]
+        ).numpy()  # an expert's share of each of its silo's groups
         self._silo_E = list(evidence.layout.silo_E)
         share_K1 = n_K1 / n_K1.sum() if evidence.share_K is None else np.asarray(evidence.share_K)[:, None]
         self._per_unit_K1 = share_K1 / n_K1
@@ -83,19 +86,21 @@ class PublicWeights:
         weight_EG = self._of_experts(_sum_to(noisy_KG, n_K1))
         covered = float(weight_EG[:, self._size_G > 0].sum())
         if covered <= 0:
-            raise RefusedError("public images", expected="some in the silos' groups", got="none")
+            got = f"{len(self._group_N)} images, all in groups without units"
+            remedy = "Hold out more public images, or public images that resemble the silos'."
+            raise RefusedError("public images", expected="images in groups that silos hold", got=got, remedy=remedy)
         self._scale_G = 1 / (covered * np.maximum(self._size_G, 1))
         self._weight_EG = weight_EG
         self.weight_NE: NDArray[np.float64] = (weight_EG * self._scale_G)[:, self._group_N].T
 
     def means(self, figure_MNE: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return weighted sums of figures that every image has for every expert, shape (M,)."""
+        """Return weighted averages of M figures, each given per image and expert, shape (M,)."""
         return np.asarray(figure_MNE.reshape(len(figure_MNE), -1) @ self.weight_NE.ravel())
 
     def bootstrap(self, figure_MNE: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return `means` under other images of the same groups and other noise of the counts, shape (S, M).
+        """Return `means` with images of the same groups and noise of the counts resampled, shape (S, M).
 
-        Every call draws the same, so that figures of different calls are paired.
+        Every call draws the same resamples, so that the figures of different calls are paired.
         """
         rng = np.random.default_rng(self._seed)
         figure_MQ = figure_MNE.reshape(len(figure_MNE), -1)
@@ -123,7 +128,7 @@ class PublicWeights:
         return np.asarray((count_KG * self._per_unit_K1)[..., self._silo_E, :] * self._member_EG)
 
     def _noise(self, rng: np.random.Generator, num: int) -> NDArray[np.float64]:
-        # P(z) ~ q^|z| is the difference of two geometric variables; a seed may draw it here, where nothing is released
+        # P(z) ~ q^|z| is the difference of two geometric variables. It may come from a seed here: it protects nothing.
         stop, shape = -np.expm1(-self._epsilon / 2), (num, *self._shape)
         noise_SKG = (rng.geometric(stop, shape) - rng.geometric(stop, shape)).astype(np.float64)
         return _sum_to(noise_SKG, 0.0)
@@ -131,12 +136,12 @@ class PublicWeights:
 
 @dataclass(frozen=True)
 class PublicData:
-    """Public images that nothing was fitted on, and how they are weighed.
+    """Public images that nothing was fitted on, and their weights.
 
     Attributes:
         images: shape (N, ...).
         group_N: their groups.
-        evidence: the released counts.
+        evidence: the silos' counts.
         prior_E: each expert's share of all units.
         path: the probability path.
         seed: of times, noise and bootstrap.
@@ -161,7 +166,7 @@ class PublicData:
         return [-(log_DNE + log_prior_E).log_softmax(2).mean(0).numpy() for log_DNE in found]
 
     def log_likelihoods(self, router: Router, band: Band, index: int) -> Tensor:
-        """Return what the router says of the images in the band of that number, shape (D, N, E)."""
+        """Return the router's log-likelihoods of the images in the band of that index, shape (D, N, E)."""
         return noised_log_likelihood(router, self.images, band, self.seed + index, self.path)
 
 
@@ -172,5 +177,5 @@ def spread(value_M: NDArray[np.float64], drawn_SM: NDArray[np.float64], num_look
 
 
 def _sum_to(noisy: NDArray[np.float64], total: NDArray[np.float64] | float) -> NDArray[np.float64]:
-    """Shift rows equally so that they sum to what is publicly known; linear, so it adds no bias."""
+    """Shift rows by a constant so that they sum to the public total; linear, so without bias."""
     return np.asarray(noisy - (noisy.sum(-1, keepdims=True) - total) / noisy.shape[-1])

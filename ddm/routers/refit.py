@@ -1,4 +1,4 @@
-"""Which shares of the public groups explain a silo's noised histogram and its noised sketches together?"""
+"""Refits a silo's shares of the public groups to its noised histogram and its noised sketches together."""
 
 from collections.abc import Sequence
 
@@ -7,41 +7,36 @@ from torch import Tensor
 
 from ddm.routers.counts import CountsRouter
 
-# Shape legend: K silos, G public groups, N sketches of one silo, r released sketch dimensions.
+# Shape legend: K silos, G public groups, N sketches of one silo, r dimensions of the silos' sketches.
 
 _EM_STEPS = 500
 _EM_TOLERANCE = 1e-10
 
 
-def refit_shares(
-    counts_router: CountsRouter, sketches: Sequence[Tensor], num_units: Sequence[int], t_release: float
-) -> CountsRouter:
-    """Return the mixture whose shares best explain counts and sketches together, by expectation-maximisation.
+def refit_shares(counts_router: CountsRouter, sketches: Sequence[Tensor], t_release: float) -> CountsRouter:
+    """Return the mixture whose shares are the maximum a posteriori given counts and sketches, by EM.
 
-    The released sketches may have fewer dimensions than the router: its shares are judged in these and serve in all.
-    The counts enter as Gamma evidence on each count, of its posterior mean and variance; in log space its mode
-    is the counts router itself, which is what no sketches would give back.
+    The silos' sketches may have fewer dimensions than the router; the shares are fitted in these and used in all. The
+    counts enter as a Gamma prior on each count with its posterior mean and variance. In log space its mode is the
+    counts router itself, the result without any sketches.
 
     Args:
-        counts_router: shares known from the counts, with errors.
-        sketches: released sketches (N, r) at `t_release`, one tensor per silo.
-        num_units: the public number of units of each silo.
+        counts_router: the shares estimated from the counts, with errors.
+        sketches: noised sketches (N, r) at `t_release`, one tensor per silo.
         t_release: noise level of the sketches.
     """
     rows = []
     narrow = counts_router.head(sketches[0].shape[1])
-    for log_mass_G, error_G, s_NR, n in zip(
-        counts_router.log_mass_KG, counts_router.error_KG, sketches, num_units, strict=True
-    ):
+    for log_mass_G, error_G, s_NR in zip(counts_router.log_mass_KG, counts_router.error_KG, sketches, strict=True):
         at_N = torch.full((len(s_NR),), t_release, dtype=torch.float64)
         log_NG = narrow.group_log_density(s_NR.double(), at_N)
-        rows.append(_em(log_mass_G.exp(), error_G, (log_NG - log_NG.amax(1, keepdim=True)).exp(), n))
+        rows.append(_em(log_mass_G.exp(), error_G, (log_NG - log_NG.amax(1, keepdim=True)).exp()))
     mass_KG = torch.stack(rows)
     return CountsRouter(counts_router.sketch, mass_KG.log(), counts_router.path, counts_router.error_KG)
 
 
-def _em(mass_G: Tensor, error_G: Tensor, density_NG: Tensor, num_units: int) -> Tensor:
-    """Maximise ``sum_i log sum_c mass_c density_ic + sum_c shape_c log mass_c - rate_c n mass_c`` on the simplex."""
+def _em(mass_G: Tensor, error_G: Tensor, density_NG: Tensor) -> Tensor:
+    """Maximise ``sum_i log sum_c mass_c density_ic + sum_c shape_c log mass_c - rate_c mass_c`` on the simplex."""
     error_G = error_G.clamp(min=1e-9)
     shape_G, rate_G = (mass_G / error_G).square(), mass_G / error_G.square()  # rate per unit of mass
     for _ in range(_EM_STEPS):
@@ -56,7 +51,7 @@ def _em(mass_G: Tensor, error_G: Tensor, density_NG: Tensor, num_units: int) -> 
 
 def _on_simplex(expected_G: Tensor, rate_G: Tensor) -> Tensor:
     """Return ``expected / (lambda + rate)`` with the lambda that makes it sum to 1, by bisection."""
-    low = float((expected_G - rate_G).max())  # here one entry alone is at least 1
+    low = float((expected_G - rate_G).max())  # here a single entry is already at least 1
     high = float(expected_G.sum() - rate_G.min())
     for _ in range(200):
         middle = (low + high) / 2

@@ -1,8 +1,8 @@
-"""What does the mixture of Gaussians miss? A small network on the sketch, taught by public images.
+"""A small network on the sketch that corrects the mixture of Gaussians, trained on public images.
 
-Every public image lies in a public group, and the mixture says which silos hold how much of that group: that is its
-label, ``p(k | group)``. Public images can be noised to every t, so the network learns what the groups' Gaussians get
-wrong, near the data as well, and no private image is asked anything further.
+Every public image lies in a public group, and the mixture states each silo's share of that group, which gives the label
+``p(k | group)``. Public images can be noised to every t, so the network learns to correct the groups' Gaussians near
+the data as well, and nothing further is drawn from private images.
 """
 
 from copy import deepcopy
@@ -22,7 +22,7 @@ from ddm.routers.sketch import Sketch
 # Shape legend: K silos, G public groups, B batch, N public images, R sketch dimensions, I network inputs.
 
 _NUM_TIME_FEATURES = 4
-_EARLIEST = 0.01  # times below count as this one in the logarithm
+_EARLIEST = 0.01  # lower bound of times in the logarithm
 _BATCH = 256
 _LEARNING_RATE = 1e-3
 _WEIGHT_DECAY = 0.1
@@ -33,7 +33,7 @@ _CLEAR = 2.0
 
 
 class Residual(nn.Module):
-    """A perceptron from a sketch and its time to one number per silo; starts at zero, and is zero at t = 1.
+    """A perceptron from a sketch and its time to one logit per silo; zero at initialisation, and at t = 1.
 
     Args:
         sketch: the public sketch; its groups' moments scale the input to unit variance at every t.
@@ -58,8 +58,8 @@ class Residual(nn.Module):
         self._variance_R = _public_variance(sketch)
 
     @property
-    def speaks(self) -> bool:
-        """Does the network say anything, or was it set back to zero?"""
+    def is_nonzero(self) -> bool:
+        """Whether the network has any effect; without a clear gain in training it stays at zero."""
         return any(bool(parameter.any()) for parameter in self.layers[-1].parameters())
 
     def forward(self, s_BR: Tensor, t_B: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Residual(nn.Module):
 
 @dataclass(frozen=True)
 class PublicSketches:
-    """Public images as the network is taught with them.
+    """The sketches and groups of public images, the network's training data.
 
     Attributes:
         s_NR: their sketches at t = 0, never clipped, float32.
@@ -94,7 +94,8 @@ class PublicSketches:
 
     def __post_init__(self) -> None:
         if len(self.s_NR) != len(self.group_N) or len(self.s_NR) < 4:
-            raise ShapeError("public images", expected="at least 4, one group each", got=f"{len(self.s_NR)}")
+            got = f"{len(self.s_NR)} sketches and {len(self.group_N)} groups"
+            raise ShapeError("public images", expected="at least 4, with one group each", got=got)
 
     @classmethod
     def of(cls, images: Tensor, group_N: Tensor, sketch: Sketch, path: Path) -> "PublicSketches":
@@ -110,13 +111,14 @@ def fit_residual(
     seed: int,
     on_progress: Progress | None = None,
 ) -> Residual:
-    """Train the network by cross-entropy on public images, weighted so that their groups weigh as the silos' do.
+    """Train the network by cross-entropy on public images, weighted to the silos' distribution over groups.
 
-    What held-out public images prefer is kept; below a gain of two standard errors the network stays at zero.
+    The weights with the best loss on held-out public images are kept; without a gain of two standard errors the network
+    stays at zero.
 
     Args:
         mixture: the silos' shares of the groups.
-        public: what it is taught with.
+        public: the training data.
         prior_K: the silos' shares of all units.
         settings: the plan's sizes and number of steps.
         seed: of batches, noise and initial weights.
@@ -128,33 +130,33 @@ def fit_residual(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         residual = Residual(mixture.sketch, mixture.num_experts, settings.hidden, settings.depth, mixture.path)
-    lessons = _Lessons(mixture, public, prior_K.double(), seed)
+    data = _TrainingSet(mixture, public, prior_K.double(), seed)
     optimizer = torch.optim.AdamW(residual.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, total_steps=settings.num_steps)
-    start_N = lessons.check_losses(residual)
-    best, kept = lessons.mean(start_N), deepcopy(residual.state_dict())
+    start_N = data.check_losses(residual)
+    best, kept = data.mean(start_N), deepcopy(residual.state_dict())
     every = max(1, settings.num_steps // _NUM_CHECKS)
     for step in range(1, settings.num_steps + 1):
-        loss = lessons.batch_loss(residual)
+        loss = data.batch_loss(residual)
         if not bool(torch.isfinite(loss)):
-            raise NumericalError("router training", expected="a finite loss", got="another")
+            raise NumericalError("router training", expected="a finite loss", got=f"{float(loss)} at step {step}")
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
         schedule.step()
         if step % every and step != settings.num_steps:
             continue
-        now_N = lessons.check_losses(residual)
-        if lessons.mean(now_N) < best and lessons.gain_is_clear(start_N - now_N):
-            best, kept = lessons.mean(now_N), deepcopy(residual.state_dict())
+        now_N = data.check_losses(residual)
+        if data.mean(now_N) < best and data.gain_is_clear(start_N - now_N):
+            best, kept = data.mean(now_N), deepcopy(residual.state_dict())
         if on_progress:
-            on_progress(step, settings.num_steps, lessons.mean(now_N))
+            on_progress(step, settings.num_steps, data.mean(now_N))
     residual.load_state_dict(kept)
     return residual.requires_grad_(False)
 
 
-class _Lessons:
-    """Public sketches with what the mixture says of their groups, split into those to learn from and those to check."""
+class _TrainingSet:
+    """Public sketches with their labels and weights by the mixture, split into training and held-out images."""
 
     def __init__(self, mixture: CountsRouter, public: PublicSketches, prior_K: Tensor, seed: int) -> None:
         self.mixture = mixture
@@ -173,7 +175,7 @@ class _Lessons:
         self.check_base = self._base(self.check_s, self.check_t)
 
     def batch_loss(self, residual: Residual) -> Tensor:
-        """Return the mean loss of a batch drawn by weight."""
+        """Return the mean loss of a batch sampled by weight."""
         pick = torch.multinomial(self.weight_N[self.train], _BATCH, replacement=True, generator=self.generator)
         rows = self.train[pick]
         s_BR, t_B = self._noised(self.public_NR[rows])
@@ -191,7 +193,7 @@ class _Lessons:
         return float((weight_N * loss_N).sum() / weight_N.sum())
 
     def gain_is_clear(self, gain_N: Tensor) -> bool:
-        """Is the weighted mean gain more than `_CLEAR` of its standard errors?"""
+        """Whether the weighted mean gain exceeds `_CLEAR` of its standard errors."""
         weight_N = self.weight_N[self.check] / self.weight_N[self.check].sum()
         mean = float((weight_N * gain_N).sum())
         return mean > _CLEAR * float((weight_N * (gain_N - mean)).square().sum().sqrt())

@@ -1,7 +1,7 @@
-"""What does a router see of an image? A public, low-rank, affine sketch that commutes with noising.
+"""The sketch: a public, low-rank, affine projection of an image that commutes with noising.
 
 ``s(x_t) = A (x_t - alpha_t m) / C``, so ``s(x_t) = alpha_t s(x_0) + (sigma_t / C) n`` with n a standard normal:
-sketches noised at a silo and sketches of a sample under way follow the same law.
+sketches noised at a silo and sketches of noised samples follow the same law.
 """
 
 import math
@@ -21,14 +21,14 @@ from ddm.protocol.plan import DataSpec, Plan
 
 _QUANTILE = 0.995  # C leaves half a percent of public images outside the unit ball
 _SHRINK = 1.0  # pseudo-images of the pooled covariance per group, in units of R + 1
-_FLOOR = 1e-3  # smallest variance of a group in any direction, as a share of the widest pooled one
-_TOLERANCE = 1e-4  # of orthonormal float32 rows
+_FLOOR = 1e-3  # smallest variance of a group in any direction, relative to the largest pooled variance
+_TOLERANCE = 1e-4  # for the orthonormality of float32 rows
 _SCALES = (1e-6, 1e6)
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """The public projection and what is publicly known of sketches in each group.
+    """The public projection, and the public statistics of sketches in each group.
 
     Attributes:
         basis_RD: A, orthonormal rows, float32.
@@ -50,14 +50,14 @@ class Sketch:
     def fit(
         cls, images: Tensor, group_N: Tensor, rank: int, num_groups: int, released_rank: int | None = None
     ) -> "Sketch":
-        """Choose the projection and describe each group, from public images alone.
+        """Fit the projection and the statistics of each group on public images.
 
         Args:
             images: public images, shape (N, C, H, W).
             group_N: the group of each, in [0, num_groups).
             rank: number of sketch dimensions.
             num_groups: number of groups.
-            released_rank: how many leading dimensions are released, all when omitted; C is about these.
+            released_rank: number of leading dimensions in the silos' sketches, all when omitted; C is fitted in these.
 
         Raises:
             DataError: a group without a public image, or images that do not span `rank` directions.
@@ -69,7 +69,7 @@ class Sketch:
         s_NR = raw_NR / scale
         size_G = torch.bincount(group_N, minlength=num_groups).double()
         if len(size_G) != num_groups or bool((size_G == 0).any()):
-            got = f"{int((size_G > 0).sum())} of {num_groups} groups with one"
+            got = f"images in {int((size_G > 0).sum())} of {num_groups} groups"
             raise DataError("public images", expected="at least one in every group", got=got)
         mean_GR, cov_GRR = _group_moments(s_NR, group_N, size_G)
         return cls(
@@ -92,7 +92,7 @@ class Sketch:
         return len(self.group_weight_G)
 
     def head(self, rank: int) -> "Sketch":
-        """Return the sketch of the leading `rank` dimensions; statistics are made of such a one."""
+        """Return the sketch of the leading `rank` dimensions, as the silos' statistics use it."""
         if not 1 <= rank <= self.rank:
             raise ShapeError("sketch", expected=f"1 to {self.rank} dimensions", got=str(rank))
         return replace(
@@ -111,7 +111,7 @@ class Sketch:
         """
         raw_NR = self._centred(x_0.double(), torch.ones(len(x_0), dtype=torch.float64)) / self.scale
         if not bool(torch.isfinite(raw_NR).all()):
-            raise NumericalError("images", expected="finite values", got="others")
+            raise NumericalError("images", expected="finite values", got="NaN or infinity")
         return _into_unit_ball(raw_NR)
 
     def of(self, x_t: Tensor, t: Tensor, path: Path) -> Tensor:
@@ -128,22 +128,22 @@ class Sketch:
         return self._centred(x_t, path.alpha(t.to(x_t))) / self.scale
 
     def renoise(self, s_r: Tensor, t_r: float, t: Tensor, path: Path, generator: torch.Generator) -> Tensor:
-        """Carry sketches from noise level `t_r` to later levels; costs no privacy.
+        """Noise sketches further, from level `t_r` to later levels; this costs no privacy.
 
         ``s_t = (alpha_t / alpha_r) s_r + sqrt(sigma_t^2 - (alpha_t / alpha_r)^2 sigma_r^2) / C n``
 
         Args:
-            s_r: released sketches, shape (B, R).
+            s_r: noised sketches of a silo, shape (B, R).
             t_r: their noise level.
             t: shape (B,), each at least `t_r`.
             path: the probability path.
-            generator: of the added noise; the statistic has its privacy already.
+            generator: of the added noise; the sketches are private already.
 
         Raises:
-            NumericalError: a `t` below `t_r`: noise cannot be taken away.
+            NumericalError: a `t` below `t_r`, since noise cannot be removed.
         """
         if bool((t < t_r - 1e-9).any()):
-            raise NumericalError("re-noising", expected=f"t of at least {t_r}", got="less")
+            raise NumericalError("re-noising", expected=f"t of at least {t_r:g}", got=f"{float(t.min()):g}")
         at_r = torch.tensor(t_r, dtype=torch.float64)
         ratio_B = path.alpha(t.double()) / path.alpha(at_r)
         variance_B = (path.sigma(t.double()).square() - (ratio_B * path.sigma(at_r)).square()).clamp(min=0.0)
@@ -151,15 +151,15 @@ class Sketch:
         return ratio_B.to(s_r)[:, None] * s_r + (variance_B.sqrt() / self.scale).to(s_r)[:, None] * n_BR
 
     def check(self) -> None:
-        """Refuse a received sketch that is not what it must be for noise and accounting to hold.
+        """Refuse a received sketch under which noise or accounting would not be valid.
 
         Raises:
-            PolicyError: rows that are not orthonormal (so that noise would not be standard), a scale that is not finite
-                or absurd, or group statistics that are no means, covariances and shares.
+            PolicyError: rows that are not orthonormal (so that the noise would not be standard), a scale that is not
+                finite or out of range, or group statistics that are not means, covariances and shares.
         """
         parts = (self.basis_RD, self.mean_D, self.group_mean_GR, self.group_cov_GRR, self.group_weight_G)
         if not all(bool(torch.isfinite(part).all()) for part in parts):
-            raise PolicyError("the plan's sketch", expected="finite numbers", got="others")
+            raise PolicyError("the plan's sketch", expected="finite numbers", got="NaN or infinity")
         if not (math.isfinite(self.scale) and _SCALES[0] <= self.scale <= _SCALES[1]):
             expected = f"{_SCALES[0]:g} to {_SCALES[1]:g}"
             raise PolicyError("the plan's sketch scale", expected=expected, got=f"{self.scale:g}")
@@ -167,17 +167,19 @@ class Sketch:
         off = float((gram_RR - torch.eye(self.rank, dtype=torch.float64)).abs().max())
         if off > _TOLERANCE:
             expected = f"orthonormal rows, to {_TOLERANCE:g}"
-            raise PolicyError("the plan's sketch basis", expected=expected, got=f"rows that are off by {off:g}")
+            raise PolicyError("the plan's sketch basis", expected=expected, got=f"rows that deviate by {off:g}")
         shares = self.group_weight_G.double()
         if bool((shares <= 0).any()) or abs(float(shares.sum()) - 1) > _TOLERANCE:
-            raise PolicyError("the plan's group shares", expected="shares above 0 that sum to 1", got="others")
+            got = f"shares from {float(shares.min()):g} that sum to {float(shares.sum()):g}"
+            raise PolicyError("the plan's group shares", expected="shares above 0 that sum to 1", got=got)
         cov_GRR = self.group_cov_GRR.double()
-        symmetric = float((cov_GRR - cov_GRR.mT).abs().max()) <= _TOLERANCE
-        if not symmetric or float(torch.linalg.eigvalsh(cov_GRR).min()) <= 0:
-            raise PolicyError("the plan's group covariances", expected="positive definite matrices", got="others")
+        asymmetry, least = float((cov_GRR - cov_GRR.mT).abs().max()), float(torch.linalg.eigvalsh(cov_GRR).min())
+        if not asymmetry <= _TOLERANCE or not least > 0:
+            got = f"a smallest eigenvalue of {least:g} and an asymmetry of {asymmetry:g}"
+            raise PolicyError("the plan's group covariances", expected="positive definite matrices", got=got)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a plan stores of this sketch."""
+        """Return the tensors that a plan stores."""
         return {
             "basis": self.basis_RD,
             "mean": self.mean_D,
@@ -222,19 +224,19 @@ def sketch_specs(data: DataSpec, rank: int, num_groups: int) -> dict[str, Tensor
 
 
 def released_sketch_specs(plan: Plan, num_units: int) -> dict[str, TensorSpec]:
-    """Return what a silo's released sketches must hold: one row per unit."""
+    """Return the specs of a silo's noised sketches, one row per unit."""
     rank = plan.statistics.sketch.rank if plan.statistics.sketch else 0
     return {"sketch": TensorSpec("F32", (num_units, rank))}
 
 
 def _into_unit_ball(s_NR: Tensor) -> Tensor:
-    """Scale rows of norm above 1 to just below 1, so that rounding cannot carry them out."""
+    """Scale rows of norm above 1 to just below 1, so that rounding keeps them in the unit ball."""
     norm_N1 = s_NR.norm(dim=1, keepdim=True)
     return torch.where(norm_N1 > 1, s_NR / (norm_N1 * (1 + 1e-12)), s_NR)
 
 
 def _group_moments(s_NR: Tensor, group_N: Tensor, size_G: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each group's mean and its covariance, shrunk towards the pooled one and floored."""
+    """Return each group's mean and covariance, shrunk towards the pooled covariance and floored."""
     num_groups, rank = len(size_G), s_NR.shape[1]
     mean_GR = s_NR.new_zeros(num_groups, rank).index_add_(0, group_N, s_NR) / size_G[:, None]
     residual_NR = s_NR - mean_GR[group_N]
@@ -244,5 +246,5 @@ def _group_moments(s_NR: Tensor, group_N: Tensor, size_G: Tensor) -> tuple[Tenso
     floor = _FLOOR * float(torch.linalg.eigvalsh(pooled_RR)[-1]) + 1e-12
     pseudo = _SHRINK * (rank + 1)
     cov_GRR = (scatter_GRR + pseudo * pooled_RR) / (size_G + pseudo)[:, None, None]
-    cov_GRR = cov_GRR * (1 + 1 / size_G)[:, None, None]  # the mean itself is only known from size_G images
+    cov_GRR = cov_GRR * (1 + 1 / size_G)[:, None, None]  # for the variance of the mean of size_G images
     return mean_GR, cov_GRR + floor * torch.eye(rank, dtype=s_NR.dtype)

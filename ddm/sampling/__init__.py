@@ -1,1 +1,1 @@
-"""How a sample travels through experts and a router: mixing, guidance, strategies, trajectories."""
+"""Draws samples with experts and a router: mixing, guidance, strategies, trajectories."""

@@ -1,4 +1,4 @@
-"""Experts that are in memory only while there is room: loaded when asked for, the least recently used leaves first."""
+"""Loads experts on first use and keeps as many in memory as fit, dropping the least recently used."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -10,20 +10,20 @@ from ddm.errors import SetupError
 class LazyExperts:
     """Experts by number, of which at most `memory_bytes` are in memory.
 
-    Whoever keeps an expert that was asked for, keeps it in memory beyond that; `ddm.sampling.mixture` does not.
+    A caller's own reference to an expert keeps it in memory beyond that limit; `ddm.sampling.mixture` keeps none.
 
     Args:
-        load: loads the expert of a number, checked against its digest every time.
-        sizes: how many bytes each takes.
-        memory_bytes: most bytes that all in memory may take.
+        load: loads the expert of a number and checks it against its digest, every time.
+        sizes: the bytes of each expert.
+        memory_bytes: most bytes of all experts in memory together.
 
     Raises:
-        SetupError: not even the largest has room.
+        SetupError: the largest expert alone does not fit.
     """
 
     def __init__(self, load: Callable[[int], Expert], sizes: Sequence[int], memory_bytes: int) -> None:
         if memory_bytes < max(sizes):
-            raise SetupError("memory for experts", expected=f"at least {max(sizes)} bytes", got=str(memory_bytes))
+            raise SetupError("memory for experts", expected=f"at least {max(sizes)} bytes", got=f"{memory_bytes} bytes")
         self._load = load
         self._sizes = tuple(sizes)
         self._memory_bytes = memory_bytes
@@ -42,5 +42,5 @@ class LazyExperts:
 
     @property
     def loaded_bytes(self) -> int:
-        """What is in memory now."""
+        """The bytes of the experts that are in memory now."""
         return sum(self._sizes[k] for k in self._loaded)

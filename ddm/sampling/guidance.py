@@ -1,7 +1,7 @@
-"""What a condition changes: who counts, who could have made x_t, and what the experts are told.
+"""Computes what a condition changes: each expert's share, the router, and the condition that the experts receive.
 
-``pi_{k|c} = pi_k p(c | k) / p(c)``: an expert that never saw the condition has the share 0 and is never asked. Under
-another prior of the experts, pi', it is ``pi_{k|c} pi'_k / pi_k``, normalised.
+``pi_{k|c} = pi_k p(c | k) / p(c)``: an expert without data of the condition has the share 0 and is never evaluated.
+Under a target prior pi' in place of the ensemble's pi it is ``pi_{k|c} pi'_k / pi_k``, normalised.
 """
 
 # Shape legend: K experts, L tokens, D features of a token.
@@ -15,63 +15,69 @@ from ddm.errors import MathError, ShapeError
 from ddm.protocol.plan import ClassCondition, Condition, NoCondition
 from ddm.routers.base import Router, log_prior
 
-Asked = int | Tensor
-"""A class, or a text as the plan's encoder sees it, float (L, D)."""
+ConditionValue = int | Tensor
+"""A class, or a text as token embeddings of the plan's encoder, float (L, D)."""
 
 
 @dataclass(frozen=True)
-class Given:
-    """What is known of who holds a class.
+class ClassPrior:
+    """The experts under one class.
 
     Args:
-        prior: every expert's share of the data of that class, in any unit; an expert with 0 never saw it.
-        router: ``log p(x_t | k, c, t)``; None where nothing better than the ensemble's own router is known.
+        prior: each expert's share of the data of that class, in any unit; 0 for an expert without such data.
+        router: models ``log p(x_t | k, c, t)``; None where only the ensemble's unconditional router is known.
     """
 
     prior: Sequence[float]
     router: Router | None = None
 
 
-GivenClass = Callable[[int], Given]
+ClassPriors = Callable[[int], ClassPrior]
 
 
-def told(condition: Condition, asked: Asked) -> tuple[Tensor, Tensor]:
-    """Return what a sample's expert is told under the condition asked for, and under none.
+def condition_and_null(condition: Condition, value: ConditionValue) -> tuple[Tensor, Tensor]:
+    """Return the condition and the null condition in the form in which experts receive them, for one sample.
 
     Raises:
-        MathError: these experts have no condition, another kind, no such class, or a text of another shape.
+        MathError: the experts are unconditional, take another kind of condition, or have no such class.
+        ShapeError: token embeddings of another shape.
     """
+    kind = type(value).__name__
     if isinstance(condition, NoCondition):
-        remedy = "Leave the condition out: these experts were trained without."
-        raise MathError("condition", expected="none", got="one", remedy=remedy)
-    kind = type(asked).__name__
+        remedy = "Leave the condition out: these experts were trained without one."
+        raise MathError("condition", expected="no condition", got=f"a condition of type {kind}", remedy=remedy)
     if isinstance(condition, ClassCondition):
-        if not isinstance(asked, int) or not 0 <= asked < condition.num_classes:
-            got = str(asked) if isinstance(asked, int) else kind
+        if not isinstance(value, int) or not 0 <= value < condition.num_classes:
+            got = str(value) if isinstance(value, int) else kind
             raise MathError("condition", expected=f"a class, int, 0 to {condition.num_classes - 1}", got=got)
-        return torch.tensor(asked), torch.tensor(-1)
-    most, shape = condition.max_tokens, tuple(asked.shape) if isinstance(asked, Tensor) else ()
-    if not isinstance(asked, Tensor) or len(shape) != 2 or not 0 < shape[0] <= most or shape[1] != condition.dim:
+        return torch.tensor(value), torch.tensor(-1)
+    most, shape = condition.max_tokens, tuple(value.shape) if isinstance(value, Tensor) else ()
+    if not isinstance(value, Tensor) or len(shape) != 2 or not 0 < shape[0] <= most or shape[1] != condition.dim:
         expected = f"a text, a tensor of 1 to {most} tokens of {condition.dim} values"
         raise ShapeError("condition", expected=expected, got=f"{kind} of shape {shape}" if shape else kind)
-    return asked, torch.zeros_like(asked)
+    return value, torch.zeros_like(value)
 
 
-def conditional_log_prior(given: Sequence[float], own: Sequence[float], wanted: Sequence[float] | None) -> Tensor:
-    """Return ``log pi_{k|c}`` under the prior wanted, shape (K,).
+def conditional_log_prior(
+    class_prior: Sequence[float], prior: Sequence[float], target_prior: Sequence[float] | None
+) -> Tensor:
+    """Return ``log pi_{k|c}`` under a target prior, shape (K,).
 
     Args:
-        given: every expert's share of the data with the condition, under the ensemble's own prior.
-        own: the ensemble's own prior.
-        wanted: another one, None for its own; either way a weight of 0 leaves an expert out, whatever it was given.
+        class_prior: each expert's share of the data with the condition, under the ensemble's own prior.
+        prior: the ensemble's own prior.
+        target_prior: the prior to sample under, None for the ensemble's own; in both a weight of 0 withdraws an expert,
+            whatever its share of the class.
 
     Raises:
-        MathError: no expert is left that saw the condition.
+        MathError: no expert with a weight above 0 has data of the condition.
     """
-    own_K = log_prior(own, len(own))
-    wanted_K = own_K if wanted is None else log_prior(wanted, len(own))
-    shift_K = torch.where(own_K.isfinite(), wanted_K - own_K, wanted_K)
-    prior_K = (log_prior(given, len(own)) + shift_K).softmax(0)
+    own_K = log_prior(prior, len(prior))
+    target_K = own_K if target_prior is None else log_prior(target_prior, len(prior))
+    shift_K = torch.where(own_K.isfinite(), target_K - own_K, target_K)
+    prior_K = (log_prior(class_prior, len(prior)) + shift_K).softmax(0)
     if not bool(prior_K.isfinite().all()):
-        raise MathError("condition", expected="an expert with a weight that saw it", got="none")
+        expected = "an expert with a weight above 0 and data of this condition"
+        got = f"no such expert among the {int(target_K.isfinite().sum())} with a weight above 0"
+        raise MathError("condition", expected=expected, got=got)
     return prior_K.log()

@@ -1,4 +1,4 @@
-"""Which experts a sample follows at every solver step: the strategies, and which of them keep the silos' shares."""
+"""Strategies: which experts a sample follows at each solver step, and which strategies preserve the silos' shares."""
 
 # Shape legend: K experts, B batch.
 from collections.abc import Mapping, Sequence
@@ -16,28 +16,28 @@ Prefix = Literal["sample", "full"]
 
 
 class Follow(Enum):
-    """What a sample follows during one solver step."""
+    """The velocity that a sample follows during one solver step."""
 
     MEAN = auto()  # the mixture of all experts
     DRAW = auto()  # one expert, drawn from the posterior at the step's start
-    KEEP = auto()  # what it followed during the step before
+    KEEP = auto()  # the same as during the step before
     SELECT = auto()  # the mixture of the experts that the posterior at the step's start selects
 
 
 @dataclass(frozen=True)
 class Full:
-    """Follow the exact mixture: K evaluations for every one of `Sample`."""
+    """Follow the exact mixture: K times the evaluations of `Sample`."""
 
     needs_router = True
 
     def follow(self, t: float, t_before: float) -> Follow:
-        """Say what the step that starts at `t` follows; the step before it started at `t_before`."""
+        """Return what the step that starts at `t` follows; the step before it started at `t_before`."""
         return Follow.MEAN
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Draw an expert at every step and follow it: exact in law, one evaluation at a time."""
+    """Draw an expert from the posterior at every step and follow it: exact in law, one evaluation per velocity."""
 
     needs_router = True
 
@@ -48,11 +48,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Lock:
-    """Draw a last time at the first step from `t_lock` on, and keep that expert: exact in law.
+    """Draw an expert for the last time at the first step with t <= `t_lock`, and keep it to the end: exact in law.
 
     Args:
-        t_lock: in [0, 1]; at 1 the expert is drawn from the prior and no router is asked.
-        prefix: before the lock, `sample` an expert at every step, or follow the `full` mixture.
+        t_lock: in [0, 1]; at 1 the expert is drawn from the prior and no router is needed.
+        prefix: before t_lock, `sample` an expert at every step, or follow the `full` mixture.
     """
 
     t_lock: float = 1.0
@@ -60,12 +60,12 @@ class Lock:
 
     def __post_init__(self) -> None:
         if not 0 <= self.t_lock <= 1 or self.prefix not in ("sample", "full"):
-            got = f"{self.t_lock} and {self.prefix!r}"
-            raise MathError("lock", expected="a time in [0, 1] and the prefix sample or full", got=got)
+            got = f"t_lock={self.t_lock} and prefix={self.prefix!r}"
+            raise MathError("lock", expected="t_lock in [0, 1] and the prefix sample or full", got=got)
 
     @property
     def needs_router(self) -> bool:
-        """Only before t = 1 is the posterior anything but the prior."""
+        """Whether it draws experts below t = 1; at t = 1 the posterior is the prior."""
         return self.t_lock < 1
 
     def follow(self, t: float, t_before: float) -> Follow:
@@ -91,7 +91,7 @@ class TopK:
         return Follow.SELECT
 
     def select(self, w_BK: Tensor) -> Tensor:
-        """Say which experts are mixed, at least one a sample: bool (B, K)."""
+        """Return which experts are mixed, at least one per sample, bool (B, K)."""
         chosen_BK = torch.zeros_like(w_BK, dtype=torch.bool)
         chosen_BK.scatter_(1, _descending(w_BK)[:, : self.k], True)
         return chosen_BK & (w_BK > 0)
@@ -99,14 +99,14 @@ class TopK:
 
 @dataclass(frozen=True)
 class TopOne(TopK):
-    """Follow the most probable expert, at every step: the most biased of all, here as the control."""
+    """Follow the most probable expert at every step: the most biased strategy, kept as a control."""
 
     k: int = 1
 
 
 @dataclass(frozen=True)
 class Nucleus:
-    """Follow the mixture of the fewest experts that together have the probability `mass`: biased as `TopK` is."""
+    """Follow the mixture of the fewest experts whose probabilities add up to `mass`: biased as `TopK` is."""
 
     mass: float = 0.9
     needs_router = True
@@ -123,13 +123,13 @@ class Nucleus:
         """See `TopK.select`."""
         order_BK = _descending(w_BK)
         sorted_BK = w_BK.double().gather(1, order_BK)
-        needed_BK = sorted_BK.cumsum(1) - sorted_BK < self.mass  # those before it do not suffice
+        needed_BK = sorted_BK.cumsum(1) - sorted_BK < self.mass  # the experts before it do not reach the mass
         return torch.zeros_like(needed_BK).scatter(1, order_BK, needed_BK) & (w_BK > 0)
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Follow the mixture of the experts at least this probable, or of the most probable one: biased as `TopK` is."""
+    """Follow the mixture of all experts of probability >= `least`, or else the most probable: biased as `TopK` is."""
 
     least: float = 0.1
     needs_router = True
@@ -150,7 +150,7 @@ class Threshold:
 Selecting = TopK | Nucleus | Threshold
 Strategy = Full | Sample | Lock | Selecting
 
-# What each strategy can be told besides its name.
+# The settings that each strategy takes.
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "full": (),
     "sample": (),
@@ -174,39 +174,41 @@ def strategy_named(
     """Return the strategy that the command line calls `name`; `tau` is the lock's time.
 
     Raises:
-        MathError: there is no such strategy, a setting out of range, or one that means nothing to it.
+        MathError: there is no such strategy, a setting is out of range, or the strategy does not take it.
     """
     settings = {"tau": tau, "prefix": prefix, "k": k, "mass": mass, "least": least}
-    given: dict[str, Any] = {setting: value for setting, value in settings.items() if value is not None}
+    chosen: dict[str, Any] = {setting: value for setting, value in settings.items() if value is not None}
     if name not in SETTINGS:
         raise MathError("strategy", expected=", ".join(SETTINGS), got=repr(name))
-    for setting in given:
+    for setting, value in chosen.items():
         if setting not in SETTINGS[name]:
-            raise MathError(f"strategy {name}", expected=" and ".join(SETTINGS[name]) or "no setting", got=setting)
+            takes = " and ".join(SETTINGS[name])
+            expected = f"no other settings than {takes}" if takes else "no settings"
+            raise MathError(f"strategy {name}", expected=expected, got=f"{setting}={value!r}")
     match name:
         case "full":
             return Full()
         case "sample":
             return Sample()
         case "lock":
-            return Lock(given.get("tau", 1.0), given.get("prefix", "sample"))
+            return Lock(chosen.get("tau", 1.0), chosen.get("prefix", "sample"))
         case "top-1":
             return TopOne()
         case "top-k":
-            return TopK(**given)
+            return TopK(**chosen)
         case "nucleus":
-            return Nucleus(**given)
+            return Nucleus(**chosen)
         case _:
-            return Threshold(**given)
+            return Threshold(**chosen)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Some solver steps during which no sample changes what it follows.
+    """Consecutive solver steps during which every sample follows the same experts.
 
     Args:
         first: the number of its first step.
-        follow: what is followed, decided where it begins; never KEEP.
+        follow: what the samples follow, decided at its first step; never KEEP.
         times: where its steps begin, and where the last one ends.
     """
 
@@ -216,12 +218,12 @@ class Segment:
 
 
 def segments(strategy: Strategy, times: Sequence[float], router_every: int = 1) -> list[Segment]:
-    """Cut a trajectory where its samples may change what they follow.
+    """Cut the time grid into segments, at the steps where samples may change experts.
 
     Args:
-        strategy: says what each step follows.
+        strategy: decides what each step follows.
         times: S + 1 times, descending.
-        router_every: a router that would be asked at every step is asked at every n-th; what it said holds until then.
+        router_every: the router is evaluated at every n-th step only, and its weights are kept in between.
 
     Raises:
         MathError: `router_every` below 1.
@@ -231,12 +233,11 @@ def segments(strategy: Strategy, times: Sequence[float], router_every: int = 1) 
     found: list[Segment] = []
     befores = [float("inf"), *times]
     for n, (t, t_next) in enumerate(pairwise(times)):
-        wanted = strategy.follow(t, befores[n])
-        lasting = wanted is Follow.KEEP or (n % router_every > 0 and wanted is found[-1].follow)
-        if lasting:
+        follow = strategy.follow(t, befores[n])
+        if follow is Follow.KEEP or (n % router_every > 0 and follow is found[-1].follow):
             found[-1] = replace(found[-1], times=(*found[-1].times, t_next))
         else:
-            found.append(Segment(n, wanted, (t, t_next)))
+            found.append(Segment(n, follow, (t, t_next)))
     return found
 
 
@@ -257,5 +258,5 @@ def draw_expert(w_BK: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _descending(w_BK: Tensor) -> Tensor:
-    """The experts of each sample by probability; of two that are equal, the first comes first."""
+    """Return the experts of each sample by descending probability; ties keep the experts' order."""
     return w_BK.argsort(dim=1, descending=True, stable=True)

@@ -1,1 +1,1 @@
-"""Training an expert: the loop, what a step sees, what changes from step to step, and the machine it runs on."""
+"""Trains experts: the loop, batches, optimiser state, checkpoints, and the processes that share the work."""

@@ -1,4 +1,4 @@
-"""What does training step n see? Images, noise, times, conditions and tokens are functions of seed, n and data."""
+"""The batch of training step n: images, noise, times, conditions and tokens, as functions of the seed, n and data."""
 
 # Shape legend: N images, B batch, M tokens kept, ... all data dimensions.
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from ddm.training.masking import draw_kept, leaves_out
 
 @dataclass(frozen=True)
 class Examples:
-    """What an expert is made of.
+    """The training data of an expert.
 
     Attributes:
         images: shape (N, ...), float32, on the CPU.
-        labels: each image's class, int64 (N,), or text, float32 (N, L, D_text); None where the expert is told nothing.
+        labels: each image's class, int64 (N,), or text, float32 (N, L, D_text); None for an unconditional expert.
         drop: probability with which a step hides an image's class or text.
     """
 
@@ -32,29 +32,29 @@ class Examples:
         if self.images.dim() < 2:
             raise ShapeError("images", expected="shape (N, ...)", got=str(tuple(self.images.shape)))
         if not len(self.images):
-            raise DataError("images", expected="at least one", got="none")
+            raise DataError("images", expected="at least 1 image", got="0 images")
         if self.labels is not None and len(self.labels) != len(self.images):
             raise ShapeError("labels", expected=f"{len(self.images)}, one per image", got=str(len(self.labels)))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's images, noise and times, and where there are any, conditions and the tokens that are kept.
+    """One step's images, noise and times; where there are any, conditions and the numbers of the kept tokens.
 
-    A teacher also needs to know which of the images these are, and a number in [0, 1) for each to draw by.
+    A teacher also uses `chosen_B`, the images' indices, and `uniform_B`, a random number in [0, 1) for each.
     """
 
     x_0: Tensor
     eps: Tensor
     t_B: Tensor
-    told: Tensor | None = None
+    condition: Tensor | None = None
     kept_BM: Tensor | None = None
     chosen_B: Tensor | None = None
     uniform_B: Tensor | None = None
 
     def part(self, index: int, num: int, device: torch.device) -> "Batch":
         """Return one of `num` parts of about equal size, on a device."""
-        fields = (self.x_0, self.eps, self.t_B, self.told, self.kept_BM, self.chosen_B, self.uniform_B)
+        fields = (self.x_0, self.eps, self.t_B, self.condition, self.kept_BM, self.chosen_B, self.uniform_B)
         parts = (None if each is None else each.tensor_split(num)[index].to(device) for each in fields)
         return Batch(*parts)  # type: ignore[arg-type]  # three are never None
 
@@ -63,55 +63,55 @@ class Batch:
 
 
 class Teach(Protocol):
-    """What a step learns in place of the images' own."""
+    """Replaces the target of a training step, as distillation does."""
 
     @property
     def digest(self) -> str:
-        """Names all that its answers depend on beside the batch; a run does not continue under another one."""
+        """Identifies everything besides the batch that the target depends on; a run does not continue under another."""
         ...
 
     def __call__(self, part: Batch, /) -> Batch:
-        """Return part of a batch, which has been moved to where the step is computed, with another x_0 and eps."""
+        """Return part of a batch, already on the device of the step, with another x_0 and eps."""
         ...
 
 
 def draw_batch(
     examples: Examples, settings: Training, step: int, distribution: TDistribution, num_tokens: int = 0
 ) -> Batch:
-    """Everything random about one step.
+    """Draw everything random about one step.
 
     Args:
         examples: the data.
         settings: the plan's recipe.
         step: its number, from 0.
         distribution: of the times.
-        num_tokens: of one image; used where the recipe leaves tokens out.
+        num_tokens: of one image; used where the recipe masks tokens.
     """
     random, num = stream("train", settings.seed, step), settings.batch_size
     chosen = torch.from_numpy(random.integers(len(examples.images), size=num))
     x_0 = examples.images[chosen]
     eps = torch.from_numpy(random.standard_normal(tuple(x_0.shape), dtype=np.float32))
     t_B = draw_times(distribution, num, random)
-    # Drawn last, so that without them the numbers above are what they always were.
-    told = None
+    # Drawn last, so that the numbers above do not depend on whether there are conditions.
+    condition = None
     if examples.labels is not None:
         hidden_B = torch.from_numpy(random.random(num) < examples.drop)
-        told = hide(examples.labels[chosen], hidden_B)
+        condition = hide(examples.labels[chosen], hidden_B)
     kept_BM = draw_kept(num, num_tokens, settings.mask_ratio, random) if leaves_out(settings, step) else None
-    return Batch(x_0, eps, t_B, told, kept_BM, chosen, torch.from_numpy(random.random(num)))
+    return Batch(x_0, eps, t_B, condition, kept_BM, chosen, torch.from_numpy(random.random(num)))
 
 
 def hide(labels: Tensor, hidden_B: Tensor) -> Tensor:
     """Return the labels with some hidden: a class becomes -1, a text zeros."""
-    nothing = 0.0 if labels.is_floating_point() else -1
-    return labels.masked_fill(hidden_B.view(-1, *[1] * (labels.dim() - 1)), nothing)
+    null = 0.0 if labels.is_floating_point() else -1
+    return labels.masked_fill(hidden_B.view(-1, *[1] * (labels.dim() - 1)), null)
 
 
 def draw_times(distribution: TDistribution, num: int, random: np.random.Generator) -> Tensor:
     """Draw training times, one in each of `num` equal quantiles, so that every batch covers the whole path.
 
     Returns:
-        Shape (num,), float32, in [0, 1]; each entry by itself has the distribution asked for.
+        Shape (num,), float32, in [0, 1]; the marginal of each entry is the distribution.
 
     Source:
         Kingma et al. 2021, the low-discrepancy sampler; Esser et al. 2024, section 5.3.2, the shift.

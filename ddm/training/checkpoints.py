@@ -1,8 +1,8 @@
-"""How a training run survives a crash: checkpoints that are whole or not there, of this very run or refused.
+"""Checkpoints of a training run: written atomically, verified on loading, refused for any other run.
 
 A checkpoint is two files. ``step-<n>.safetensors`` holds every tensor; ``step-<n>.json``, written after it, holds the
-rest and the tensor file's digest, so that its presence is the commit. The last two are kept: when the last one turns
-out torn, the one before stands, and because every step is a function of its number, going back costs nothing but time.
+rest and the tensor file's digest, so that its presence commits the checkpoint. The last two are kept: if the last one
+is damaged, training resumes from the one before, and since each step is a function of its number only time is lost.
 """
 
 import logging
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointRecord(Document):
-    """What a checkpoint says besides its tensors.
+    """A checkpoint's record: everything besides its tensors.
 
     Attributes:
         run: digest of everything that determines the run: settings, data, initial weights.
@@ -35,7 +35,7 @@ class CheckpointRecord(Document):
         loss: the smoothed loss, exactly.
         seconds: time spent training, over all restarts.
         tensors: digest of the tensor file.
-        seal: digest of all the fields above, so that a damaged record is not taken for one of another run.
+        seal: digest of all fields above, so that a damaged record is not mistaken for one of another run.
     """
 
     format: Literal["archipelago/checkpoint/1"] = "archipelago/checkpoint/1"
@@ -77,10 +77,10 @@ class Checkpoints:
         self._prune()
 
     def load(self, like: Mapping[str, Tensor]) -> tuple[CheckpointRecord, dict[str, Tensor]] | None:
-        """Return the last whole checkpoint, or None when there is none.
+        """Return the last complete checkpoint, or None where there is none.
 
         Args:
-            like: tensors of the names, dtypes and shapes to expect.
+            like: tensors with the expected names, dtypes and shapes.
 
         Raises:
             SetupError: it belongs to another run.
@@ -97,7 +97,7 @@ class Checkpoints:
         data = read_bounded(path, _MAX_RECORD_BYTES)
         record = CheckpointRecord.parse(data, subject=path.name, limit=_MAX_RECORD_BYTES)
         if record != record.sealed():
-            raise DocumentError(path.name, expected="the seal of its fields", got="another")
+            raise DocumentError(path.name, expected="a seal that matches its fields", got="a seal of other fields")
         if record.run != self.run:
             raise SetupError(
                 f"checkpoints in {self.folder.name}",
@@ -106,8 +106,11 @@ class Checkpoints:
                 remedy="Give this training an empty folder, or bring back the plan and the data of the checkpoints.",
             )
         tensor_path = self._tensor_path(record.step)
-        if not tensor_path.is_file() or sha256_file(tensor_path) != record.tensors:
-            raise DocumentError(tensor_path.name, expected="the digest in its record", got="another, or no file")
+        found = sha256_file(tensor_path) if tensor_path.is_file() else None
+        if found != record.tensors:
+            expected = f"sha256 {record.tensors[:16]}..., as its record says"
+            got = f"sha256 {found[:16]}..." if found else "no such file"
+            raise DocumentError(tensor_path.name, expected=expected, got=got)
         size = sum(spec.bytes for spec in specs.values()) + _MAX_HEADER_BYTES
         return record, load_tensors(tensor_path, specs, max_bytes=size)
 
@@ -115,7 +118,7 @@ class Checkpoints:
         return self.folder / f"step-{step:010d}.safetensors"
 
     def _records(self) -> list[Path]:
-        """Committed checkpoints, the last one first."""
+        """Return the records of committed checkpoints, the last one first."""
         found = self.folder.iterdir() if self.folder.is_dir() else iter(())
         return sorted((path for path in found if _NAME.fullmatch(path.name)), reverse=True)
 
@@ -124,7 +127,7 @@ class Checkpoints:
             path.unlink(missing_ok=True)
 
     def _stale(self) -> Iterator[Path]:
-        """Older checkpoints, and what a killed process left half written. Records go before their tensors."""
+        """Yield the files of older checkpoints and of interrupted writes, records before their tensors."""
         kept = {path.stem for path in self._records()[:KEPT]}
         for path in sorted(self.folder.iterdir()):
             half_written = path.name.startswith(".step-") and path.name.endswith(".part")

@@ -1,4 +1,4 @@
-"""What a machine brings to training: device, processes, memory; it changes what is learned by no more than rounding."""
+"""How a machine trains: device, processes, memory. These settings change the result by no more than rounding."""
 
 from typing import Annotated, Literal
 
@@ -9,15 +9,15 @@ from ddm.system.devices import DeviceName
 
 
 class Engine(Settings):
-    """How one machine trains; the table [training] of silo.toml. No torch: a setting is read long before training.
+    """How one machine trains: the table [training] of silo.toml. Imports no torch: settings are read much earlier.
 
     Attributes:
         device: where to train; auto is the GPU where there is one.
-        processes: how many share the work; auto is one a GPU, and one where there is none. `ddm.training.launcher`
-            starts them.
-        accumulate: parts that each process cuts its share of a batch into, for less memory.
-        compile: whether torch compiles the expert; minutes before the first step, fewer seconds a step.
-        recompute: whether a block's intermediate results are computed again in the backward pass, for less memory.
+        processes: how many share the work; auto is one per GPU, or one without a GPU. `ddm.training.launcher` starts
+            them.
+        accumulate: parts into which each process splits its share of a batch, to save memory.
+        compile: whether torch compiles the expert: minutes before the first step, then faster steps.
+        recompute: whether a block's intermediate results are computed again in the backward pass, to save memory.
         shard: whether several processes share weights, averages and moments instead of each holding all of them.
     """
 

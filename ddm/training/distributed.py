@@ -1,8 +1,8 @@
-"""One process alone, or one of several: who computes which part of a batch, and how the parts come together.
+"""Divides a batch among processes and combines their gradients; a single process needs neither.
 
 A process that `ddm.training.launcher`, torchrun or `accelerate launch` started finds the others through accelerate:
-device, process group, DDP, accumulation. A process alone needs none of it. Mixed precision is the loop's own, the same
-for both; see docs/adr/0014-one-process-trains-without-accelerate.md.
+device, process group, DDP, accumulation. Mixed precision is the loop's own in both cases; see
+docs/adr/0014-one-process-trains-without-accelerate.md.
 """
 
 import atexit
@@ -32,7 +32,7 @@ class Machine(Protocol):
     Attributes:
         device: where this process computes.
         num_processes: how many share the work.
-        rank: this one's number; 0 writes and speaks for all.
+        rank: this one's number; 0 writes checkpoints and reports progress.
     """
 
     device: torch.device
@@ -40,11 +40,11 @@ class Machine(Protocol):
     rank: int
 
     def prepare(self, model: nn.Module) -> Call:
-        """Put a model in its place; return what a step calls, while the model keeps the weights."""
+        """Move a model to the device and wrap it; return the callable for a step, while the model keeps the weights."""
         ...
 
     def gathering(self, *, last: bool) -> AbstractContextManager[object]:
-        """Within it a backward pass need not gather gradients from all processes, unless it is the last of a step."""
+        """Return a context in which a backward pass need not reduce gradients, unless it is the last of a step."""
         ...
 
     def total(self, value: Tensor) -> Tensor:
@@ -56,38 +56,35 @@ def machine_of(engine: Engine) -> Machine:
     """Return this process's machine.
 
     Raises:
-        SetupError: the engine asks for what is not there.
+        SetupError: the device or the processes that the engine names are not there.
     """
     device_named(engine.device, setting="training.device")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return Together(engine)
     if num_processes(engine) > 1:
-        expected, remedy = (
-            f"{num_processes(engine)} processes",
-            "Start them with ddm.training.launcher, or with torchrun.",
-        )
-        raise SetupError("training.processes", expected=expected, got="a process alone", remedy=remedy)
+        expected, remedy = f"{num_processes(engine)} processes", "Start them with ddm.training.launcher or torchrun."
+        raise SetupError("training.processes", expected=expected, got="1 process", remedy=remedy)
     return Alone(engine)
 
 
 def num_processes(engine: Engine) -> int:
-    """Return how many processes shall train on this machine.
+    """Return how many processes train on this machine.
 
     Raises:
-        SetupError: more than there are GPUs to train on.
+        SetupError: more processes than GPUs.
     """
     num_gpus = torch.cuda.device_count() if engine.device != "cpu" and torch.cuda.is_available() else 0
     if engine.processes == "auto":
         return max(1, num_gpus)
     if 0 < num_gpus < engine.processes:
         remedy = 'Set it to "auto", or training.device to "cpu".'
-        expected, got = f"at most one a GPU, {num_gpus}", str(engine.processes)
+        expected, got = f"at most {num_gpus}, one per GPU", str(engine.processes)
         raise SetupError("training.processes", expected=expected, got=got, remedy=remedy)
     return engine.processes
 
 
 class Alone:
-    """One process on one device."""
+    """A single process on one device."""
 
     num_processes, rank = 1, 0
 
@@ -127,7 +124,7 @@ class Together:
         if not self._engine.shard:
             self._replica = self._accelerator.prepare_model(model)
             return _compiled(self._replica, self._engine)
-        # accelerate shards on GPUs alone; this is the function that it calls, and gloo runs it on a CPU.
+        # accelerate shards on GPUs only. This is the function that it calls; with gloo it runs on a CPU too.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -147,22 +144,22 @@ class Together:
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield a network's blocks: what stands in its outermost lists."""
+    """Yield a network's blocks: the members of its outermost module lists."""
     for child in model.children():
         yield from child if isinstance(child, nn.ModuleList) else blocks_of(child)
 
 
 def _saving_memory(model: nn.Module, engine: Engine) -> nn.Module:
-    """Let each block compute its intermediate results again when they are needed, if that is asked for."""
+    """With `recompute`, compute each block's intermediate results again in the backward pass."""
     if engine.recompute:
         for block in blocks_of(model):
-            # Inside the block: what shards it stays around, and torch compiles it whole.
+            # Wrapped inside the block, so that sharding stays outside and torch compiles the block whole.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return model
 
 
 def _compiled(call: Call, engine: Engine) -> Call:
-    """Compile if that is asked for, in this process's own folder: a kill leaves files there that nobody can load."""
+    """With `compile`, compile in a folder of this process's own: a killed process leaves unreadable files there."""
     if not engine.compile:
         return call
     if _COMPILER_FILES not in os.environ:

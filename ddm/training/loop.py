@@ -1,8 +1,8 @@
-"""The one training loop: an expert from images, exactly the same however often it was killed on the way.
+"""The training loop: trains an expert on images, and reaches the same weights however often it is interrupted.
 
-Everything random about step n (which images, which times, which noise) is a function of (seed, n), and a checkpoint
-holds everything else, so resuming is not an approximation: on one machine, with one number of threads, the bytes are
-the same. Several processes take parts of the same batches, so that only rounding depends on how many there are.
+Everything random about step n (images, times, noise) is a function of (seed, n), and a checkpoint holds everything
+else, so resuming is exact: on one machine, with one number of threads, the bytes are the same. Several processes take
+parts of the same batches, so that only rounding depends on their number.
 """
 
 import hashlib
@@ -33,13 +33,13 @@ PROGRESS_STEPS = 10
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands.
+    """The progress of a run.
 
     Args:
         step: steps taken, of `num_steps`.
-        num_steps: steps asked for.
+        num_steps: steps of the recipe.
         loss: mean squared error per value, averaged over about the last hundred steps.
-        steps_per_second: since this process started on the run.
+        steps_per_second: since this process started or resumed the run.
         seconds: time spent training, over all restarts.
     """
 
@@ -55,9 +55,9 @@ class Trained:
     """A finished run.
 
     Args:
-        ema: the averaged weights by name, float32, on the CPU; what is released. Of several processes the first has
-            them, the others nothing.
-        steps: steps taken; always all of them.
+        ema: the averaged weights by name, float32, on the CPU, as they are released; empty in all processes but the
+            first.
+        steps: steps taken, always all of the recipe's.
         loss: as in `Progress`.
         seconds: time spent training, over all restarts.
         flops: operations of all matrix products, forward and backward.
@@ -93,27 +93,28 @@ def train(
             the last weights, not the averaged ones, where the engine computes.
         images: shape (N, ...), float32, in the plan's range.
         settings: the plan's recipe.
-        path: how images become noise.
+        path: the probability path.
         t_distribution: of the training times.
-        checkpoint_dir: the run's own folder; several processes must all see it.
-        on_progress: called every few steps and at the end, in the first process; what it raises ends the run.
-        should_stop: asked before every step; among several processes every few steps, and one that says yes is enough.
-        prediction: what the model learns to answer.
+        checkpoint_dir: the run's own folder, shared by all processes.
+        on_progress: called every few steps and at the end, in the first process; an exception that it raises ends the
+            run.
+        should_stop: called before every step, with several processes every few steps; True in one of them is enough.
+        prediction: what the model predicts.
         labels: each image's class, int64 (N,), or text, float32 (N, L, D_text).
         drop: probability with which a step hides an image's label from the model.
         engine: this machine's.
-        teach: changes what is learned at a step's x_t, as in `ddm.distillation.distill`; None learns the images' own.
+        teach: replaces the target at a step's x_t, as in `ddm.distillation.distill`; None trains on the images' own.
 
     Returns:
         The finished run.
 
     Raises:
-        KeyboardInterrupt: `should_stop` said yes; a checkpoint was written first.
-        NumericalError: loss or gradient is no longer finite; the last checkpoint is from before.
-        SetupError: the checkpoints belong to another run, or the engine asks for what the machine does not have, or
-            its GPU has too little memory.
+        KeyboardInterrupt: `should_stop` returned True; a checkpoint was written first.
+        NumericalError: loss or gradient is no longer finite; the last checkpoint is from before that.
+        SetupError: the checkpoints belong to another run, the machine lacks a device or processes that the engine
+            needs, or the GPU has too little memory.
         DataError: no images.
-        ShapeError: not a label for each image, or a recipe for another kind of model.
+        ShapeError: not one label per image, or a recipe for another kind of model.
     """
     images = images.detach().to("cpu", torch.float32).contiguous()
     examples = Examples(images, None if labels is None else labels.detach().cpu().contiguous(), drop)
@@ -140,9 +141,9 @@ def train(
         done = state.step == settings.num_steps
         if done or state.step % PROGRESS_STEPS == 0:
             rate = (state.step - first) / (time.monotonic() - started)
-            told = Progress(state.step, settings.num_steps, state.finite_loss(), rate, state.seconds)
+            progress = Progress(state.step, settings.num_steps, state.finite_loss(), rate, state.seconds)
             if machine.rank == 0:
-                on_progress(told)
+                on_progress(progress)
         if done or state.step % settings.checkpoint_steps == 0:
             state.save(checkpoints)
 
@@ -152,9 +153,9 @@ def train(
 def _machine(engine: Engine, settings: Training) -> Machine:
     machine = machine_of(engine)
     if engine.accumulate * machine.num_processes > settings.batch_size:
-        expected = f"at most {settings.batch_size} parts of a batch, one image each"
+        expected = f"at most {settings.batch_size} parts of a batch, one per image"
         got = f"{machine.num_processes} processes of {engine.accumulate} parts"
-        remedy = "Accumulate less, or in fewer processes."
+        remedy = "Lower training.accumulate or training.processes."
         raise SetupError("training.accumulate", expected=expected, got=got, remedy=remedy)
     return machine
 
@@ -163,13 +164,13 @@ def _too_large(engine: Engine) -> SetupError:
     return SetupError(
         "memory of the GPU",
         expected=f"room for a step in {engine.accumulate} parts" + (", recomputed" if engine.recompute else ""),
-        got="less",
+        got="too little free memory",
         remedy="Raise training.accumulate, set training.recompute, or shard it over several GPUs.",
     )
 
 
 def _stopped(machine: Machine, step: int, should_stop: Callable[[], bool]) -> bool:
-    """Whether to stop: what one process decides all do, and to agree takes a moment."""
+    """Whether to stop; all processes stop when one of them does, and agreeing on it costs time."""
     if machine.num_processes == 1:
         return should_stop()
     if step % PROGRESS_STEPS:
@@ -178,7 +179,7 @@ def _stopped(machine: Machine, step: int, should_stop: Callable[[], bool]) -> bo
 
 
 def _run_digest(recipe: Sequence[object], examples: Examples, model: nn.Module) -> str:
-    """The sha256 of all that determines a run: recipe, data, and the weights it starts from."""
+    """Return the sha256 of everything that determines a run: recipe, data and initial weights."""
     named = {"images": examples.images}
     if examples.labels is not None:
         recipe, named = [*recipe, examples.drop], named | {"labels": examples.labels}
@@ -206,10 +207,10 @@ def _flops_per_image(model: nn.Module, examples: Examples, kept_BM: Tensor | Non
         for name, value in model.named_parameters()
     }
     buffers = {name: torch.empty_like(value, device="meta") for name, value in model.named_buffers()}
-    asked = [torch.empty((1, *examples.images.shape[1:]), device="meta"), torch.empty(1, device="meta")]
+    inputs = [torch.empty((1, *examples.images.shape[1:]), device="meta"), torch.empty(1, device="meta")]
     if examples.labels is not None:
-        asked.append(torch.empty_like(examples.labels[:1], device="meta"))
+        inputs.append(torch.empty_like(examples.labels[:1], device="meta"))
     kept = {} if kept_BM is None else {"kept_BM": kept_BM}
     with FlopCounterMode(display=False) as counter:
-        functional_call(model, parameters | buffers, tuple(asked), kept).sum().backward()
+        functional_call(model, parameters | buffers, tuple(inputs), kept).sum().backward()
     return int(counter.get_total_flops())

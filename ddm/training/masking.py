@@ -1,7 +1,7 @@
-"""Which tokens of an image does a step look at? Leaving some out makes a step cheaper; the last steps see them all.
+"""Masked training: a step trains on some of an image's tokens to save time; the last steps train on all of them.
 
-Only what is kept enters the network, and the loss is over what is kept. The published method also fills the gaps by a
-small decoder and rebuilds the pixels there; without either, nothing is added to the expert that is released.
+Only the kept tokens enter the network, and the loss covers only them. The published method also reconstructs the masked
+pixels with a small decoder; without it, the released expert has no additional weights.
 
 Source:
     Zheng et al. 2023, Fast training of diffusion models with masked transformers, arXiv 2306.09305.
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from ddm.errors import ShapeError
 from ddm.models.dit import DiT
-from ddm.models.layers import patches_of, taken
+from ddm.models.layers import gather_tokens, patches_of
 from ddm.protocol.plan import Training
 
 
 def first_whole_step(settings: Training) -> int:
-    """Return the first of the last steps, which leave nothing out."""
+    """Return the first of the last steps, which train on all tokens."""
     return settings.num_steps - round(settings.unmasked_share * settings.num_steps) if settings.mask_ratio else 0
 
 
 def leaves_out(settings: Training, step: int) -> bool:
-    """Whether a step looks at a part of the tokens only."""
+    """Whether a step masks tokens."""
     return step < first_whole_step(settings)
 
 
@@ -40,24 +40,25 @@ def draw_kept(num: int, num_tokens: int, ratio: float, random: np.random.Generat
 
 
 def kept_patches(model: nn.Module, x_BCHW: Tensor, kept_BM: Tensor) -> Tensor:
-    """Return what a model that looks at these tokens alone has to answer, shape (B, M, P).
+    """Return the patches of the kept tokens, the target of a model that sees only these, shape (B, M, P).
 
     Raises:
         ShapeError: the model has no tokens.
     """
     if not isinstance(model, DiT):
-        raise ShapeError("kept tokens", expected="a DiT", got=type(model).__name__)
-    return taken(patches_of(x_BCHW, model.patch), kept_BM)
+        raise ShapeError("kept tokens", expected="a DiT", got=f"a {type(model).__name__}")
+    return gather_tokens(patches_of(x_BCHW, model.patch), kept_BM)
 
 
 def tokens_of(model: nn.Module, settings: Training) -> int:
     """Return the number of an image's tokens.
 
     Raises:
-        ShapeError: tokens shall be left out, and the model has none.
+        ShapeError: a mask_ratio above 0, and a model without tokens.
     """
     if isinstance(model, DiT):
         return len(model.position_ND)
     if settings.mask_ratio:
-        raise ShapeError("mask_ratio", expected="0, or a DiT", got=f"{settings.mask_ratio:g}")
+        got = f"{settings.mask_ratio:g} for a {type(model).__name__}"
+        raise ShapeError("mask_ratio", expected="0, or a DiT", got=got)
     return 0

@@ -1,4 +1,4 @@
-"""Everything that changes while training, how one step changes it, and what of it a checkpoint holds."""
+"""The state of a training run: weights, averages, optimiser; how a step changes it, and how checkpoints store it."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -25,22 +25,22 @@ LOSS_DECAY = 0.99
 
 
 def averaging_weight(decay: float, n: int) -> float:
-    """The weight of the n-th value, n >= 1, that makes a running average the exact decayed mean of all n values.
+    """Return the weight of the n-th value, n >= 1, with which a running average is the exact decayed mean of n values.
 
-    ``mean_n = sum_i decay^(n-i) v_i / sum_i decay^(n-i)``: the first value enters whole, and the
-    value that the average was initialised with never counts.
+    ``mean_n = sum_i decay^(n-i) v_i / sum_i decay^(n-i)``: the first value has the weight 1, so the
+    initial value of the average does not count.
     """
     return float((1 - decay) / (1 - decay**n))
 
 
 class State:
-    """What a step changes: weights, their average, the optimizer's moments, the smoothed loss, the number of steps.
+    """The weights, their average, the optimizer's moments, the smoothed loss and the number of steps.
 
     Args:
-        model: freshly built; goes where the machine computes.
+        model: freshly built; moved to the machine's device.
         settings: the plan's recipe.
         machine: this process's.
-        accumulate: parts that this process cuts its share of a batch into.
+        accumulate: parts into which this process splits its share of a batch.
     """
 
     def __init__(self, model: nn.Module, settings: Training, machine: Machine, accumulate: int) -> None:
@@ -49,7 +49,7 @@ class State:
         self.accumulate = accumulate
         self.named = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.weights: list[Tensor] = list(self.named.values())
-        # One implementation, named: the default depends on the device and on the version of torch.
+        # The implementation is fixed, since the default depends on the device and on the version of torch.
         self.optimizer = torch.optim.AdamW(
             self.weights, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
         )
@@ -59,7 +59,7 @@ class State:
         self.seconds = 0.0
 
     def advance(self, batch: Batch, path: Path, prediction: Prediction, teach: Teach | None = None) -> None:
-        """Take one step; every process is given the same batch, and takes its part of it, as taught."""
+        """Take one step; every process gets the same batch and takes its part, with the teacher's target if any."""
         share = torch.zeros_like(self.loss)
         num_parts = self.accumulate * self.machine.num_processes
         self.optimizer.zero_grad()
@@ -67,7 +67,7 @@ class State:
             part = batch.part(self.machine.rank * self.accumulate + index, num_parts, self.machine.device)
             with self.machine.gathering(last=index == self.accumulate - 1):
                 loss = self._loss(teach(part) if teach else part, path, prediction) * (len(part) / len(batch))
-                # Processes come together by the mean of their gradients, and their shares by their sum.
+                # Processes average their gradients, but their shares of the loss add up.
                 torch.autograd.backward(loss * self.machine.num_processes)
             share += loss.detach()
         norm = whole(nn.utils.clip_grad_norm_(self.weights, MAX_GRADIENT_NORM))
@@ -77,27 +77,27 @@ class State:
         self.step += 1
         with torch.no_grad():
             torch._foreach_lerp_(self.ema, self.weights, averaging_weight(self.settings.ema_decay, self.step))
-            # A gradient that is not finite makes this NaN too, and it stays NaN: one number to watch, read rarely.
+            # A gradient that is not finite makes the loss NaN for good, so checking the loss now and then is enough.
             self.loss.lerp_(share + 0.0 * norm, averaging_weight(LOSS_DECAY, self.step))
 
     def _loss(self, part: Batch, path: Path, prediction: Prediction) -> Tensor:
-        """The mean squared error per value, of the tokens that are kept if only some are."""
+        """Return the mean squared error per value, of the kept tokens only where tokens are masked."""
         target = velocity(path, part.x_0, part.eps, part.t_B) if prediction == "velocity" else part.eps
-        asked = (x_t(path, part.x_0, part.eps, part.t_B), part.t_B)
-        told = () if part.told is None else (part.told,)
+        inputs = (x_t(path, part.x_0, part.eps, part.t_B), part.t_B)
+        condition = () if part.condition is None else (part.condition,)
         kept = {} if part.kept_BM is None else {"kept_BM": part.kept_BM}
         with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
-            answer = self.call(*asked, *told, **kept)
+            prediction_B = self.call(*inputs, *condition, **kept)
         if part.kept_BM is not None:
             target = kept_patches(self.model, target, part.kept_BM)
-        return (answer.float() - target).square().mean()
+        return (prediction_B.float() - target).square().mean()
 
     @property
     def _first(self) -> bool:
         return self.machine.rank == 0
 
     def finite_loss(self) -> float:
-        """The smoothed loss; all processes ask together.
+        """Return the smoothed loss; all processes must call it together.
 
         Raises:
             NumericalError: at some step since the last call the loss or the gradient was not finite.
@@ -109,16 +109,16 @@ class State:
         return loss
 
     def averaged(self) -> dict[str, Tensor]:
-        """The model's state with the averaged weights in place of the last ones, on the CPU.
+        """Return the model's state with the averaged weights in place of the last ones, on the CPU.
 
-        All processes ask; the first is given it, the others nothing.
+        All processes must call it together; it returns an empty mapping in all but the first.
         """
         state, first = dict(self.model.state_dict()) | dict(zip(self.named, self.ema, strict=True)), self._first
         found = {name: gathered(value.detach(), keep=first) for name, value in state.items()}
         return {name: value.to("cpu", copy=True) for name, value in found.items()} if first else {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that a later step depends on, by name; views, not copies."""
+        """Return every tensor that a later step depends on, by name; views, not copies."""
         moments = [self.optimizer.state.get(weight) or _no_moments(weight) for weight in self.weights]
         parts: Mapping[str, list[Tensor]] = {
             "ema": self.ema,
@@ -131,27 +131,26 @@ class State:
         return named
 
     def save(self, checkpoints: Checkpoints) -> None:
-        """Write a checkpoint, the first process for all; refuses to when the loss is not finite."""
+        """Write a checkpoint in the first process; refuse to where the loss is not finite."""
         loss, first = self.finite_loss(), self._first
-        # Sharded tensors come together one at a time, and stay only where they are written.
+        # Sharded tensors are gathered one at a time, and kept only in the process that writes them.
         tensors = {name: gathered(value, keep=first) for name, value in self.tensors().items()}
         if first:
             checkpoints.save(tensors, step=self.step, loss=loss, seconds=self.seconds)
 
     def restore(self, checkpoints: Checkpoints) -> None:
-        """Continue from the last whole checkpoint, if there is one; however many processes wrote it.
+        """Continue from the last complete checkpoint, if there is one, whatever number of processes wrote it.
 
         Raises:
-            SetupError: it belongs to another run, or not all processes found the same one.
+            SetupError: it belongs to another run, or the processes did not all find the same one.
         """
         found = checkpoints.load(self.tensors())
         step = found[0].step if found else 0
-        if (
-            self.machine.total(torch.tensor(float(step), device=self.machine.device))
-            != step * self.machine.num_processes
-        ):
-            remedy = "Let all processes see the same folder of checkpoints."
-            raise SetupError("checkpoints", expected="the same in every process", got="others", remedy=remedy)
+        total = self.machine.total(torch.tensor(float(step), device=self.machine.device))
+        if total != step * self.machine.num_processes:
+            remedy = "Give all processes the same folder of checkpoints."
+            got = f"step {step} in process {self.machine.rank + 1}, and other steps elsewhere"
+            raise SetupError("checkpoints", expected="the same step in every process", got=got, remedy=remedy)
         if found is None:
             return
         record, tensors = found
@@ -162,9 +161,9 @@ class State:
                 "step": torch.tensor(float(self.step), device=self.machine.device)
             }
         with torch.no_grad():
-            # Copied in place, so that memory is laid out as in a run that never stopped.
+            # Copied in place, so that the memory layout is that of a run that was never interrupted.
             for name, value in self.tensors().items():
-                if _is_shared(value):
+                if _is_sharded(value):
                     from torch.distributed.tensor import distribute_tensor
 
                     placed = tensors[name].to(self.machine.device)
@@ -174,20 +173,20 @@ class State:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Return a tensor that processes share as one that each of them has."""
-    return value.full_tensor() if _is_shared(value) else value
+    """Return a sharded tensor whole, in every process."""
+    return value.full_tensor() if _is_sharded(value) else value
 
 
 def gathered(value: Tensor, *, keep: bool) -> Tensor:
-    """Return a tensor whole; if it was shared, on the CPU of those that keep it, and empty elsewhere."""
-    if not _is_shared(value):
+    """Return a tensor whole; a sharded one on the CPU of the process that keeps it, and empty elsewhere."""
+    if not _is_sharded(value):
         return value
     full = value.full_tensor()
     return full.cpu() if keep else full.new_empty(0)
 
 
-def _is_shared(value: Tensor) -> "TypeIs[DTensor]":
-    """Whether processes share it; asked without the class, whose import takes a second of everyone who trains alone."""
+def _is_sharded(value: Tensor) -> "TypeIs[DTensor]":
+    """Whether it is sharded; tested without importing DTensor, which takes a second that a single process can save."""
     return hasattr(value, "full_tensor")
 
 

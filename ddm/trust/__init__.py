@@ -1,1 +1,1 @@
-"""Who signed what: keys, the TUF repository, strict verification, signed envelopes."""
+"""Signatures: keys, the TUF repository, strict verification, signed envelopes."""

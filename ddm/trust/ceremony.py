@@ -1,8 +1,8 @@
-"""How several people sign one document, each on a machine of their own: what they are shown, what they send back.
+"""Signing ceremonies: several holders sign one document, each on a machine of their own.
 
-A request carries everything that a holder's machine needs. What it means is worked out there, from the very bytes that
-are signed and from what they replace; no sentence of the sender's is believed. The answer is a small file with one
-signature over those bytes, so answers to another request, or to one changed since, do not verify.
+A request contains everything that a holder's machine needs. The machine derives the meaning of the document from the
+bytes to sign and those that they replace, and does not rely on the sender's description. The answer is a small file
+with one signature over those bytes, so answers to another request, or to one changed since, do not verify.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ MAX_SIGNATURE_BYTES = 4096
 
 
 class Request(Document):
-    """A document that waits for its holders' signatures.
+    """A document to be signed by its holders.
 
     Attributes:
-        role: whose document it is.
-        purpose: what the sender says it is for.
+        role: the role whose metadata it is.
+        purpose: the sender's description.
         payload: the bytes to sign.
         before: the payload that it replaces; None for a first version.
         root: the payload of the root that names the holders of `targets`; None for a root, which names its own.
@@ -44,7 +44,7 @@ class Request(Document):
     def to_sign(
         cls, signed: Root | Targets, purpose: str, before: Root | Targets | None, root: Root | None = None
     ) -> "Request":
-        """Ask for signatures over a draft of `root` or `targets`."""
+        """Make the request for a draft of `root` or `targets`."""
         return cls(
             role="root" if isinstance(signed, Root) else "targets",
             purpose=purpose,
@@ -55,7 +55,7 @@ class Request(Document):
 
     @property
     def name(self) -> str:
-        """The file that it lies in: its role and version."""
+        """The name of its file: role and version."""
         return f"{self.role}-{self.signed().version}.json"
 
     def signed(self) -> Root | Targets:
@@ -63,11 +63,11 @@ class Request(Document):
         return self._parse(self.payload)
 
     def replaced(self) -> Root | Targets | None:
-        """Parse what these bytes replace."""
+        """Parse the metadata that these bytes replace."""
         return self._parse(self.before) if self.before is not None else None
 
     def holders(self) -> Sequence[Holders]:
-        """List who must sign; a new root answers to the holders of the old one and to its own."""
+        """List who must sign; a new root needs the holders of the old one and its own."""
         if self.role == "targets":
             root = parse_payload((self.root or "").encode(), Root, "the root of this request")
             return [holders_of(root)["targets"]]
@@ -93,7 +93,7 @@ def sign_request(request: Request, key: SigningKey) -> HolderSignature:
     """Sign as one of the holders.
 
     Raises:
-        SignatureError: the key is no holder's.
+        SignatureError: the key is not a holder's.
         DocumentError: the request does not parse.
     """
     _check_holder(request, key.public)
@@ -102,13 +102,14 @@ def sign_request(request: Request, key: SigningKey) -> HolderSignature:
 
 
 def check_answers(request: Request, answers: Sequence[HolderSignature]) -> Mapping[PublicKey, bytes]:
-    """Check every answer; one that does not belong here is never just left out.
+    """Check every answer; a wrong one is an error and not ignored.
 
     Returns:
         Key to signature.
 
     Raises:
-        SignatureError: over other bytes, by somebody who is no holder, by one holder twice, or not verifying.
+        SignatureError: one over other bytes, by a key that is not a holder's, a second one by a holder, or an invalid
+            one.
     """
     payload = request.payload.encode()
     found: dict[PublicKey, bytes] = {}
@@ -116,17 +117,18 @@ def check_answers(request: Request, answers: Sequence[HolderSignature]) -> Mappi
         key = PublicKey.parse(answer.key)
         subject = f"signature on {request.name} by {key.short[:19]}"
         if answer.payload_digest != sha256_hex(payload):
-            raise SignatureError(subject, expected="one over this document", got="one over another")
+            expected = f"a signature over sha256 {sha256_hex(payload)[:16]}..."
+            raise SignatureError(subject, expected=expected, got=f"one over sha256 {answer.payload_digest[:16]}...")
         _check_holder(request, key)
         if key in found:
-            raise SignatureError(subject, expected="one signature a holder", got="two")
+            raise SignatureError(subject, expected="one signature per holder", got="two by this holder")
         found[key] = bytes.fromhex(answer.signature)
         key.verify(found[key], payload)
     return found
 
 
 def unmet(request: Request, signers: Mapping[PublicKey, bytes]) -> list[str]:
-    """Say in words which thresholds are not met yet."""
+    """Describe the thresholds that are not met yet."""
     waits = []
     for holders in request.holders():
         signed = [key for key in holders.keys if key in signers]
@@ -142,7 +144,7 @@ def join(request: Request, signers: Mapping[PublicKey, bytes]) -> bytes:
 
 
 def in_words(request: Request) -> str:
-    """Say what a signature on this document would mean: all that it says, and how that differs from before."""
+    """Describe what a signature on this document approves: its whole content, and its changes."""
     signed, before = request.signed(), request.replaced()
     replaces = f"replaces version {before.version}" if before else "the first version"
     lines = [
@@ -196,4 +198,4 @@ def _differences(now: _Roles, before: _Roles) -> Iterator[str]:
 def _check_holder(request: Request, key: PublicKey) -> None:
     if not any(key in holders.keys for holders in request.holders()):
         expected = f"a key that may sign {request.name}"
-        raise SignatureError(f"key {key.short[:19]}", expected=expected, got="the key of no holder")
+        raise SignatureError(f"key {key.short[:19]}", expected=expected, got="a key that is not a holder's")

@@ -1,4 +1,4 @@
-"""What `root` and `targets` shall say next: drafts for their holders to sign, made from plain values; no disk."""
+"""Drafts of `root` and `targets` for their holders to sign, made from plain values; no I/O."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ TOP_ROLES = ("root", "targets", "snapshot", "timestamp")
 
 @dataclass(frozen=True)
 class Holders:
-    """Who signs for a role.
+    """The holders of a role.
 
     Attributes:
-        keys: one key a holder.
+        keys: one key per holder.
         threshold: how many of them must sign.
 
     Raises:
-        SetupError: no key, a key twice, or a threshold that cannot be met or asks for nothing.
+        SetupError: no key, a key twice, or a threshold below 1 or above the number of keys.
     """
 
     keys: tuple[PublicKey, ...]
@@ -33,7 +33,8 @@ class Holders:
 
     def __post_init__(self) -> None:
         if len(set(self.keys)) != len(self.keys):
-            raise SetupError("holders", expected="a key of its own for each holder", got="one key twice")
+            got = f"{len(self.keys)} holders with {len(set(self.keys))} different keys"
+            raise SetupError("holders", expected="a different key for each holder", got=got)
         if not 1 <= self.threshold <= len(self.keys):
             expected = f"between 1 and the number of holders, {len(self.keys)}"
             raise SetupError("threshold of holders", expected=expected, got=str(self.threshold))
@@ -41,7 +42,7 @@ class Holders:
 
 @dataclass(frozen=True)
 class Delegates:
-    """Whom `targets` lets sign: two roles of the federation and the silos of at most one plan.
+    """The delegations of `targets`: two roles of the federation, and the silos of at most one plan.
 
     Attributes:
         plans: the key that signs plans.
@@ -57,7 +58,7 @@ class Delegates:
 
     @classmethod
     def of(cls, targets: Targets) -> Self:
-        """Read them back from what `targets` says."""
+        """Read them from `targets`."""
         keys: dict[str, PublicKey] = {}
         silos: dict[str, PublicKey] = {}
         plan_id = None
@@ -71,7 +72,7 @@ class Delegates:
 
 
 def holders_of(root: Root) -> dict[str, Holders]:
-    """Read back who signs for each top role."""
+    """Read the holders of each top role."""
     return {
         name: Holders(tuple(public_key(root.get_key(keyid)) for keyid in role.keyids), role.threshold)
         for name, role in root.roles.items()
@@ -84,7 +85,7 @@ def draft_root(version: int, holders: Mapping[str, Holders], now: datetime) -> R
     Args:
         version: 1, or one more than the root before.
         holders: role to its holders, for each of `TOP_ROLES`.
-        now: the present; it holds for five years.
+        now: the present; the root is valid for five years.
     """
     keys: dict[str, Key] = {}
     roles = {}
@@ -99,13 +100,15 @@ def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:
     """Draft `targets`, which lists no file and delegates each path to one role; before the first plan, no path at all.
 
     Raises:
-        RoleError: two silos with one key, or an id that is none.
+        RoleError: two silos with one key, or an invalid id.
     """
     plan_id, silos = delegates.plan_id, delegates.silos
     if plan_id is not None and not (is_plan_id(plan_id) and all(map(is_silo_id, silos))):
-        raise RoleError(ascii(plan_id), expected="a plan id and the ids of its silos", got="something else")
+        wrong = [plan_id, *silos] if not is_plan_id(plan_id) else [name for name in silos if not is_silo_id(name)]
+        raise RoleError(f"plan {ascii(plan_id[:60])}", expected="a plan id and silo ids", got=ascii(wrong[0][:60]))
     if len(set(silos.values())) != len(silos):
-        raise RoleError(str(plan_id), expected="a key of its own for each silo", got="one key for two silos")
+        got = f"{len(set(silos.values()))} keys for {len(silos)} silos"
+        raise RoleError(str(plan_id), expected="a different key for each silo", got=got)
     keys: dict[str, Key] = {}
     roles: dict[str, DelegatedRole] = {}
     for name, public in ((PLANS, delegates.plans), (RELEASE, delegates.release)):

@@ -1,4 +1,4 @@
-"""Who says this: one small JSON document with the signature over it, for cards and receipts outside TUF."""
+"""Signed envelopes: a small document with the signature over it, for cards and receipts outside TUF."""
 
 import re
 from typing import Annotated, Literal
@@ -26,30 +26,32 @@ def seal(payload: bytes, kind: str, key: SigningKey) -> bytes:
 
     Args:
         payload: UTF-8 text; kept byte for byte.
-        kind: what it is, so that a card never passes for a receipt.
-        key: who says it.
+        kind: its kind, so that a card is never accepted as a receipt.
+        key: the signer's.
 
     Returns:
         The envelope's canonical bytes.
 
     Raises:
-        DocumentError: the payload is not UTF-8, or the kind is not a lowercase word.
+        DocumentError: the payload is not UTF-8, or the kind is not valid.
     """
     try:
         text = payload.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DocumentError(f"{kind} to sign", expected="UTF-8 text", got="other bytes") from error
+        raise DocumentError(
+            f"{kind} to sign", expected="UTF-8 text", got=f"an invalid byte at {error.start}"
+        ) from error
     signature = key.sign(_signed_bytes(kind, payload)).hex()
     return _Envelope(kind=kind, key=str(key.public), payload=text, signature=signature).encode()
 
 
 def open_sealed(data: bytes, kind: str, key: PublicKey | None, limit: int) -> tuple[bytes, PublicKey]:
-    """Open an envelope after checking who signed it; the payload has not been parsed yet.
+    """Open an envelope after checking its signature; the payload has not been parsed yet.
 
     Args:
         data: the bytes as received.
-        kind: what it must be.
-        key: who must have signed it; None accepts any key that signed itself (proof of possession, no more).
+        kind: the kind that it must be of.
+        key: the key that must have signed it; None accepts the envelope's own key, which proves possession only.
         limit: most bytes accepted.
 
     Returns:
@@ -57,30 +59,30 @@ def open_sealed(data: bytes, kind: str, key: PublicKey | None, limit: int) -> tu
 
     Raises:
         DocumentError: too large, malformed, not canonical, or of another kind.
-        SignatureError: by another key, or not over these bytes.
+        SignatureError: signed by another key, or not over these bytes.
     """
     envelope = _Envelope.parse(data, subject=kind, limit=limit)
     if envelope.kind != kind:
-        raise DocumentError(kind, expected=f"a document of kind {kind}", got="one of another kind")
+        raise DocumentError(kind, expected=f"a document of kind {kind}", got=f"kind {envelope.kind}")
     try:
         payload = envelope.payload.encode("utf-8")
         canonical = envelope.encode()
     except (UnicodeEncodeError, rfc8785.CanonicalizationError) as error:
-        raise DocumentError(kind, expected="UTF-8 text", got="a lone surrogate") from error
+        raise DocumentError(kind, expected="UTF-8 text", got="text with a lone surrogate") from error
     if canonical != data:
-        raise DocumentError(kind, expected="canonical JSON (RFC 8785)", got="another encoding")
+        raise DocumentError(kind, expected="canonical JSON (RFC 8785)", got="another encoding of the same values")
     signer = PublicKey.parse(envelope.key)
     if key is not None and signer != key:
         raise SignatureError(kind, expected=f"key {key}", got=f"key {signer}")
     try:
         signer.verify(bytes.fromhex(envelope.signature), _signed_bytes(kind, payload))
     except SignatureError as error:
-        raise SignatureError(kind, expected=f"a signature by {signer}", got="one that does not verify") from error
+        raise SignatureError(kind, expected=f"a valid signature by {signer}", got="an invalid signature") from error
     return payload, signer
 
 
 def _signed_bytes(kind: str, payload: bytes) -> bytes:
-    """Separate domains: no kind contains a line break, so (kind, payload) is read back in one way only."""
+    """Encode (kind, payload) unambiguously, for domain separation: no kind contains a line break."""
     if not re.fullmatch(_KIND, kind):
-        raise DocumentError("envelope kind", expected="a lowercase word", got=repr(kind[:80]))
+        raise DocumentError("envelope kind", expected="lowercase letters, digits and hyphens", got=repr(kind[:80]))
     return b"archipelago/envelope/1\n" + kind.encode() + b"\n" + payload

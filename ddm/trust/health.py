@@ -1,7 +1,7 @@
-"""Whether a federation's own metadata hold together, told file by file: for the operator, before anybody refuses them.
+"""Examines a federation's own metadata file by file, so that the operator sees problems before readers refuse it.
 
-`ddm.trust.rules` stops at the first thing that is wrong, as a reader must. An operator wants to know all of it, also
-of a repository that has no plan yet.
+`ddm.trust.rules` stops at the first error, as a verifier must. This file reports every error, also for a repository
+without a plan.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from ddm.trust.paths import PLANS, RELEASE
 
 @dataclass(frozen=True)
 class RoleHealth:
-    """One metadata file.
+    """The state of one metadata file.
 
     Attributes:
         name: the file.
-        signed_at: when it was signed, from its expiry and the life that such a file is given.
+        signed_at: when it was signed, computed from its expiry and its period of validity.
         expires: when it expires.
-        problem: what is wrong with it, if anything.
+        problem: the error in it, if any.
     """
 
     name: str
@@ -85,13 +85,18 @@ class _Examination:
             return [self._root, signed] if self._root else [signed]
         delegator = self._targets if role in (PLANS, RELEASE) else self._root
         if delegator is None:
-            raise AbsentFileError(f"{role}.json", expected="a delegator that verifies", got="none")
+            source = "targets" if role in (PLANS, RELEASE) else "root"
+            raise AbsentFileError(
+                f"{role}.json", expected=f"a valid {source} that delegates to it", got=f"an invalid or missing {source}"
+            )
         return [delegator]
 
     def _check_listed(self, name: str, data: bytes) -> None:
         entry = self._listed.get(name)
-        if entry and entry.hashes and entry.hashes.get("sha256") != hashlib.sha256(data).hexdigest():
-            raise DigestError(name, expected=f"version {entry.version} as it is listed", got="other bytes")
+        found, listed = hashlib.sha256(data).hexdigest(), (entry.hashes or {}).get("sha256", "") if entry else ""
+        if entry and entry.hashes and listed != found:
+            expected = f"sha256 {listed[:16]}... of version {entry.version}, as listed"
+            raise DigestError(name, expected=expected, got=f"sha256 {found[:16]}...")
 
     def _remember(self, signed: Root | Timestamp | Snapshot | Targets, role: str) -> None:
         if isinstance(signed, Root):

@@ -1,4 +1,4 @@
-"""Which key signed this: Ed25519 keys, made where they are used and encrypted on disk."""
+"""Ed25519 keys: generated where they are used, encrypted on disk, identified by fingerprint."""
 
 import hashlib
 import re
@@ -37,10 +37,10 @@ class PublicKey:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``ed25519:`` and 64 lowercase hex digits.
+        """Parse ``ed25519:`` and 64 lowercase hex digits.
 
         Raises:
-            DocumentError: anything else.
+            DocumentError: another format.
         """
         if not re.fullmatch(_PREFIX + "[0-9a-f]{64}", text):
             raise DocumentError("public key", expected="ed25519: and 64 lowercase hex digits", got=repr(text[:80]))
@@ -52,7 +52,7 @@ class PublicKey:
 
         Raises:
             MissingFileError: there is no such file.
-            DocumentError: it holds anything else.
+            DocumentError: it does not hold a public key.
         """
         data = read_bounded(path.resolve(), MAX_KEY_FILE_BYTES, subject=path.name)
         return cls.parse(data.decode("ascii", "replace").strip())
@@ -83,7 +83,8 @@ class PublicKey:
         try:
             Ed25519PublicKey.from_public_bytes(self.raw).verify(signature, data)
         except (InvalidSignature, ValueError) as error:
-            raise SignatureError("signature", expected=f"one by key {self.short[:19]}", got="another") from error
+            expected = f"a valid signature by key {self.short[:19]}"
+            raise SignatureError("signature", expected=expected, got="an invalid signature") from error
 
     def tuf_key(self) -> Key:
         """Return this key as TUF metadata lists it, under its default key id."""
@@ -91,14 +92,14 @@ class PublicKey:
 
 
 class SigningKey:
-    """A private Ed25519 key; on disk only ever as encrypted PKCS8."""
+    """A private Ed25519 key; stored only as encrypted PKCS8."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
 
     @classmethod
     def generate(cls) -> Self:
-        """Make a new key from the operating system's randomness."""
+        """Generate a key from the operating system's random source."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
@@ -110,35 +111,43 @@ class SigningKey:
             PassphraseError: the passphrase does not open it.
             SetupError: it is not an encrypted Ed25519 key.
         """
-        # The operator's own path: secret stores mount keys as symbolic links.
+        # Links are followed, since secret stores mount keys as symbolic links.
         data = read_bounded(path.resolve(), MAX_KEY_FILE_BYTES, subject=path.name)
         wanted = "an encrypted PKCS8 Ed25519 key"
         if not data.startswith(_PEM_LABEL):
-            raise SetupError(path.name, expected=wanted, got="something else")
+            got = (
+                "a private key in another format"
+                if b"PRIVATE KEY-----" in data[:64]
+                else "a file without a private key"
+            )
+            raise SetupError(path.name, expected=wanted, got=got)
         try:
             private = load_pem_private_key(data, passphrase or b"\0")
         except (ValueError, TypeError) as error:
-            raise PassphraseError(path.name, expected="the passphrase of this key", got="another") from error
+            raise PassphraseError(
+                path.name, expected="the passphrase of this key", got="one that does not open it"
+            ) from error
         if not isinstance(private, Ed25519PrivateKey):
-            raise SetupError(path.name, expected=wanted, got="another kind of key")
+            raise SetupError(path.name, expected=wanted, got="a key of another algorithm")
         return cls(private)
 
     def save(self, path: Path, passphrase: bytes) -> None:
-        """Write the key, encrypted, readable by its owner only; whole or not at all, never over another file.
+        """Write the key atomically, encrypted, readable by its owner only; an existing file is never overwritten.
 
         Raises:
             PassphraseError: the passphrase is empty.
             SetupError: there is a file already.
         """
         if not passphrase:
-            raise PassphraseError(path.name, expected="a passphrase", got="an empty one")
+            raise PassphraseError(path.name, expected="a passphrase", got="an empty passphrase")
         encryption = BestAvailableEncryption(passphrase)
         data = self._private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
         try:
             write_atomic(path, data, mode=0o600, overwrite=False)
         except FileExistsError as error:
             remedy = "A key is never overwritten. Choose another folder, or move the old key away."
-            raise SetupError(path.name, expected="no file yet", got="one already", remedy=remedy) from error
+            expected, got = "no file of this name", "an existing file"
+            raise SetupError(path.name, expected=expected, got=got, remedy=remedy) from error
 
     @property
     def public(self) -> PublicKey:
@@ -146,7 +155,7 @@ class SigningKey:
         return PublicKey(self._private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
 
     def sign(self, data: bytes) -> bytes:
-        """Sign `data`: 64 bytes, the same every time."""
+        """Return the signature of `data`: 64 bytes, deterministic."""
         return self._private.sign(data)
 
 
@@ -156,7 +165,7 @@ def group_fingerprint(fingerprint: str) -> str:
 
 
 def parse_fingerprint(text: str) -> str:
-    """Read a sha256 fingerprint as people type it: in either case, with or without blanks and colons.
+    """Parse a sha256 fingerprint as people type it: in either case, with or without blanks and colons.
 
     Raises:
         SetupError: not 64 hex digits.

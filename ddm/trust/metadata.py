@@ -1,7 +1,8 @@
-"""One metadata file: parse it strictly, check its signatures, sign a new one.
+"""TUF metadata files: strict parsing, signature checks, and signing.
 
 Canonical here means the compact form that python-tuf writes, with signatures in the order of their key ids. Together
-with the rule that *every* signature in a file must verify, no byte can change unnoticed, in the unsigned part either.
+with the rule that *every* signature in a file must verify, it makes any changed byte detectable, even in the unsigned
+part.
 """
 
 import json
@@ -23,7 +24,7 @@ from ddm.trust.schema import check_schema
 
 T = TypeVar("T", Root, Timestamp, Snapshot, Targets)
 
-# As in tuf.ngclient.UpdaterConfig: what passes here, other TUF clients can read too.
+# As in tuf.ngclient.UpdaterConfig, so that other TUF clients can read what passes here.
 LIMITS = {"root": 512_000, "timestamp": 16_384, "snapshot": 2_000_000, "targets": 5_000_000}
 TIMESTAMP_LIFE = timedelta(days=90)
 METADATA_LIFE = timedelta(days=5 * 365)
@@ -34,7 +35,7 @@ def parse_metadata(data: bytes, kind: type[T], subject: str, *, limit: int | Non
 
     Args:
         data: the bytes as received.
-        kind: what it must be.
+        kind: the kind that it must be of.
         subject: the file, for errors.
         limit: most bytes accepted; python-tuf's own limit for the kind when None.
 
@@ -47,7 +48,7 @@ def parse_metadata(data: bytes, kind: type[T], subject: str, *, limit: int | Non
         raise DocumentError(subject, expected="canonical metadata bytes", got="another encoding of the same metadata")
     keyids = [signature["keyid"] for signature in value["signatures"]]
     if keyids != sorted(set(keyids)):
-        raise DocumentError(subject, expected="each key's signature once, in order", got="another order")
+        raise DocumentError(subject, expected="each key's signature once, sorted by key id", got="another order")
     try:
         metadata = cast("Metadata[T]", Metadata.from_bytes(data))
     except DeserializationError as error:
@@ -57,7 +58,7 @@ def parse_metadata(data: bytes, kind: type[T], subject: str, *, limit: int | Non
 
 
 def parse_payload(data: bytes, kind: type[T], subject: str) -> T:
-    """Parse the part of a metadata file that signatures are made over, before it has any.
+    """Parse the part of a metadata file that is signed, before it has signatures.
 
     Raises:
         DocumentError: too large, malformed, of another kind, or not in canonical form.
@@ -75,12 +76,12 @@ def parse_payload(data: bytes, kind: type[T], subject: str) -> T:
 
 
 def payload_of(signed: Signed) -> bytes:
-    """Return the bytes that signatures are made over."""
+    """Return the bytes that are signed."""
     return CanonicalJSONSerializer().serialize(signed)
 
 
 def attach(signed: Signed, signatures: Mapping[PublicKey, bytes]) -> bytes:
-    """Join metadata and signatures made elsewhere; what it returns, `parse_metadata` accepts."""
+    """Join metadata and signatures made elsewhere into a file that `parse_metadata` accepts."""
     made = {key.tuf_key().keyid: signature.hex() for key, signature in signatures.items()}
     listed = {keyid: Signature(keyid, made[keyid]) for keyid in sorted(made)}
     data = Metadata(cast("Any", signed), listed).to_bytes()
@@ -89,16 +90,16 @@ def attach(signed: Signed, signatures: Mapping[PublicKey, bytes]) -> bytes:
 
 
 def check_signatures(metadata: Metadata[T], role: str, delegators: Sequence[Root | Targets], subject: str) -> None:
-    """Check that each delegator's threshold for `role` is met and that no signature is left over.
+    """Check that each delegator's threshold for `role` is met and that there are no other signatures.
 
     Args:
-        metadata: what was signed.
+        metadata: the signed metadata.
         role: its name.
-        delegators: who says which keys may sign; a new root answers to the old one and to itself.
+        delegators: the metadata that names the role's keys; for a new root the old one and the new one.
         subject: the file, for errors.
 
     Raises:
-        SignatureError: too few signatures, one that does not verify, or one by a key without the role.
+        SignatureError: too few signatures, an invalid one, or one by a key without the role.
     """
     payload = metadata.signed_bytes
     allowed: dict[str, Key] = {}
@@ -106,7 +107,8 @@ def check_signatures(metadata: Metadata[T], role: str, delegators: Sequence[Root
         try:
             allowed |= {keyid: delegator.get_key(keyid) for keyid in delegator.get_delegated_role(role).keyids}
         except ValueError as error:
-            raise SignatureError(subject, expected=f"a key for role {role}", got="none") from error
+            got = f"{delegator.type} metadata without this role"
+            raise SignatureError(subject, expected=f"a key for role {role}", got=got) from error
     for keyid, signature in metadata.signatures.items():
         if keyid not in allowed:
             expected = f"signatures by the keys of role {role}"
@@ -120,7 +122,7 @@ def check_signatures(metadata: Metadata[T], role: str, delegators: Sequence[Root
         try:
             delegator.verify_delegate(role, payload, metadata.signatures)
         except UnsignedMetadataError as error:
-            raise SignatureError(subject, expected="enough signatures for its role", got=str(error)) from error
+            raise SignatureError(subject, expected="enough signatures for its role", got=str(error)[:200]) from error
 
 
 def check_expiry(signed: Signed, now: datetime, subject: str) -> None:
@@ -136,7 +138,7 @@ def check_expiry(signed: Signed, now: datetime, subject: str) -> None:
 
 
 def sign_metadata(signed: T, keys: Sequence[SigningKey]) -> bytes:
-    """Sign metadata with every key and return the canonical file; what it returns, `parse_metadata` accepts."""
+    """Sign metadata with every key and return the canonical file, which `parse_metadata` accepts."""
     payload = payload_of(signed)
     return attach(signed, {key.public: key.sign(payload) for key in keys})
 
@@ -145,20 +147,20 @@ def expiry(now: datetime, life: timedelta) -> datetime:
     """Return `now + life` as TUF writes it: UTC, whole seconds.
 
     Raises:
-        FormatError: `now` does not say its time zone.
+        FormatError: `now` has no time zone.
     """
     if now.tzinfo is None:
-        raise FormatError("time", expected="a time zone", got="a naive datetime")
+        raise FormatError("time", expected="a datetime with a time zone", got="a naive datetime")
     return (now + life).astimezone(UTC).replace(microsecond=0)
 
 
 def public_key(key: Key) -> PublicKey:
-    """Return a TUF key as ours."""
+    """Convert a TUF key to a `PublicKey`."""
     return PublicKey(bytes.fromhex(key.keyval["public"]))
 
 
 def _check_keyids(signed: Signed, subject: str) -> None:
-    """A key id must be the key's own digest, or one key under two ids would count twice against a threshold."""
+    """Check that each key id is the key's digest, so that one key cannot count twice towards a threshold."""
     keys: dict[str, Key] = {}
     if isinstance(signed, Root):
         keys = signed.keys
@@ -166,4 +168,6 @@ def _check_keyids(signed: Signed, subject: str) -> None:
         keys = signed.delegations.keys
     for keyid, key in keys.items():
         if not isinstance(key, SSlibKey) or public_key(key).tuf_key().keyid != keyid:
-            raise DocumentError(subject, expected="key ids that are the keys' digests", got=f"key id {keyid[:16]}")
+            raise DocumentError(
+                subject, expected="key ids that are the keys' digests", got=f"key id {keyid[:16]}... of another key"
+            )

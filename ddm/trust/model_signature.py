@@ -1,9 +1,9 @@
-"""`model.sig`: one OpenSSF Model Signing signature over a plan's folder, for tools that know nothing of Archipelago.
+"""`model.sig`: one OpenSSF Model Signing signature over a plan's folder, for generic model verification tools.
 
-A sigstore bundle with a DSSE envelope around an in-toto statement, as `model_signing` 1.1 reads and writes them: the
-sha256 of every file but the signature itself. TUF says more (who may speak for which file, what is current) and is what
-`ddm verify` goes by; it lists this file like any other. The same files under the same key give the same bytes: the
-JSON is canonical and the ECDSA nonce that of RFC 6979.
+It is a sigstore bundle with a DSSE envelope around an in-toto statement, as `model_signing` 1.1 reads and writes it, of
+the sha256 of every file except the signature itself. TUF states more (which role signs which file, what is current), is
+what `ddm verify` relies on, and lists this file like any other. The same files and key give the same bytes: the JSON is
+canonical and the ECDSA nonce is deterministic (RFC 6979).
 """
 
 import hashlib
@@ -29,9 +29,9 @@ def sign_model(name: str, digests: Mapping[str, str], key: ec.EllipticCurvePriva
     """Sign a folder of files.
 
     Args:
-        name: what to call it, the plan's id; tools show it and compare nothing with it.
-        digests: path relative to the folder to sha256, of every file in it but `model.sig`.
-        key: on P-256.
+        name: the plan's id, which tools display and do not check.
+        digests: path relative to the folder to sha256, of every file in it except `model.sig`.
+        key: a P-256 key.
 
     Returns:
         The content of `model.sig`.
@@ -54,12 +54,12 @@ def sign_model(name: str, digests: Mapping[str, str], key: ec.EllipticCurvePriva
 
 
 def check_model_signature(data: bytes, name: str, digests: Mapping[str, str]) -> None:
-    """Refuse a `model.sig` that is about other files than those that TUF signs; its own signature is not checked here.
+    """Refuse a `model.sig` of other files than those that TUF signs; its own signature is not checked here.
 
     Args:
         data: the file's content.
         name: the plan's id.
-        digests: path relative to the plan's folder to sha256, of every signed file but `model.sig`.
+        digests: path relative to the plan's folder to sha256, of every signed file except `model.sig`.
 
     Raises:
         DocumentError: it does not parse as a signature bundle.
@@ -69,13 +69,19 @@ def check_model_signature(data: bytes, name: str, digests: Mapping[str, str]) ->
     try:
         payload = value["dsseEnvelope"]["payload"]
     except (KeyError, TypeError) as error:
-        raise DocumentError(MODEL_SIGNATURE_NAME, expected="a sigstore bundle with a DSSE envelope") from error
+        got = "a document without dsseEnvelope.payload"
+        expected = "a sigstore bundle with a DSSE envelope"
+        raise DocumentError(MODEL_SIGNATURE_NAME, expected=expected, got=got) from error
     if payload != b64encode(_statement(name, digests)).decode("ascii"):
-        raise DigestError(MODEL_SIGNATURE_NAME, expected="exactly the files that are signed here", got="others")
+        expected, got = (
+            f"a statement of exactly the {len(digests)} files that TUF signs",
+            "a statement of other files or digests",
+        )
+        raise DigestError(MODEL_SIGNATURE_NAME, expected=expected, got=got)
 
 
 def _statement(name: str, digests: Mapping[str, str]) -> bytes:
-    """Return the canonical in-toto statement; its one digest is over all others, in the order of the paths' parts."""
+    """Return the canonical in-toto statement; the subject's digest covers the files' digests, sorted by path parts."""
     ordered = sorted(digests.items(), key=lambda item: PurePosixPath(item[0]))
     together = hashlib.sha256(b"".join(bytes.fromhex(digest) for _, digest in ordered)).hexdigest()
     statement = {

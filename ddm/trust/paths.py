@@ -1,6 +1,6 @@
-"""Which one role may list a path: the rule by which nobody speaks for somebody else's files.
+"""Path ownership: the one role that may list each path, so that no role can sign another's files.
 
-Paths are relative to ``targets/``. Each path has at most one owner, a function of the path alone:
+Paths are relative to ``targets/``. Each path has at most one owner, which depends on the path only:
 
     <plan_id>/plan.json, <plan_id>/plan/*                              plans
     <plan_id>/{manifest.json, router.safetensors, ...}                 release
@@ -25,12 +25,12 @@ def is_plan_id(text: str) -> bool:
 
 
 def is_silo_id(text: str) -> bool:
-    """Whether `text` is a silo's name."""
+    """Whether `text` is a valid silo id."""
     return re.fullmatch(SILO_ID_PATTERN, text) is not None
 
 
 def silo_role(plan_id: str, silo_id: str) -> str:
-    """Name the role that signs what one silo sends for one plan."""
+    """Return the role that signs one silo's submission for one plan."""
     return f"{plan_id}.{silo_id}"
 
 
@@ -41,7 +41,7 @@ def split_silo_role(name: str) -> tuple[str, str] | None:
 
 
 def delegated_paths(plan_id: str, role: str) -> list[str]:
-    """List the path patterns that `targets` delegates to `role`; the same rule as `owner`, in TUF's words."""
+    """List the path patterns that `targets` delegates to `role`: the rule of `owner` as TUF patterns."""
     if role == PLANS:
         return [f"{plan_id}/plan.json", f"{plan_id}/plan/*"]
     if role == RELEASE:
@@ -51,7 +51,7 @@ def delegated_paths(plan_id: str, role: str) -> list[str]:
 
 
 def owner(path: str, plan_id: str) -> str | None:
-    """Return the only role that may list `path` in a release of `plan_id`, None when no role may."""
+    """Return the only role that may list `path` in a release of `plan_id`, or None."""
     match path.split("/"):
         case [plan, "plan.json"] | [plan, "plan", _] if plan == plan_id:
             return PLANS

@@ -1,14 +1,14 @@
-"""How a federation signs: the aggregator's TUF repository, in one folder of metadata.
+"""The aggregator's TUF repository: signs and updates a federation's metadata in one folder.
 
-Offline keys sign `root` and `targets`, and targets only delegates; their holders sign drafts of them, which come here
-signed (`ddm.trust.drafts`, `ddm.trust.ceremony`). `plans`, `release` and one role per silo list files; `snapshot` and
-`timestamp` say which versions belong together. One plan at a time: a new plan's delegations replace the last one's. A
-role that leaves keeps an entry in the snapshot, one version on, without length and hashes: TUF clients that remember
-the last snapshot refuse one from which an entry disappeared, and refuse what the role signed before as outdated; ours
-reads such an entry as "must not be there".
+Offline keys sign `root` and `targets`, and targets only delegates; their holders sign drafts, which arrive here signed
+(`ddm.trust.drafts`, `ddm.trust.ceremony`). `plans`, `release` and one role per silo list files; `snapshot` and
+`timestamp` state which versions belong together. There is one plan at a time: a new plan's delegations replace those
+before. A removed role keeps an entry in the snapshot, with the next version and without length and hashes: TUF clients
+that remember the last snapshot refuse one from which an entry disappeared, and refuse the role's earlier metadata as
+outdated; our verifier reads such an entry as "must be absent".
 
-Each method writes several files, one after the other. Whoever must survive a crash in between works on a copy of the
-folder and puts that in place (`aggregator.changes`), holding the federation's signing lock.
+Each method writes several files, one after the other. To survive a crash in between, a caller works on a copy of the
+folder and replaces the original with it (`aggregator.changes`), holding the federation's signing lock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ class Repository:
         online_key: SigningKey,
         now: datetime,
     ) -> Self:
-        """Found a federation: every role at version 1, no plan yet.
+        """Create a federation: every role at version 1, no plan yet.
 
         Args:
             folder: where the metadata goes.
@@ -77,12 +77,13 @@ class Repository:
 
         Raises:
             SetupError: the folder holds a federation already.
-            SignatureError: a document is not signed as the root demands.
+            SignatureError: a document is not signed as the root requires.
         """
         repository = cls(folder)
         if (folder / "1.root.json").exists():
-            remedy = "A federation is founded once. Choose another folder."
-            raise SetupError(str(folder), expected="no federation yet", got="one already", remedy=remedy)
+            remedy = "A federation is created once. Choose another folder."
+            got = "an existing federation"
+            raise SetupError(str(folder), expected="a folder without a federation", got=got, remedy=remedy)
         repository._install_root(root)
         repository._install_targets(targets)
         expires = expiry(now, METADATA_LIFE)
@@ -92,24 +93,24 @@ class Repository:
         return repository
 
     def root(self) -> Root:
-        """Read the present root."""
+        """Read the current root."""
         return parse_metadata(self._bytes(f"{self._root_version()}.root.json"), Root, "root").signed
 
     def targets(self) -> Targets:
-        """Read the present targets."""
+        """Read the current targets."""
         return self._read("targets", Targets)
 
     def delegates(self) -> Delegates:
-        """Read whom the present targets lets sign."""
+        """Read the delegations of the current targets."""
         return Delegates.of(self.targets())
 
     def next_root(self, changed: Mapping[str, Holders], now: datetime) -> Root:
-        """Draft the root that gives roles to other holders; it becomes valid once both old and new ones have signed."""
+        """Draft the root that assigns roles to other holders; it is valid once both old and new holders have signed."""
         root = self.root()
         return draft_root(root.version + 1, {**holders_of(root), **changed}, now)
 
     def next_targets(self, delegates: Delegates, now: datetime) -> Targets:
-        """Draft the targets that delegates to others."""
+        """Draft the targets with these delegations."""
         return draft_targets(self.targets().version + 1, delegates, now)
 
     def start_plan(
@@ -135,14 +136,15 @@ class Repository:
             now: the present.
 
         Raises:
-            RoleError: a path that `plans` may not list, or delegations to no silo or of another plan.
+            RoleError: a path that `plans` may not list, or delegations of another plan or without silos.
             SignatureError: `targets` is not signed by its holders, or a key is not its role's.
-            RollbackError: `targets` does not follow the present one.
+            RollbackError: `targets` does not follow the current version.
         """
         _check_owner(plan_files, plan_id, PLANS)
         delegates = Delegates.of(parse_metadata(targets, Targets, "targets.json").signed)
         if delegates.plan_id != plan_id or not delegates.silos:
-            raise RoleError("targets.json", expected=f"delegations to silos of {plan_id}", got="others")
+            got = f"delegations to {len(delegates.silos)} silos of {delegates.plan_id or 'no plan'}"
+            raise RoleError("targets.json", expected=f"delegations to silos of {plan_id}", got=got)
         self._install_targets(targets)
         self._write(PLANS, self._next(PLANS, plan_files, now), plans_key)
         if self._read(RELEASE, Targets).targets:
@@ -159,19 +161,19 @@ class Repository:
         online_key: SigningKey,
         now: datetime,
     ) -> None:
-        """Put new keys or delegations into force; what the roles list stays, without silos that left.
+        """Put new keys or delegations into force; the roles keep their files, removed silos excepted.
 
         Args:
             root: the next root, signed by the holders of the old and of the new one.
-            targets: the next targets, signed by the holders whom the newest root names.
-            plans_key: signs what `plans` lists again, where its key is new.
-            release_key: signs what `release` lists again, where its key is new.
-            online_key: the key of `snapshot` and `timestamp`, as the newest root names it.
+            targets: the next targets, signed by the holders that the newest root names.
+            plans_key: re-signs the list of `plans`, if its key is new.
+            release_key: re-signs the list of `release`, if its key is new.
+            online_key: the key of `snapshot` and `timestamp` that the newest root names.
             now: the present.
 
         Raises:
             SignatureError: a document is not signed by its holders, or a key is not its role's.
-            RollbackError: a document does not follow the present one.
+            RollbackError: a document does not follow the current version.
         """
         live = {name.removesuffix(".json") for name in self._live()}
         if root is not None:
@@ -197,11 +199,11 @@ class Repository:
         online_key: SigningKey,
         now: datetime,
     ) -> None:
-        """Sign a release of the present plan.
+        """Sign a release of the current plan.
 
         Args:
-            plan_id: the present plan.
-            silo_metadata: silo id to the metadata it signed, republished unchanged; a silo left out has left.
+            plan_id: the current plan.
+            silo_metadata: silo id to the metadata that it signed, republished unchanged; other silos are removed.
             release_files: path relative to ``targets/`` to (bytes, sha256).
             release_key: the key of `release`.
             online_key: the key of `snapshot` and `timestamp`.
@@ -244,7 +246,7 @@ class Repository:
     def _bytes(self, name: str) -> bytes:
         path = self.folder / name
         if not path.exists():
-            raise MissingFileError(str(path), expected="this federation's metadata", got="nothing there")
+            raise MissingFileError(str(path), expected="this federation's metadata", got="no such file")
         return read_small(self.folder, name, LIMITS["targets"])
 
     def _read(self, role: str, kind: type[T]) -> T:
@@ -272,7 +274,7 @@ class Repository:
         write_atomic(self.folder / "targets.json", data)
 
     def _write(self, role: str, signed: T, key: SigningKey) -> None:
-        """Sign and write, if the key holds the role: nothing else would notice before a reader does."""
+        """Sign and write, after checking that the key holds the role, which otherwise only readers would notice."""
         data = sign_metadata(signed, [key])
         delegator = self.targets() if role in (PLANS, RELEASE) else self.root()
         check_signatures(parse_metadata(data, type(signed), role), role, [delegator], f"{role}.json")
@@ -283,9 +285,9 @@ class Repository:
         return Targets(self._read(role, Targets).version + 1, None, expiry(now, METADATA_LIFE), listed)
 
     def _close(self, roles: set[str], online: SigningKey, now: datetime) -> None:
-        """Say which versions belong together; the timestamp last, since it makes them current."""
+        """Write the snapshot and then the timestamp, which makes these versions current."""
         old = self._read("snapshot", Snapshot) if (self.folder / "snapshot.json").exists() else Snapshot(meta={})
-        # One version on where a role leaves: what it signed before is then older than the snapshot says.
+        # A removed role gets the next version, so that its earlier metadata is older than the snapshot's entry.
         left = {name: entry.version + (entry.hashes is not None) for name, entry in old.meta.items()}
         meta = {name: MetaFile(min(version, MAX_VERSION)) for name, version in left.items()}
         for role in roles:
@@ -306,18 +308,21 @@ class Repository:
         if version < seen.version:
             raise RollbackError(f"{role}.json", expected=f"version {seen.version} or later", got=f"version {version}")
         if version == seen.version and self._bytes(f"{role}.json") != data:
-            raise RollbackError(f"{role}.json", expected=f"version {version} as published", got="other content")
+            got = f"version {version} with other content"
+            raise RollbackError(f"{role}.json", expected=f"version {version} as published before", got=got)
 
 
 def _role_key(targets: Targets, role: str) -> PublicKey:
     try:
         return public_key(targets.get_key(targets.get_delegated_role(role).keyids[0]))
     except ValueError as error:
-        raise RoleError(f"{role}.json", expected="a role that targets delegates to", got="an unknown one") from error
+        expected, got = "a role that targets delegates to", "a role without a delegation"
+        raise RoleError(f"{role}.json", expected=expected, got=got) from error
 
 
 def _check_owner(files: Files, plan_id: str, role: str) -> None:
     for path in files:
         check_path(path, f"{role}.json")
         if owner(path, plan_id) != role:
-            raise RoleError(f"targets/{path}", expected=f"a path of role {role} in plan {plan_id}", got="another")
+            got = f"a path of {owner(path, plan_id) or 'no role'}"
+            raise RoleError(f"targets/{path}", expected=f"a path of role {role} in plan {plan_id}", got=got)

@@ -1,14 +1,14 @@
-"""What a set of metadata files says, if it can be trusted at all: pure rules, no disk, no clock, no network.
+"""The rules of verification: decides whether metadata can be trusted, as pure functions without disk, clock or network.
 
 The order is TUF's (specification 1.0.31, section 5): pinned root, root rotations, timestamp, snapshot, targets,
-delegated roles; signatures by python-tuf. Its `Updater` is not driven here because it reads the clock itself, cannot
-read an archived release, and writes what it fetches; a test holds that it accepts what is accepted here. Stricter:
+delegated roles; signatures by python-tuf. Its `Updater` is not used because it reads the clock itself, cannot read an
+archived release, and writes what it fetches; a test checks that it accepts what is accepted here. Stricter than TUF:
 
  * every file is canonical and every signature in it verifies (`ddm.trust.metadata`);
  * targets delegates exactly `plans`, `release` and the roles of one plan's silos, and lists nothing itself;
- * a path is listed by its owner alone (`ddm.trust.paths`), so no role can speak for a silo;
+ * only its owner lists a path (`ddm.trust.paths`), so no role can sign for a silo;
  * no two silos share a key, or share one with `plans` or `release`;
- * exactly the metadata files that count are there.
+ * there are no metadata files besides those that are used.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ MAX_ROOT_ROTATIONS = 256
 
 
 class Stage(Enum):
-    """How much of a federation's metadata must be there."""
+    """The part of a federation's metadata that must be present."""
 
     BUNDLE = "bundle"
     RELEASE = "release"
@@ -44,7 +44,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Target:
-    """What was signed about one file: its length in bytes, its sha256, and by which role."""
+    """The signed description of one file: its length in bytes, its sha256, and the role that signed it."""
 
     bytes: int
     digest: str
@@ -53,18 +53,18 @@ class Target:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a verified set of metadata says.
+    """The content of verified metadata.
 
     Attributes:
         root_fingerprint: sha256 of 1.root.json.
-        plan_id: the one plan it is about.
-        targets: path relative to ``targets/`` to what was signed about it.
+        plan_id: its plan.
+        targets: path relative to ``targets/`` to the signed description of the file.
         silo_keys: silo id to the fingerprint of the key that signed for it.
         versions: role to version.
         digests: role to the sha256 of its metadata file.
         roots: root version to its bytes, the pinned one included.
         expires: when the timestamp expires.
-        expired: whether it has, which only an archived reading accepts.
+        expired: whether it has, which only `archived` accepts.
     """
 
     root_fingerprint: str
@@ -87,7 +87,7 @@ def resolve(
     archived: bool = False,
     remembered: Mapping[int, bytes] | None = None,
 ) -> Resolved:
-    """Decide whether metadata can be trusted, and what it says.
+    """Verify metadata, and return its content.
 
     Args:
         view: file name in ``metadata/`` to its bytes.
@@ -98,8 +98,8 @@ def resolve(
         remembered: later roots seen before under the same pinned one; a key revoked there stays revoked here.
 
     Raises:
-        TrustError: anything that does not hold; the subject names the file.
-        FormatError: a file that does not parse.
+        TrustError: a check failed; the subject names the file.
+        FormatError: a file does not parse.
     """
     root, roots = _root_chain(view, pinned, remembered or {})
     check_expiry(root, now, f"metadata/{root.version}.root.json")
@@ -137,7 +137,7 @@ def _sha256(data: bytes) -> str:
 
 def _file(view: Mapping[str, bytes], name: str) -> bytes:
     if name not in view:
-        raise AbsentFileError(f"metadata/{name}", expected="a metadata file", got="nothing there")
+        raise AbsentFileError(f"metadata/{name}", expected="a metadata file", got="no such file")
     return view[name]
 
 
@@ -146,8 +146,9 @@ def _root_chain(
 ) -> tuple[Root, Mapping[int, bytes]]:
     """Follow the roots from the pinned one, each signed by the one before and by itself."""
     first = "metadata/1.root.json"
-    if _file(view, "1.root.json") != pinned:
-        raise RootError(first, expected=f"the pinned root {_sha256(pinned)[:16]}...", got="another file")
+    if (data := _file(view, "1.root.json")) != pinned:
+        expected = f"the pinned root, sha256 {_sha256(pinned)[:16]}..."
+        raise RootError(first, expected=expected, got=f"sha256 {_sha256(data)[:16]}...")
     try:
         metadata = parse_metadata(pinned, Root, first)
     except FormatError as error:
@@ -158,16 +159,18 @@ def _root_chain(
     check_signatures(metadata, "root", [root], first)
     for version in range(2, MAX_ROOT_ROTATIONS + 2):
         name = f"{version}.root.json"
-        data = view.get(name, remembered.get(version))
-        if data is None:
+        found = view.get(name, remembered.get(version))
+        if found is None:
             break
-        if remembered.get(version, data) != data:
-            raise RollbackError(f"metadata/{name}", expected=f"root {version} as seen before", got="another")
-        metadata = parse_metadata(data, Root, f"metadata/{name}")
+        if remembered.get(version, found) != found:
+            expected = f"root {version} as seen before, sha256 {_sha256(remembered[version])[:16]}..."
+            raise RollbackError(f"metadata/{name}", expected=expected, got=f"sha256 {_sha256(found)[:16]}...")
+        metadata = parse_metadata(found, Root, f"metadata/{name}")
         check_signatures(metadata, "root", [root, metadata.signed], f"metadata/{name}")
         if metadata.signed.version != version:
-            raise RollbackError(f"metadata/{name}", expected=f"version {version}", got=f"{metadata.signed.version}")
-        root, roots = metadata.signed, {**roots, version: data}
+            got = f"version {metadata.signed.version}"
+            raise RollbackError(f"metadata/{name}", expected=f"version {version}", got=got)
+        root, roots = metadata.signed, {**roots, version: found}
     return root, roots
 
 
@@ -191,7 +194,7 @@ def _snapshot(view: Mapping[str, bytes], root: Root, timestamp: Timestamp) -> Sn
 def _targets(view: Mapping[str, bytes], root: Root, snapshot: Snapshot) -> Targets:
     targets = _listed(view, "targets", root, snapshot)
     if targets.targets:
-        raise RoleError("metadata/targets.json", expected="delegations only", got="files listed by targets itself")
+        raise RoleError("metadata/targets.json", expected="delegations only", got=f"{len(targets.targets)} files")
     return targets
 
 
@@ -200,14 +203,16 @@ def _listed(view: Mapping[str, bytes], role: str, delegator: Root | Targets, sna
     subject = f"metadata/{role}.json"
     meta = snapshot.meta.get(f"{role}.json")
     if meta is None or meta.hashes is None:
-        raise AbsentFileError("metadata/snapshot.json", expected=f"an entry for role {role}", got="none")
+        got = "no entry" if meta is None else "an entry of a removed role"
+        raise AbsentFileError("metadata/snapshot.json", expected=f"an entry for role {role}", got=got)
     data = _file(view, f"{role}.json")
     _check_listed(data, meta, subject)
     metadata = parse_metadata(data, Targets, subject)
     check_signatures(metadata, role, [delegator], subject)
     _check_version(metadata.signed.version, meta, subject)
     if role != "targets" and metadata.signed.delegations is not None:
-        raise RoleError(subject, expected="no further delegations", got="some")
+        num = len(metadata.signed.delegations.roles or {})
+        raise RoleError(subject, expected="no further delegations", got=f"delegations to {num} roles")
     return metadata.signed
 
 
@@ -224,46 +229,47 @@ def _check_version(version: int, meta: MetaFile, subject: str) -> None:
 
 
 def _check_delegations(targets: Targets) -> str:
-    """Demand the delegations of one plan, exactly as the repository writes them; return the plan's id."""
+    """Require the delegations of one plan, exactly as the repository writes them; return the plan's id."""
     subject = "metadata/targets.json"
     roles = (targets.delegations.roles if targets.delegations else None) or {}
     names = {split_silo_role(role) for role in roles if role not in (PLANS, RELEASE)}
     plans = {name[0] for name in names if name}
     if None in names or len(plans) != 1 or not {PLANS, RELEASE} <= set(roles):
-        got = ", ".join(sorted(roles))[:200] or "none"
+        got = ", ".join(sorted(roles))[:200] or "no delegations"
         raise RoleError(subject, expected="delegations to plans, release and the silos of one plan", got=got)
     plan_id = plans.pop()
     users: dict[str, str] = {}
     for role in roles.values():
         if role != DelegatedRole(role.name, role.keyids, 1, True, delegated_paths(plan_id, role.name)):
-            raise RoleError(
-                subject, expected=f"role {role.name} with its own paths, threshold 1", got="another delegation"
-            )
+            got = f"threshold {role.threshold} and paths {ascii(role.paths or [])[:200]}"
+            expected = f"role {role.name} terminating, with threshold 1 and exactly its own paths"
+            raise RoleError(subject, expected=expected, got=got)
         if role.name not in (PLANS, RELEASE) and len(role.keyids) != 1:
-            raise RoleError(subject, expected=f"one key for role {role.name}", got=f"{len(role.keyids)}")
+            raise RoleError(subject, expected=f"one key for role {role.name}", got=f"{len(role.keyids)} keys")
         for keyid in role.keyids:
             other = users.setdefault(keyid, role.name)
             if other != role.name and {role.name, other} != {PLANS, RELEASE}:
-                raise RoleError(
-                    subject, expected="a key of its own for each silo", got=f"one for {other} and {role.name}"
-                )
+                got = f"one key for {other} and {role.name}"
+                raise RoleError(subject, expected="a different key for each silo", got=got)
     return plan_id
 
 
 def _roles_present(targets: Targets, snapshot: Snapshot, stage: Stage) -> list[str]:
-    """Choose the roles to load: all that the snapshot lists as present; a silo may be missing, a stranger may not."""
+    """Return the roles to load: those that the snapshot lists as present; silos may be missing, but no others added."""
     roles = list((targets.delegations.roles if targets.delegations else None) or {})
     live = {name for name, meta in snapshot.meta.items() if meta.hashes is not None}
     strange = live - {"targets.json", *(f"{role}.json" for role in roles)}
     if strange:
-        raise RoleError("metadata/snapshot.json", expected="roles that targets delegates to", got=sorted(strange)[0])
+        raise RoleError(
+            "metadata/snapshot.json", expected="roles that targets delegates to", got=f"also {sorted(strange)[0]}"
+        )
     if stage is Stage.BUNDLE:
         return [PLANS]
     return [PLANS, RELEASE] + [r for r in roles if r not in (PLANS, RELEASE) and f"{r}.json" in live]
 
 
 def _listing(loaded: Mapping[str, Targets], plan_id: str, stage: Stage) -> Mapping[str, Target]:
-    """Join what the roles list, each path from its owner."""
+    """Merge the files that the roles list, each path from its owner only."""
     listing: dict[str, Target] = {}
     for role, content in loaded.items():
         for path, file in content.targets.items():
@@ -278,17 +284,19 @@ def _listing(loaded: Mapping[str, Targets], plan_id: str, stage: Stage) -> Mappi
         required += [f"{plan_id}/manifest.json", *(f"{plan_id}/silos/{silo}/submission.json" for silo in silos)]
     for path in required:
         if path not in listing:
-            raise AbsentFileError(f"targets/{path}", expected="listed by its role", got="not listed")
+            expected = f"listed by role {owner(path, plan_id)}"
+            raise AbsentFileError(f"targets/{path}", expected=expected, got="not listed")
     return listing
 
 
 def _check_names(view: Mapping[str, bytes], names: set[str], roots: Mapping[int, bytes]) -> Mapping[int, bytes]:
-    """Demand that every metadata file in the folder is one that counted; return the roots among them."""
+    """Require that every metadata file in the folder was used; return the roots among them."""
     unlisted = sorted(set(view) - names - {f"{version}.root.json" for version in roots})
     if unlisted and unlisted[0].endswith(".root.json") and f"{len(roots) + 1}.root.json" not in view:
         _file(view, f"{len(roots) + 1}.root.json")
     if unlisted:
-        raise UnlistedFileError(f"metadata/{unlisted[0]}", expected="only metadata that is listed", got="another file")
+        got = f"{len(unlisted)} unlisted"
+        raise UnlistedFileError(f"metadata/{unlisted[0]}", expected="only listed metadata files", got=got)
     in_folder = {version: data for version, data in roots.items() if f"{version}.root.json" in view}
     for version in range(1, max(in_folder)):
         _file(view, f"{version}.root.json")

@@ -1,7 +1,7 @@
-"""What a TUF metadata file may contain: a strict schema in front of python-tuf's lenient one.
+"""The strict schema of TUF metadata files, checked before python-tuf's lenient one.
 
-python-tuf keeps fields it does not know, some of them outside the signature, and accepts any hash, key type and number.
-Here every field is known, typed and bounded, and there is one way to write each file.
+python-tuf keeps unknown fields, some of them outside the signature, and accepts any hash, key type and number. Here
+every field is known, typed and bounded, and each file has one encoding.
 """
 
 from typing import Annotated, Any, Literal
@@ -43,7 +43,7 @@ class _Role(Model):
     @model_validator(mode="after")
     def _reachable(self) -> "_Role":
         if self.threshold > len(self.keyids):
-            raise ValueError("threshold above the number of keys")
+            raise ValueError(f"threshold must be at most the number of keys, {len(self.keyids)}, got {self.threshold}")
         return self
 
 
@@ -68,7 +68,7 @@ class _Target(Model):
 
 
 class _MetaFile(Model):
-    """A listed metadata file; without length and hashes it is a role that has left (see `Repository`)."""
+    """A listed metadata file; without length and hashes its role was removed (see `Repository`)."""
 
     version: _Version
     length: _Length | None = None
@@ -77,7 +77,8 @@ class _MetaFile(Model):
     @model_validator(mode="after")
     def _both_or_neither(self) -> "_MetaFile":
         if (self.length is None) != (self.hashes is None):
-            raise ValueError("length and hashes come together")
+            found = "length" if self.hashes is None else "hashes"
+            raise ValueError(f"length and hashes must be given together, got only {found}")
         return self
 
 
@@ -142,10 +143,10 @@ def check_schema(value: Any, kind: str, subject: str, *, unsigned: bool = False)
         value: as `json.loads` returns it.
         kind: ``root``, ``timestamp``, ``snapshot`` or ``targets``.
         subject: the file, for the error.
-        unsigned: it is only the part that signatures are made over.
+        unsigned: whether it is only the part that is signed.
 
     Raises:
-        DocumentError: a field too few, too many, or of another type; a bound exceeded.
+        DocumentError: a missing or unknown field, one of another type, or an exceeded bound.
     """
     model = (_SIGNED if unsigned else _FILES)[kind]
     try:

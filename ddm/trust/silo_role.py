@@ -1,4 +1,4 @@
-"""A silo's signature over what it sends: its own TUF role, checked before anything else of a submission is parsed."""
+"""A silo's signature over its submission: its own TUF role, checked before any other part is parsed."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -24,26 +24,27 @@ MAX_SILO_METADATA_BYTES = 256 * 1024
 def sign_silo_metadata(
     plan_id: str, silo_id: str, files: Mapping[str, tuple[int, str]], key: SigningKey, *, version: int, now: datetime
 ) -> bytes:
-    """Sign what one silo sends for one plan.
+    """Sign one silo's submission for one plan.
 
     Args:
-        plan_id: the plan it answers.
-        silo_id: who answers.
+        plan_id: the plan.
+        silo_id: the silo.
         files: path relative to ``targets/``, i.e. ``<plan_id>/silos/<silo_id>/...``, to (bytes, sha256).
         key: the silo's key.
         version: higher for each new submission of the same plan.
-        now: the present; the signature holds for five years.
+        now: the present; the signature is valid for five years.
 
     Returns:
         The role's metadata file; it is published unchanged.
 
     Raises:
         RoleError: a path that this silo may not list.
-        DocumentError: no submission.json, or an id that is none.
+        DocumentError: no submission.json, or an invalid id.
     """
     subject = f"{silo_role(plan_id, silo_id)}.json"
     if not (is_plan_id(plan_id) and is_silo_id(silo_id)):
-        raise DocumentError(ascii(subject), expected="a plan id and a silo id", got="something else")
+        got = f"{ascii(plan_id[:60])} and {ascii(silo_id[:60])}"
+        raise DocumentError("ids to sign for", expected="a plan id and a silo id", got=got)
     _check_paths(files, plan_id, silo_id, subject)
     targets = {path: TargetFile(size, {"sha256": digest}, path) for path, (size, digest) in files.items()}
     return sign_metadata(Targets(version, None, expiry(now, METADATA_LIFE), targets), [key])
@@ -56,8 +57,8 @@ def verify_silo_metadata(
 
     Args:
         data: the role's metadata file as received.
-        plan_id: the plan it must answer.
-        silo_id: the silo it came from, as its registered node says.
+        plan_id: the plan that it must be for.
+        silo_id: the silo that sent it, by its registered node.
         key: that silo's enrolled key.
         now: the time at which it must be valid.
 
@@ -66,10 +67,10 @@ def verify_silo_metadata(
 
     Raises:
         DocumentError: too large, malformed, not canonical, or without submission.json.
-        SignatureError: not by this key alone.
+        SignatureError: not signed by this key only.
         ExpiredError: past its expiry.
         ReplayError: signed for another plan.
-        RoleError: it lists a path that is not this silo's.
+        RoleError: it lists a path that is not this silo's, or delegates.
         UnsafePathError: it lists a path that could leave its folder.
     """
     return read_silo_metadata(data, plan_id=plan_id, silo_id=silo_id, key=key, now=now)[1]
@@ -78,7 +79,7 @@ def verify_silo_metadata(
 def read_silo_metadata(
     data: bytes, *, plan_id: str, silo_id: str, key: PublicKey, now: datetime
 ) -> tuple[int, Mapping[str, tuple[int, str]]]:
-    """Do as `verify_silo_metadata`, and return the version that was signed too."""
+    """Check as `verify_silo_metadata` does, and also return the signed version."""
     role = silo_role(plan_id, silo_id)
     subject = f"{role}.json"
     metadata = parse_metadata(data, Targets, subject, limit=MAX_SILO_METADATA_BYTES)
@@ -86,14 +87,15 @@ def read_silo_metadata(
     signed = metadata.signed
     check_expiry(signed, now, subject)
     if signed.delegations is not None:
-        raise RoleError(subject, expected="no further delegations", got="some")
+        num = len(signed.delegations.roles or {})
+        raise RoleError(subject, expected="no further delegations", got=f"delegations to {num} roles")
     files = {path: (file.length, file.hashes["sha256"]) for path, file in signed.targets.items()}
     _check_paths(files, plan_id, silo_id, subject)
     return signed.version, files
 
 
 def delegation(plan_id: str, silo_keys: Mapping[str, PublicKey]) -> Targets:
-    """Make a delegator that trusts each silo with its own role and nothing more."""
+    """Return targets that delegate to each silo its own role and nothing else."""
     keys = {silo_id: key.tuf_key() for silo_id, key in silo_keys.items()}
     roles = {}
     for silo_id, key in keys.items():
@@ -107,9 +109,9 @@ def _check_paths(files: Mapping[str, tuple[int, str]], plan_id: str, silo_id: st
     for path in files:
         check_path(path, subject)
         if path.split("/")[0] != plan_id:
-            raise ReplayError(subject, expected=f"files of plan {plan_id}", got=f"plan {path.split('/')[0]}")
+            raise ReplayError(subject, expected=f"files of plan {plan_id}", got=f"files of {path.split('/')[0][:60]}")
         if owner(path, plan_id) != role:
             expected = f"only paths below {plan_id}/silos/{silo_id}/"
-            raise RoleError(f"targets/{path}", expected=expected, got=f"listed by role {role}")
+            raise RoleError(f"targets/{path}", expected=expected, got=f"a path listed by role {role}")
     if f"{plan_id}/silos/{silo_id}/submission.json" not in files:
-        raise DocumentError(subject, expected="submission.json among its files", got="none")
+        raise DocumentError(subject, expected="submission.json among its files", got=f"{len(files)} other files")

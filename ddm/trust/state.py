@@ -1,7 +1,7 @@
-"""What was seen before: the memory by which an older version, however well signed, is noticed.
+"""The memory of verified versions, which detects rollbacks to older versions with valid signatures.
 
-One folder per pinned root, one file per plan (and one for plan bundles, where an older plan is a rollback too), and
-every later root seen, so that a key revoked once stays revoked. Nothing is written before everything is verified.
+There is one folder per pinned root, with one file per plan (and one for plan bundles, where an older plan is a rollback
+too), and every later root seen, so that a revoked key stays revoked. It is written only after complete verification.
 """
 
 import os
@@ -32,14 +32,14 @@ class _Record(Document):
 
 
 def default_state() -> Path:
-    """Where a user's programs keep what must outlive them: ``$XDG_STATE_HOME`` or ``~/.local/state``."""
+    """Return the default folder: below ``$XDG_STATE_HOME`` or ``~/.local/state``."""
     base = os.environ.get("XDG_STATE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state") / "archipelago"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What was seen under one pinned root.
+    """The versions seen under one pinned root.
 
     Attributes:
         folder: where it is kept.
@@ -49,7 +49,7 @@ class Memory:
 
     @classmethod
     def of(cls, state: Path, root_fingerprint: str) -> "Memory":
-        """The memory of one federation below the folder `state`."""
+        """Return the memory of one federation below the folder `state`."""
         return cls(state / root_fingerprint)
 
     def roots(self) -> Mapping[int, bytes]:
@@ -63,7 +63,7 @@ class Memory:
         return found
 
     def check(self, scope: str, resolved: Resolved) -> None:
-        """Refuse what is older than what was seen, or as old and different.
+        """Refuse a version older than one seen, or the same version with other content.
 
         Args:
             scope: a plan's id, or ``bundle``.
@@ -76,10 +76,10 @@ class Memory:
         check_not_older(self._load(scope), resolved)
 
     def record(self, scope: str, resolved: Resolved) -> None:
-        """Remember what was just verified, unless another process has seen something newer meanwhile.
+        """Remember verified metadata, unless another process has recorded something newer meanwhile.
 
         Raises:
-            RollbackError: it has.
+            RollbackError: another process has.
             SetupError: the folder cannot be written.
         """
         try:
@@ -100,10 +100,9 @@ class Memory:
                 if record.roles != before:
                     write_atomic(self._path(scope), record.encode())
         except OSError as error:
-            remedy = "Name another folder with --state; without this memory an old release cannot be noticed."
-            raise SetupError(
-                str(self.folder), expected="a folder to write to", got=str(error.strerror), remedy=remedy
-            ) from error
+            remedy = "Name another folder with --state; without this memory an old release cannot be detected."
+            expected, got = "a writable folder", str(error.strerror)
+            raise SetupError(str(self.folder), expected=expected, got=got, remedy=remedy) from error
 
     def _path(self, scope: str) -> Path:
         return self.folder / f"{scope}.json"
@@ -123,7 +122,7 @@ class Memory:
 
 
 def check_not_older(before: Mapping[str, _Seen], resolved: Resolved) -> None:
-    """Compare each role with what was seen of it; pure.
+    """Compare each role's version with the one seen before; a pure function.
 
     Raises:
         RollbackError: a lower version, or the same version with other content.
@@ -134,4 +133,5 @@ def check_not_older(before: Mapping[str, _Seen], resolved: Resolved) -> None:
         if seen is not None and version < seen.version:
             raise RollbackError(subject, expected=f"version {seen.version} or later", got=f"version {version}")
         if seen is not None and version == seen.version and resolved.digests[role] != seen.digest:
-            raise RollbackError(subject, expected=f"version {version} as seen before", got="other content")
+            expected = f"version {version} as seen before, sha256 {seen.digest[:16]}..."
+            raise RollbackError(subject, expected=expected, got=f"sha256 {resolved.digests[role][:16]}...")

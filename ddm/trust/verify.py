@@ -1,7 +1,7 @@
-"""Can this folder be used: the one strict verification of plan bundles and releases.
+"""Verifies plan bundles and releases strictly: the single entry point for ``ddm verify`` and the silo's worker.
 
-``ddm verify`` and the silo's worker both come through here. The rules are in `ddm.trust.rules` and see no disk; this
-file walks the folder, hands over the metadata, compares every file with what was signed, and remembers what it saw.
+The rules are in `ddm.trust.rules`, without I/O. This file walks the folder, passes on the metadata, compares every file
+with what was signed, and records the versions seen.
 """
 
 import hashlib
@@ -31,14 +31,14 @@ def _none(name: str) -> bool:
 
 @dataclass(frozen=True)
 class VerifiedFile:
-    """One file whose bytes are those that were signed.
+    """One file with the signed bytes.
 
     Attributes:
-        path: where it lies.
+        path: its location.
         bytes: its length.
-        digest: its sha256; check it again when the file is opened much later.
-        role: who signed it.
-        read: whether its bytes were compared with the digest; else its length only, and whoever opens it compares.
+        digest: its sha256, to be checked again when the file is opened much later.
+        role: the role that signed it.
+        read: whether its digest was checked; if not, only its length was, and the reader must check the digest.
     """
 
     path: Path
@@ -50,16 +50,16 @@ class VerifiedFile:
 
 @dataclass(frozen=True)
 class VerifiedRelease:
-    """A folder that holds exactly what was signed.
+    """A folder with exactly the signed files.
 
     Attributes:
         root_fingerprint: sha256 of the pinned 1.root.json.
-        plan_id: the one plan it is about.
+        plan_id: its plan.
         files: path relative to ``targets/<plan_id>/`` to the file.
-        silo_keys: silo id to the fingerprint of the key that targets enrolled for it, for each silo present.
+        silo_keys: silo id to the fingerprint of the key that targets lists for it, for each silo present.
         versions: role to version.
         expires: when the timestamp expires.
-        expired: it has; only an archived reading returns at all then.
+        expired: whether it has, which only `archived` accepts.
     """
 
     root_fingerprint: str
@@ -86,16 +86,16 @@ def verify_release(
     Args:
         folder: holds ``metadata/`` and ``targets/``, and nothing else.
         root: the content of 1.root.json, known out of band.
-        state: where to remember versions; None notices no rollback.
+        state: where to remember versions; None detects no rollback.
         silo_keys: silo id to the fingerprint its key must have.
         archived: accept an expired timestamp (then `expired` is true), and only that.
-        later: which files, by path below ``targets/<plan_id>/``, the caller will compare with their digest itself when
-            it opens them, so that large ones are read once.
+        later: selects files, by path below ``targets/<plan_id>/``, whose digests the caller will check when it opens
+            them, so that large files are read once.
         now: the time to verify for; the present when None.
 
     Raises:
         MissingFileError: no such folder.
-        TrustError: something does not hold; the subject names the file.
+        TrustError: a check failed; the subject names the file.
         FormatError: a metadata file does not parse.
     """
     pins = {silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in silo_keys.items()}
@@ -103,7 +103,7 @@ def verify_release(
 
 
 def verify_bundle(folder: Path, root: bytes, *, state: Path | None, now: datetime | None = None) -> VerifiedRelease:
-    """Verify a plan's bundle: plan.json and its tensors, before any silo has answered.
+    """Verify a plan's bundle: plan.json and its tensors, without any submission.
 
     Args:
         folder: holds ``metadata/`` and ``targets/``, and nothing else.
@@ -113,7 +113,7 @@ def verify_bundle(folder: Path, root: bytes, *, state: Path | None, now: datetim
 
     Raises:
         MissingFileError: no such folder.
-        TrustError: something does not hold; the subject names the file.
+        TrustError: a check failed; the subject names the file.
         FormatError: a metadata file does not parse.
     """
     return _verify(folder, root, Stage.BUNDLE, state=state, pins=_NO_PINS, archived=False, later=_none, now=now)
@@ -160,7 +160,7 @@ def _verify(
 
 
 def _read_metadata(folder: Path, entries: Mapping[str, Entry]) -> Mapping[str, bytes]:
-    """Read what lies in ``metadata/``, each file and all together bounded; nothing of it is trusted yet."""
+    """Read the files in ``metadata/``, with bounds on each and on all together; none is trusted yet."""
     view: dict[str, bytes] = {}
     left = MAX_METADATA_BYTES
     for name in entries:
@@ -177,9 +177,9 @@ def _check_pins(resolved: Resolved, pins: Mapping[str, str]) -> None:
     for silo_id, fingerprint in pins.items():
         found = resolved.silo_keys.get(silo_id)
         if found is None:
-            raise RoleError(
-                f"silo {silo_id}", expected="part of this release, since its key is pinned", got="no such silo"
-            )
+            present = ", ".join(sorted(resolved.silo_keys))[:200] or "no silos"
+            expected = "part of this release, since its key is pinned"
+            raise RoleError(f"silo {silo_id}", expected=expected, got=f"a release of {present}")
         if found != fingerprint:
             subject = f"metadata/{resolved.plan_id}.{silo_id}.json"
             expected = f"signed by key {group_fingerprint(fingerprint)}"
@@ -189,14 +189,14 @@ def _check_pins(resolved: Resolved, pins: Mapping[str, str]) -> None:
 def _check_files(
     folder: Path, entries: Mapping[str, Entry], resolved: Resolved, later: Callable[[str], bool]
 ) -> Mapping[str, VerifiedFile]:
-    """Compare the folder with what was signed: no file more, none less, the same bytes."""
+    """Compare the folder with the signed files: no file more or less, and the same bytes."""
     signed = {f"targets/{path}": target for path, target in resolved.targets.items()}
     for name in entries:
         if not name.startswith("metadata/") and name not in signed:
-            raise UnlistedFileError(name, expected="only files that are signed", got="one that is not")
+            raise UnlistedFileError(name, expected="only signed files", got="a file that no role lists")
     for name in signed:
         if name not in entries:
-            raise AbsentFileError(name, expected="a signed file", got="nothing there")
+            raise AbsentFileError(name, expected="a signed file", got="no such file")
     files: dict[str, VerifiedFile] = {}
     for name, target in signed.items():
         entry, relative = entries[name], name.removeprefix(f"targets/{resolved.plan_id}/")

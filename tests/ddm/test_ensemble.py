@@ -27,7 +27,7 @@ from ddm.ensemble import (
 from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.routers.base import log_prior, posterior
 from ddm.sampling.strategies import Follow, draw_expert, segments
-from ddm.sampling.trajectories import randomness
+from ddm.sampling.trajectories import draw_noise
 from tests.support.gaussian_mixture import UninformedRouter, four_silos
 
 PRIOR = (0.7, 0.2, 0.08, 0.02)
@@ -214,7 +214,7 @@ def test_sample_i_is_the_same_for_every_num_and_grouping(strategy: Strategy, sol
 
 def test_samples_are_the_same_when_not_all_of_them_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
     together = exact(chunk_size=16).sample(100, strategy="sample", steps=5)
-    monkeypatch.setattr("ddm.ensemble._TRAVELLING_BYTES", 30 * (2 * 4 + 5 * 8))
+    monkeypatch.setattr("ddm.ensemble._IN_FLIGHT_BYTES", 30 * (2 * 4 + 5 * 8))
     apart = exact(chunk_size=16).sample(100, strategy="sample", steps=5)
     assert torch.equal(together.expert_N, apart.expert_N)
     torch.testing.assert_close(together.images, apart.images, atol=2e-5, rtol=0)
@@ -376,10 +376,10 @@ def test_fewer_samples_are_under_way_when_more_is_drawn_for_each(monkeypatch: py
 
     def watched(samples: range, shape: Sequence[int], seed: int, steps: int) -> tuple[Tensor, Tensor]:
         drawn.append(len(samples))
-        return randomness(samples, shape, seed, steps)
+        return draw_noise(samples, shape, seed, steps)
 
-    monkeypatch.setattr("ddm.ensemble.randomness", watched)
-    monkeypatch.setattr("ddm.ensemble._TRAVELLING_BYTES", 960)  # of a sample: 2 floats of noise, 8 bytes a step
+    monkeypatch.setattr("ddm.ensemble.draw_noise", watched)
+    monkeypatch.setattr("ddm.ensemble._IN_FLIGHT_BYTES", 960)  # of a sample: 2 floats of noise, 8 bytes a step
     for steps, most in ((1, 60), (5, 20)):
         drawn.clear()
         exact(chunk_size=1).sample(60, steps=steps, solver="euler")

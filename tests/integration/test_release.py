@@ -230,7 +230,7 @@ LIES: dict[str, Callable[[Manifest], Manifest]] = {
     "delta": lambda manifest: edited(manifest, "silos", delta=1e-9),
     "audit": lambda manifest: edited(manifest, "silos", audit="pass"),
     "isolation": lambda manifest: edited(manifest, "silos", isolation="containers"),
-    "with the keys": lambda manifest: edited(manifest, "silos", key_fingerprint="0" * 64),
+    "key_fingerprint": lambda manifest: edited(manifest, "silos", key_fingerprint="0" * 64),
     "experts": lambda manifest: edited(manifest, "experts", cluster=3),
     "prior": unequal,
     "silos": lambda manifest: edited(manifest, "manifest", missing_silos=("west",)),
@@ -304,7 +304,7 @@ def test_manifest_is_refused_when_a_silo_or_an_expert_appears_twice(published_on
     if twice == "experts":
         doubled = (first, second.model_copy(update={"expert_id": first.expert_id}))
     spoilt = manifest.model_copy(update={twice: doubled})
-    with pytest.raises(DocumentError, match="twice"):
+    with pytest.raises(DocumentError, match="must appear once"):
         Manifest.parse(spoilt.encode(), subject="manifest.json")
 
 

@@ -46,7 +46,7 @@ def test_learned_router_starts_from_counts_but_moves_with_the_sketches(published
     counts = CountsRouter.from_counts(inventory.files.sketch, noisy, num_units, 1.0, LinearPath())
     t_release = inventory.t_release()
     assert t_release is not None
-    refitted = refit_shares(counts, list(inventory.sketches().values()), num_units, t_release)
+    refitted = refit_shares(counts, list(inventory.sketches().values()), t_release)
     assert float((refitted.log_mass_KG.exp() - counts.log_mass_KG.exp()).abs().max()) > 1e-6
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from ddm.cli.conditions import holders_of, shares_of
 from ddm.cli.main import app
 from ddm.cli.sample import _bytes, _weights
-from ddm.ensemble import Ensemble, Given
+from ddm.ensemble import ClassPrior, Ensemble
 from ddm.errors import MathError, SetupError
 from ddm.protocol.plan import ClassCondition, TextCondition
 from tests.conftest import Published
@@ -106,7 +106,7 @@ def two_experts(condition: ClassCondition | TextCondition) -> Ensemble:
         shape=(1, 4, 4),
         expert_ids=["east", "north"],
         condition=condition,
-        given_class=lambda label: Given([0.8, 0.2] if label else [0.1, 0.9]),
+        class_prior=lambda label: ClassPrior([0.8, 0.2] if label else [0.1, 0.9]),
     )
 
 

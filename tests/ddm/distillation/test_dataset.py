@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ddm.diffusion.path import LinearPath, velocity, x_t
-from ddm.distillation.dataset import Lessons, own_samples, read_told
+from ddm.distillation.dataset import DistillationData, own_samples, read_labels
 from ddm.distillation.distill import Teacher, teaching
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError, MathError, SetupError, ShapeError
 from ddm.protocol.plan import ClassCondition, NoCondition, TextCondition
-from ddm.sampling.guidance import Given
+from ddm.sampling.guidance import ClassPrior
 from ddm.training.batches import Batch
 from tests.support.gaussian_mixture import GaussianMixture, four_silos
 
@@ -57,14 +57,14 @@ class OfClass:
         return self.mixture.log_likelihood(x_B, t_B).nan_to_num(nan=-1e3, neginf=-1e3)
 
 
-def given_class(label: int) -> Given:
-    return Given(of_class(label).prior_K, OfClass(label))
+def class_prior(label: int) -> ClassPrior:
+    return ClassPrior(of_class(label).prior_K, OfClass(label))
 
 
 def ensemble() -> Ensemble:
     experts = [Conditional(k) for k in range(4)]
     return Ensemble(
-        experts, MIXTURE, MIXTURE.prior_K, shape=(2,), condition=CONDITION, given_class=given_class, chunk_size=4096
+        experts, MIXTURE, MIXTURE.prior_K, shape=(2,), condition=CONDITION, class_prior=class_prior, chunk_size=4096
     )
 
 
@@ -72,20 +72,20 @@ def component_of(x_ND: Tensor) -> Tensor:
     return MIXTURE.log_joint(x_ND, torch.zeros(len(x_ND)), MIXTURE.weight_C).argmax(-1)
 
 
-def data(num: int) -> Lessons:
+def data(num: int) -> DistillationData:
     """The mixture's own data, each point with its silo and its class, a quarter with none."""
     x_ND = MIXTURE.draw(num, 0)
     told = CLASS_C[component_of(x_ND)].clone()
     told[::4] = -1
-    return Lessons(x_ND.float(), MIXTURE.silo_of(x_ND), told, drop=0.25)
+    return DistillationData(x_ND.float(), MIXTURE.silo_of(x_ND), told, drop=0.25)
 
 
-def batch_of(lessons: Lessons) -> Batch:
+def batch_of(lessons: DistillationData) -> Batch:
     random = torch.Generator().manual_seed(5)
     num = len(lessons.images)
     eps, t_B = torch.randn(num, 2, generator=random), torch.rand(num, generator=random)
     uniform_B = torch.rand(num, generator=random, dtype=torch.float64)
-    return Batch(lessons.images, eps, t_B, lessons.told, None, torch.arange(num), uniform_B)
+    return Batch(lessons.images, eps, t_B, lessons.labels, None, torch.arange(num), uniform_B)
 
 
 def truth(x_BD: Tensor, t_B: Tensor, told_B: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def truth(x_BD: Tensor, t_B: Tensor, told_B: Tensor) -> Tensor:
     return found_BD
 
 
-def answers(lessons: Lessons, teacher: Teacher, batch: Batch) -> Tensor:
+def answers(lessons: DistillationData, teacher: Teacher, batch: Batch) -> Tensor:
     shown = teaching(ensemble(), lessons, teacher, source="test")(batch)
     return velocity(LinearPath(), shown.x_0, shown.eps, shown.t_B)
 
@@ -112,11 +112,11 @@ def standard_scores(difference_BD: Tensor, x_BD: Tensor, t_B: Tensor, told_B: Te
 def test_mixture_given_each_samples_class_is_exact_and_given_another_is_not() -> None:
     lessons = data(2000)
     batch = batch_of(lessons)
-    assert batch.told is not None
+    assert batch.condition is not None
     x_BD = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B)
-    expected = truth(x_BD, batch.t_B, batch.told)
+    expected = truth(x_BD, batch.t_B, batch.condition)
     torch.testing.assert_close(answers(lessons, "mixture", batch), expected, atol=2e-3, rtol=1e-3)
-    other = replace(batch, told=batch.told.roll(1))
+    other = replace(batch, condition=batch.condition.roll(1))
     assert float((answers(lessons, "mixture", other) - expected).abs().mean()) > 0.1
 
 
@@ -124,37 +124,37 @@ def test_mixture_given_each_samples_class_is_exact_and_given_another_is_not() ->
 def test_one_experts_answer_given_the_class_means_the_mixture_given_the_class(teacher: Teacher) -> None:
     lessons = data(20_000)
     batch = batch_of(lessons)
-    assert batch.told is not None
+    assert batch.condition is not None
     x_BD = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B)
-    expected = truth(x_BD, batch.t_B, batch.told)
+    expected = truth(x_BD, batch.t_B, batch.condition)
     found = answers(lessons, teacher, batch)
     assert float((found - expected).abs().max()) > 0.1, "of each x_t it is an estimate"
-    assert float(standard_scores(found - expected, x_BD, batch.t_B, batch.told).abs().max()) < 4.5
-    untold = truth(x_BD, batch.t_B, torch.full_like(batch.told, -1))
-    assert float(standard_scores(found - untold, x_BD, batch.t_B, batch.told).abs().max()) > 20, "the class tells"
+    assert float(standard_scores(found - expected, x_BD, batch.t_B, batch.condition).abs().max()) < 4.5
+    untold = truth(x_BD, batch.t_B, torch.full_like(batch.condition, -1))
+    assert float(standard_scores(found - untold, x_BD, batch.t_B, batch.condition).abs().max()) > 20, "the class tells"
 
 
-def drawn(folder: Path, num: int = 2048, **changes: object) -> Lessons:
+def drawn(folder: Path, num: int = 2048, **changes: object) -> DistillationData:
     asked = {"condition": CONDITION} | changes
     return own_samples(ensemble(), num, folder, source="x", steps=16, on_progress=lambda done, of: None, **asked)  # type: ignore[arg-type]
 
 
 def test_own_samples_have_the_class_they_are_told_and_those_told_none_have_the_law_of_the_whole(tmp_path: Path) -> None:
     lessons = drawn(tmp_path)
-    assert lessons.told is not None and lessons.expert_N is not None
+    assert lessons.labels is not None and lessons.expert_N is not None
     assert lessons.drop == 0, "what was drawn under a class is not shown as if it were under none"
     component_N = component_of(lessons.images.double())
-    told = lessons.told >= 0
-    assert float((CLASS_C[component_N] == lessons.told)[told].double().mean()) > 0.97
+    told = lessons.labels >= 0
+    assert float((CLASS_C[component_N] == lessons.labels)[told].double().mean()) > 0.97
     assert float((MIXTURE.silo_of(lessons.images.double()) == lessons.expert_N).double().mean()) > 0.95
     assert float((~told).double().mean()) == pytest.approx(0.25, abs=0.04)
-    for rows, prior in ((~told, MIXTURE.prior_K), (lessons.told == 1, of_class(1).prior_K)):
+    for rows, prior in ((~told, MIXTURE.prior_K), (lessons.labels == 1, of_class(1).prior_K)):
         share_K = torch.bincount(lessons.expert_N[rows], minlength=4) / int(rows.sum())
         expected_K = torch.tensor(prior) / sum(prior)
         assert float((share_K - expected_K).abs().max()) < 0.07
     again = drawn(tmp_path, num=300)
-    assert torch.equal(again.images, lessons.images[:300]) and again.told is not None
-    assert torch.equal(again.told, lessons.told[:300])
+    assert torch.equal(again.images, lessons.images[:300]) and again.labels is not None
+    assert torch.equal(again.labels, lessons.labels[:300])
 
 
 class Reader:
@@ -170,20 +170,20 @@ def test_own_samples_of_readers_are_told_the_texts_given_or_none(tmp_path: Path)
     texts = torch.arange(1.0, 5.0)[:, None, None].expand(4, 2, 3)
     asked = {"source": "x", "condition": condition, "steps": 2, "on_progress": lambda done, of: None}
     lessons = own_samples(readers, 512, tmp_path, texts=texts, **asked)  # type: ignore[arg-type]
-    assert lessons.told is not None and lessons.expert_N is not None
-    totals, counts = np.unique(lessons.told[:, 0, 0].numpy(), return_counts=True)
+    assert lessons.labels is not None and lessons.expert_N is not None
+    totals, counts = np.unique(lessons.labels[:, 0, 0].numpy(), return_counts=True)
     assert totals.tolist() == [0, 1, 2, 3, 4]
     assert counts[0] / 512 == pytest.approx(0.5, abs=0.08) and counts[1:].min() > 35
-    noise = lessons.images + lessons.told.sum((1, 2))[:, None]  # the constant velocity, undone
+    noise = lessons.images + lessons.labels.sum((1, 2))[:, None]  # the constant velocity, undone
     assert float(noise.mean()) == pytest.approx(0, abs=0.15)
     told = teaching(readers, lessons, "label", source="x")(batch_of(lessons))
-    assert torch.allclose(told.eps - told.x_0, lessons.told.sum((1, 2))[:, None].expand(512, 2), atol=1e-4)
+    assert torch.allclose(told.eps - told.x_0, lessons.labels.sum((1, 2))[:, None].expand(512, 2), atol=1e-4)
     with pytest.raises(SetupError, match="texts"):
         own_samples(readers, 5, tmp_path, **asked)  # type: ignore[arg-type]
 
 
 def test_classes_that_nobody_is_known_to_hold_are_refused_unless_the_teacher_needs_no_holder(tmp_path: Path) -> None:
-    unknown, lessons = replace(ensemble(), given_class=None), data(50)
+    unknown, lessons = replace(ensemble(), class_prior=None), data(50)
     with pytest.raises(MathError, match="classes"):
         own_samples(unknown, 5, tmp_path, source="x", condition=CONDITION, on_progress=lambda done, of: None)
     for teacher in ("drawn", "mixture"):
@@ -196,12 +196,12 @@ def test_conditions_that_experts_do_not_have_are_refused() -> None:
     lessons = data(50)
     for told in (torch.full((50,), 2), torch.full((50,), -2), torch.zeros(50), torch.zeros(50, 1, 3)):
         with pytest.raises(ShapeError, match="classes"):
-            teaching(ensemble(), replace(lessons, told=told), "label", source="x")
+            teaching(ensemble(), replace(lessons, labels=told), "label", source="x")
     plain = Ensemble(MIXTURE.experts(), MIXTURE, MIXTURE.prior_K, shape=(2,))
     with pytest.raises(ShapeError, match="conditions"):
         teaching(plain, lessons, "label", source="x")
     with pytest.raises(ShapeError, match="one per image"):
-        Lessons(lessons.images, told=torch.zeros(49, dtype=torch.int64))
+        DistillationData(lessons.images, labels=torch.zeros(49, dtype=torch.int64))
 
 
 def test_labels_are_read_as_the_condition_says_and_refused_otherwise(tmp_path: Path) -> None:
@@ -209,21 +209,21 @@ def test_labels_are_read_as_the_condition_says_and_refused_otherwise(tmp_path: P
         np.savez(tmp_path / "labels.npz", **arrays)  # type: ignore[arg-type]
         return tmp_path / "labels.npz"
 
-    assert read_told(saved(labels=np.array([1, -1, 0], np.int32)), CONDITION).tolist() == [1, -1, 0]
+    assert read_labels(saved(labels=np.array([1, -1, 0], np.int32)), CONDITION).tolist() == [1, -1, 0]
     texts = TextCondition(dim=3, max_tokens=2)
-    assert read_told(saved(labels=np.ones((4, 2, 3))), texts).dtype == torch.float32
+    assert read_labels(saved(labels=np.ones((4, 2, 3))), texts).dtype == torch.float32
     for wrong in (np.array([0.5]), np.array([], np.int64), np.int64(1)):
         with pytest.raises(DataError, match="labels"):
-            read_told(saved(labels=wrong), CONDITION)
+            read_labels(saved(labels=wrong), CONDITION)
     with pytest.raises(ShapeError, match="classes"):
-        read_told(saved(labels=np.array([2])), CONDITION)
+        read_labels(saved(labels=np.array([2])), CONDITION)
     for shape in ((4, 3, 3), (4, 2, 5), (4, 6)):
         with pytest.raises(ShapeError, match="text"):
-            read_told(saved(labels=np.ones(shape)), texts)
+            read_labels(saved(labels=np.ones(shape)), texts)
     for number in (np.nan, 1e300):  # the latter becomes infinite in single precision
         with pytest.raises(DataError, match="labels"):
-            read_told(saved(labels=np.full((1, 2, 3), number)), texts)
+            read_labels(saved(labels=np.full((1, 2, 3), number)), texts)
     with pytest.raises(DataError, match="labels"):
-        read_told(saved(images=np.ones(3)), CONDITION)
+        read_labels(saved(images=np.ones(3)), CONDITION)
     with pytest.raises(ShapeError, match="conditions"):
-        read_told(saved(labels=np.ones(3)), NoCondition())
+        read_labels(saved(labels=np.ones(3)), NoCondition())

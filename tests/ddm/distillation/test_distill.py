@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.diffusion.path import LinearPath, PathName, Velocity, path_named, velocity, x_t
-from ddm.distillation.dataset import Lessons, by_cluster, own_samples
+from ddm.distillation.dataset import DistillationData, by_cluster, own_samples
 from ddm.distillation.distill import Teacher, distill, teaching
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError, MathError, NumericalError, SetupError, ShapeError
@@ -41,10 +41,10 @@ def blind() -> Ensemble:
     return replace(ensemble_of(), router=UninformedRouter(4), prior=[1.0] * 4)
 
 
-def data(num: int, seed: int = 0) -> Lessons:
+def data(num: int, seed: int = 0) -> DistillationData:
     """The mixture's own data, each point with the silo that it was drawn from."""
     x_ND = MIXTURE.draw(num, seed)
-    return Lessons(x_ND.float(), MIXTURE.silo_of(x_ND))
+    return DistillationData(x_ND.float(), MIXTURE.silo_of(x_ND))
 
 
 class Small(nn.Module):
@@ -85,7 +85,7 @@ def settings(num_steps: int = 20, seed: int = 0) -> Training:
 def taught(
     folder: Path,
     ensemble: Ensemble,
-    lessons: Lessons,
+    lessons: DistillationData,
     teacher: Teacher,
     num_steps: int = 20,
     source: str = "test",
@@ -123,16 +123,16 @@ def same_bytes(one: Trained, other: Trained) -> bool:
     return all(one.ema[name].numpy().tobytes() == value.numpy().tobytes() for name, value in other.ema.items())
 
 
-def batch_of(lessons: Lessons, seed: int = 5) -> Batch:
+def batch_of(lessons: DistillationData, seed: int = 5) -> Batch:
     """Every image once, at a time and with a noise of its own."""
     random = torch.Generator().manual_seed(seed)
     num = len(lessons.images)
     eps = torch.randn(num, 2, generator=random)
     t_B, uniform_B = torch.rand(num, generator=random), torch.rand(num, generator=random, dtype=torch.float64)
-    return Batch(lessons.images, eps, t_B, lessons.told, None, torch.arange(num), uniform_B)
+    return Batch(lessons.images, eps, t_B, lessons.labels, None, torch.arange(num), uniform_B)
 
 
-def answers(ensemble: Ensemble, lessons: Lessons, teacher: Teacher, batch: Batch) -> Tensor:
+def answers(ensemble: Ensemble, lessons: DistillationData, teacher: Teacher, batch: Batch) -> Tensor:
     """What the teacher says at the batch's x_t, as the student is shown it."""
     shown = teaching(ensemble, lessons, teacher, source="test")(batch)
     return velocity(LinearPath(), shown.x_0, shown.eps, shown.t_B)
@@ -158,7 +158,7 @@ def test_label_teachers_answer_is_its_experts_velocity_whatever_the_expert_learn
     path, mixture = path_named(canonical), four_silos(path_named(canonical))
     experts = [on_path(exact_expert(k, learned), learned, path) for k in range(4)]
     x_ND = MIXTURE.draw(600, 0)
-    lessons = Lessons(x_ND, MIXTURE.silo_of(x_ND))
+    lessons = DistillationData(x_ND, MIXTURE.silo_of(x_ND))
     batch = batch_of(lessons)
     batch = replace(batch, eps=batch.eps.double(), t_B=(0.05 + 0.9 * batch.t_B).double())
     x_BD = x_t(path, batch.x_0, batch.eps, batch.t_B)
@@ -219,7 +219,7 @@ def test_drawn_teachers_at_public_images_of_another_law_still_mean_the_mixture_a
     x_ND = MIXTURE.draw(40_000, 0)
     silo_N = MIXTURE.silo_of(x_ND)
     chosen = torch.cat([(silo_N == 0).nonzero()[:2000, 0], (silo_N == 2).nonzero()[:2000, 0]])
-    lessons = Lessons(x_ND[chosen].float(), silo_N[chosen])
+    lessons = DistillationData(x_ND[chosen].float(), silo_N[chosen])
     batch = batch_of(lessons)
     x_B = x_t(LinearPath(), batch.x_0, batch.eps, batch.t_B)
     mixture_BD = MIXTURE.velocity(x_B, batch.t_B)
@@ -271,7 +271,7 @@ def test_distillation_of_another_ensemble_or_other_labels_does_not_continue_from
     others = [
         ("other", lessons, "label"),
         ("test", lessons, "drawn"),
-        ("test", Lessons(lessons.images, lessons.expert_N.roll(1)), "label"),
+        ("test", DistillationData(lessons.images, lessons.expert_N.roll(1)), "label"),
     ]
     for source, shown, teacher in others:
         with pytest.raises(SetupError, match="checkpoints"):
@@ -281,16 +281,16 @@ def test_distillation_of_another_ensemble_or_other_labels_does_not_continue_from
 def test_teachers_that_cannot_answer_are_refused(tmp_path: Path) -> None:
     lessons = data(20)
     with pytest.raises(MathError, match="label"):
-        taught(tmp_path, ensemble_of(), Lessons(lessons.images), "label")
+        taught(tmp_path, ensemble_of(), DistillationData(lessons.images), "label")
     for teacher in ("drawn", "mixture"):
         with pytest.raises(MathError, match="router"):
             taught(tmp_path, replace(ensemble_of(), router=None), lessons, teacher)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="labels"):
-        taught(tmp_path, ensemble_of(), Lessons(lessons.images, lessons.expert_N + 4), "label")
+        taught(tmp_path, ensemble_of(), DistillationData(lessons.images, lessons.expert_N + 4), "label")
     with pytest.raises(ShapeError, match="images"):
-        taught(tmp_path, ensemble_of(), Lessons(torch.zeros(4, 3)), "drawn")
+        taught(tmp_path, ensemble_of(), DistillationData(torch.zeros(4, 3)), "drawn")
     with pytest.raises(DataError):
-        Lessons(torch.zeros(0, 2))
+        DistillationData(torch.zeros(0, 2))
     assert not list(tmp_path.iterdir())
 
 
@@ -298,7 +298,9 @@ def refuse(x_B: Tensor, t_B: Tensor) -> Tensor:
     raise AssertionError("no expert is asked")
 
 
-def drawn_from(ensemble: Ensemble, folder: Path, num: int = 300, source: str = "one", seed: int = 0) -> Lessons:
+def drawn_from(
+    ensemble: Ensemble, folder: Path, num: int = 300, source: str = "one", seed: int = 0
+) -> DistillationData:
     return own_samples(ensemble, num, folder, source=source, steps=4, seed=seed, on_progress=lambda done, total: None)
 
 

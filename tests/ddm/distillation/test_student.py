@@ -105,9 +105,9 @@ def test_student_of_latents_and_classes_draws_pixels_of_the_class_asked_for(
     assert isinstance(record.latent, AutoencoderKlLatent)
     assert isinstance(record.condition, ClassCondition)
     drawn = alone.sample(4, steps=3, condition=1)
-    assert drawn.seen.shape == (4, *SEEN) and drawn.images.shape == (4, *PIXELS)
+    assert drawn.latents.shape == (4, *SEEN) and drawn.images.shape == (4, *PIXELS)
     ensemble = open_ensemble(tiny.path / "release", root=tiny.root)
-    assert torch.equal(drawn.images, ensemble.latent.decode(drawn.seen)), "its autoencoder is the release's"
+    assert torch.equal(drawn.images, ensemble.latent.decode(drawn.latents)), "its autoencoder is the release's"
     other = alone.sample(4, steps=3, condition=0)
     assert not torch.equal(other.images, drawn.images)
     with pytest.raises(MathError, match="class"):

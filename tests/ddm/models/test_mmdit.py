@@ -140,7 +140,7 @@ def test_mmdit_learns_in_bf16() -> None:
 
 def test_mmdit_without_a_text_or_for_volumes_is_refused_and_names_what_to_take() -> None:
     for condition in (NoCondition(), ClassCondition(num_classes=3)):
-        with pytest.raises(ShapeError, match="take dit"):
+        with pytest.raises(ShapeError, match="use the architecture dit"):
             build_expert(small(0), SHAPE, condition=condition)
     with pytest.raises(ShapeError, match="unet"):
         build_expert(small(0), (1, 4, 4, 4), condition=TEXT)

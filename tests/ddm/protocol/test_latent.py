@@ -60,7 +60,7 @@ def test_architecture_is_held_to_the_latents_and_not_to_the_pixels() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"path": "plan/other.safetensors"}, "does not list"),
+        ({"path": "plan/other.safetensors"}, "must be listed"),
         ({"channels": [32, 48, 64]}, "norm_groups"),
         ({"attention": [False, True]}, "attention"),
         ({"scale": 0.0}, "greater"),

@@ -76,7 +76,7 @@ def test_router_is_not_worse_than_itself(world: World) -> None:
 
 def test_router_refitted_on_good_sketches_is_nowhere_worse_when_counts_were_noisy(world: World) -> None:
     counts, noisy = _counts(world, torch.tensor([[8, -6, 3, -4], [-5, 9, -7, 2]]))
-    refitted = refit_shares(counts, list(world.released(counts.sketch, 0.2).values()), world.num_units, 0.2)
+    refitted = refit_shares(counts, list(world.released(counts.sketch, 0.2).values()), 0.2)
     assert not _compare(world, counts, _silent(refitted), noisy).worse
     assert _silent(refitted).differs(counts)
 

@@ -33,7 +33,7 @@ def world() -> World:
 def test_refitted_shares_are_the_maximum_that_a_general_optimiser_finds(world: World) -> None:
     counts = _vague(world)
     released = list(world.released(counts.sketch, T_R).values())
-    found = refit_shares(counts, released, world.num_units, T_R).log_mass_KG.exp().numpy()
+    found = refit_shares(counts, released, T_R).log_mass_KG.exp().numpy()
     at = torch.full((400,), T_R, dtype=torch.float64)
     density = counts.group_log_density(released[0].double(), at).exp().numpy()
     shape, rate = (0.25 / 0.2) ** 2, 0.25 / 0.2**2
@@ -51,20 +51,20 @@ def test_refitted_shares_are_the_maximum_that_a_general_optimiser_finds(world: W
 def test_refitted_shares_recover_the_truth_that_the_counts_did_not_know(world: World) -> None:
     counts = _vague(world)
     truth = (world.histogram() / torch.tensor(world.num_units)[:, None]).double()
-    refitted = refit_shares(counts, list(world.released(counts.sketch, 0.1).values()), world.num_units, 0.1)
+    refitted = refit_shares(counts, list(world.released(counts.sketch, 0.1).values()), 0.1)
     assert float((refitted.log_mass_KG.exp() - truth).abs().max()) < 0.04
     assert float((counts.log_mass_KG.exp() - truth).abs().max()) > 0.3
 
 
 def test_refitted_shares_stay_with_counts_that_are_certain(world: World) -> None:
     sure = CountsRouter(world.sketch(), _vague(world).log_mass_KG, PATH, torch.full((2, GROUPS), 1e-4))
-    refitted = refit_shares(sure, list(world.released(sure.sketch, T_R).values()), world.num_units, T_R)
+    refitted = refit_shares(sure, list(world.released(sure.sketch, T_R).values()), T_R)
     torch.testing.assert_close(refitted.log_mass_KG, sure.log_mass_KG, atol=1e-3, rtol=0)
 
 
 def test_refitted_router_is_better_for_every_t_when_counts_were_noisy(world: World) -> None:
     counts = _vague(world)
-    learned = refit_shares(counts, list(world.released(counts.sketch, 0.3).values()), world.num_units, 0.3)
+    learned = refit_shares(counts, list(world.released(counts.sketch, 0.3).values()), 0.3)
     x, label = torch.cat(world.silos), torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
     before, after = (cross_entropy(router, x, label, world.num_units) for router in (counts, learned))
     assert all(b.value < a.value for a, b in zip(before, after, strict=True))

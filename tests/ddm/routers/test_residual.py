@@ -43,7 +43,7 @@ def test_residual_finds_what_the_gaussians_miss_near_the_data() -> None:
     sketch = Sketch.fit(public, group_N, 2, 2)
     mixture = CountsRouter(sketch, SHARES.log(), PATH)
     residual = fit_residual(mixture, PublicSketches.of(public, group_N, sketch, PATH), PRIOR, SETTINGS, seed=0)
-    assert residual.speaks
+    assert residual.is_nonzero
     fresh, fresh_group = _two_lobes(2000, seed=1)
     target = SHARES.T[fresh_group]
     for t in (0.1, 0.3):
@@ -67,7 +67,7 @@ def test_residual_stays_silent_where_the_mixture_is_the_truth() -> None:
     lessons = PublicSketches.of(world.public, world.public_group, sketch, PATH)
     residual = fit_residual(mixture, lessons, PRIOR, SETTINGS, seed=0)
     s_BR, t_B = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)), torch.full((64,), 0.3)
-    assert not residual.speaks
+    assert not residual.is_nonzero
     assert not bool(residual(s_BR, t_B).any())
 
 

@@ -14,7 +14,7 @@ from ddm.diffusion.path import Expert
 from ddm.ensemble import Ensemble, Lock, Sample, Strategy, TopK, TopOne
 from ddm.errors import MathError, ShapeError
 from ddm.protocol.plan import ClassCondition, TextCondition
-from ddm.sampling.guidance import Given
+from ddm.sampling.guidance import ClassPrior
 from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
 
 CLASS_C = torch.tensor([0, 1, 1, 0, 1, 1, 0])
@@ -74,7 +74,7 @@ def exact(**changes: object) -> Ensemble:
         "shape": (2,),
         "chunk_size": 1024,
         "condition": ClassCondition(num_classes=2),
-        "given_class": lambda label: Given(prior_given(label), ClassRouter(label)),
+        "class_prior": lambda label: ClassPrior(prior_given(label), ClassRouter(label)),
     }
     return Ensemble(**(settings | changes))  # type: ignore[arg-type]
 
@@ -103,11 +103,13 @@ def test_guided_mixture_is_wrong_with_one_set_of_weights_for_both_branches() -> 
     """Each of the three parts of a branch's weights matters: prior, router and mask."""
     x, t_B = noised()
     for given in (
-        Given(prior_given(0), four_silos()),  # the router of no condition
-        Given([p if q else 0.0 for p, q in zip(four_silos().prior_K, prior_given(0), strict=True)], ClassRouter(0)),
-        Given(prior_given(0), UninformedRouter(4)),
+        ClassPrior(prior_given(0), four_silos()),  # the router of no condition
+        ClassPrior(
+            [p if q else 0.0 for p, q in zip(four_silos().prior_K, prior_given(0), strict=True)], ClassRouter(0)
+        ),
+        ClassPrior(prior_given(0), UninformedRouter(4)),
     ):
-        wrong = exact(given_class=lambda label, given=given: given)
+        wrong = exact(class_prior=lambda label, given=given: given)
         off = (wrong.velocity(x, t_B, condition=0, guidance=1.0) - truth(0, 1.0, x, t_B)).abs().max()
         assert off > 0.05
 
@@ -171,7 +173,7 @@ def test_expert_is_visited_once_for_both_branches() -> None:
 
 def test_silo_that_holds_no_image_of_a_class_declared_so_is_never_asked() -> None:
     declared = (0.0, 1.0, 0.0, 1.0)
-    drawn = exact(given_class=None).sample(200, strategy="sample", steps=5, condition=0, condition_prior=declared)
+    drawn = exact(class_prior=None).sample(200, strategy="sample", steps=5, condition=0, condition_prior=declared)
     assert drawn.shares[0] == drawn.shares[2] == 0.0
 
 
@@ -216,7 +218,7 @@ def test_condition_is_refused_when_it_means_nothing_or_nobody_knows_who_holds_it
     refused(exact(), "guidance", guidance=1.0, condition_prior=prior)
     refused(exact(), "guidance", condition=0, guidance=-1.0)
     refused(exact(), "guidance", condition=0, guidance=float("nan"))
-    refused(exact(given_class=None), "who holds it", condition=0)
-    refused(exact(), "saw it", condition=0, prior=(0.0, 0.0, 1.0, 0.0))
+    refused(exact(class_prior=None), "each expert.s share", condition=0)
+    refused(exact(), "data of this condition", condition=0, prior=(0.0, 0.0, 1.0, 0.0))
     refused(exact(), "int, 0 to 1, got str", condition="a class")
     refused(exact(), "int, 0 to 1, got int64", condition=np.int64(1))

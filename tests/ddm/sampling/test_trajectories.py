@@ -8,7 +8,7 @@ from torch import Tensor
 from ddm.diffusion.path import CosinePath, LinearPath, Path
 from ddm.diffusion.solver import SolverName
 from ddm.ensemble import Ensemble, Full, Lock, Nucleus, Sample, Strategy, Threshold, TopK, TopOne
-from ddm.sampling.trajectories import randomness
+from ddm.sampling.trajectories import draw_noise
 from tests.support.gaussian_mixture import GaussianMixture, four_silos
 
 STEPS, NUM, SEED = 6, 5, 3
@@ -95,7 +95,7 @@ def test_samples_travel_in_groups_as_each_would_alone(
     together = Ensemble(mixture.experts(), mixture, mixture.prior_K, (2,), path, chunk_size=4).sample(
         NUM, strategy=strategy, steps=STEPS, solver=solver, seed=SEED, router_every=every
     )
-    noise, uniform_BS = randomness(range(NUM), (2,), SEED, STEPS)
+    noise, uniform_BS = draw_noise(range(NUM), (2,), SEED, STEPS)
     for i in range(NUM):
         alone, x_D = Alone(mixture, strategy, every, uniform_BS[i]), noise[i].double()
         for n in range(STEPS):

@@ -194,7 +194,7 @@ def test_processes_that_do_not_see_the_same_checkpoints_are_refused(tmp_path: Pa
     work = TrainApart(tmp_path, "dit", Engine(device="cpu", processes=2))
     with pytest.raises(KeyboardInterrupt):
         Run(tmp_path / "1", work.recipe())(stop_at(20))
-    with pytest.raises(SetupError, match="checkpoints: expected the same in every process, got others"):
+    with pytest.raises(SetupError, match="checkpoints: expected the same step in every process, got step"):
         do(work, tmp_path)
 
 

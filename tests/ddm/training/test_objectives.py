@@ -108,10 +108,10 @@ def test_conditions_belong_to_their_images_and_are_hidden_as_often_as_asked() ->
     recipe, hidden = settings(batch_size=64), 0
     for n in range(50):
         batch = draw_batch(labelled(5), recipe, n, UniformT())
-        assert batch.told is not None
-        shown = batch.told >= 0
-        assert torch.equal(batch.x_0[:, 0, 0, 0][shown], batch.told[shown].float())
-        assert set(batch.told[~shown].tolist()) <= {-1}
+        assert batch.condition is not None
+        shown = batch.condition >= 0
+        assert torch.equal(batch.x_0[:, 0, 0, 0][shown], batch.condition[shown].float())
+        assert set(batch.condition[~shown].tolist()) <= {-1}
         hidden += int((~shown).sum())
     expected, deviation = 50 * 64 * 0.25, (50 * 64 * 0.25 * 0.75) ** 0.5
     assert abs(hidden - expected) < 4 * deviation
@@ -121,9 +121,9 @@ def test_hidden_text_is_all_zeros_and_labels_change_nothing_else_of_a_batch() ->
     text_NLD = torch.rand(40, 3, 2) + 0.1
     with_it = draw_batch(Examples(images(), text_NLD, drop=0.5), settings(), 3, UniformT())
     without = draw_batch(Examples(images()), settings(), 3, UniformT())
-    assert with_it.told is not None
-    assert {bool((each == 0).all()) for each in with_it.told} == {True, False}
-    assert all((each == 0).all() or (each != 0).all() for each in with_it.told)
+    assert with_it.condition is not None
+    assert {bool((each == 0).all()) for each in with_it.condition} == {True, False}
+    assert all((each == 0).all() or (each != 0).all() for each in with_it.condition)
     assert torch.equal(with_it.eps, without.eps)
     assert torch.equal(with_it.t_B, without.t_B)
 

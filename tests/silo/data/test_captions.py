@@ -173,7 +173,7 @@ def test_image_that_was_asked_for_in_words_is_drawn_from_a_published_release(
     assert share_of_bright_left("bright left") > 0.9
     assert share_of_bright_left("bright right") < 0.1
     assert 0.2 < share_of_bright_left(None) < 0.8, "without a text both are drawn"
-    with pytest.raises(MathError, match="who holds it"):
+    with pytest.raises(MathError, match="each expert.s share"):
         ensemble.sample(2, condition=encoder.encode(["bright left"])[0])
 
 

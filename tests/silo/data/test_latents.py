@@ -58,10 +58,10 @@ def test_experts_sketches_and_sampling_work_on_latents_and_what_is_drawn_is_pixe
     assert files.sketch.mean_D.numel() == 12 and files.encoder.encode(torch.zeros(1, *PIXELS)).shape == (1, 4)
     ensemble = open_ensemble(release, root=tiny.root)
     drawn = ensemble.sample(3, steps=2)
-    assert drawn.seen.shape == (3, *SEEN) and drawn.images.shape == (3, *PIXELS)
-    assert torch.equal(drawn.images, files.latent.decode(drawn.seen))
+    assert drawn.latents.shape == (3, *SEEN) and drawn.images.shape == (3, *PIXELS)
+    assert torch.equal(drawn.images, files.latent.decode(drawn.latents))
     undecoded = replace(ensemble, latent=Identity()).sample(3, steps=2)
-    assert torch.equal(undecoded.images, drawn.seen)
+    assert torch.equal(undecoded.images, drawn.latents)
 
 
 def test_scale_of_a_plan_gives_public_latents_unit_deviation(federation: tuple[TinyFederation, Plan, Path]) -> None:

@@ -178,5 +178,5 @@ def test_policy_page_names_exactly_the_fields_and_their_defaults() -> None:
 def test_plan_with_one_release_above_its_total_does_not_parse() -> None:
     document = plan_document()
     document["statistics"]["total"]["epsilon"] = 6.5
-    with pytest.raises(DocumentError, match="more epsilon"):
+    with pytest.raises(DocumentError, match="more than the total"):
         Plan.parse(to_bytes(document), subject="plan.json")

@@ -162,7 +162,7 @@ def test_public_expert_that_the_plan_does_not_list_is_not_trained_from(
 
 
 def test_plan_that_starts_from_a_file_that_it_does_not_list_is_refused() -> None:
-    with pytest.raises(DocumentError, match="does not list"):
+    with pytest.raises(DocumentError, match="must be listed"):
         plan(ADAPTATIONS["lora"])
 
 
