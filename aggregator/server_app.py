@@ -22,7 +22,7 @@ from pydantic import Field
 
 from aggregator.config import Federation
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
-from aggregator.transfer.dispatcher import Node, Post
+from aggregator.transfer.dispatcher import Dispatcher, Node
 from ddm.errors import BusyError, MissingFileError, SetupError, TransportError
 from ddm.io.files import read_bounded
 from ddm.io.locks import locked
@@ -97,7 +97,7 @@ class FlowerCarrier:
             raise TransportError("message", expected="an answer", got="one too large") from error
 
 
-def make_post(grid: Grid, fed: Path, settings: RunSettings) -> Post:
+def make_dispatcher(grid: Grid, fed: Path, settings: RunSettings) -> Dispatcher:
     """Set up the conversations with all silos of a plan.
 
     Args:
@@ -118,7 +118,7 @@ def make_post(grid: Grid, fed: Path, settings: RunSettings) -> Post:
         )
         for silo_id, key in settings.nodes.items()
     }
-    return Post(
+    return Dispatcher(
         FlowerCarrier(grid, settings.shard_bytes),
         deliveries,
         stopped=lambda: _told_to_stop(fed / "flower"),
@@ -161,7 +161,7 @@ def node_identity(openssh_key: str) -> bytes:
 
 
 def main(grid: Grid, context: Context) -> None:
-    """Run the post for the plan that the runtime named; wait while another ServerApp still works on this folder.
+    """Run the dispatcher for the plan that the runtime named; wait while another ServerApp still works on this folder.
 
     Args:
         grid: Flower's connection.
@@ -178,7 +178,7 @@ def main(grid: Grid, context: Context) -> None:
             try:
                 with locked(fed / "flower", LOCK_NAME):
                     _log.info("plan %s, %d silos", settings.plan_id, len(settings.nodes))
-                    make_post(grid, fed, settings).run()
+                    make_dispatcher(grid, fed, settings).run()
                 return
             except BusyError:
                 time.sleep(1.0)
