@@ -22,7 +22,7 @@ from pydantic import Field
 
 from aggregator.config import Federation
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
-from aggregator.transfer.dispatcher import Node, Post
+from aggregator.transfer.dispatcher import Dispatcher, Node
 from ddm.errors import BusyError, MissingFileError, SetupError, TransportError
 from ddm.io.files import read_bounded
 from ddm.io.locks import locked
@@ -100,7 +100,7 @@ class FlowerCarrier:
             raise TransportError("message", expected=expected, got="one that does not fit into memory") from error
 
 
-def make_post(grid: Grid, fed: Path, settings: RunSettings) -> Post:
+def make_dispatcher(grid: Grid, fed: Path, settings: RunSettings) -> Dispatcher:
     """Set up the conversations with all silos of a plan.
 
     Args:
@@ -121,7 +121,7 @@ def make_post(grid: Grid, fed: Path, settings: RunSettings) -> Post:
         )
         for silo_id, key in settings.nodes.items()
     }
-    return Post(
+    return Dispatcher(
         FlowerCarrier(grid, settings.shard_bytes),
         deliveries,
         stopped=lambda: _stop_requested(fed / "flower"),
@@ -183,7 +183,7 @@ def main(grid: Grid, context: Context) -> None:
             try:
                 with locked(fed / "flower", LOCK_NAME):
                     _log.info("plan %s, %d silos", settings.plan_id, len(settings.nodes))
-                    make_post(grid, fed, settings).run()
+                    make_dispatcher(grid, fed, settings).run()
                 return
             except BusyError:
                 time.sleep(1.0)

@@ -181,7 +181,7 @@ class Line:
         return True
 
 
-class Post:
+class Dispatcher:
     """All silos of one plan.
 
     Args:

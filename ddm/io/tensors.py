@@ -340,7 +340,7 @@ def _parse_entry(entry: Any, subject: str) -> tuple[TensorSpec, int]:
     spec = TensorSpec(dtype, tuple(shape))
     begin, end = offsets
     if begin < 0 or end - begin != spec.bytes:
-        raise TensorFileError(subject, expected=f"{spec.bytes} bytes for {spec}", got=f"{end - begin} from {begin} on")
+        raise TensorFileError(subject, expected=f"{spec.bytes} bytes for {spec}", got="offsets of other bytes")
     return spec, begin
 
 

@@ -56,7 +56,7 @@ def walk(folder: Path, *, most: int = MAX_FILES) -> Iterator[tuple[str, Entry]]:
     """
     num_seen = 0
     with _opened_folder(folder, folder.name) as top:
-        for name, info in _walk(top, ""):
+        for name, info in _walk(top, "", folder.name):
             num_seen += 1
             if num_seen > most:
                 raise UnsafePathError(folder.name, expected=f"at most {most} files and folders", got=f"over {most}")
@@ -64,13 +64,14 @@ def walk(folder: Path, *, most: int = MAX_FILES) -> Iterator[tuple[str, Entry]]:
                 yield name, Entry(folder / name, info.st_size)
 
 
-def _walk(folder: int, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+def _walk(folder: int, prefix: str, subject: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield every file, and every folder before it is opened."""
     with os.scandir(folder) as entries:
         for entry in entries:
             name = prefix + entry.name
             if not is_safe_name(entry.name) or prefix.count("/") > MAX_DEPTH:
-                raise UnsafePathError(ascii(name)[1:-1], expected="a plain name", got="a hidden, odd or deep one")
+                # The name itself, which somebody else chose, is not repeated.
+                raise UnsafePathError(subject, expected="plain names", got="a hidden, odd or deep one")
             info = entry.stat(follow_symlinks=False)
             if not stat.S_ISDIR(info.st_mode) and not stat.S_ISREG(info.st_mode):
                 got = "a symbolic link" if stat.S_ISLNK(info.st_mode) else "a special file"
@@ -78,7 +79,7 @@ def _walk(folder: int, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
             yield name, info
             if stat.S_ISDIR(info.st_mode):
                 with _opened_folder(entry.name, name, folder) as below:
-                    yield from _walk(below, f"{name}/")
+                    yield from _walk(below, f"{name}/", name)
 
 
 @contextmanager

@@ -125,7 +125,7 @@ class Training(Model):
         batch_size: images in a step.
         learning_rate: AdamW's learning rate.
         weight_decay: AdamW's weight decay.
-        ema_decay: decay per step of the averaged weights, which are the ones released.
+        ema_decay: decay per step of the averaged weights, which are the ones published.
         precision: precision of the arithmetic; weights stay float32.
         checkpoint_steps: steps between checkpoints.
         seed: seed of initial weights, batches, times and noise.

@@ -44,6 +44,7 @@ _SETTLE_S = 5.0
 _POLL_S = 0.5
 # Well below the time to live of any message.
 _PACED_S = 10.0
+_REPLY_TO: Mapping[type[Request], type[Reply]] = {Offer: Held, Ask: Report, Pull: Shards, Deliver: Delivered}
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ def _answer(envelope: Envelope[Request], limits: SiteLimits) -> Envelope[Reply]:
             case Deliver():
                 return Envelope(take_receipt(request, data, limits))
     except ArchipelagoError as error:
-        return Envelope(_refusal(request, error.exit_code))
+        return Envelope(_REPLY_TO[type(request)](code=error.exit_code))
     except Exception:  # a bug or a full disk: the aggregator learns that it failed, and nothing more
-        return Envelope(_refusal(request, ArchipelagoError.exit_code))
+        return Envelope(_REPLY_TO[type(request)](code=ArchipelagoError.exit_code))
 
 
 def take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits) -> Held:
@@ -217,15 +218,3 @@ def take_receipt(deliver: Deliver, receipt: bytes, limits: SiteLimits) -> Delive
     elif read_bounded(path, len(receipt)) != receipt:
         raise ReplayError("receipt", expected="the one received before", got="other bytes")
     return Delivered()
-
-
-def _refusal(request: Request, code: int) -> Reply:
-    match request:
-        case Offer():
-            return Held(code=code)
-        case Ask():
-            return Report(code=code)
-        case Pull():
-            return Shards(code=code)
-        case Deliver():
-            return Delivered(code=code)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
-from aggregator.transfer.dispatcher import Line, Node, Post
+from aggregator.transfer.dispatcher import Dispatcher, Line, Node
 from aggregator.transfer.pacing import Pace
 from ddm.errors import TransportError
 from ddm.transport.messages import Envelope, Held, Pull, Reply, Report, Request, Shards, Span
@@ -132,7 +132,7 @@ def test_honest_silo_is_served_when_the_other_one_is_not(
     flower = FakeFlower({b"south": behaviour, b"north": honest(world.silo("north"))})
     deliveries = {b"south": world.delivery("south"), b"north": world.delivery("north")}
     ended = time.monotonic() + 20.0
-    Post(flower, deliveries, stopped=lambda: world.arrived("north").exists() or time.monotonic() > ended).run()
+    Dispatcher(flower, deliveries, stopped=lambda: world.arrived("north").exists() or time.monotonic() > ended).run()
     assert world.identical("north") and not world.arrived("south").exists()
 
 
@@ -142,9 +142,9 @@ def test_post_fails_when_a_line_meets_what_nobody_foresaw(world: World) -> None:
     def bug(request: Envelope[Request]) -> Envelope[Reply]:
         raise ZeroDivisionError
 
-    post = Post(FakeFlower({b"north": bug}), {b"north": world.delivery("north")}, stopped=lambda: False)
+    dispatcher = Dispatcher(FakeFlower({b"north": bug}), {b"north": world.delivery("north")}, stopped=lambda: False)
     with pytest.raises(ZeroDivisionError):
-        post.run()
+        dispatcher.run()
 
 
 class Clock:
@@ -289,9 +289,9 @@ def test_shards_become_smaller_when_more_silos_send_at_once(world: World) -> Non
     names = [f"s{number}" for number in range(8)]
     limits = {name: world.silo(name) for name in names}
     flower = FakeFlower({name.encode(): honest(limits[name]) for name in names})
-    post = Post(flower, {name.encode(): world.delivery(name) for name in names}, stopped=lambda: True)
-    alone = post._pull_bytes()
-    for line in post._lines.values():
+    dispatcher = Dispatcher(flower, {name.encode(): world.delivery(name) for name in names}, stopped=lambda: True)
+    alone = dispatcher._pull_bytes()
+    for line in dispatcher._lines.values():
         while not line.delivery.pulling:
             line.step(Node(names.index(line.delivery.silo_id), "first"))
-    assert post._pull_bytes() == alone // 8
+    assert dispatcher._pull_bytes() == alone // 8

@@ -1,0 +1,59 @@
+"""What a courier's service prints, and what ends it."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from ddm.errors import TransportError
+from silo.courier.service import CourierWatch, look_after
+
+
+class Scripted:
+    """A courier that does at each check what comes next in a list, and ends its watch after the last."""
+
+    def __init__(self, *steps: Callable[[], str | None]) -> None:
+        self.problem: str | None = None
+        self._steps, self.ended = iter(steps), threading.Event()
+        self.num_left = len(steps)
+
+    def check(self) -> None:
+        self.num_left -= 1
+        if not self.num_left:
+            self.ended.set()
+        self.problem = next(self._steps)()
+
+
+def full_disk() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def broken() -> None:
+    raise TransportError("SuperNode", expected="a program that starts", got="none")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = threading.Event.wait
+    monkeypatch.setattr(threading.Event, "wait", lambda event, timeout=None: wait(event, min(timeout or 60.0, 0.01)))
+
+
+def test_reason_is_printed_once_and_a_full_disk_is_no_end(capsys: pytest.CaptureFixture[str]) -> None:
+    courier = Scripted(*2 * [lambda: "no way in"], full_disk, full_disk, *2 * [lambda: None], lambda: "no way in")
+    look_after(courier, courier.ended)  # type: ignore[arg-type]
+    assert capsys.readouterr().out.splitlines() == [
+        "courier: no way in",
+        "courier: No space left on device",
+        "courier: connected",
+        "courier: no way in",
+    ]
+
+
+def test_failure_beside_a_worker_is_raised_when_the_worker_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    watch = CourierWatch(Scripted(lambda: None, broken, lambda: None))  # type: ignore[arg-type]
+    watch.start()
+    watch.join(60.0)
+    watch.close()
+    with pytest.raises(TransportError):
+        watch.raise_failure()
+    assert "courier: SuperNode: expected a program that starts" in capsys.readouterr().err
