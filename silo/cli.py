@@ -9,10 +9,10 @@ import typer
 
 from ddm.errors import SetupError
 from ddm.io.files import write_atomic
-from ddm.system.console import human_bytes, new_app, passphrase, run_app, say
+from ddm.system.console import human_bytes, new_program, passphrase, run_app, say
 from silo.config import Site
 
-app = new_app("Train an expert on private images that never leave, and see, bound and refuse everything that does.")
+app = new_program("Train an expert on private images that never leave, and see, bound and refuse everything that does.")
 
 SiteArgument = Annotated[Path, typer.Argument(metavar="SITE", file_okay=False, help="The site's folder.")]
 PassphraseOption = Annotated[

@@ -1,4 +1,4 @@
-"""Commands about who belongs to the federation: found it, remove a silo."""
+"""The commands about who belongs to a federation: `aggregator init`, `enroll` and `remove`."""
 
 import re
 from pathlib import Path
@@ -41,6 +41,18 @@ def init(
         say_missing(federation, missing)
     else:
         say_founded(federation)
+
+
+def enroll(
+    fed: FederationArgument,
+    card: Annotated[Path, typer.Argument(metavar="CARD", help="The card that `silo enroll` wrote.")],
+) -> None:
+    """Enroll a silo; compare the fingerprint with the silo by another way."""
+    from aggregator.membership.registry import enroll as keep_card
+    from aggregator.membership.registry import signing_key
+
+    enrolled = keep_card(Federation(fed).require(), card)
+    say(f"Enrolled {enrolled.silo_id}. Compare with the silo: {signing_key(enrolled).fingerprint}")
 
 
 def remove(

@@ -49,4 +49,4 @@ def _serve(federation: Federation, address: str, expose: bool) -> None:
             "releases, process ids and expiries. The page asks no password and is not encrypted.",
             error=True,
         )
-    serve_page(federation, host, port)
+    serve_page(federation, host, port, lambda url: say(f"Live page: {url} (Ctrl-C ends it)"))

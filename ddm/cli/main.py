@@ -19,9 +19,9 @@ from ddm.cli.options import (
 from ddm.cli.sample import sample
 from ddm.cli.sample_student import sample_student
 from ddm.protocol.architecture import TextCondition
-from ddm.system.console import new_app, run_app, say, table
+from ddm.system.console import new_program, run_app, say, table
 
-app = new_app("Verify a published ensemble of diffusion experts, and sample from it.")
+app = new_program("Verify a published ensemble of diffusion experts, and sample from it.")
 app.command("sample")(sample)
 app.command("distill")(distill)
 app.command("sample-student")(sample_student)
