@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 def plan(
     fed: FederationArgument,
-    recipe: Annotated[Path, typer.Option(help="TOML; see examples/digits_three_silos/plan.toml.")],
+    recipe: Annotated[Path, typer.Option(help="TOML; examples/digits_three_silos/plan.toml is one.")],
     public: Annotated[Path, typer.Option(help="npz of public images.")],
     yes: Annotated[bool, typer.Option("--yes", help="Sign without asking.")] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Fit what is public, show size, time and epsilon, then sign the plan."""
+    """Fit the public parts of a plan, show size, time and epsilon, then sign it."""
     from pydantic import ValidationError
 
     from aggregator.keys.store import load_key

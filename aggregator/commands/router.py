@@ -13,7 +13,7 @@ def router(
     fed: FederationArgument,
     seed: Annotated[int, typer.Option(min=0, help="Of batches and initial weights.")] = 0,
 ) -> None:
-    """Train the router on the noised sketches and judge it on public data."""
+    """Train the router on the silos' statistics, and judge it on public images."""
     from aggregator.intake.inventory import take_inventory
     from aggregator.router.report import describe
     from aggregator.router.train import train_router

@@ -1,4 +1,4 @@
-"""The edge between a command and the person at it: errors on one screen, stable exit codes, clean Ctrl-C."""
+"""The edge between a command and the person at it: output, errors on one screen, stable exit codes, clean Ctrl-C."""
 
 import errno
 import getpass
@@ -124,19 +124,20 @@ def say(text: str, *, error: bool = False) -> None:
 
 
 def passphrase(path: Path | None, configured: str | None, prompt: str, *, confirm: bool = False) -> bytes:
-    """Read a passphrase: from the file named, else the configured one, `-` for standard input, else by asking.
+    """Read a passphrase: from the file named, else from the configured file, else by asking; `-` is standard input.
 
     Raises:
+        MissingFileError: there is no such file.
         PassphraseError: nothing to read, or nobody to ask.
     """
     source = path or (Path(configured) if configured else None)
     if source is not None and str(source) == "-":
         line = sys.stdin.readline().rstrip("\n")
         if not line:
-            raise PassphraseError("standard input", expected="a passphrase on one line", got="nothing")
+            raise PassphraseError("standard input", expected="a passphrase on one line", got="no input")
         return line.encode()
     if source is not None and (source.is_dir() or not source.exists()):
-        got = "a folder" if source.is_dir() else "nothing there"
+        got = "a folder" if source.is_dir() else "no such file"
         remedy = "Name the right file with --passphrase-file" + ("." if path else ", or in the configuration.")
         raise MissingFileError(str(source), expected="a passphrase file", got=got, remedy=remedy)
     return read_passphrase(source, prompt, confirm=confirm)
@@ -146,9 +147,9 @@ def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> by
     """Read a passphrase: the first line of `file`, or by asking at the terminal.
 
     Args:
-        file: where the passphrase stands; None asks.
+        file: holds the passphrase; None asks for it.
         prompt: what to ask.
-        confirm: ask twice, for a passphrase that is new.
+        confirm: ask twice, for a new passphrase.
 
     Raises:
         MissingFileError: there is no such file.
@@ -156,7 +157,7 @@ def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> by
     """
     if file is not None:
         if not file.exists():
-            raise MissingFileError(str(file), expected="a passphrase file", got="nothing there")
+            raise MissingFileError(str(file), expected="a passphrase file", got="no such file")
         # Not `read_bounded`: a pipe, as shells make for <(...), is a fine place for a passphrase.
         with file.open("rb") as handle:
             answer = handle.readline(MAX_PASSPHRASE_BYTES).rstrip(b"\r\n")
@@ -165,17 +166,19 @@ def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> by
         return answer
     if not sys.stdin.isatty():
         remedy = "Give the passphrase with --passphrase-file."
-        raise PassphraseError(prompt, expected="a terminal to ask at", got="none", remedy=remedy)
+        raise PassphraseError(
+            prompt, expected="a terminal to ask at", got="a standard input that is none", remedy=remedy
+        )
     answer = getpass.getpass(f"{prompt}: ").encode()
     if not answer:
-        raise PassphraseError(prompt, expected="a passphrase", got="an empty one")
+        raise PassphraseError(prompt, expected="a passphrase", got="an empty answer")
     if confirm and getpass.getpass(f"{prompt} (again): ").encode() != answer:
-        raise PassphraseError(prompt, expected="the same passphrase twice", got="two different ones")
+        raise PassphraseError(prompt, expected="the same passphrase twice", got="two different passphrases")
     return answer
 
 
 def remembered(path: Path | None) -> str | None:
-    """Return what a configuration file keeps of --passphrase-file: an absolute path; standard input is not kept."""
+    """Return --passphrase-file as a configuration file keeps it: an absolute path; None for standard input."""
     return None if path is None or str(path) == "-" else str(path.resolve())
 
 
