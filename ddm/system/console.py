@@ -28,6 +28,7 @@ EXIT_TERMINATED = 143
 EXIT_OS = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+UNBROKEN = 10_000  # characters: a width that no table reaches
 _REDRAW_S = 0.1
 _log = logging.getLogger(__name__)
 
@@ -263,19 +264,19 @@ def table(rows: Sequence[Sequence[Any]], header: Sequence[str], *, width: int | 
         width: most characters in a line, beyond which cells wrap. By default the terminal's width; where standard
             output is none, no line is ever broken.
     """
-    from rich.box import Box
     from rich.console import Console
+    from rich.rule import Rule
     from rich.table import Table
     from rich.text import Text
 
     cells = [[escape_control(str(cell), one_line=True) for cell in row] for row in rows]
     if width is None and not sys.stdout.isatty():
-        width = 10_000
-    rule = Box("\n".join(["    ", "    ", " -  ", *["    "] * 5]) + "\n", ascii=True)
-    drawn = Table(box=rule, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+        width = UNBROKEN
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for i, name in enumerate(header):
         right = bool(cells) and all(_is_number(row[i]) for row in cells)
         drawn.add_column(Text(name), justify="right" if right else "left", overflow="fold")
+    drawn.add_row(*(Rule(characters="-") for _ in header))
     for row in cells:
         drawn.add_row(*map(Text, row))
     page = Console(width=width, color_system=None, force_terminal=False, emoji=False, highlight=False)

@@ -21,7 +21,7 @@ def test_table_aligns_names_to_the_left_and_numbers_to_the_right() -> None:
     drawn = table([("east", 7, "1.5"), ("a longer name", 1200, "-22")], ("silo", "images", "share"))
     assert drawn.splitlines() == [
         "silo           images  share",
-        "-------------- ------- -----",
+        "-------------  ------  -----",
         "east                7    1.5",
         "a longer name    1200    -22",
     ]
@@ -47,7 +47,7 @@ def test_table_shows_markup_and_control_characters_of_a_cell_as_they_were_sent()
 
 
 def test_table_without_rows_is_its_header() -> None:
-    assert table([], ("what", "value")) == "what  value\n----- -----"
+    assert table([], ("what", "value")) == "what  value\n----  -----"
 
 
 def test_progress_in_a_pipe_is_one_line_for_each_bar(capsys: pytest.CaptureFixture[str]) -> None:
