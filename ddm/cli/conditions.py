@@ -28,7 +28,7 @@ def encoded(text: str, folder: Path, condition: Condition) -> Asked:
 
     encoder = TextEncoder.open(folder, condition)
     if encoder.num_cut([text]):
-        say(f"The text has more than {condition.max_tokens} tokens; the rest is cut off.")
+        say(f"The text is longer than {condition.max_tokens} tokens; the rest is cut off.")
     vectors = encoder.encode([text])[0]
     if not vectors.any():  # the null condition
         got = f"{len(text)} characters without one"
