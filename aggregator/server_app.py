@@ -27,6 +27,7 @@ from ddm.errors import BusyError, MissingFileError, SetupError, TransportError
 from ddm.io.files import read_bounded
 from ddm.io.locks import locked
 from ddm.protocol.base import Model, PlanId, PositiveInt, SiloId
+from ddm.system.logs import JsonFormatter, LogOptions, PlainFormatter, send_logs
 from ddm.transport.flower import decode_reply, encode
 from ddm.transport.messages import MAX_WAIT_S, Envelope, Reply, Request
 
@@ -196,11 +197,9 @@ def main(grid: Grid, context: Context) -> None:
 def _log_to(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(path, maxBytes=4 * 1024 * 1024, backupCount=1)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    package = logging.getLogger("aggregator")
-    package.addHandler(handler)
-    package.setLevel(logging.INFO)
-    package.propagate = False
+    options = LogOptions.from_environment()
+    handler.setFormatter(JsonFormatter() if options.as_json else PlainFormatter(details=True))
+    send_logs(handler, options)
 
 
 app = ServerApp()

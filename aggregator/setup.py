@@ -1,4 +1,4 @@
-"""How a federation begins: folders, keys, TLS, the first root of trust and who holds it."""
+"""Make a federation: its folders, keys, TLS certificates and first root of trust, with its holders."""
 
 from collections.abc import Mapping
 
@@ -28,24 +28,24 @@ def init_federation(
     """Make a federation's folder.
 
     Args:
-        federation: a folder that is none yet.
+        federation: a folder that is no federation yet.
         settings: written as federation.toml.
         passphrase: encrypts every private key.
         root: who holds the root of trust; None makes one key here.
         targets: who decides which silos may sign; None makes one key here.
 
     Returns:
-        Whose signatures are waited for, in words; nothing when the federation and its invitation.json are complete.
+        Whose signatures are missing, in words; empty when the federation and its invitation.json are complete.
 
     Raises:
         BusyError: the folder is a federation already.
-        SetupError: one key in two offices, or a host that is none.
+        SetupError: one key in two roles, or a host that is neither a name nor an address.
     """
     if (federation.path / "federation.toml").exists() or federation.keys.exists():
         raise BusyError(
             str(federation.path),
             expected="a folder that is no federation yet",
-            got="one with keys",
+            got="a folder with federation.toml or keys/",
             remedy="Choose another folder; keys are never overwritten.",
         )
     # So that an init that is cut short leaves no half of a federation behind.
@@ -57,7 +57,7 @@ def init_federation(
 
 
 def _build(
-    federation: Federation, settings: FederationSettings, passphrase: bytes, asked: Mapping[str, Holders | None]
+    federation: Federation, settings: FederationSettings, passphrase: bytes, holders: Mapping[str, Holders | None]
 ) -> list[str]:
     for folder in (federation.registry, federation.incoming, federation.accepted, federation.receipts, federation.tuf):
         folder.mkdir(parents=True)
@@ -65,11 +65,11 @@ def _build(
     save_settings(settings, federation.path / "federation.toml", HEADING)
     make_tls(federation.path / "tls", [settings.host], passphrase=passphrase)
     change = Change.begin(federation.path)
-    made = [name for name in KEY_NAMES if not (name in HOLDER_KEYS and asked[name])]
+    made = [name for name in KEY_NAMES if not (name in HOLDER_KEYS and holders[name])]
     public = {name: make_key(change, name, passphrase) for name in made}
     make_model_signing_key(change, passphrase)
     online = Holders((public["online"],))
-    held = {name: asked[name] or Holders((public[name],)) for name in HOLDER_KEYS}
+    held = {name: holders[name] or Holders((public[name],)) for name in HOLDER_KEYS}
     now = now_utc()
     first_root = draft_root(1, {**held, "snapshot": online, "timestamp": online}, now)
     first_targets = draft_targets(1, Delegates(public["plans"], public["release"]), now)

@@ -1,4 +1,4 @@
-"""The silo operator's commands: init, enroll, run, status, review, approve, withdraw."""
+"""The program `silo`: its operator's commands init, enroll, run, status, review, approve and withdraw."""
 
 import json
 from enum import StrEnum
@@ -9,14 +9,14 @@ import typer
 
 from ddm.errors import SetupError
 from ddm.io.files import write_atomic
-from ddm.system.console import human_bytes, new_app, passphrase, run_app, say
+from ddm.system.console import human_bytes, new_program, passphrase, run_app, say
 from silo.config import Site
 
-app = new_app("Train an expert on private images that never leave, and see, bound and refuse everything that does.")
+app = new_program("Train an expert on private images, which never leave; see, limit and refuse everything that does.")
 
 SiteArgument = Annotated[Path, typer.Argument(metavar="SITE", file_okay=False, help="The site's folder.")]
 PassphraseOption = Annotated[
-    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="First line opens the silo's key.")
+    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="Its first line opens the silo's key.")
 ]
 
 
@@ -30,13 +30,13 @@ class Part(StrEnum):
 @app.command()
 def init(
     site: SiteArgument,
-    silo_id: Annotated[str, typer.Option("--id", help="This silo's name: a-z, then a-z and 0-9.")],
-    data: Annotated[Path, typer.Option(help="npz of private images or folder of NIfTI volumes; stays where it is.")],
+    silo_id: Annotated[str, typer.Option("--id", help="This silo's name: a letter a-z, then a-z and 0-9.")],
+    data: Annotated[Path, typer.Option(help="npz of private images or folder of NIfTI volumes; nothing is copied.")],
     invitation: Annotated[Path, typer.Option(help="invitation.json from the aggregator.")],
-    root_fingerprint: Annotated[str, typer.Option(help="The root's sha256, received by another way.")],
+    root_fingerprint: Annotated[str, typer.Option(help="sha256 of the root, received through a second channel.")],
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Make a site: folders, keys, configuration, first trust."""
+    """Make a site: its folders, keys, configuration and pinned root."""
     from silo.setup import init_site, read_invitation
 
     invited = read_invitation(invitation, root_fingerprint)
@@ -56,13 +56,13 @@ def enroll(
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the card.")],
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Write the enrolment card: public keys only, for the aggregator."""
+    """Write the enrolment card for the aggregator; it holds public keys only."""
     from silo.setup import make_card
 
     place = Site(site).require()
     key = _open_key(place, passphrase_file)
     write_atomic(out, make_card(place, key))
-    say(f"Card in {out}. Tell the aggregator this fingerprint by another way: {key.public.fingerprint}")
+    say(f"Card in {out}. Tell the aggregator this fingerprint through a second channel: {key.public.fingerprint}")
 
 
 @app.command()
@@ -71,7 +71,7 @@ def run(
     only: Annotated[Part | None, typer.Option(help="Run one half, as a service of its own user.")] = None,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Take the plan, train, release, wait for approval, send; ends when the submission has its receipt."""
+    """Take the plan, train, draw the statistics, wait for approval, send; ends with the receipt of the submission."""
     place = Site(site).require()
     if only is Part.COURIER:
         from silo.courier.service import run_courier
@@ -91,7 +91,7 @@ def status(
     site: SiteArgument,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
-    """Show where the work stands."""
+    """Show how far the work is."""
     from silo.worker.state import load_state
 
     place = Site(site).require()
@@ -110,7 +110,7 @@ def status(
 
 @app.command()
 def review(site: SiteArgument) -> None:
-    """Show what would leave, byte for byte."""
+    """Show what would leave the site, byte for byte."""
     from silo.worker.review import review_text
     from silo.worker.state import load_state
 
@@ -121,7 +121,7 @@ def review(site: SiteArgument) -> None:
             "review",
             expected="a submission that waits for approval",
             got=f"state {state.state}",
-            remedy="Let `silo run` work on; `silo status` shows how far it is.",
+            remedy="Keep `silo run` running; `silo status` shows how far it is.",
         )
     say(review_text(place))
 
@@ -131,7 +131,7 @@ def approve(
     site: SiteArgument,
     digest: Annotated[str, typer.Option(help="The digest that `silo review` printed.")],
 ) -> None:
-    """Let exactly the reviewed submission leave."""
+    """Approve exactly the reviewed submission, which then leaves."""
     from silo.worker.approval import approve as record_approval
     from silo.worker.approval import load_draft
 
@@ -147,7 +147,7 @@ def withdraw(site: SiteArgument) -> None:
     from silo.worker.approval import withdraw as give_up
 
     state = give_up(Site(site).require())
-    say(f"Gave up plan {state.plan_id}. What it released, if anything, stays in the ledger.")
+    say(f"Gave up plan {state.plan_id}. What its statistics cost, if any were drawn, stays in the ledger.")
 
 
 def _open_key(site: Site, passphrase_file: Path | None):  # type: ignore[no-untyped-def]
@@ -163,12 +163,14 @@ def _checked_id(silo_id: str) -> str:
     from ddm.protocol.base import SILO_ID_PATTERN
 
     if not re.fullmatch(SILO_ID_PATTERN, silo_id):
-        raise SetupError("--id", expected="a-z, then up to 31 of a-z and 0-9", got=repr(silo_id[:40]))
+        raise SetupError("--id", expected="a letter a-z, then up to 31 of a-z and 0-9", got=repr(silo_id[:40]))
     return silo_id
 
 
 def _isolation_advice(site: Site) -> str:
-    advice = " (run worker and courier as two users to make the boundary hold; see docs/explanation)"
+    advice = (
+        " (only two users, one for the worker and one for the courier, enforce the boundary: docs/how-to/two-users.md)"
+    )
     return advice if site.isolation == "none" else ""
 
 

@@ -4,6 +4,7 @@ Run as a program, this module signs the site's node off: Flower counts a killed 
 and does not let it connect again meanwhile.
 """
 
+import logging
 import sys
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from ddm.errors import ArchipelagoError
+from ddm.system.logs import follow_logging
 from ddm.transport.flower import decode_request, encode
 from ddm.transport.messages import Envelope, Held
 from silo.courier.handlers import SiteLimits, answer
+
+_log = logging.getLogger(__name__)
 
 
 def handle(message: Message, context: Context) -> Message:
@@ -28,6 +32,7 @@ def handle(message: Message, context: Context) -> Message:
     Returns:
         The reply.
     """
+    follow_logging()
     try:
         limits = SiteLimits.of(context.node_config)
         reply = answer(decode_request(message.content, max_bytes=limits.shard_bytes), limits)
@@ -35,6 +40,7 @@ def handle(message: Message, context: Context) -> Message:
         reply = Envelope(Held(code=error.exit_code))
     except Exception:  # Flower would send the exception's text to the aggregator
         reply = Envelope(Held(code=ArchipelagoError.exit_code))
+    _log.debug("answered with %s, code %d", reply.message.kind, reply.message.code)
     return Message(encode(reply), reply_to=message)
 
 

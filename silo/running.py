@@ -1,12 +1,12 @@
 """One site at work: the worker in this process, the courier beside it, both ending together."""
 
 import json
+import logging
 import os
 import time
 from contextlib import ExitStack
 
 from ddm.io.files import write_atomic
-from ddm.system.console import say
 from ddm.system.signals import stop_on_signals
 from ddm.trust.keys import SigningKey
 from silo.config import Site
@@ -16,10 +16,11 @@ from silo.worker.state import State
 from silo.worker.worker import Worker
 
 LINGER_S = 8.0
+_log = logging.getLogger(__name__)
 
 
 class Narrator:
-    """Prints each state once, and training progress at most every few seconds."""
+    """Logs each state once, and training progress at most every few seconds."""
 
     def __init__(self, silo_id: str, every_s: float = 5.0) -> None:
         self._silo_id, self._every_s = silo_id, every_s
@@ -36,11 +37,11 @@ class Narrator:
         plan = f" plan {state.plan_id}" if state.state == "plan_accepted" else ""
         steps = f" {state.step}/{state.num_steps} steps" if in_training else ""
         first = "; waiting for the next plan" if state.state in ("accepted", "withdrawn") and not last else ""
-        say(f"[{self._silo_id}] {state.state}{plan}{steps}{first}")
+        _log.info("[%s] %s%s%s%s", self._silo_id, state.state, plan, steps, first)
         if state.state == "awaiting_approval":
-            say(f"[{self._silo_id}] what would leave: silo review; digest {state.submission_digest}")
+            _log.info("[%s] what would leave: silo review; digest %s", self._silo_id, state.submission_digest)
         if state.problem:
-            say(f"[{self._silo_id}] {state.problem.message}")
+            _log.warning("[%s] %s", self._silo_id, state.problem.message)
 
 
 def run_worker(site: Site, key: SigningKey) -> State:

@@ -1,4 +1,4 @@
-"""How a site begins: its folders, its keys, its first trust, its card."""
+"""Make a site: its folders, keys, configuration, pinned root and enrolment card."""
 
 import secrets
 from pathlib import Path
@@ -22,18 +22,18 @@ SETTINGS_HEADING = "This silo: who it is, where its data are, how it reaches the
 
 
 def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
-    """Read an invitation and check that its root is the one whose fingerprint came out of band.
+    """Read an invitation and check its root against the fingerprint that came through a second channel.
 
     Raises:
-        MissingFileError: no such file.
-        DocumentError: not an invitation.
-        RootError: its root is another one.
+        MissingFileError: there is no such file.
+        DocumentError: the file is no invitation.
+        RootError: its root has a different fingerprint.
     """
     require_file(path, "the aggregator's invitation.json")
     invitation = Invitation.parse(read_bounded(path, 1 << 20), subject=path.name)
     found = sha256_hex(invitation.root.encode())
     if found != invitation.root_digest or found != parse_fingerprint(root_fingerprint):
-        raise RootError(path.name, expected=f"the root with fingerprint {root_fingerprint}", got=found)
+        raise RootError(path.name, expected=f"a root with fingerprint {root_fingerprint}", got=f"one with {found}")
     return invitation
 
 
@@ -44,8 +44,8 @@ def init_site(
 
     Raises:
         BusyError: the folder already is a site; nothing is overwritten.
-        MissingFileError: no data at `data`.
-        DataError: a folder without volumes.
+        MissingFileError: there is nothing at `data`.
+        DataError: `data` is a folder without volumes.
     """
     if are_volumes(data):
         volume_files(data)
@@ -55,7 +55,7 @@ def init_site(
         raise BusyError(
             str(site.path),
             expected="a folder that is no site yet",
-            got="one with silo.toml",
+            got="a folder with silo.toml",
             remedy="Choose another folder; keys are never overwritten.",
         )
     settings = SiloSettings(
@@ -81,7 +81,7 @@ def init_site(
 
 
 def _signing_key(path: Path, passphrase: bytes) -> SigningKey:
-    """Make the signing key, or go on with the one that an init cut short has made."""
+    """Make the signing key, or take the one that an interrupted init has made."""
     if path.exists():
         try:
             return SigningKey.load(path, passphrase)
@@ -94,14 +94,16 @@ def _signing_key(path: Path, passphrase: bytes) -> SigningKey:
 
 
 def _node_key(path: Path) -> str:
-    """Make the node key, or go on with the one that an init cut short has made; return its public half."""
+    """Make the node key, or take the one that an interrupted init has made; return the public key."""
     if not path.exists():
         return make_node_key(path)
     try:
         public = load_ssh_private_key(path.read_bytes(), None).public_key()
     except ValueError as error:
         remedy = "An earlier `silo init` was cut short here. Remove this file and run it again."
-        raise SetupError(str(path), expected="a node key", got="half of one", remedy=remedy) from error
+        raise SetupError(
+            str(path), expected="a whole node key", got="a file that cannot be read as one", remedy=remedy
+        ) from error
     return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode("ascii")
 
 

@@ -52,8 +52,8 @@ ROOMS = {
         "config": "",
     },
     "aggregator": {
-        "cli": "commands config intake keys membership planning router runtime",
-        "commands": "config intake keys membership monitoring release setup",
+        "cli": "commands",
+        "commands": "config intake keys membership monitoring planning release router runtime setup",
         "monitoring": "config intake membership pages release router runtime",
         "release": "changes config intake keys membership pages router",
         "pages": "intake router",

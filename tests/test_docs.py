@@ -19,6 +19,7 @@ import ddm
 import ddm.cli.main
 import silo.cli
 from aggregator.config import FederationSettings
+from ddm.cli.settings import SampleSettings, SampleStudentSettings
 from ddm.protocol.enrolment import Card, Invitation
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
@@ -136,6 +137,19 @@ def test_commands_page_names_exactly_the_flags_of_a_verb(program: str, verb: str
     assert f"`{' '.join([program, verb, *arguments])}`" in text
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_commands_page_names_exactly_the_options_of_every_program(program: str) -> None:
+    flags = {flag for option in command_group(PROGRAMS[program]).params for flag in option.opts}
+    assert sorted(named_in_tables(section(COMMANDS, "## Logging"))) == sorted(flags)
+
+
+def test_commands_page_names_exactly_what_set_changes() -> None:
+    text = section(COMMANDS, "### What --set changes")
+    assert named_in_tables(text) == list(SampleSettings.names())
+    of_students = [line for line in text.splitlines() if "`ddm sample-student`" in line]
+    assert named_in_tables("\n".join(of_students)) == list(SampleStudentSettings.names())
+
+
 def test_commands_page_names_exactly_the_verbs() -> None:
     headings = re.findall(r"^### (\w+) ([\w-]+)$", COMMANDS.read_text("utf-8"), flags=re.MULTILINE)
     assert sorted(headings) == sorted(verbs())
@@ -143,7 +157,9 @@ def test_commands_page_names_exactly_the_verbs() -> None:
 
 def test_no_page_names_a_flag_that_no_command_has() -> None:
     commands = [command for app in PROGRAMS.values() for command in command_group(app).commands.values()]
-    known = {flag for command in commands for option in command.params for flag in option.opts} | {"--help"}
+    programs = [command_group(app) for app in PROGRAMS.values()]
+    known = {flag for command in [*commands, *programs] for option in command.params for flag in option.opts}
+    known.add("--help")
     pages = [page for page in PAGES if "adr" not in page.parts]
     named = {
         (page.name, flag)

@@ -1,1 +1,1 @@
-"""The operator's commands, one module each where a command is more than a few lines."""
+"""The operator's commands; `aggregator.cli` registers them."""

@@ -1,4 +1,4 @@
-"""`aggregator doctor`: what is wrong with a federation, or soon will be."""
+"""The command `aggregator doctor`: find what is wrong with a federation, or soon will be."""
 
 import json
 from dataclasses import asdict
@@ -20,7 +20,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
-    """Check what commonly goes wrong; exit code 0 if nothing is found, 3 otherwise."""
+    """Check what commonly goes wrong; exit code 0 if all is well, 3 otherwise."""
     from aggregator.monitoring.doctor import examine
     from aggregator.monitoring.probes import Gathering
 

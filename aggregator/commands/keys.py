@@ -1,4 +1,4 @@
-"""Commands about keys: make a holder's, sign as a holder, complete what waited, rotate."""
+"""The commands about keys: `aggregator holder`, `sign`, `complete` and `rotate`."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from ddm.errors import SetupError
 from ddm.system.console import passphrase, say
 
 HolderPassphraseOption = Annotated[
-    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="First line opens the holder's key.")
+    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="Its first line opens the holder's key.")
 ]
 
 
@@ -20,12 +20,14 @@ def holder(
     key_file: Annotated[Path, typer.Argument(metavar="KEYFILE", help="The private key to make.")],
     passphrase_file: HolderPassphraseOption = None,
 ) -> None:
-    """Make a holder's key, on the holder's own machine; only the `.pub` file leaves it."""
+    """Make a holder's key on the holder's own machine; only the `.pub` file leaves it."""
     from ddm.trust.keys import SigningKey
 
     key, public = SigningKey.generate(), key_file.with_suffix(".pub")
     if public.exists() or public == key_file:
-        raise SetupError(str(public), expected="no file yet, beside a key that is named otherwise", got="one already")
+        got = "the name of the private key itself" if public == key_file else "a file that is there already"
+        remedy = "Choose a name for the key that does not end in .pub, and that no key has yet."
+        raise SetupError(str(public), expected="a new file for the public key", got=got, remedy=remedy)
     key.save(key_file, passphrase(passphrase_file, None, "New passphrase for this key", confirm=True))
     key.public.save(public)
     say(f"Made {key_file}; it stays here. Give {public} to the federation's operator.")
@@ -53,15 +55,15 @@ def sign(
 
 def complete(
     fed: FederationArgument,
-    abandon: Annotated[bool, typer.Option("--abandon", help="Throw away what waits instead.")] = False,
+    abandon: Annotated[bool, typer.Option("--abandon", help="Discard what waits instead.")] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Put into force what waited for signatures of holders."""
+    """Put into force what was waiting for the signatures of holders."""
     from aggregator.keys import ceremony
 
     federation = Federation(fed).require()
     if abandon:
-        say(f"Thrown away: {ceremony.abandon(federation)}.")
+        say(f"Discarded: {ceremony.abandon(federation)}.")
         return
     done = ceremony.complete(federation, federation_passphrase(federation, passphrase_file))
     say(f"In force: {done.purpose}.")
@@ -76,13 +78,13 @@ def rotate(
     threshold: Annotated[int, typer.Option(min=1, help="How many of these holders must sign.")] = 1,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Put a new key in the place of an old one."""
+    """Replace a key with a new one."""
     from aggregator.keys.rotation import check_name
     from aggregator.keys.rotation import rotate as put_new_key
 
     name = check_name(key)
     federation = Federation(fed).require()
-    holders = holders_from(holder, threshold)
+    holders = holders_from(holder, threshold, "--threshold")
     missing = put_new_key(federation, name, federation_passphrase(federation, passphrase_file), holders)
     if missing:
         say_missing(federation, missing)
@@ -90,7 +92,7 @@ def rotate(
     say(f"Rotated {name}. {_FOLLOWS[name]}")
 
 
-_PUBLISHED = "Releases that are out there verify as before; publish again, so that readers learn of the new key."
+_PUBLISHED = "Releases published so far verify as before; publish again, so that readers learn of the new key."
 _FOLLOWS = {
     "root": _PUBLISHED,
     "targets": _PUBLISHED,
@@ -98,13 +100,13 @@ _FOLLOWS = {
     "release": _PUBLISHED,
     "online": _PUBLISHED,
     "receipts": "The plan in progress keeps its key; the next plan names the new one.",
-    "model-signing": "Give researchers model-signing.pub.pem; the old one stays beside it for older releases.",
-    "tls": "Restart `aggregator run`; silos need nothing, for the authority is the same.",
+    "model-signing": "Give researchers model-signing.pub.pem; the old key stays beside it for older releases.",
+    "tls": "Restart `aggregator run`; silos need nothing, since the authority has not changed.",
 }
 
 
 def say_missing(federation: Federation, missing: list[str]) -> None:
-    """Say whose signatures a change waits for, and how to go on."""
+    """Say whose signatures a change waits for, and what to do next."""
     say(f"Waits for signatures, in {federation.path / 'ceremony'}:")
     for line in missing:
         say(f"  {line}")
@@ -119,19 +121,19 @@ def say_founded(federation: Federation) -> None:
     say(f"Federation {federation.settings().name} in {federation.path}.")
     say(f"  root fingerprint  {sha256_file(federation.tuf / '1.root.json')}")
     invitation = federation.path / "invitation.json"
-    say(f"Give every silo {invitation}, and the fingerprint by another way (telephone, letter).")
+    say(f"Give every silo {invitation}, and the fingerprint through a second channel (telephone, letter).")
 
 
 def confirm(question: str) -> None:
-    """Ask at the terminal.
+    """Ask at the terminal whether to go on.
 
     Raises:
-        SetupError: nobody is there to be asked.
+        SetupError: standard input is no terminal.
         typer.Abort: the answer is no.
     """
     if not sys.stdin.isatty():
         expected = "a person to confirm, or --yes"
-        raise SetupError(question, expected=expected, got="no terminal", remedy="Add --yes.")
+        raise SetupError(question, expected=expected, got="a standard input that is no terminal", remedy="Add --yes.")
     if not typer.confirm(question):
         say("Not signed.")
         raise typer.Abort

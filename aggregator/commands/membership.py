@@ -1,4 +1,4 @@
-"""Commands about who belongs to the federation: found it, remove a silo."""
+"""The commands about who belongs to a federation: `aggregator init`, `enroll` and `remove`."""
 
 import re
 from pathlib import Path
@@ -15,26 +15,39 @@ from ddm.system.console import passphrase, remembered, say
 if TYPE_CHECKING:
     from aggregator.config import FederationSettings
 
+_HOLDERS = "Holders of the offline keys (without any, one key each is made here)"
+
 
 def init(
     fed: FederationArgument,
     name: Annotated[str, typer.Option(help="The federation's name: a-z, 0-9, hyphens.")],
     address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where silos reach this aggregator.")],
     root_holder: Annotated[
-        list[Path] | None, typer.Option(metavar="PUB", help="A holder of the root of trust; repeatable.")
+        list[Path] | None,
+        typer.Option(metavar="PUB", help="Public key of a holder of the root; repeatable.", rich_help_panel=_HOLDERS),
     ] = None,
-    root_threshold: Annotated[int, typer.Option(min=1, help="How many of these holders must sign.")] = 1,
+    root_threshold: Annotated[
+        int, typer.Option(min=1, help="How many of these holders must sign.", rich_help_panel=_HOLDERS)
+    ] = 1,
     targets_holder: Annotated[
-        list[Path] | None, typer.Option(metavar="PUB", help="Who decides which silos may sign; repeatable.")
+        list[Path] | None,
+        typer.Option(
+            metavar="PUB",
+            help="Public key of a holder of targets, who decide which silos may sign; repeatable.",
+            rich_help_panel=_HOLDERS,
+        ),
     ] = None,
-    targets_threshold: Annotated[int, typer.Option(min=1, help="How many of these holders must sign.")] = 1,
+    targets_threshold: Annotated[
+        int, typer.Option(min=1, help="How many of these holders must sign.", rich_help_panel=_HOLDERS)
+    ] = 1,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Make a federation: keys, TLS certificates, trust root, invitation."""
+    """Make a federation: keys, TLS certificates, root of trust, invitation."""
     from aggregator.setup import init_federation
 
     settings, federation = _settings(name, address, passphrase_file), Federation(fed)
-    root, targets = holders_from(root_holder, root_threshold), holders_from(targets_holder, targets_threshold)
+    root = holders_from(root_holder, root_threshold, "--root-threshold")
+    targets = holders_from(targets_holder, targets_threshold, "--targets-threshold")
     secret = passphrase(passphrase_file, None, "New passphrase for the federation's keys", confirm=True)
     missing = init_federation(federation, settings, secret, root=root, targets=targets)
     if missing:
@@ -43,25 +56,37 @@ def init(
         say_founded(federation)
 
 
+def enroll(
+    fed: FederationArgument,
+    card: Annotated[Path, typer.Argument(metavar="CARD", help="The card that `silo enroll` wrote.")],
+) -> None:
+    """Enroll a silo; compare the fingerprint with the silo through a second channel."""
+    from aggregator.membership.registry import enroll as keep_card
+    from aggregator.membership.registry import signing_key
+
+    enrolled = keep_card(Federation(fed).require(), card)
+    say(f"Enrolled {enrolled.silo_id}. Compare with the silo: {signing_key(enrolled).fingerprint}")
+
+
 def remove(
     fed: FederationArgument,
     silo_id: Annotated[str, typer.Argument(metavar="SILO", help="An enrolled silo.")],
     reason: Annotated[str, typer.Option(help="Kept with its card, not published.")],
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Take a silo out of the federation: nothing of its is taken in, and no later plan names it."""
+    """Take a silo out of the federation: nothing it sends is accepted, and no later plan names it."""
     from aggregator.keys.removal import remove as take_out
 
     federation = Federation(fed).require()
     removal = take_out(federation, silo_id, reason, federation_passphrase(federation, passphrase_file))
-    say(f"Removed {silo_id}: its card is in registry/removed/, and nothing of its is taken in any more.")
+    say(f"Removed {silo_id}: its card is in registry/removed/, and nothing it sends is accepted any more.")
     if removal.plan_id is None:
         return
     if removal.missing:
         say_missing(federation, removal.missing)
     say(f"It had a part in plan {removal.plan_id}. Its experts leave with the next published version:")
     say(f"  aggregator withdraw {fed} {silo_id} --reason ..., then aggregator router and aggregator publish")
-    say("Versions that are out there keep its experts: replace them where you serve them.")
+    say("Versions published so far keep its experts: replace them where you serve them.")
 
 
 def _settings(name: str, address: str, passphrase_file: Path | None) -> "FederationSettings":

@@ -1,4 +1,4 @@
-"""What the aggregator's commands share: the federation's folder, and how its passphrase is found."""
+"""The options that several commands of `aggregator` share, and how they are read."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,26 +16,32 @@ if TYPE_CHECKING:
 
 FederationArgument = Annotated[Path, typer.Argument(metavar="FED", file_okay=False, help="The federation's folder.")]
 PassphraseOption = Annotated[
-    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="First line opens the federation's keys.")
+    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="Its first line opens the federation's keys.")
 ]
 
 
 def federation_passphrase(federation: Federation, path: Path | None) -> bytes:
-    """Read the passphrase of the federation's keys: from `path`, else as federation.toml says, else ask."""
+    """Read the passphrase of the federation's keys: from `path`, else as federation.toml says, else by asking."""
     return passphrase(path, federation.settings().passphrase_file, "Passphrase of the federation's keys")
 
 
-def holders_from(paths: Sequence[Path] | None, threshold: int) -> "Holders | None":
-    """Read the holders whom an operator names by their `.pub` files; None where none is named.
+def holders_from(paths: Sequence[Path] | None, threshold: int, flag: str) -> "Holders | None":
+    """Read the holders whom an operator names by their `.pub` files; None where no file is named.
+
+    Args:
+        paths: the files.
+        threshold: how many of these holders must sign.
+        flag: what errors call the threshold.
 
     Raises:
-        SetupError: a threshold without holders, one that cannot be met, or one key twice.
-        DocumentError: a file that is no public key.
+        SetupError: a threshold without holders or above their number, or the same key twice.
+        DocumentError: a file is no public key.
     """
     from ddm.trust.drafts import Holders
 
     if paths:
         return Holders(tuple(PublicKey.load(path) for path in paths), threshold)
     if threshold != 1:
-        raise SetupError("threshold", expected="the holders' public keys with it", got="none")
+        expected = "the holders' public keys beside it"
+        raise SetupError(flag, expected=expected, got=f"{threshold} without a holder")
     return None

@@ -1,4 +1,4 @@
-"""`aggregator publish` and `aggregator withdraw`: the next version of the ensemble, and who is no longer in it."""
+"""The commands `aggregator publish` and `withdraw`: publish the next version, take a silo out of later ones."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 def publish(
     fed: FederationArgument,
-    out: Annotated[Path, typer.Option(help="The release folder to make.")],
+    out: Annotated[Path, typer.Option(help="The release folder to make; it must not exist.")],
     quorum: Annotated[
-        int | None, typer.Option(min=1, help="Fewest silos the release may have; else as federation.toml says.")
+        int | None, typer.Option(min=1, help="Fewest silos the release may have; default as in federation.toml.")
     ] = None,
-    renew: Annotated[bool, typer.Option("--renew", help="A new version even where nothing has changed.")] = False,
+    renew: Annotated[bool, typer.Option("--renew", help="Make a new version even if nothing has changed.")] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Publish the accepted experts and the router as a signed release; where nothing changed, copy the newest one."""
+    """Publish the accepted experts and the router as a signed release; if nothing changed, copy the newest version."""
     from aggregator.release.publish import publish as publish_release
 
     federation = Federation(fed).require()
@@ -34,17 +34,17 @@ def publish(
 
 
 def announcement(done: "Publication", out: Path) -> str:
-    """Say what was published, and from whom it is not."""
+    """Say what was published, and which silos are missing."""
     manifest = done.manifest
-    asked = len(manifest.silos) + len(manifest.missing_silos) + len(manifest.withdrawn_silos)
+    num_planned = len(manifest.silos) + len(manifest.missing_silos) + len(manifest.withdrawn_silos)
     lines = [f"Published {manifest.plan_id}, version {manifest.version}, router {manifest.router.kind}: {out}"]
     if not done.fresh:
         lines = [
             f"Version {manifest.version} of {manifest.plan_id} holds all of this already; nothing new was published.",
             f"Copied it to {out}; --renew makes a new version.",
         ]
-    if asked > len(manifest.silos):
-        lines.append(f"PARTIAL: {len(manifest.silos)} of the plan's {asked} silos.")
+    if num_planned > len(manifest.silos):
+        lines.append(f"PARTIAL: {len(manifest.silos)} of the plan's {num_planned} silos.")
     if manifest.missing_silos:
         lines.append(f"  without a submission: {', '.join(manifest.missing_silos)}")
     if manifest.withdrawn_silos:
@@ -55,10 +55,10 @@ def announcement(done: "Publication", out: Path) -> str:
 def withdraw(
     fed: FederationArgument,
     silo_id: Annotated[str, typer.Argument(metavar="SILO", help="A silo of the present plan.")],
-    reason: Annotated[str, typer.Option(help="Told to the silo, not published.")],
+    reason: Annotated[str, typer.Option(help="Sent to the silo, not published.")],
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Take a silo out of the present plan for good; the next version is without it."""
+    """Take a silo out of the present plan for good; the next version leaves it out."""
     from aggregator.keys.store import load_key
     from aggregator.membership.withdrawal import withdraw as take_out
 
@@ -67,5 +67,5 @@ def withdraw(
     record = take_out(federation, silo_id, reason, key)
     say(f"Withdrew {silo_id} from plan {record.plan_id}: {record.reason}")
     say(f"Next: aggregator router {fed}, then aggregator publish {fed} --out RELEASE.")
-    say(f"The silo is told when it and `aggregator run {fed}` are up at the same time.")
-    say("Versions that are out there keep its experts: replace them where you serve them.")
+    say(f"The silo learns of it once it and `aggregator run {fed}` run at the same time.")
+    say("Versions published so far keep its experts: replace them where you serve them.")

@@ -1,4 +1,4 @@
-"""What screening set aside, and what a person decides about it: `aggregator quarantine`, `admit` and `refuse`."""
+"""The commands `aggregator quarantine`, `admit` and `refuse`: show what screening set aside, and decide about it."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -18,9 +18,9 @@ ReasonOption = Annotated[str, typer.Option(help="Why, for the record; 1 to 200 c
 
 
 def quarantine(
-    fed: FederationArgument, as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False
+    fed: FederationArgument, as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False
 ) -> None:
-    """List what waits for a person, with reasons and figures beside those of the accepted experts."""
+    """List submissions that wait for a decision, with reasons and figures beside those of the accepted experts."""
     from aggregator.intake.examination import Examiner
     from aggregator.intake.quarantine import held
     from ddm.routers.evaluation import BANDS
@@ -37,15 +37,15 @@ def quarantine(
         return
     for each in waiting:
         why = each.why
-        say(f"{why.silo_id}, submission {why.sequence}, waits since {why.at.isoformat()}:")
+        say(f"{why.silo_id}, submission {why.sequence}, waiting since {why.at.isoformat()}:")
         for reason in why.reasons:
             say(f"  {reason}")
     for silo_id, reasons in outliers.items():
-        say(f"{silo_id}, accepted, stands apart by now:")
+        say(f"{silo_id}, accepted, but an outlier by now:")
         for reason in reasons:
             say(f"  {reason}")
     if not waiting and not outliers:
-        say("Nothing waits for a person.")
+        say("Nothing waits for a decision.")
     rows = [(expert, "accepted", *ratios) for silo in figures.values() for expert, ratios in silo.items()]
     rows += [(expert, "waits", *ratios) for each in waiting for expert, ratios in each.why.figures.items()]
     if rows:
@@ -54,7 +54,7 @@ def quarantine(
 
 
 def admit(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) -> None:
-    """Let a silo's experts in although screening found them implausible; `aggregator run` then signs the receipt."""
+    """Accept a silo's experts although screening found them implausible; `aggregator run` then signs the receipt."""
     federation = Federation(fed).require()
     waiting = _waiting(federation, silo)
     if waiting:
@@ -72,7 +72,7 @@ def admit(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) -> 
 
 
 def refuse(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) -> None:
-    """Refuse what waits in quarantine; `aggregator run` then signs the refusal, which tells the silo the reason."""
+    """Refuse what waits in quarantine; `aggregator run` then signs the refusal, and the silo learns the reason."""
     federation = Federation(fed).require()
     waiting = _waiting(federation, silo)
     if not waiting:
@@ -112,15 +112,16 @@ def _record(federation: Federation, silo_id: str, digest: str, verdict: "Verdict
             at=now_utc(),
         )
     except ValidationError as error:
-        raise SetupError("--reason", expected="1 to 200 printable characters", got="another text") from error
+        got = f"{len(reason)} characters" + ("" if reason.isprintable() else ", not all of them printable")
+        raise SetupError("--reason", expected="1 to 200 printable characters", got=got) from error
     decide(federation, decision)
 
 
 def _nothing_waits(federation: Federation, silo_id: str) -> SetupError:
     return SetupError(
         f"silo {silo_id[:40]}",
-        expected="one with something to decide",
-        got="nothing that waits",
-        remedy=f"See what does: aggregator quarantine {federation.path}. An accepted silo is taken out with "
+        expected="a silo with a submission that waits for a decision",
+        got="no submission of it in quarantine",
+        remedy=f"List what waits: aggregator quarantine {federation.path}. To take out an accepted silo: "
         "aggregator withdraw.",
     )

@@ -1,4 +1,4 @@
-"""`aggregator status`: where a federation stands, once or as a page to watch."""
+"""The command `aggregator status`: show the state of a federation, once or as a page to watch."""
 
 from typing import Annotated
 
@@ -11,24 +11,36 @@ from ddm.protocol.base import now_utc
 from ddm.system.console import say
 
 DEFAULT_ADDRESS = "127.0.0.1:8765"
+_PAGE = "The page"
 
 
 def status(
     fed: FederationArgument,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
-    serve: Annotated[bool, typer.Option("--serve", help="Serve a page to watch, until Ctrl-C.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve a page to watch, until Ctrl-C.", rich_help_panel=_PAGE)
+    ] = False,
     address: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where --serve listens; port 0 is any free one.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Where --serve listens; port 0 for any free one.", rich_help_panel=_PAGE
+        ),
     ] = DEFAULT_ADDRESS,
     expose: Annotated[
-        bool, typer.Option("--expose", help="Let --serve listen where others reach it; the page asks no password.")
+        bool,
+        typer.Option(
+            "--expose",
+            help="Let --serve listen where others reach it; the page needs no password.",
+            rich_help_panel=_PAGE,
+        ),
     ] = False,
 ) -> None:
     """Show silos, submissions, processes and expiries, from the folder alone."""
     federation = Federation(fed).require()
     if serve:
         if as_json:
-            raise SetupError("--json", expected="--serve without it", got="both", remedy="Read /status.json instead.")
+            remedy = "Leave one out; the page has the same facts at /status.json."
+            raise SetupError("--json", expected="--json or --serve", got="--json and --serve", remedy=remedy)
         _serve(federation, address, expose)
         return
     from aggregator.monitoring.labels import describe
@@ -46,7 +58,7 @@ def _serve(federation: Federation, address: str, expose: bool) -> None:
     if expose:
         say(
             "WARNING: whoever reaches this port sees the silos' names, states and sizes, why submissions were refused, "
-            "releases, process ids and expiries. The page asks no password and is not encrypted.",
+            "releases, process ids and expiries. The page needs no password and is not encrypted.",
             error=True,
         )
-    serve_page(federation, host, port)
+    serve_page(federation, host, port, lambda url: say(f"Live page: {url} (Ctrl-C ends it)"))

@@ -10,7 +10,7 @@ import ipaddress
 import socket
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib.resources import files
 from typing import Any
@@ -31,7 +31,6 @@ from aggregator.monitoring.status import FederationStatus, gather
 from aggregator.pages.render import render
 from ddm.errors import ArchipelagoError, BusyError, PolicyError, SetupError
 from ddm.protocol.base import now_utc
-from ddm.system.console import say
 
 REFRESH_S = 5
 # Rates are averages over this time: shards arrive seconds apart.
@@ -83,8 +82,14 @@ def parse_address(text: str, *, expose: bool) -> tuple[str, int]:
     return str(address), number
 
 
-def serve(federation: Federation, host: str, port: int) -> None:
+def serve(federation: Federation, host: str, port: int, on_listening: Callable[[str], None]) -> None:
     """Serve the page until a signal stops it.
+
+    Args:
+        federation: the operator's folder.
+        host: the address to listen on.
+        port: the port; 0 for any free one.
+        on_listening: called with the page's URL.
 
     Raises:
         BusyError: the port is taken.
@@ -97,7 +102,7 @@ def serve(federation: Federation, host: str, port: int) -> None:
         raise BusyError(f"port {port} on {host}", expected="a free port", got=str(error.strerror)) from error
     with listener:
         shown = f"[{host}]" if ":" in host else host
-        say(f"Live page: http://{shown}:{listener.getsockname()[1]}/ (Ctrl-C stops it)")
+        on_listening(f"http://{shown}:{listener.getsockname()[1]}/")
         config = uvicorn.Config(
             make_app(federation),
             http=BriefProtocol,

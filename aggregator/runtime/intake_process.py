@@ -5,6 +5,7 @@ input and is kept nowhere else. `aggregator run` starts it, shows what it prints
 dies or hangs.
 """
 
+import logging
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from aggregator.intake.service import IntakeService
 from aggregator.keys.store import load_key
 from ddm.errors import BusyError
 from ddm.protocol.receipt import Accepted, Receipt
-from ddm.system.console import new_app, run_app, say
+from ddm.system.console import new_app, run_app
 
 HEARTBEAT = "intake.alive"
 _CHECK_S = 1.0
@@ -31,6 +32,7 @@ _REFUSED_S = 30.0
 _STEP_S = 3600.0
 _BYTES_PER_S = 10_000_000
 _MAX_PASSPHRASE_BYTES = 4096
+_log = logging.getLogger("aggregator.runtime.intake_process")  # __name__ is __main__ here
 
 app = new_app("Take in a federation's submissions; the passphrase comes on standard input.")
 
@@ -69,7 +71,7 @@ def take_in(
     """Answer every submission that arrives, until a signal comes: it interrupts at once, and no attempt counts."""
     federation = Federation(fed).require()
     key = load_key(federation, "receipts", sys.stdin.buffer.read(_MAX_PASSPHRASE_BYTES))
-    desk = IntakeService(federation, key, _say_verdict, _say_set_aside)
+    desk = IntakeService(federation, key, _log_verdict, _log_set_aside)
     if desk.plan.plan_id != plan_id:
         raise BusyError(f"plan {desk.plan.plan_id}", expected=f"plan {plan_id}", got="another one, signed since")
     most_bytes = submission_bytes(desk.plan) * len(desk.plan.silos)
@@ -86,20 +88,22 @@ def _step(desk: IntakeService) -> float:
     try:
         desk.step()
     except OSError as error:  # a full disk: what arrived stays where it is
-        say(f"intake waits: {error.strerror or type(error).__name__}")
+        _log.warning("intake waits: %s", error.strerror or type(error).__name__)
         return _REFUSED_S
     return _CHECK_S
 
 
-def _say_verdict(receipt: Receipt) -> None:
+def _log_verdict(receipt: Receipt) -> None:
     if isinstance(receipt.verdict, Accepted):
-        say(f"[{receipt.silo_id}] submission {receipt.sequence} accepted")
+        _log.info("[%s] submission %d accepted", receipt.silo_id, receipt.sequence)
     else:
-        say(f"[{receipt.silo_id}] submission {receipt.sequence} REFUSED: {receipt.verdict.reason}")
+        reason = receipt.verdict.reason
+        _log.warning("[%s] submission %d REFUSED: %s", receipt.silo_id, receipt.sequence, reason)
 
 
-def _say_set_aside(why: SetAside) -> None:
-    say(f"[{why.silo_id}] submission {why.sequence} waits for you: {'; '.join(why.reasons)} (aggregator quarantine)")
+def _log_set_aside(why: SetAside) -> None:
+    reasons = "; ".join(why.reasons)
+    _log.warning("[%s] submission %d waits for you: %s (aggregator quarantine)", why.silo_id, why.sequence, reasons)
 
 
 if __name__ == "__main__":

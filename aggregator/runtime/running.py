@@ -1,6 +1,8 @@
 """A federation at work: Flower's programs and intake beside this process, which keeps them alive and prints news."""
 
 import json
+import logging
+import os
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,17 +19,18 @@ from ddm.io.files import write_atomic
 from ddm.io.locks import locked
 from ddm.protocol.base import check_json
 from ddm.protocol.plan import Plan
-from ddm.system.console import say
+from ddm.system.logs import LogOptions, replay
 from ddm.system.processes import Child, spawn
 from ddm.system.signals import stop_on_signals
 from ddm.system.supervisor import MAX_PER_HOUR, Heartbeat, Program
 
 CHECK_S = 1.0
 _MAX_NEWS_BYTES = 65536
+_log = logging.getLogger(__name__)
 
 
-def run_federation(federation: Federation, passphrase: bytes) -> None:
-    """Carry the plan out and the submissions in; returns when every silo has its receipt.
+def run_federation(federation: Federation, passphrase: bytes) -> Plan:
+    """Carry the plan out and the submissions in; return the plan when every silo has its receipt.
 
     Args:
         federation: the operator's folder.
@@ -51,9 +54,10 @@ def run_federation(federation: Federation, passphrase: bytes) -> None:
         remedy = "Sign another plan: aggregator plan."
         raise SetupError(f"plan {plan.plan_id}", expected="a silo in it", got="silos all removed", remedy=remedy)
     if nginx is None:
-        say("nginx is not installed: Flower's own server takes the address, which only this machine reaches.")
+        _log.warning("nginx is not installed: Flower's own server takes the address, which only this machine reaches.")
     silos, intake = SiloNews(federation, plan), IntakeNews(federation.path / "flower" / "logs" / "intake.log")
-    say(f"Plan {plan.plan_id}: waiting for {', '.join(plan.silos)} at {settings.host}:{settings.port}")
+    waiting = ", ".join(plan.silos)
+    _log.info("Plan %s: waiting for %s at %s:%d", plan.plan_id, waiting, settings.host, settings.port)
     runtime = FlowerRuntime(
         federation.path,
         host=settings.host,
@@ -77,7 +81,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> None:
             for source in (silos, intake, restarts):
                 source.tell()
         intake.tell()
-    say(f"Every silo has its receipt: {', '.join(plan.silos)}. Next: aggregator router, then aggregator publish.")
+    return plan
 
 
 def _all_done(federation: Federation, plan: Plan) -> bool:
@@ -98,15 +102,22 @@ def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Pro
     ]
 
     def start() -> Child:
-        return spawn(command, log_path=flower / "logs" / "intake.log", input_bytes=passphrase)
+        log_path, env = flower / "logs" / "intake.log", {**os.environ, **_intake_logging().environment()}
+        return spawn(command, log_path=log_path, env=env, input_bytes=passphrase)
 
     # Every silo may use up its own attempts, and no more: all of them together do not end the others' federation.
     most = MAX_PER_HOUR + MAX_ATTEMPTS_OF_SILO * len(plan.silos)
     return Program("intake", start, works=Heartbeat(flower / "intake.alive").beats, max_per_hour=most)
 
 
+def _intake_logging() -> LogOptions:
+    """Return how intake logs: as this process does, but as JSON where `replay` must find time, level and logger."""
+    options = LogOptions.from_environment()
+    return LogOptions(options.verbose, as_json=options.verbose or options.as_json)
+
+
 class SiloNews:
-    """Prints what silos report, each piece of news once."""
+    """Logs what silos report, each piece of news once."""
 
     def __init__(self, federation: Federation, plan: Plan) -> None:
         self._folder = federation.incoming / plan.plan_id
@@ -114,12 +125,12 @@ class SiloNews:
         self._last: dict[str, str] = {}
 
     def tell(self) -> None:
-        """Print what changed since the last time."""
+        """Log what changed since the last time."""
         for silo_id in self._silos:
             news = self._read(silo_id)
             if news and news != self._last.get(silo_id):
                 self._last[silo_id] = news
-                say(f"[{silo_id}] {news}")
+                _log.info("[%s] %s", silo_id, news)
 
     def _read(self, silo_id: str) -> str:
         path = self._folder / silo_id / "status.json"
@@ -132,23 +143,23 @@ class SiloNews:
 
 
 class RestartNews:
-    """Prints which programs were started again."""
+    """Logs which programs were started again."""
 
     def __init__(self, runtime: FlowerRuntime) -> None:
         self._runtime = runtime
         self._last = runtime.num_restarts()
 
     def tell(self) -> None:
-        """Print what changed since the last time."""
+        """Log what changed since the last time."""
         restarts = self._runtime.num_restarts()
         for name, num in restarts.items():
             if num != self._last[name]:
-                say(f"[{name}] ended or hung, and was started again ({num} times so far)")
+                _log.warning("[%s] ended or hung, and was started again (%d times so far)", name, num)
         self._last = restarts
 
 
 class IntakeNews:
-    """Prints what intake adds to its log, from now on.
+    """Logs what intake adds to its own log, from now on.
 
     Args:
         path: the log; `ddm.system.reaper` lets it begin anew when it is full.
@@ -159,7 +170,7 @@ class IntakeNews:
         self._read_bytes = path.stat().st_size if path.is_file() else 0
 
     def tell(self) -> None:
-        """Print the lines that were finished since the last time."""
+        """Log the lines that were finished since the last time."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as log:
@@ -169,4 +180,5 @@ class IntakeNews:
             lines, newline, _ = log.read(_MAX_NEWS_BYTES).rpartition(b"\n")
         self._read_bytes += len(lines) + len(newline)
         for line in lines.decode(errors="replace").splitlines():
-            say(line)
+            if not replay(line):
+                _log.info("%s", line)

@@ -1,4 +1,4 @@
-"""What a sample is asked for: a class or a text; and which expert should account for how much of it."""
+"""The condition of a sample, a class or a text, and the share of the samples that each expert should have."""
 
 from pathlib import Path
 
@@ -22,16 +22,17 @@ def encoded(text: str, folder: Path, condition: Condition) -> ConditionValue:
         MissingFileError, DigestError: the folder holds another encoder.
     """
     if not isinstance(condition, TextCondition):
-        got = "experts that are told " + ("a class" if isinstance(condition, ClassCondition) else "nothing")
-        raise SetupError("--text", expected="experts that are told a text", got=got, remedy="Leave --text out.")
+        got = "experts " + ("with classes" if isinstance(condition, ClassCondition) else "without conditions")
+        raise SetupError("--text", expected="experts with texts as conditions", got=got, remedy="Leave --text out.")
     from ddm.encoders.text import TextEncoder  # takes seconds
 
     encoder = TextEncoder.open(folder, condition)
     if encoder.num_cut([text]):
-        say(f"The text is longer than {condition.max_tokens} tokens; what is beyond is cut off.")
+        say(f"The text is longer than {condition.max_tokens} tokens; the rest is cut off.")
     vectors = encoder.encode([text])[0]
-    if not vectors.any():  # experts would be told that there is no text
-        raise SetupError("--text", expected="words that the encoder has tokens for", got="none that it has")
+    if not vectors.any():  # the null condition
+        got = f"{len(text)} characters without one"
+        raise SetupError("--text", expected="words that the encoder has tokens for", got=got)
     return vectors
 
 

@@ -1,4 +1,4 @@
-"""The command `ddm distill`: one dense student from a verified release, resumable, and a record of its origin."""
+"""The command `ddm distill`: train one dense student on a verified release, resumably, and record its origin."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from ddm.training.loop import Trained
 
 _DEFAULT_NUM = 4096
-_MOST = 2**53 - 1  # beyond, the record has no way to write it
+_MOST = 2**53 - 1  # the record cannot hold a larger number
+_STUDENT, _IMAGES, _TRAINING = "The student", "What it is shown", "Training"  # the panels of the help
 _WORK_SUFFIX, _SAMPLES, _CHECKPOINTS = ".work", "samples", "checkpoints"
 
 
 class TeacherName(StrEnum):
-    """Who answers at x_t."""
+    """What the student learns from at x_t."""
 
     LABEL = "label"
     DRAWN = "drawn"
@@ -55,24 +56,55 @@ class StudentSettings(Settings):
     architecture: Architecture
 
 
+Out = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE", help="FILE.safetensors; run again to continue where it stopped.", rich_help_panel=_STUDENT
+    ),
+]
+ArchitectureFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--architecture",
+        metavar="FILE",
+        help="TOML; default: the experts' architecture.",
+        rich_help_panel=_STUDENT,
+    ),
+]
+Unconditional = Annotated[
+    bool,
+    typer.Option("--unconditional", help="No condition, although the experts have one.", rich_help_panel=_STUDENT),
+]
 Data = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Public images, and what they show, npz; without, its own samples.")
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="npz of public images and their labels; default: own samples.", rich_help_panel=_IMAGES
+    ),
 ]
 Texts = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Texts that own samples are told, npz; for experts that read them.")
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="npz of texts to draw own samples for; for experts with texts.", rich_help_panel=_IMAGES
+    ),
 ]
-Teacher = Annotated[TeacherName | None, typer.Option(help="Default: label without --data, drawn with it.")]
-Num = Annotated[int | None, typer.Option(min=1, max=_MOST, help=f"How many own samples; default {_DEFAULT_NUM}.")]
-Unconditional = Annotated[bool, typer.Option("--unconditional", help="A student of no condition, as experts are not.")]
-ArchitectureFile = Annotated[
-    Path | None, typer.Option("--architecture", metavar="FILE", help="TOML; default: the experts' architecture.")
+Num = Annotated[
+    int | None,
+    typer.Option(min=1, max=_MOST, help=f"How many own samples; default {_DEFAULT_NUM}.", rich_help_panel=_IMAGES),
 ]
-Steps = Annotated[int | None, typer.Option(min=1, max=_MOST, help="Training steps; default: as an expert.")]
+Teacher = Annotated[
+    TeacherName | None,
+    typer.Option(help="Default: label without --data, drawn with it.", rich_help_panel=_TRAINING),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=1, max=_MOST, help="Training steps; default: as an expert.", rich_help_panel=_TRAINING),
+]
+Seed = Annotated[int, typer.Option(min=0, max=_MOST, help="Of weights, samples and steps.", rich_help_panel=_TRAINING)]
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What was asked for, and the release to make it from."""
+    """What to train, on which release."""
 
     opened: "Release"
     ensemble: "Ensemble"
@@ -99,36 +131,39 @@ class _Wanted:
 
 def distill(
     release: ReleaseArgument,
-    root: RootOption,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="FILE.safetensors; run again to go on.")],
+    *,
+    out: Out,
+    architecture: ArchitectureFile = None,
+    unconditional: Unconditional = False,
     data: Data = None,
     texts: Texts = None,
-    teacher: Teacher = None,
     num: Num = None,
-    unconditional: Unconditional = False,
-    architecture: ArchitectureFile = None,
+    teacher: Teacher = None,
     steps: Steps = None,
-    seed: Annotated[int, typer.Option(min=0, max=_MOST, help="Of weights, samples and steps.")] = 0,
-    device: DeviceOption = "auto",
+    seed: Seed = 0,
+    root: RootOption,
     state: StateOption = None,
     silo_key: SiloKeyOption = None,
     archived: ArchivedOption = False,
+    device: DeviceOption = "auto",
 ) -> None:
     """Train one dense student on an ensemble's answers; verifies first."""
     if out.suffix != ".safetensors" or out.is_dir():
         got = f"the folder {out.name}" if out.is_dir() else out.name
         raise SetupError("--out", expected="a file name that ends in .safetensors", got=got)
     if data and (num or texts):
-        raise SetupError("--num" if num else "--texts", expected="no --data with it", got="both")
+        flag, value = ("--num", num) if num else ("--texts", texts)
+        expected = "own samples, which --data takes the place of"
+        raise SetupError(str(flag), expected=expected, got=f"{value} beside --data {data}")
     chosen = teacher or (TeacherName.DRAWN if data else TeacherName.LABEL)
-    asked = load_settings(StudentSettings, architecture).architecture if architecture else None
+    own_network = load_settings(StudentSettings, architecture).architecture if architecture else None
     opened = open_verified(release, root, state, silo_key, archived, experts_later=True)
     plan = opened.plan
-    network, condition = asked or plan.expert.architecture, NoCondition() if unconditional else plan.condition
+    network, condition = own_network or plan.expert.architecture, NoCondition() if unconditional else plan.condition
     if misfit := network.misfit(plan.expert_shape, condition):
         raise SetupError("--architecture", expected=misfit, got=f"shape {plan.expert_shape}, {condition.kind}")
     if texts and not isinstance(condition, TextCondition):
-        raise SetupError("--texts", expected="a student that reads texts", got=f"condition {condition.kind}")
+        raise SetupError("--texts", expected="a student with texts as its condition", got=f"condition {condition.kind}")
     # All tokens are shown: the teacher answers about whole images.
     changes = {"num_steps": steps or plan.expert.training.num_steps, "seed": seed, "mask_ratio": 0.0}
     training = plan.expert.training.model_copy(update=changes)
@@ -231,7 +266,8 @@ def _trained(wanted: _Wanted, lessons: "DistillationData") -> "Trained":
             )
     except SetupError as error:  # on an engine that asks for nothing, only the checkpoints can be refused
         remedy = f"Give the flags of that run, or another --out, or remove {wanted.work.name}."
-        expected, got = "checkpoints of this release, these flags and images", "checkpoints of another run"
+        expected = "checkpoints of this release, these flags and images"
+        got = "checkpoints of a run with a different release, flags or images"
         raise SetupError(f"checkpoints in {wanted.work.name}", expected=expected, got=got, remedy=remedy) from error
 
 

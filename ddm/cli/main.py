@@ -1,4 +1,4 @@
-"""The researcher's commands: verify, info, sample, distill, sample-student."""
+"""The program `ddm`: the researcher's commands verify, info, sample, distill and sample-student."""
 
 import json
 from typing import Annotated
@@ -19,12 +19,9 @@ from ddm.cli.options import (
 from ddm.cli.sample import sample
 from ddm.cli.sample_student import sample_student
 from ddm.protocol.architecture import TextCondition
-from ddm.system.console import new_app, run_app, say, table
+from ddm.system.console import new_program, run_app, say, table
 
-app = new_app("Verify a published ensemble of diffusion experts, and sample from it.")
-app.command("sample")(sample)
-app.command("distill")(distill)
-app.command("sample-student")(sample_student)
+app = new_program("Verify a published ensemble of diffusion experts, and sample from it.")
 
 
 @app.command()
@@ -70,7 +67,7 @@ def info(
     say(f"Ensemble {manifest.plan_id}, version {manifest.version}, published {manifest.published_at.isoformat()}")
     say(f"  images {shape}, {len(manifest.experts)} experts of kind {plan.expert.architecture.kind}")
     if isinstance(plan.condition, TextCondition) and plan.condition.encoder:
-        say(f"  told a text, through your copy of the encoder {plan.condition.encoder.name}")
+        say(f"  condition: a text, through your copy of the encoder {plan.condition.encoder.name}")
     say(f"  router {manifest.router.kind}, licence {manifest.licence}\n")
     priors: dict[str, list[float]] = {}
     for expert in manifest.experts:
@@ -91,6 +88,11 @@ def info(
     say(table(rows, ("silo", f"{plan.statistics.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
     say("\nThe experts' weights were trained without differential privacy; epsilon covers the router's inputs only.")
     warn_if_expired(opened)
+
+
+app.command("sample")(sample)
+app.command("distill")(distill)
+app.command("sample-student")(sample_student)
 
 
 def main() -> None:

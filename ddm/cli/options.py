@@ -1,5 +1,6 @@
-"""What the researcher's commands share: which release, whom to trust, and how it is opened."""
+"""The options that several commands of `ddm` share, and how they open a release."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,16 +12,74 @@ from ddm.system.devices import DeviceName
 if TYPE_CHECKING:
     from ddm.loading.release import Release
 
+# The panels of the help.
+WHAT, HOW, TRUST, MACHINE = "What to sample", "How to sample", "Verification", "Machine"
+
 ReleaseArgument = Annotated[Path, typer.Argument(metavar="RELEASE", help="The published folder.")]
-RootOption = Annotated[Path, typer.Option("--root", metavar="FILE", help="The pinned 1.root.json.")]
+RootOption = Annotated[
+    Path, typer.Option("--root", metavar="FILE", help="The pinned 1.root.json.", rich_help_panel=TRUST)
+]
 StateOption = Annotated[
-    Path | None, typer.Option("--state", metavar="DIR", help="Where versions seen are kept, so that a rollback shows.")
+    Path | None,
+    typer.Option("--state", metavar="DIR", help="Keeps versions seen, to detect a rollback.", rich_help_panel=TRUST),
 ]
 SiloKeyOption = Annotated[
-    list[str] | None, typer.Option("--silo-key", metavar="ID=FPR", help="Pin a silo's key by its fingerprint.")
+    list[str] | None,
+    typer.Option(
+        "--silo-key", metavar="ID=FPR", help="Pin a silo's key by its fingerprint; repeatable.", rich_help_panel=TRUST
+    ),
 ]
-ArchivedOption = Annotated[bool, typer.Option("--archived", help="Accept an expired timestamp, loudly.")]
-DeviceOption = Annotated[DeviceName, typer.Option("--device", help="Where to compute; auto: a GPU, if there is one.")]
+ArchivedOption = Annotated[
+    bool, typer.Option("--archived", help="Accept an expired timestamp, with a warning.", rich_help_panel=TRUST)
+]
+DeviceOption = Annotated[
+    DeviceName, typer.Option("--device", help="auto: a GPU, if there is one.", rich_help_panel=MACHINE)
+]
+
+# How images are sampled, from a release or a student.
+NumOption = Annotated[int, typer.Option("--num", min=1, help="How many images.", rich_help_panel=WHAT)]
+ImagesOption = Annotated[
+    Path,
+    typer.Option("--out", help="FILE.png (grid), FILE.npz (float32) or a folder of PNG files.", rich_help_panel=WHAT),
+]
+ClassOption = Annotated[
+    int | None, typer.Option("--class", min=0, help="The class of all images.", rich_help_panel=WHAT)
+]
+TextOption = Annotated[
+    str | None,
+    typer.Option("--text", metavar="PROMPT", help="The text that all images shall fit.", rich_help_panel=WHAT),
+]
+TextEncoderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--text-encoder", metavar="FOLDER", help="With --text: the encoder that the plan pins.", rich_help_panel=WHAT
+    ),
+]
+GuidanceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--guidance",
+        min=0.0,
+        max=1000.0,
+        help="Guidance scale g, with --class or --text; default 0.",
+        rich_help_panel=WHAT,
+    ),
+]
+StepsOption = Annotated[int, typer.Option("--steps", min=1, max=10_000, help="Solver steps.", rich_help_panel=HOW)]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same images.", rich_help_panel=HOW)]
+
+
+class SolverName(StrEnum):
+    """The ODE solver."""
+
+    EULER = "euler"
+    HEUN = "heun"
+    MIDPOINT = "midpoint"
+    RK4 = "rk4"
+    EXPONENTIAL = "exponential"
+
+
+SolverOption = Annotated[SolverName, typer.Option("--solver", help="ODE solver.", rich_help_panel=HOW)]
 
 
 def open_verified(
@@ -50,7 +109,7 @@ def pins(silo_key: list[str] | None) -> dict[str, str]:
     """Read pinned fingerprints by silo.
 
     Raises:
-        SetupError: a pin of another form.
+        SetupError: a pin that is not ID=FINGERPRINT.
     """
     from ddm.trust.keys import parse_fingerprint
 
@@ -58,20 +117,20 @@ def pins(silo_key: list[str] | None) -> dict[str, str]:
     for text in silo_key or []:
         silo_id, equals, fingerprint = text.partition("=")
         if not equals or not silo_id:
-            raise SetupError("--silo-key", expected="ID=FINGERPRINT, 64 hexadecimal digits", got=text[:100])
+            raise SetupError("--silo-key", expected="ID=FINGERPRINT, 64 hexadecimal digits", got=repr(text[:100]))
         pins[silo_id] = parse_fingerprint(fingerprint)
     return pins
 
 
 def warn_if_expired(release: "Release") -> None:
-    """Say so, with a code of its own, when all but the timestamp verified.
+    """Warn, with an exit code of its own, when everything but the timestamp verified.
 
     Raises:
-        ArchivedWarningError: it did.
+        ArchivedWarningError: the timestamp has expired.
     """
     if release.verified.expired:
         raise ArchivedWarningError(
             "WARNING: the timestamp has expired; everything else verified",
             expected="a timestamp that is still valid",
-            got=f"one that ended {release.verified.expires.isoformat()}",
+            got=f"a timestamp that expired {release.verified.expires.isoformat()}",
         )

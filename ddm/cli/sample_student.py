@@ -1,36 +1,51 @@
-"""The command `ddm sample-student`: images from a distilled student and the record beside it."""
+"""The command `ddm sample-student`: draw images from a distilled student, by the record beside it."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ddm.cli.options import DeviceOption
-from ddm.cli.sample import EncoderFolder, SolverName, Text, check_text
+from ddm.cli.options import (
+    ClassOption,
+    DeviceOption,
+    GuidanceOption,
+    ImagesOption,
+    NumOption,
+    SeedOption,
+    SolverName,
+    SolverOption,
+    StepsOption,
+    TextEncoderOption,
+    TextOption,
+)
+from ddm.cli.sample import check_text
+from ddm.cli.settings import SampleStudentSettings, read_settings, set_option
 from ddm.errors import SetupError
 from ddm.system.console import progress, say
 
 
 def sample_student(
     student: Annotated[Path, typer.Argument(metavar="FILE", help="FILE.safetensors, as ddm distill wrote it.")],
-    num: Annotated[int, typer.Option(min=1, help="How many images.")],
-    out: Annotated[Path, typer.Option(help="FILE.png (grid), FILE.npz (float32) or a folder of PNG files.")],
-    label: Annotated[int | None, typer.Option("--class", min=0, help="The class of all images.")] = None,
-    text: Text = None,
-    text_encoder: EncoderFolder = None,
-    guidance: Annotated[float, typer.Option(min=0.0, max=1000.0, help="g, with --class or --text.")] = 0.0,
-    steps: Annotated[int, typer.Option(min=1, max=10_000, help="Solver steps.")] = 50,
-    solver: Annotated[SolverName, typer.Option(help="ODE solver.")] = SolverName.HEUN,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same images.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Most images at once.")] = 64,
+    *,
+    num: NumOption,
+    out: ImagesOption,
+    label: ClassOption = None,
+    text: TextOption = None,
+    text_encoder: TextEncoderOption = None,
+    guidance: GuidanceOption = None,
+    steps: StepsOption = 50,
+    solver: SolverOption = SolverName.HEUN,
+    seed: SeedOption = 0,
+    settings: Annotated[list[str] | None, set_option(SampleStudentSettings)] = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Sample images from a student; nobody signed it, its record says what it was made of."""
     from ddm.io.pictures import prepare, write_samples
 
+    rare = read_settings(SampleStudentSettings, settings)
     check_text(label, text, text_encoder)
     if guidance and label is None and text is None:
-        raise SetupError("--guidance", expected="a --class or --text with it", got="none")
+        raise SetupError("--guidance", expected="--class or --text beside it", got=f"{guidance} without a condition")
     prepare(out)
 
     from dataclasses import replace
@@ -40,16 +55,16 @@ def sample_student(
     from ddm.system.devices import device_named
 
     record, alone = load_student(student, device=device_named(device, setting="--device"))
-    asked = label if text is None or text_encoder is None else encoded(text, text_encoder, record.condition)
-    with progress(f"sampling {num}") as tell:
-        drawn = replace(alone, chunk_size=batch).sample(
+    condition = label if text is None or text_encoder is None else encoded(text, text_encoder, record.condition)
+    with progress(f"sampling {num}") as advance:
+        drawn = replace(alone, chunk_size=rare.batch).sample(
             num,
             steps=steps,
             solver=solver.value,
             seed=seed,
-            condition=asked,
-            guidance=guidance,
-            on_progress=tell,
+            condition=condition,
+            guidance=guidance or 0.0,
+            on_progress=advance,
         )
     written = write_samples(drawn.images, drawn.expert_N.tolist(), out)
     source = record.source

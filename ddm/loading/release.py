@@ -4,6 +4,7 @@ The folder may be on a share of somebody else's and change at any time, so a dig
 that are then parsed.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from ddm.trust.verify import VerifiedRelease, verify_release
 
 MAX_ROOT_BYTES = 1 << 20
 PRIOR_TOLERANCE = 1e-9
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ def open_release(
         for silo in manifest.silos
     }
     _check_together(verified, plan, manifest, submissions)
+    num_files = len(verified.files)
+    _log.debug("verified %d files of %s, version %d", num_files, plan.plan_id, manifest.version)
     return Release(
         verified=verified,
         plan=plan,

@@ -1,36 +1,59 @@
-"""The edge between a command and the person at it: errors on one screen, stable exit codes, clean Ctrl-C."""
+"""The edge between a command and the person at it: output, errors on one screen, stable exit codes, clean Ctrl-C."""
 
 import errno
 import getpass
+import logging
 import os
-import re
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import click
 import typer
 
 from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError
+from ddm.system.escape import escape_control
+from ddm.system.logs import LogOptions, start_logging
 from ddm.system.signals import interrupted_by_sigterm
 
 EXIT_INTERRUPTED = 130
 MAX_PASSPHRASE_BYTES = 1024
-# Also what turns the direction of writing, breaks a line or has no width, and halves of characters.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 EXIT_TERMINATED = 143
 EXIT_OS = 8
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+UNBROKEN = 10_000  # characters: a width that no table reaches
+_REDRAW_S = 0.1
+_log = logging.getLogger(__name__)
+
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", help="Log details, with time, level and logger.", rich_help_panel="Logging")
+]
+LogJsonOption = Annotated[
+    bool, typer.Option("--log-json", help="Log one JSON object a line, to standard error.", rich_help_panel="Logging")
+]
+
+
+def new_program(help_text: str) -> typer.Typer:
+    """Make a program of several commands; before them it takes the options that choose what is logged, and how."""
+    app = new_app(help_text)
+
+    @app.callback()
+    def choose_logging(verbose: VerboseOption = False, log_json: LogJsonOption = False) -> None:
+        inherited = LogOptions.from_environment()
+        start_logging(LogOptions(verbose or inherited.verbose, log_json or inherited.as_json))
+
+    return app
 
 
 def new_app(help_text: str) -> typer.Typer:
-    """Make a command group in the house's manner: no stack traces, short help."""
+    """Make a group of commands that shows no stack traces, and short help."""
     return typer.Typer(
         help=help_text,
         no_args_is_help=True,
@@ -42,7 +65,8 @@ def new_app(help_text: str) -> typer.Typer:
 
 
 def run_app(app: typer.Typer, args: Sequence[str] | None = None) -> NoReturn:
-    """Run a command group and leave with a documented exit code; a stack trace never reaches the operator."""
+    """Run a group of commands and leave with a documented exit code; a stack trace never reaches the operator."""
+    start_logging(LogOptions.from_environment())
     with interrupted_by_sigterm() as came:
         code = _run(app, args, came)
     sys.exit(code)
@@ -74,7 +98,10 @@ def _run(app: typer.Typer, args: Sequence[str] | None, came: Callable[[], set[in
 
 
 def fail(error: ArchipelagoError) -> int:
-    """Print an error as what was expected, found and to be done; return its exit code."""
+    """Show an error as what was expected, found and to be done; return its exit code."""
+    if LogOptions.from_environment().as_json:
+        _log.error("%s. %s", error, error.remedy)
+        return error.exit_code
     say(f"error: {error.subject}", error=True)
     if error.expected:
         say(f"  expected: {error.expected}", error=True)
@@ -85,25 +112,33 @@ def fail(error: ArchipelagoError) -> int:
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Print one line at once, also into a pipe or a log; control characters, which others may have sent, as escapes."""
-    text = _CONTROL.sub(lambda found: ascii(found.group())[1:-1], text)
-    print(text, file=sys.stderr if error else sys.stdout, flush=True)
+    """Print one line at once, also into a pipe or a log; control characters, which others may have sent, as escapes.
+
+    Args:
+        text: the line.
+        error: print to standard error; under `--log-json` as a record of the log, so that all of it stays JSON.
+    """
+    if error and LogOptions.from_environment().as_json:
+        _log.error("%s", text.strip())
+        return
+    print(escape_control(text), file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def passphrase(path: Path | None, configured: str | None, prompt: str, *, confirm: bool = False) -> bytes:
-    """Read a passphrase: from the file named, else the configured one, `-` for standard input, else by asking.
+    """Read a passphrase: from the file named, else from the configured file, else by asking; `-` is standard input.
 
     Raises:
+        MissingFileError: there is no such file.
         PassphraseError: nothing to read, or nobody to ask.
     """
     source = path or (Path(configured) if configured else None)
     if source is not None and str(source) == "-":
         line = sys.stdin.readline().rstrip("\n")
         if not line:
-            raise PassphraseError("standard input", expected="a passphrase on one line", got="nothing")
+            raise PassphraseError("standard input", expected="a passphrase on one line", got="no input")
         return line.encode()
     if source is not None and (source.is_dir() or not source.exists()):
-        got = "a folder" if source.is_dir() else "nothing there"
+        got = "a folder" if source.is_dir() else "no such file"
         remedy = "Name the right file with --passphrase-file" + ("." if path else ", or in the configuration.")
         raise MissingFileError(str(source), expected="a passphrase file", got=got, remedy=remedy)
     return read_passphrase(source, prompt, confirm=confirm)
@@ -113,9 +148,9 @@ def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> by
     """Read a passphrase: the first line of `file`, or by asking at the terminal.
 
     Args:
-        file: where the passphrase stands; None asks.
+        file: holds the passphrase; None asks for it.
         prompt: what to ask.
-        confirm: ask twice, for a passphrase that is new.
+        confirm: ask twice, for a new passphrase.
 
     Raises:
         MissingFileError: there is no such file.
@@ -123,7 +158,7 @@ def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> by
     """
     if file is not None:
         if not file.exists():
-            raise MissingFileError(str(file), expected="a passphrase file", got="nothing there")
+            raise MissingFileError(str(file), expected="a passphrase file", got="no such file")
         # Not `read_bounded`: a pipe, as shells make for <(...), is a fine place for a passphrase.
         with file.open("rb") as handle:
             answer = handle.readline(MAX_PASSPHRASE_BYTES).rstrip(b"\r\n")
@@ -132,17 +167,19 @@ def read_passphrase(file: Path | None, prompt: str, confirm: bool = False) -> by
         return answer
     if not sys.stdin.isatty():
         remedy = "Give the passphrase with --passphrase-file."
-        raise PassphraseError(prompt, expected="a terminal to ask at", got="none", remedy=remedy)
+        raise PassphraseError(
+            prompt, expected="a terminal to ask at", got="a standard input that is none", remedy=remedy
+        )
     answer = getpass.getpass(f"{prompt}: ").encode()
     if not answer:
-        raise PassphraseError(prompt, expected="a passphrase", got="an empty one")
+        raise PassphraseError(prompt, expected="a passphrase", got="an empty answer")
     if confirm and getpass.getpass(f"{prompt} (again): ").encode() != answer:
-        raise PassphraseError(prompt, expected="the same passphrase twice", got="two different ones")
+        raise PassphraseError(prompt, expected="the same passphrase twice", got="two different passphrases")
     return answer
 
 
 def remembered(path: Path | None) -> str | None:
-    """Return what a configuration file keeps of --passphrase-file: an absolute path; standard input is not kept."""
+    """Return --passphrase-file as a configuration file keeps it: an absolute path; None for standard input."""
     return None if path is None or str(path) == "-" else str(path.resolve())
 
 
@@ -168,31 +205,84 @@ def human_seconds(seconds: float) -> str:
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar from the first call of what is yielded, called with (done, in all); none where nothing is long.
 
-    Another number in all, or less done than before, begins a bar anew.
+    Where standard output is no terminal, one line with the label takes the bar's place. A different number in all, or
+    less done than before, begins a new bar.
     """
     with ExitStack() as stack:
-        bars: list[Any] = []
+        bars: list[_Bar] = []
 
         def advance(done: int, total: int) -> None:
-            if not bars or bars[-1].length != total or done < bars[-1].pos:
+            if not bars or bars[-1].total != total or done < bars[-1].done:
                 stack.close()
-                bars.append(stack.enter_context(typer.progressbar(length=total, label=label, width=30)))
-            bars[-1].update(done - bars[-1].pos)
+                bars.append(stack.enter_context(_Bar(label, total)))
+            bars[-1].advance(done)
 
         yield advance
 
 
-def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
-    """Lay out rows in aligned columns; numbers to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
-    right = [all(_is_number(line[i]) for line in cells) and bool(cells) for i in range(len(header))]
+class _Bar:
+    """One bar of rich's, drawn when it advances: a thread of its own would share the process with training.
 
-    def lay(line: Sequence[str]) -> str:
-        parts = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True))
-        return "  ".join(parts).rstrip()
+    Args:
+        label: stands before the bar.
+        total: what all of the work counts.
+    """
 
-    return "\n".join([lay(header), lay(["-" * width for width in widths]), *(lay(line) for line in cells)])
+    def __init__(self, label: str, total: int) -> None:
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        self.total, self.done = total, 0
+        self._label, self._drawn_at = label, 0.0
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(30), TaskProgressColumn())
+        self._bar = Progress(*columns, TimeRemainingColumn(), auto_refresh=False)
+        self._task = self._bar.add_task(escape_control(label, one_line=True), total=total)
+
+    def __enter__(self) -> "_Bar":
+        if sys.stdout.isatty():
+            self._bar.start()
+        else:
+            say(self._label)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._bar.live.is_started:
+            self._bar.stop()
+
+    def advance(self, done: int) -> None:
+        self.done, now = done, time.monotonic()
+        if self._bar.live.is_started and (done >= self.total or now - self._drawn_at >= _REDRAW_S):
+            self._drawn_at = now
+            self._bar.update(self._task, completed=done, refresh=True)
+
+
+def table(rows: Sequence[Sequence[Any]], header: Sequence[str], *, width: int | None = None) -> str:
+    """Lay out rows in aligned columns, numbers to the right; markup and control characters in cells show as they are.
+
+    Args:
+        rows: the cells, row by row.
+        header: the names of the columns.
+        width: most characters in a line, beyond which cells wrap. By default the terminal's width; where standard
+            output is none, no line is ever broken.
+    """
+    from rich.console import Console
+    from rich.rule import Rule
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [[escape_control(str(cell), one_line=True) for cell in row] for row in rows]
+    if width is None and not sys.stdout.isatty():
+        width = UNBROKEN
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for i, name in enumerate(header):
+        right = bool(cells) and all(_is_number(row[i]) for row in cells)
+        drawn.add_column(Text(name), justify="right" if right else "left", overflow="fold")
+    drawn.add_row(*(Rule(characters="-") for _ in header))
+    for row in cells:
+        drawn.add_row(*map(Text, row))
+    page = Console(width=width, color_system=None, force_terminal=False, emoji=False, highlight=False)
+    with page.capture() as captured:
+        page.print(drawn)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _is_number(text: str) -> bool:

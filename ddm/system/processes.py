@@ -18,6 +18,7 @@ Where SIGTERM and Ctrl-C shall end in `finally`, and a second Ctrl-C shall chang
 
 import errno
 import json
+import logging
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ from ddm.system.reaper import descendants
 
 _LOG_BYTES = 16 * 1024 * 1024
 _POLL_S = 0.05
+_log = logging.getLogger(__name__)
 
 
 class Child:
@@ -153,7 +155,9 @@ def spawn(
         with suppress(BrokenPipeError):
             process.stdin.write(len(input_bytes).to_bytes(4, "big") + input_bytes)
             process.stdin.flush()
-    return Child(process, log_path, grace_s)
+    child = Child(process, log_path, grace_s)
+    _log.debug("started process %d, which logs to %s", child.pid, log_path.name)
+    return child
 
 
 def file_tail(path: Path, max_bytes: int = 4096) -> str:

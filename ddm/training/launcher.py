@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from ddm.errors import ArchipelagoError, SetupError, TrustError
+from ddm.system.logs import follow_logging
 from ddm.system.reaper import end_with_parent
 from ddm.system.signals import blocked
 from ddm.training.peer_check import strangers
@@ -265,6 +266,7 @@ def _main(pipe: Connection, descriptor: int, rank: int, num: int) -> None:
     stop = threading.Event()
     threading.Thread(target=_listen, args=(pipe, stop), daemon=True).start()
     os.environ |= _environment(rank, num, task.threads)
+    follow_logging()
     tempfile.tempdir = str(task.scratch)
     error: BaseException | None = None
     try:

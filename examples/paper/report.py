@@ -14,7 +14,7 @@ from measure import TIMES
 from results import Presets, Record, SeedResult
 from targets import Target, interval, reference_gain
 
-from ddm.system.console import table
+from ddm.system.console import UNBROKEN, table
 
 ENCODERS = {
     "timm": "Public groups come from the features of a small timm network (test_resnet, images at 56 x 56) that was "
@@ -76,11 +76,11 @@ def write_report(
         _filled(ENCODERS[presets.encoders[0]]),
         _filled(METHOD),
         "## Targets",
-        _fenced(table(rows, ("figure", "to reach", "value", "", "note"))),
+        _fenced(table(rows, ("figure", "to reach", "value", "", "note"), width=UNBROKEN)),
         "## Families",
-        _fenced(table(families, head)),
+        _fenced(table(families, head, width=UNBROKEN)),
         "## By t: cross-entropy, nats",
-        _fenced(table(_by_time(results), ("family", "epsilon", *(f"{t:g}" for t in TIMES)))),
+        _fenced(table(_by_time(results), ("family", "epsilon", *(f"{t:g}" for t in TIMES)), width=UNBROKEN)),
         "## Settings",
         _fenced("\n".join(f"{name} = {value}" for name, value in presets.model_dump().items())),
     ]

@@ -1,13 +1,14 @@
 """The courier as a service: built as the site says, kept alive, its news told. No torch: it sees no image."""
 
+import logging
 import threading
 
 from ddm.errors import ArchipelagoError
-from ddm.system.console import say
 from silo.config import Site
 from silo.courier.supernode import Courier
 
 _CLOSE_S = 30.0
+_log = logging.getLogger(__name__)
 
 
 class CourierWatch(threading.Thread):
@@ -25,7 +26,7 @@ class CourierWatch(threading.Thread):
             look_after(self._courier, self._ended)
         except ArchipelagoError as error:
             self._failure = error
-            say(f"courier: {error} - {error.remedy}", error=True)
+            _log.error("courier: %s - %s", error, error.remedy)
 
     def close(self) -> None:
         """Stop looking."""
@@ -39,7 +40,7 @@ class CourierWatch(threading.Thread):
 
 
 def look_after(courier: Courier, ended: threading.Event) -> None:
-    """Check once a second; print why there is no connection, each reason once, and when there is one again."""
+    """Check once a second; log why there is no connection, each reason once, and when there is one again."""
     last: str | None = None
     while not ended.wait(1.0):
         try:
@@ -48,7 +49,7 @@ def look_after(courier: Courier, ended: threading.Event) -> None:
         except OSError as error:  # a full disk perhaps; the next second tries again
             problem = error.strerror or type(error).__name__
         if problem != last:
-            say(f"courier: {problem}" if problem else "courier: connected")
+            _log.log(logging.WARNING if problem else logging.INFO, "courier: %s", problem or "connected")
             last = problem
 
 
@@ -66,5 +67,5 @@ def make_courier(site: Site) -> Courier:
 def run_courier(site: Site) -> None:
     """Run the courier alone until a signal ends it."""
     with make_courier(site) as courier:
-        say(f"courier of {site.settings().silo_id}: {courier.info()}")
+        _log.info("courier of %s: %s", site.settings().silo_id, courier.info())
         look_after(courier, threading.Event())

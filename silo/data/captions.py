@@ -5,6 +5,7 @@ the file, so it takes no disk space. The vectors are as private as the captions:
 guessed from its vectors.
 """
 
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -19,12 +20,12 @@ from ddm.errors import DataError, SetupError
 from ddm.io.files import move_into_place, write_atomic
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Plan, TextCondition
-from ddm.system.console import say
 from silo.config import SiloSettings
 from silo.data.cohort import Cohort
 
 _PREFIX = "texts-"
 _SAVED_TEXTS = 1024  # encoded between two saves of the progress
+_log = logging.getLogger(__name__)
 _GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
 
 
@@ -82,7 +83,7 @@ def keep_texts(cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path,
     move_into_place(part, path)
     note.unlink()
     if cut := encoder.num_cut(captions):
-        say(f"Captions cut to {plan.condition.max_tokens} tokens: {cut}")
+        _log.warning("Captions cut to %d tokens: %d", plan.condition.max_tokens, cut)
 
 
 def texts_of(cohort: Cohort, plan: Plan, folder: Path) -> Tensor | None:

@@ -12,8 +12,9 @@ from aggregator.intake.inventory import take_inventory
 from aggregator.intake.service import IntakeService
 from aggregator.keys.store import load_key
 from aggregator.membership.registry import enroll
-from aggregator.planning.plan import draft_plan, sign_plan
+from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
+from aggregator.planning.sign import sign_plan
 from aggregator.release.publish import publish
 from aggregator.router.train import train_router
 from aggregator.setup import init_federation

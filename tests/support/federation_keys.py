@@ -14,7 +14,10 @@ from aggregator.keys.ceremony import complete, sign_document
 from aggregator.keys.rotation import next_receipts_key
 from aggregator.keys.store import load_key
 from aggregator.membership.registry import enroll, taking_part
-from aggregator.planning.plan import Draft, sign_plan
+from aggregator.planning.cost import Cost
+from aggregator.planning.draft import Draft
+from aggregator.planning.fit import PublicImages
+from aggregator.planning.sign import sign_plan
 from aggregator.setup import init_federation
 from ddm.protocol.base import File, now_utc
 from ddm.protocol.enrolment import CARD_KIND, Card
@@ -93,7 +96,8 @@ class Offices:
             files.append(File.of(entry["path"], folder / entry["path"]).model_dump())
         plan = Plan.parse(to_bytes(document | {"files": files}), subject="plan")
         few = torch.zeros(1, 1, 8, 8)
-        return Draft(plan, folder, few, few, None, 1.0, 1, 1, 1.0)
+        cost = Cost(t_release=None, epsilon=1.0, expert_bytes=1, num_experts=1, train_s=1.0)
+        return Draft(plan, folder, PublicImages(few, few), cost)
 
     def plan(self, number: int, silos: tuple[str, ...] = SILOS) -> list[str]:
         """Sign a plan."""

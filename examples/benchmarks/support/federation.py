@@ -11,8 +11,9 @@ import torch
 
 from aggregator.config import Federation, FederationSettings
 from aggregator.membership.registry import card_of, enroll
-from aggregator.planning.plan import draft_plan, sign_plan
+from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
+from aggregator.planning.sign import sign_plan
 from aggregator.setup import init_federation
 from ddm.io.files import write_atomic
 from ddm.io.settings import save_settings

@@ -67,7 +67,7 @@ def test_founding_by_holders_and_a_rotation_from_first_to_last_command(run: Run,
     assert (code, "root-2.json: 0 of 2 signatures" in said) == (0, True)
     assert run("rotate", fed, "tls", *by)[0] == 6
     code, said = run("complete", fed, "--abandon")
-    assert (code, said) == (0, "Thrown away: rotate the key online.\n")
+    assert (code, said) == (0, "Discarded: rotate the key online.\n")
     assert run("rotate", fed, "tls", *by)[0] == 0
 
 

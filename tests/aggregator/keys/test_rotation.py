@@ -138,7 +138,7 @@ def test_receipts_key_takes_effect_with_the_next_plan_and_the_plan_in_progress_k
 
 
 def test_plan_drafted_before_the_receipts_key_was_rotated_is_not_signed(offices: Offices) -> None:
-    from aggregator.planning.plan import sign_plan
+    from aggregator.planning.sign import sign_plan
 
     draft = offices.draft(2)
     rotate(offices.federation, "receipts", PASSPHRASE)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from aggregator.cli import costs
+from aggregator.commands.plan import costs
 from aggregator.intake.service import IntakeService
 from aggregator.keys.store import load_key
-from aggregator.planning.plan import draft_plan
+from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import ClusteringRecipe
 from ddm.errors import BusyError, PolicyError
 from ddm.privacy.accounting import DiscreteLaplaceMechanism, GaussianMechanism, gaussian_mu, total_epsilon
@@ -143,7 +143,7 @@ def test_shown_costs_name_no_release_that_is_not_asked_for(published_once: Publi
 def test_shown_costs_count_the_experts_and_their_training(
     published_once: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: object, expected: str
 ) -> None:
-    monkeypatch.setattr("aggregator.planning.plan._measure_training", lambda plan, images: 60.0)
+    monkeypatch.setattr("aggregator.planning.cost._measure_training", lambda plan, images: 60.0)
     text = shown(published_once.tiny, tmp_path, partition=partition)
     assert expected in text
     assert f"about {human_seconds(60.0 * int(expected.split()[2].rstrip(',')))} a silo" in text

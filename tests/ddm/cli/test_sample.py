@@ -28,12 +28,12 @@ def sample(*words: object) -> BaseException | None:
         ("--strategy full --tau 0.5", "--tau"),
         ("--strategy sample --prefix full", "--prefix"),
         ("--strategy lock --prefix full", "--prefix"),
-        ("--strategy top-1 --k 2", "--k"),
-        ("--mass 0.5", "--mass"),
-        ("--strategy top-k --least 0.5", "--least"),
-        ("--router-every 3", "--router-every"),
+        ("--strategy top-1 --top-k 2", "--top-k"),
+        ("--set mass=0.5", "--set mass"),
+        ("--strategy top-k --set least=0.5", "--set least"),
+        ("--set router-every=3", "--set router-every"),
         ("--guidance 2", "--guidance"),
-        ("--class-prior equal", "--class-prior"),
+        ("--set class-prior=equal", "--set class-prior"),
         ("--text left", "--text"),
         ("--text left --text-encoder nowhere --class 1", "--text"),
         ("--text-encoder nowhere", "--text-encoder"),
@@ -81,11 +81,11 @@ def test_flags_reach_the_sampler(published: Published, tmp_path: Path) -> None:
 
     plain = draw("")
     assert np.array_equal(draw("--memory 1MiB"), plain)
-    np.testing.assert_allclose(draw("--batch 1"), plain, atol=1e-5)
+    np.testing.assert_allclose(draw("--set batch=1"), plain, atol=1e-5)
     for flags in (
         "--solver rk4",
         "--solver exponential",
-        "--strategy top-k --k 1",
+        "--strategy top-k --top-k 1",
         "--strategy lock --tau 0.5 --prefix full",
     ):
         assert not np.array_equal(draw(flags), plain)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from aggregator.planning.plan import draft_plan
+from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import TimmRecipe
 from ddm.encoders.timm import TimmEncoder, create_model, timm_specs
 from ddm.errors import DataError, SetupError, ShapeError, TensorFileError

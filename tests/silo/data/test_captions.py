@@ -222,7 +222,7 @@ def test_no_caption_and_no_vector_of_one_is_in_anything_that_leaves(published: T
 
 
 def test_captions_are_encoded_once_go_on_where_they_stopped_and_belong_to_one_data_set(
-    published: TinyFederation, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    published: TinyFederation, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = published.sites["north"]
     kept = [np.load(path) for path in site.private.glob("texts-*")]
@@ -245,7 +245,7 @@ def test_captions_are_encoded_once_go_on_where_they_stopped_and_belong_to_one_da
     for _ in range(2):
         keep_texts(cohort, plan, site.settings(), tmp_path, stop_once)
     assert calls == [(64, 70), (70, 70)]
-    assert capsys.readouterr().out == "Captions cut to 6 tokens: 1\n"
+    assert caplog.messages == ["Captions cut to 6 tokens: 1"]
     found = texts_of(cohort, plan, tmp_path)
     assert found is not None and np.array_equal(found.numpy(), kept[0])
     wanted = TextEncoder.open(folder, plan.condition).encode(cohort.captions or ())

@@ -1,0 +1,20 @@
+"""The command `aggregator run`: carry the plan to the silos and their submissions back."""
+
+from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
+from aggregator.config import Federation
+from ddm.system.console import say
+
+
+def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> None:
+    """Deliver the plan, take in submissions, send receipts; ends when every silo has its receipt."""
+    from aggregator.keys.store import load_key
+
+    federation = Federation(fed).require()
+    federation.current_plan()
+    secret = federation_passphrase(federation, passphrase_file)
+    load_key(federation, "receipts", secret)
+
+    from aggregator.runtime.running import run_federation
+
+    plan = run_federation(federation, secret)
+    say(f"Every silo has its receipt: {', '.join(plan.silos)}. Next: aggregator router, then aggregator publish.")

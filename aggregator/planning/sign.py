@@ -1,0 +1,71 @@
+"""Sign a drafted plan, lay out the bundle that silos are sent, and make the plan current."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from aggregator.changes import Change
+from aggregator.config import PUBLIC_NAME, CurrentPlan, Federation
+from aggregator.keys.ceremony import check_replaceable, conduct
+from aggregator.keys.rotation import next_receipts_key, use_next_receipts_key
+from aggregator.membership.registry import card_of, signing_key
+from aggregator.planning.draft import Draft
+from ddm.errors import SetupError
+from ddm.io.files import link_or_copy, write_atomic
+from ddm.io.locks import locked
+from ddm.protocol.base import now_utc
+from ddm.trust.ceremony import Request
+from ddm.trust.repository import Repository
+
+
+def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[str]:
+    """Sign the plan, lay out the bundle that silos are sent, make the plan current.
+
+    All of it comes into force at once, after the holders of `targets` have signed; until then the old plan works on.
+
+    Returns:
+        Whose signatures are missing, in words; empty when the plan is current.
+
+    Raises:
+        BusyError: `aggregator run` is at work on the plan that this one replaces, or another change is under way.
+        SetupError: submissions accepted for that plan are in no release, or the draft names a key that was rotated.
+        MissingFileError: a silo of the draft is not enrolled any more.
+    """
+    with locked(federation.accepted, "intake"), federation.signing_lock():
+        check_replaceable(federation)
+        plan = draft.plan
+        if plan.receipt_key != (present := str(next_receipts_key(federation))):
+            raise SetupError(
+                f"plan {plan.plan_id}",
+                expected=f"the present receipts key, {present}",
+                got=f"{plan.receipt_key}, which was rotated after the plan was drafted",
+                remedy="Draft the plan again: aggregator plan.",
+            )
+        change = Change.begin(federation.path)
+        _lay_out(draft, change.put(f"plans/{plan.plan_id}"))
+        current = CurrentPlan(plan_id=plan.plan_id, plan_digest=plan.digest)
+        write_atomic(change.put("plans/current.json"), current.encode())
+        use_next_receipts_key(federation, change)
+        repository = Repository(federation.tuf)
+        silos = {silo_id: signing_key(card_of(federation, silo_id)) for silo_id in plan.silos}
+        delegates = replace(repository.delegates(), plan_id=plan.plan_id, silos=silos)
+        targets = repository.next_targets(delegates, now_utc())
+        purpose = f"start the plan {plan.plan_id}"
+        request = Request.to_sign(targets, purpose, repository.targets(), repository.root())
+        return conduct(federation, change, [request], passphrase, act="plan", purpose=purpose, plan_id=plan.plan_id)
+
+
+def _lay_out(draft: Draft, home: Path) -> None:
+    """Write everything but the signatures to where it comes into force with them."""
+    targets = home / "bundle" / "targets" / draft.plan.plan_id
+    for file in draft.plan.files:
+        link_or_copy(draft.folder / file.path, targets / file.path)
+    write_atomic(targets / "plan.json", draft.plan.encode())
+    public, images = io.BytesIO(), draft.images
+    arrays = {"fitted": images.fitted, "holdout": images.holdout}
+    if images.latents:
+        arrays |= {"fitted_latents": images.latents[0], "holdout_latents": images.latents[1]}
+    np.savez_compressed(public, **{name: array.numpy() for name, array in arrays.items()})  # type: ignore[arg-type]
+    write_atomic(home / PUBLIC_NAME, public.getvalue())

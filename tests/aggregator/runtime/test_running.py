@@ -1,0 +1,65 @@
+"""What `aggregator run` logs: intake's lines once each, whichever form they come in, and what silos report."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from aggregator.config import Federation
+from aggregator.runtime.running import IntakeNews, SiloNews, _intake_logging
+from ddm.protocol.plan import Plan
+from ddm.system.logs import JSON_VARIABLE, VERBOSE_VARIABLE, JsonFormatter, LogOptions
+from tests.support.documents import plan_document, to_bytes
+
+
+@pytest.fixture(autouse=True)
+def everything(caplog: pytest.LogCaptureFixture) -> None:
+    """Records of every level are kept."""
+    caplog.set_level(logging.DEBUG, logger="aggregator")
+
+
+def test_lines_of_intake_are_logged_once_and_records_under_their_own_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "intake.log"
+    log.write_text("from before\n")
+    news = IntakeNews(log)
+    record = logging.getLogger("aggregator.runtime.intake_process").makeRecord(
+        "aggregator.runtime.intake_process", logging.WARNING, "", 0, "[%s] REFUSED", ("north",), None
+    )
+    with log.open("a") as lines:
+        lines.write("[north] submission 1 accepted\n" + JsonFormatter().format(record) + "\nhalf a li")
+    for _ in range(2):
+        news.tell()
+    assert caplog.record_tuples == [
+        ("aggregator.runtime.running", logging.INFO, "[north] submission 1 accepted"),
+        ("aggregator.runtime.intake_process", logging.WARNING, "[north] REFUSED"),
+    ]
+    with log.open("a") as lines:
+        lines.write("ne\n")
+    news.tell()
+    assert caplog.messages[-1] == "half a line"
+
+
+@pytest.mark.parametrize(
+    ("verbose", "as_json", "expected"),
+    [("0", "0", LogOptions()), ("1", "0", LogOptions(True, True)), ("0", "1", LogOptions(False, True))],
+)
+def test_intake_logs_records_where_a_line_must_keep_its_level(
+    monkeypatch: pytest.MonkeyPatch, verbose: str, as_json: str, expected: LogOptions
+) -> None:
+    monkeypatch.setenv(VERBOSE_VARIABLE, verbose)
+    monkeypatch.setenv(JSON_VARIABLE, as_json)
+    assert _intake_logging() == expected
+
+
+def test_state_of_a_silo_is_logged_when_it_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    federation, plan = Federation(tmp_path), Plan.parse(to_bytes(plan_document()), subject="plan")
+    news, silo_id = SiloNews(federation, plan), plan.silos[0]
+    status = federation.incoming / plan.plan_id / silo_id / "status.json"
+    status.parent.mkdir(parents=True)
+    for state in ({"state": "training", "progress": 5}, {"state": "training", "progress": 5}, {"state": "sending"}):
+        status.write_text(json.dumps(state))
+        news.tell()
+    assert caplog.messages == [f"[{silo_id}] training 5%", f"[{silo_id}] sending"]
