@@ -1,5 +1,6 @@
-"""What a courier's service prints, and what ends it."""
+"""What a courier's service logs, and what ends it."""
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -38,10 +39,11 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Event, "wait", lambda event, timeout=None: wait(event, min(timeout or 60.0, 0.01)))
 
 
-def test_reason_is_printed_once_and_a_full_disk_is_no_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reason_is_logged_once_and_a_full_disk_is_no_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "silo")
     courier = Scripted(*2 * [lambda: "no way in"], full_disk, full_disk, *2 * [lambda: None], lambda: "no way in")
     look_after(courier, courier.ended)  # type: ignore[arg-type]
-    assert capsys.readouterr().out.splitlines() == [
+    assert caplog.messages == [
         "courier: no way in",
         "courier: No space left on device",
         "courier: connected",
@@ -49,11 +51,11 @@ def test_reason_is_printed_once_and_a_full_disk_is_no_end(capsys: pytest.Capture
     ]
 
 
-def test_failure_beside_a_worker_is_raised_when_the_worker_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_beside_a_worker_is_raised_when_the_worker_has_ended(caplog: pytest.LogCaptureFixture) -> None:
     watch = CourierWatch(Scripted(lambda: None, broken, lambda: None))  # type: ignore[arg-type]
     watch.start()
     watch.join(60.0)
     watch.close()
     with pytest.raises(TransportError):
         watch.raise_failure()
-    assert "courier: SuperNode: expected a program that starts" in capsys.readouterr().err
+    assert "courier: SuperNode: expected a program that starts" in caplog.text
