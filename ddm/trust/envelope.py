@@ -63,7 +63,7 @@ def open_sealed(data: bytes, kind: str, key: PublicKey | None, limit: int) -> tu
     """
     envelope = _Envelope.parse(data, subject=kind, limit=limit)
     if envelope.kind != kind:
-        raise DocumentError(kind, expected=f"a document of kind {kind}", got=f"kind {envelope.kind}")
+        raise DocumentError(kind, expected=f"a document of kind {kind}", got="the name of a different kind")
     try:
         payload = envelope.payload.encode("utf-8")
         canonical = envelope.encode()
