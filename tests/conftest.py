@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,14 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.browser import browser, one_browser  # noqa: F401, fixtures for every test
 from tests.support.federation import TinyFederation
+from tests.support.threads import THREADS
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # where others run beside it a test takes longer
 hypothesis.settings.load_profile("any machine")
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; programs would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -53,10 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """One thread, so that results do not depend on the machine and parallel test runs share it fairly."""
+def as_many_threads_as_asked_for() -> Iterator[None]:
+    """One thread, so that parallel test runs share the machine fairly; ARCHIPELAGO_TEST_THREADS asks for others."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     yield
     torch.set_num_threads(threads)
 

@@ -28,6 +28,7 @@ from ddm.trust.verify import verify_release
 from tests.conftest import Published
 from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
 from tests.support.processes import alive
+from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).parent.parent
 APPS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
@@ -487,7 +488,7 @@ def test_silo_run_ends_on_a_signal_with_its_courier_and_goes_on_where_it_stopped
         children = descendants(process.pid)
         assert bool(children) == ("--only" not in words)
         process.send_signal(number)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=LIMIT_S)
         assert process.returncode == code
         assert "run the same command to go on" in said
         assert "Traceback" not in said
@@ -504,11 +505,11 @@ def test_ddm_ends_quietly_when_its_reader_leaves_and_when_interrupted(published:
     sample = start("ddm", "sample", *look, "--num", 64, "--steps", 10_000, "--out", tmp_path / "a.png")
     until(sample, "sampling")
     sample.send_signal(signal.SIGINT)
-    said, _ = sample.communicate(timeout=120)
+    said, _ = sample.communicate(timeout=LIMIT_S)
     assert sample.returncode == 130
     assert "Traceback" not in said
     assert not (tmp_path / "a.png").exists()
-    assert info.wait(timeout=120) == 0
+    assert info.wait(timeout=LIMIT_S) == 0
 
 
 INTERRUPTED = """

@@ -26,6 +26,8 @@ from silo.setup import read_invitation
 from tests.support.bounded import Outcome, attempt
 from tests.support.parsers import DIGEST, Door, doors, messages, metadata
 
+pytestmark = pytest.mark.measured
+
 # What one document may cost at worst, on top of the program itself.
 MIB, CPU_S = 400, 5
 TEN_GIB = 10 * 1024**3

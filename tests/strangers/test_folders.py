@@ -200,6 +200,7 @@ def million(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.measured
 @pytest.mark.parametrize("reader", FOLDER_READERS)
 def test_folder_of_a_million_files_is_refused_in_bounded_time_and_memory(million: Path, reader: str) -> None:
     outcome = attempt(lambda: FOLDER_READERS[reader](million), mib=128, cpu_s=5)

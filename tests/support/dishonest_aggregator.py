@@ -54,7 +54,7 @@ class Asked:
     tensors: dict[str, dict[str, Tensor]]
 
     @classmethod
-    def honest(cls, clusters: Clusters, **releases: object) -> "Asked":
+    def honest(cls, clusters: Clusters, **statistics: object) -> "Asked":
         """A plan that any site would take."""
         num_groups, num_coarse = (1 + int(index_F.max()) for index_F in (clusters.group_F, clusters.coarse_F))
         encoder = PcaEncoder.fit(PUBLIC, RANK)
@@ -70,7 +70,7 @@ class Asked:
         document["statistics"] |= {
             "counts": {"epsilon": 1.0, "num_groups": num_groups},
             "sketch": {"epsilon": 7.0, "delta": DELTA, "rank": 2},
-            **releases,
+            **statistics,
         }
         sketch = Sketch.fit(PUBLIC, group_N, RANK, num_groups)
         parts = {"encoder": encoder, "centroids": clusters, "sketch": sketch}

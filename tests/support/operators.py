@@ -17,7 +17,7 @@ from tests.support.federation import POLICY, images, recipe, write_policy
 
 SILOS: Mapping[str, int] = {"north": 60, "south": 40}
 SHARD_BYTES = 65536
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 
 
 class Operators:

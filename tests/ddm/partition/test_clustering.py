@@ -4,6 +4,7 @@ import torch
 from ddm.errors import DataError, PolicyError, SetupError, ShapeError
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.partition.clustering import Clusters, cluster_specs, fit_clustering
+from tests.support.threads import THREADS
 
 
 def _blobs(num_each: int = 20, offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,16 +135,18 @@ def test_assignment_is_exact_on_near_ties_that_float32_scores_get_wrong(monkeypa
         assert torch.equal(_clusters(centroids).assign(features), brute)
 
 
-def test_assignment_is_the_same_on_two_threads_as_on_one() -> None:
+def test_assignment_is_the_same_on_any_number_of_threads() -> None:
     generator = torch.Generator().manual_seed(6)
     centroids = torch.randn(130, 48, generator=generator)
     features = torch.cat([torch.randn(700, 48, generator=generator), (centroids[:65] + centroids[65:]) / 2])
-    alone = _clusters(centroids).assign(features)
-    torch.set_num_threads(2)
-    try:
-        assert torch.equal(_clusters(centroids).assign(features), alone)
-    finally:
-        torch.set_num_threads(1)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            found.append(_clusters(centroids).assign(features))
+        finally:
+            torch.set_num_threads(THREADS)
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 @pytest.mark.parametrize("num_fine", [1, 31, 32, 33, 100])

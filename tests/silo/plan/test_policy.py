@@ -81,9 +81,9 @@ def test_plan_with_an_unknown_field_does_not_parse() -> None:
         Plan.parse(to_bytes(document), subject="plan.json")
 
 
-def asking(**releases: object) -> Plan:
+def asking(**statistics: object) -> Plan:
     document = plan_document()
-    document["statistics"] |= releases
+    document["statistics"] |= statistics
     return Plan.parse(to_bytes(document), subject="plan.json")
 
 

@@ -33,8 +33,8 @@ DATA = sha256_hex(b"data 1")
 
 
 def make_plan(counts: float = 1.0, sketch: float | None = 7.0, **changes: object) -> Plan:
-    """A plan for 4 x 4 images; releases other than counts and sketches by keyword, as in the document."""
-    releases = {
+    """A plan for 4 x 4 images; statistics other than counts and sketches by keyword, as in the document."""
+    statistics = {
         "unit": "image",
         "total": {"epsilon": 1000.0, "delta": 1e-5},
         "counts": {"epsilon": counts, "num_groups": GROUPS},
@@ -47,7 +47,7 @@ def make_plan(counts: float = 1.0, sketch: float | None = 7.0, **changes: object
         clustering={"num_fine": GROUPS, "num_coarse": 1},
         sketch={"rank": WIDE},
         router={"kind": "counts"},
-        statistics=releases | changes,
+        statistics=statistics | changes,
     )
     return Plan.parse(to_bytes(document), subject="plan.json")
 
@@ -329,7 +329,7 @@ def test_noise_of_moments_is_isotropic_where_off_diagonal_entries_count_twice() 
     every = torch.cat([first, diagonal, upper], dim=1)
     correlation = torch.corrcoef(every.T) - torch.eye(3 * RANK, dtype=torch.float64)
     assert float(correlation.abs().max()) < 6.0 / num**0.5  # of 36 pairs
-    assert torch.equal(second, second.mT)
+    assert all(torch.equal(each["second"], each["second"].mT) for each in draws), "drawn once for both halves"
 
 
 def test_moments_of_a_million_units_at_a_tiny_epsilon_neither_overflow_nor_lose_a_unit(monkeypatch) -> None:

@@ -21,6 +21,7 @@ from silo.worker.worker import Worker
 from tests.silo.worker.test_worker import copy_of, end, recipe_of_many_steps, run_worker, wait_for, watch
 from tests.support.federation import TinyFederation
 from tests.support.processes import alive, wait_for_end
+from tests.support.waiting import LIMIT_S
 
 SILO = "north"
 TOLERANCE = 2e-5
@@ -153,7 +154,7 @@ def test_silo_ends_with_the_same_bytes_when_it_was_killed_or_stopped_and_when_on
     process = run_worker(site)
     pids = under_way(site, process)
     os.kill(pids[-1], signal.SIGKILL)
-    process.wait(timeout=60)
+    process.wait(timeout=LIMIT_S)
     said = end(process)
     assert process.returncode == SetupError.exit_code
     assert "training process" in said and "SIGKILL" in said and "Traceback" not in said

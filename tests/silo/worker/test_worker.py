@@ -26,6 +26,7 @@ from silo.worker.approval import approve, withdraw
 from silo.worker.state import load_state, state_path
 from silo.worker.worker import Worker
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, recipe, write_policy
+from tests.support.waiting import LIMIT_S
 
 SILO = "north"
 
@@ -323,7 +324,7 @@ def run_worker(site: Site, *prefix: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def watch(process: subprocess.Popen[bytes], seen: Callable[[], bool], what: str, limit_s: float = 120.0) -> None:
+def watch(process: subprocess.Popen[bytes], seen: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
     """Wait until something shows, as long as the worker lives; between looks, wait on the worker itself."""
     deadline = time.monotonic() + limit_s
     while not seen():
@@ -340,7 +341,7 @@ def wait_for(site: Site, process: subprocess.Popen[bytes], wanted: str) -> None:
 def end(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> str:
     """Signal the worker, wait for its end, return what it said."""
     process.send_signal(number)
-    process.wait(timeout=60)
+    process.wait(timeout=LIMIT_S)
     assert process.stderr is not None
     with process.stderr as errors:
         return errors.read().decode()
