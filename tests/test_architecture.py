@@ -11,6 +11,7 @@ import pytest
 
 from ddm import errors
 from ddm.system.console import EXIT_INTERRUPTED, EXIT_OS, EXIT_TERMINATED
+from tests.support.case import case
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("ddm", "silo", "aggregator")
@@ -187,9 +188,8 @@ def test_each_framework_has_one_door(framework: str) -> None:
     assert not found
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
+def test_light_modules_pull_in_no_torch() -> None:
+    for module in [
         "ddm",
         "ddm.protocol.plan",
         "ddm.protocol.submission",
@@ -209,12 +209,13 @@ def test_each_framework_has_one_door(framework: str) -> None:
         "aggregator.intake.limits",
         "aggregator.monitoring.probes",
         "aggregator.monitoring.live",
-    ],
-)
-def test_light_modules_pull_in_no_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr or f"{module} imports torch"
+    ]:
+        with case(module=module):
+            code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr or f"{module} imports torch"
 
 
 @pytest.mark.parametrize("module", ["ddm.protocol.plan", "ddm.protocol.submission", "ddm.protocol.manifest"])

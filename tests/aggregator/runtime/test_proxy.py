@@ -27,6 +27,7 @@ from aggregator.runtime.proxy import (
 )
 from ddm.errors import MissingFileError, SetupError
 from ddm.system.processes import free_port, spawn, terminate_all
+from tests.support.case import case
 from tests.support.waiting import LIMIT_S, wait_until
 
 LIMITS = Limits(body_bytes=100_000, requests=4, header_s=60, body_s=60)
@@ -180,9 +181,8 @@ def test_proxy_lets_pass_what_flowers_nodes_ask_for() -> None:
 
 
 @needs_nginx
-@pytest.mark.parametrize(
-    "target",
-    [
+def test_code_submitted_through_the_public_port_is_refused(door: Proxy) -> None:
+    for target in [
         "/v1/control/start-run",
         "/v1/runtime/push-messages",
         "/v1/fleet",
@@ -194,17 +194,15 @@ def test_proxy_lets_pass_what_flowers_nodes_ask_for() -> None:
         "/openapi.json",
         "/health",
         "/",
-    ],
-)
-def test_code_submitted_through_the_public_port_is_refused(door: Proxy, target: str) -> None:
-    assert door.post(target) == 403
-    assert not door.upstream.requests
+    ]:
+        with case(target=target):
+            assert door.post(target) == 403
+            assert not door.upstream.requests
 
 
 @needs_nginx
-@pytest.mark.parametrize(
-    "target",
-    [
+def test_path_trick_reaches_nothing(door: Proxy) -> None:
+    for target in [
         "/v1/fleet/../control/start-run",
         "/v1/fleet/%2e%2e/control/start-run",
         "/v1/fleet/..%2fcontrol/start-run",
@@ -226,11 +224,10 @@ def test_code_submitted_through_the_public_port_is_refused(door: Proxy, target: 
         "http://127.0.0.1:1/",
         "*",
         "v1/fleet/pull-messages",
-    ],
-)
-def test_path_trick_reaches_nothing(door: Proxy, target: str) -> None:
-    assert door.post(target) in (400, 403, 404)
-    assert not door.upstream.requests
+    ]:
+        with case(target=target):
+            assert door.post(target) in (400, 403, 404)
+            assert not door.upstream.requests
 
 
 @needs_nginx
@@ -249,10 +246,12 @@ def test_second_request_smuggled_behind_a_first_is_judged_by_itself(door: Proxy)
 
 
 @needs_nginx
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "CONNECT", "TRACE", "post"])
-def test_method_that_no_silo_uses_is_refused(door: Proxy, method: str) -> None:
-    assert door.ask(f"{method} {FLEET} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()) in (400, 403, 405)
-    assert not door.upstream.requests
+def test_method_that_no_silo_uses_is_refused(door: Proxy) -> None:
+    for method in ["GET", "PUT", "DELETE", "CONNECT", "TRACE", "post"]:
+        with case(method=method):
+            request = f"{method} {FLEET} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            assert door.ask(request.encode()) in (400, 403, 405)
+            assert not door.upstream.requests
 
 
 @needs_nginx
@@ -411,10 +410,10 @@ def test_configuration_that_nginx_does_not_accept_is_refused(tmp_path: Path) -> 
     write_config(nginx, tmp_path / "flower", render_config("127.0.0.1", free_port(), 9093))
 
 
-@pytest.mark.parametrize("host", ["", "a b", "x; include /etc/passwd", "h{", "$host", "ü.example", "a\nb"])
-def test_host_that_is_more_than_a_host_is_refused(host: str) -> None:
-    with pytest.raises(SetupError):
-        render_config(host, 9092, 9093)
+def test_host_that_is_more_than_a_host_is_refused() -> None:
+    for host in ["", "a b", "x; include /etc/passwd", "h{", "$host", "ü.example", "a\nb"]:
+        with case(host=host), pytest.raises(SetupError):
+            render_config(host, 9092, 9093)
 
 
 def test_address_of_ipv6_is_written_in_brackets() -> None:
@@ -427,14 +426,15 @@ def test_loopback_needs_no_nginx(host: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert is_loopback(host) and choose_proxy(host) is None
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "fed.example.org", "127.0.0.1.example.org", "10.0.0.1"])
-def test_port_stays_closed_to_a_network_where_nginx_is_missing(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy, "find_nginx", lambda: None)
-    with pytest.raises(MissingFileError, match="nginx") as refused:
-        choose_proxy(host)
-    assert "nginx" in refused.value.remedy
-    monkeypatch.setattr(proxy, "find_nginx", lambda: Path("/usr/sbin/nginx"))
-    assert choose_proxy(host) == Path("/usr/sbin/nginx")
+def test_port_stays_closed_to_a_network_where_nginx_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in ["0.0.0.0", "::", "fed.example.org", "127.0.0.1.example.org", "10.0.0.1"]:
+        with case(host=host):
+            monkeypatch.setattr(proxy, "find_nginx", lambda: None)
+            with pytest.raises(MissingFileError, match="nginx") as refused:
+                choose_proxy(host)
+            assert "nginx" in refused.value.remedy
+            monkeypatch.setattr(proxy, "find_nginx", lambda: Path("/usr/sbin/nginx"))
+            assert choose_proxy(host) == Path("/usr/sbin/nginx")
 
 
 def test_server_that_accepts_and_says_nothing_does_not_count_as_answering(tmp_path: Path) -> None:

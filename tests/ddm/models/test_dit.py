@@ -14,6 +14,7 @@ from ddm.models import build_expert, expected_tensors, num_parameters, training_
 from ddm.models.dit import DiT
 from ddm.models.layers import sincos_positions
 from ddm.protocol.architecture import ClassCondition, Condition, Dit, NoCondition, TextCondition, dit_size
+from tests.support.case import case
 
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "architectures.md"
 SMALL = Dit(patch=2, hidden=16, depth=2, heads=2)
@@ -273,10 +274,10 @@ def test_a_text_costs_cross_attention_in_every_block_and_its_own_embedding() -> 
     assert with_text == 824_643_088
 
 
-@pytest.mark.parametrize("name", ["XXL/2", "XL", "XL/3", "xl/2", ""])
-def test_size_that_was_not_published_is_refused(name: str) -> None:
-    with pytest.raises(ShapeError, match="DiT"):
-        dit_size(name)
+def test_size_that_was_not_published_is_refused() -> None:
+    for name in ["XXL/2", "XL", "XL/3", "xl/2", ""]:
+        with case(name=name), pytest.raises(ShapeError, match="DiT"):
+            dit_size(name)
 
 
 def test_unconditional_weights_have_the_names_and_numbers_of_released_ones() -> None:

@@ -22,6 +22,7 @@ from ddm.training.config import Engine
 from ddm.training.launcher import Work, _cause, _Ended, do_together
 from ddm.training.loop import Progress
 from tests.ddm.training.test_loop import Run, images, same_bytes, stop_at
+from tests.support.case import case
 from tests.support.launched_functions import (
     Tell,
     Train,
@@ -41,9 +42,8 @@ STOPPED = _Ended(KeyboardInterrupt())
 DONE = _Ended()
 
 
-@pytest.mark.parametrize(
-    ("ends", "cause"),
-    [
+def test_error_behind_all_others_is_raised() -> None:
+    for ends, cause in [
         ([DONE, DONE], None),
         ([STOPPED, STOPPED], STOPPED),
         ([GONE, DIED], DIED),
@@ -51,10 +51,9 @@ DONE = _Ended()
         ([DIED, BROKEN], BROKEN),
         ([STOPPED, FULL], FULL),
         ([STOPPED, GONE], GONE),
-    ],
-)
-def test_error_behind_all_others_is_raised(ends: list[_Ended], cause: _Ended | None) -> None:
-    assert _cause(ends) is (cause and cause.error)
+    ]:
+        with case(ends=ends, cause=cause):
+            assert _cause(ends) is (cause and cause.error)
 
 
 def do(

@@ -17,7 +17,9 @@ from ddm.protocol.enrolment import Card
 from silo.courier import supernode
 from silo.courier.handlers import SiteLimits
 from silo.courier.supernode import Courier, answers_late, make_node_key
+from tests.support.case import case
 from tests.support.processes import alive
+from tests.support.waiting import wait_until
 
 
 def test_node_key_fits_its_public_line_and_the_card_when_made(tmp_path):
@@ -59,9 +61,8 @@ SENT = "INFO :      Sending: query message (ID: 2e73)\nINFO :      Sent successf
 EARLY = RECEIVED.replace("INFO :      Received", STARTED + "INFO :      Received")
 
 
-@pytest.mark.parametrize(
-    ("log", "late"),
-    [
+def test_supernode_counts_as_late_when_it_sends_an_answer_that_nothing_can_have_made():
+    for log, late in [
         ("", False),
         (RECEIVED, False),
         (RECEIVED + STARTED, False),
@@ -73,10 +74,9 @@ EARLY = RECEIVED.replace("INFO :      Received", STARTED + "INFO :      Received
         (RECEIVED + STARTED + SENT + RECEIVED + SENT + STARTED, True),
         (RECEIVED + SENT + STARTED + RECEIVED + SENT + STARTED, True),
         (RECEIVED + SENT + STARTED + EARLY + SENT, False),
-    ],
-)
-def test_supernode_counts_as_late_when_it_sends_an_answer_that_nothing_can_have_made(log, late):
-    assert answers_late(log) is late
+    ]:
+        with case(log=log, late=late):
+            assert answers_late(log) is late
 
 
 SUPERNODE = """
@@ -105,11 +105,7 @@ def courier(tmp_path, monkeypatch):
 
 
 def check_until(courier, condition):
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        courier.check()
-        time.sleep(0.05)
+    wait_until(condition, check=courier.check)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="process trees are read from /proc")
