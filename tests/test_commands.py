@@ -90,10 +90,7 @@ def planned_once(tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
 @pytest.fixture
 def planned(planned_once: TinyFederation, tmp_path: Path) -> TinyFederation:
     """A copy that a test may change."""
-    folder = tmp_path / "planned"
-    shutil.copytree(planned_once.path, folder)
-    sites = {silo_id: type(site)(folder / silo_id) for silo_id, site in planned_once.sites.items()}
-    return TinyFederation(folder, type(planned_once.federation)(folder / "fed"), sites)
+    return planned_once.copy(tmp_path / "planned")
 
 
 def edit(path: Path, old: str, new: str) -> None:

@@ -41,8 +41,8 @@ def listed(base: Path, prefix: str) -> dict[str, tuple[int, str]]:
 
 
 @dataclass
-class Offices:
-    """The operator's folder, the holders' keys and the silos'."""
+class KeyedFederation:
+    """A federation whose every key is at hand: the operator's, the holders' and the silos'."""
 
     path: Path
     silos: dict[str, SigningKey] = field(default_factory=dict)
@@ -64,10 +64,10 @@ class Offices:
         """The metadata."""
         return Repository(self.federation.tuf)
 
-    def copy(self, path: Path) -> "Offices":
+    def copy(self, path: Path) -> "KeyedFederation":
         """The same, in another place."""
         shutil.copytree(self.path, path, dirs_exist_ok=True)
-        return Offices(path, dict(self.silos), dict(self.holders), self.now)
+        return KeyedFederation(path, dict(self.silos), dict(self.holders), self.now)
 
     def found(self, root: Holders | None = None, targets: Holders | None = None) -> list[str]:
         """Make the federation."""

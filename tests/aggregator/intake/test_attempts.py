@@ -38,21 +38,21 @@ run_app(app, sys.argv[1:3])
 
 
 @pytest.fixture(scope="module")
-def sent_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+def both_sent_once(
+    sent_once: tuple[TinyFederation, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TinyFederation, str]:
     """Two silos whose submissions are in their outboxes."""
-    tiny = TinyFederation.create(tmp_path_factory.mktemp("attempts"), {"north": 40, "south": 30})
-    plan_id = tiny.sign()
-    for silo_id in tiny.sites:
-        tiny.deliver_plan(silo_id, plan_id)
-        tiny.work(silo_id)
+    tiny, plan_id = sent_once[0].copy(tmp_path_factory.mktemp("attempts") / "copy"), sent_once[1]
+    tiny.deliver_plan("south", plan_id)
+    tiny.work("south")
     return tiny, plan_id
 
 
 @pytest.fixture
-def arrived(sent_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[TinyFederation, str]:
+def arrived(both_sent_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[TinyFederation, str]:
     """Both have arrived; nothing was taken in."""
 
-    tiny, plan_id = sent_once
+    tiny, plan_id = both_sent_once
     federation = type(tiny.federation)(tmp_path / "fed")
     shutil.copytree(tiny.federation.path, federation.path)
     tiny = TinyFederation(tmp_path, federation, tiny.sites)

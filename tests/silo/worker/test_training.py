@@ -51,9 +51,7 @@ def assigned(assigned_once: tuple[TinyFederation, str], tmp_path: Path) -> Calla
     tiny, plan_id = assigned_once
 
     def copy(name: str) -> tuple[TinyFederation, Path]:
-        folder = tmp_path / name
-        shutil.copytree(tiny.path, folder)
-        copied = TinyFederation(folder, type(tiny.federation)(folder / "fed"), {SILO: Site(folder / SILO)})
+        copied = tiny.copy(tmp_path / name)
         return copied, copied.sites[SILO].private / "checkpoints" / plan_id
 
     return copy

@@ -31,25 +31,10 @@ from tests.support.waiting import LIMIT_S
 SILO = "north"
 
 
-@pytest.fixture(scope="module")
-def planned_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
-    """A federation whose plan has reached the silo's inbox."""
-    tiny = TinyFederation.create(tmp_path_factory.mktemp("worker"), {"north": 40, "south": 30})
-    plan_id = tiny.sign()
-    tiny.deliver_plan(SILO, plan_id)
-    return tiny, plan_id
-
-
-def copy_of(tiny: TinyFederation, folder: Path) -> TinyFederation:
-    shutil.copytree(tiny.path, folder)
-    sites = {silo_id: Site(folder / silo_id) for silo_id in tiny.sites}
-    return TinyFederation(folder, type(tiny.federation)(folder / "fed"), sites)
-
-
 @pytest.fixture
 def planned(planned_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[TinyFederation, str]:
     tiny, plan_id = planned_once
-    return copy_of(tiny, tmp_path / "copy"), plan_id
+    return tiny.copy(tmp_path / "copy"), plan_id
 
 
 def test_worker_refuses_a_plan_above_its_policy_before_touching_data(planned: tuple[TinyFederation, str]) -> None:
@@ -351,7 +336,7 @@ def test_worker_killed_in_training_ends_with_a_byte_identical_expert(tmp_path: P
     tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
     plan_id = tiny.sign(recipe_of_many_steps())
     tiny.deliver_plan(SILO, plan_id)
-    control, killed = tiny, copy_of(tiny, tmp_path / "killed")
+    control, killed = tiny, tiny.copy(tmp_path / "killed")
     experts = []
     for one, kill in ((killed, True), (control, False)):
         site = one.sites[SILO]
