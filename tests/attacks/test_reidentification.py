@@ -1,4 +1,4 @@
-"""Whose sketch is this, and what does its image look like? UnsignedPlan by one who has all images, and by one who has none."""
+"""Whose sketch is this, and what does its image look like? Asked by one who has all images, and by one who has none."""
 
 import gzip
 import os
