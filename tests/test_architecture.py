@@ -5,13 +5,13 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from ddm import errors
 from ddm.system.console import EXIT_INTERRUPTED, EXIT_OS, EXIT_TERMINATED
-from tests.support.case import case
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("ddm", "silo", "aggregator")
@@ -90,9 +90,15 @@ DOORS = {
 }
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Parse a file, once a session."""
+    return ast.parse(path.read_text("utf-8"))
+
+
 def imports(path: Path, *, lazily: bool = True) -> Iterator[str]:
     """Yield the modules a file imports; with lazily=False, only those that importing the file imports."""
-    tree = ast.parse(path.read_text("utf-8"))
+    tree = parsed(path)
     nodes = ast.walk(tree) if lazily else _eager(tree)
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -151,7 +157,7 @@ def arrows(package: str) -> dict[str, set[str]]:
 
 def imported_names(path: Path) -> Iterator[str]:
     """Yield what a file imports, `from a import b` as a.b, since b may be a room."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -188,40 +194,52 @@ def test_each_framework_has_one_door(framework: str) -> None:
     assert not found
 
 
+LIGHT = (
+    "ddm",
+    "ddm.protocol.plan",
+    "ddm.protocol.submission",
+    "ddm.protocol.manifest",
+    "ddm.trust.verify",
+    "ddm.loading.release",
+    "silo.worker.review",
+    "silo.worker.approval",
+    "silo.courier.service",
+    "ddm.transport.flower",
+    "ddm.cli.main",
+    "silo.cli",
+    "aggregator.cli",
+    "silo.client_app",
+    "aggregator.server_app",
+    "aggregator.runtime.running",
+    "aggregator.intake.limits",
+    "aggregator.monitoring.probes",
+    "aggregator.monitoring.live",
+)
+IMPORTED = """
+import importlib, sys
+for module in sys.argv[2:]:
+    importlib.import_module(module)
+    if found := set(sys.argv[1].split()) & set(sys.modules):
+        sys.exit(f"{module} imports {found}")
+"""
+
+
+def import_one_after_another(*modules: str, without: str) -> None:
+    """Import in a process of its own, where none of the modules may pull in any of `without`."""
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTED, without, *modules]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_light_modules_pull_in_no_torch() -> None:
-    for module in [
-        "ddm",
-        "ddm.protocol.plan",
-        "ddm.protocol.submission",
-        "ddm.protocol.manifest",
-        "ddm.trust.verify",
-        "ddm.loading.release",
-        "silo.worker.review",
-        "silo.worker.approval",
-        "silo.courier.service",
-        "ddm.transport.flower",
-        "ddm.cli.main",
-        "silo.cli",
-        "aggregator.cli",
-        "silo.client_app",
-        "aggregator.server_app",
-        "aggregator.runtime.running",
-        "aggregator.intake.limits",
-        "aggregator.monitoring.probes",
-        "aggregator.monitoring.live",
-    ]:
-        with case(module=module):
-            code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-            done = subprocess.run(
-                [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
-            )
-            assert done.returncode == 0, done.stderr or f"{module} imports torch"
+    import_one_after_another(*LIGHT, without="torch")
+    with pytest.raises(AssertionError, match="ddm.models imports"):
+        import_one_after_another("ddm.models", without="torch")
 
 
-@pytest.mark.parametrize("module", ["ddm.protocol.plan", "ddm.protocol.submission", "ddm.protocol.manifest"])
-def test_protocol_pulls_in_neither_torch_nor_flower(module: str) -> None:
-    code = f"import sys, {module}; sys.exit(bool({{'torch', 'flwr', 'numpy'}} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_protocol_pulls_in_neither_torch_nor_flower() -> None:
+    protocol = ("ddm.protocol.plan", "ddm.protocol.submission", "ddm.protocol.manifest")
+    import_one_after_another(*protocol, without="torch flwr numpy")
 
 
 def test_nothing_unpickles() -> None:

@@ -8,6 +8,7 @@ import pickle
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from itertools import product
 
@@ -20,6 +21,7 @@ from safetensors.torch import save as reference_save
 
 from ddm.errors import DigestError, TensorFileError
 from ddm.io.tensors import TensorSpec, check_file, check_tensors, load_tensors, read_header, save_tensors, spec_of
+from tests.support.bounded import attempt
 from tests.support.case import case
 
 MANY = 10**6
@@ -122,23 +124,21 @@ def test_tensors_are_made_of_the_very_bytes_that_were_digested(path, monkeypatch
     assert len(opened) == 2
 
 
+def mebibytes(act: Callable[[], object]) -> float:
+    """What an act takes at its peak."""
+    outcome = attempt(act, mib=1024, cpu_s=60)
+    assert outcome.error is None, outcome
+    return outcome.mib
+
+
 def test_loading_needs_memory_for_about_one_file(path):
-    """In a process of its own, whose peak tells; the control needs two."""
     save_tensors(path, {"a": torch.zeros(16_000_000)})
-    program = (
-        "import re, sys; from pathlib import Path; import torch; from ddm.io.tensors import load_tensors\n"
-        "peak = lambda: int(re.search('VmHWM:.*?([0-9]+)', Path('/proc/self/status').read_text())[1])\n"
-        "before = peak()\n"
-        "loaded = load_tensors(Path(sys.argv[1]), None, max_bytes=10**8)\n"
-        "copies = [loaded['a'].clone() for _ in range(int(sys.argv[2]))]\n"
-        "print((peak() - before) / 62_500)"
-    )
 
-    def files_in_memory(num_copies: int) -> float:
-        command = [sys.executable, "-c", program, str(path), str(num_copies)]
-        return float(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    def load() -> dict[str, torch.Tensor]:
+        return load_tensors(path, None, max_bytes=10**8)
 
-    assert files_in_memory(0) < 1.5 < files_in_memory(1)
+    size = path.stat().st_size / 2**20
+    assert mebibytes(load) < 1.5 * size < mebibytes(lambda: load()["a"] + 1)
 
 
 def test_header_is_read_without_torch_and_agrees_with_the_tensors(path):
@@ -394,23 +394,6 @@ def test_other_bytes_are_called_that_and_nothing_else_whatever_is_in_them(path):
 
 
 def test_large_file_is_checked_in_the_memory_of_a_block(path):
-    """In a process of its own, whose peak tells; the control is loading a quarter of it."""
-    program = (
-        "import json, re, sys; from pathlib import Path; import torch\n"
-        "from ddm.io.tensors import TensorSpec, check_file, load_tensors\n"
-        "torch.set_num_threads(1)\n"
-        "peak = lambda: int(re.search('VmHWM:.*?([0-9]+)', Path('/proc/self/status').read_text())[1])\n"
-        "path, how, shapes = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])\n"
-        "torch.aminmax(torch.zeros(4)); before = peak()\n"
-        "specs = {name: TensorSpec('F32', tuple(shape)) for name, shape in shapes.items()}\n"
-        "{'check': check_file, 'load': load_tensors}[how](path, specs, max_bytes=2**40)\n"
-        "print((peak() - before) / 1024)"
-    )
-
-    def mebibytes(how: str, gib: float) -> float:
-        shapes = {name: spec.shape for name, spec in sparse(path, gib).items()}
-        command = [sys.executable, "-c", program, str(path), how, json.dumps(shapes)]
-        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-    assert mebibytes("check", 1) < 32
-    assert mebibytes("load", 0.25) > 250
+    specs = sparse(path, 0.25)
+    assert mebibytes(lambda: check_file(path, specs, max_bytes=2**40)) < 32
+    assert mebibytes(lambda: load_tensors(path, specs, max_bytes=2**40)) > 250
