@@ -265,7 +265,7 @@ def test_expert_is_given_no_more_samples_at_once_than_the_chunk_holds() -> None:
 
 
 def test_strategy_follows_what_it_promises_on_a_grid_of_five_steps() -> None:
-    for strategy, expected in [
+    promised: list[tuple[Strategy, str]] = [
         (Full(), "MMMMM"),
         (Sample(), "DDDDD"),
         (TopOne(), "SSSSS"),
@@ -274,7 +274,8 @@ def test_strategy_follows_what_it_promises_on_a_grid_of_five_steps() -> None:
         (Lock(0.6), "DDDKK"),
         (Lock(0.5, prefix="full"), "MMMDK"),
         (Lock(0.0), "DDDDD"),
-    ]:
+    ]
+    for strategy, expected in promised:
         with case(strategy=strategy, expected=expected):
             times = [1.0, 0.8, 0.6, 0.4, 0.2]
             letters = {Follow.MEAN: "M", Follow.DRAW: "D", Follow.KEEP: "K", Follow.SELECT: "S"}

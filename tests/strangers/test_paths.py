@@ -74,7 +74,7 @@ HOSTILE = {
     "longest": "a/" * 50_000 + "a",
 }
 # One of these is what an honest sender writes, whatever the field.
-HONEST = (PLAN, "north", "north-1", "plan/a.safetensors", DIGEST, f"ed25519:{DIGEST}", "0" * 128, "targets.json")
+HONEST = [PLAN, "north", "north-1", "plan/a.safetensors", DIGEST, f"ed25519:{DIGEST}", "0" * 128, "targets.json"]
 HONEST += ("1.0.31", "2030-01-01T00:00:00Z", "127.0.0.1:9092", "ecdsa-sha2-nistp256 AAAA", "receipt", "vit_small")
 # What no program opens, joins to a folder, or names a file after. Whoever adds a field here says so.
 FREE_TEXT = {

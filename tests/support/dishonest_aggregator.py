@@ -73,7 +73,7 @@ class UnsignedPlan:
             **statistics,
         }
         sketch = Sketch.fit(PUBLIC, group_N, RANK, num_groups)
-        parts = {"encoder": encoder, "centroids": clusters, "sketch": sketch}
+        parts: dict[str, PcaEncoder | Clusters | Sketch] = {"encoder": encoder, "centroids": clusters, "sketch": sketch}
         return cls(document, {name: dict(part.tensors()) for name, part in parts.items()})
 
     def copy(self) -> "UnsignedPlan":

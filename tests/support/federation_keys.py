@@ -77,8 +77,8 @@ class KeyedFederation:
     def enroll(self, silo_id: str, key: SigningKey | None = None) -> None:
         """Enroll a silo with a new key, or with this one."""
         self.silos[silo_id] = key or SigningKey.generate()
-        node = ec.generate_private_key(ec.SECP256R1()).public_key()
-        node = node.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+        public = ec.generate_private_key(ec.SECP256R1()).public_key()
+        node = public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
         card = Card(silo_id=silo_id, signing_key=str(self.silos[silo_id].public), node_key=node, created_at=now_utc())
         path = self.path / f"{silo_id}.card.json"
         path.write_bytes(seal(card.encode(), CARD_KIND, self.silos[silo_id]))

@@ -14,6 +14,7 @@ import pytest
 
 from aggregator.intake import service as taking_in
 from aggregator.intake.attempts import MAX_ATTEMPTS, MAX_ATTEMPTS_OF_SILO, Attempts
+from aggregator.intake.checks import Expectation, verify_submission
 from aggregator.runtime.running import intake_program
 from ddm.errors import PolicyError, RefusedError
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
@@ -70,9 +71,9 @@ def in_another_process(act: Callable[[], object]) -> int:
 
 def deadly(silo_id: str | None) -> Callable[..., object]:
     """Verify as intake does, except that one silo's submission has the process killed, as for want of memory."""
-    real = taking_in.verify_submission
+    real = verify_submission
 
-    def verify(folder: Path, expected: taking_in.Expectation) -> object:
+    def verify(folder: Path, expected: Expectation) -> object:
         if expected.silo_id == silo_id:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(folder, expected)

@@ -141,8 +141,11 @@ def test_submission_accepted_while_its_silo_is_withdrawn_is_taken_out_again(late
     """The race: the record is written when intake is in the midst of this silo's submission."""
     tiny, plan_id = late
     tiny.collect("east", plan_id)
-    desk = IntakeService(tiny.federation, receipts_key(tiny), lambda receipt: None)
-    desk.on_verdict = lambda receipt: withdraw(tiny.federation, "east", REASON, receipts_key(tiny))
+
+    def withdraw_it(receipt: Receipt) -> None:
+        withdraw(tiny.federation, "east", REASON, receipts_key(tiny))
+
+    desk = IntakeService(tiny.federation, receipts_key(tiny), withdraw_it)
     with desk.locked():
         desk.step()
         assert (tiny.federation.accepted / plan_id / "east").is_dir()

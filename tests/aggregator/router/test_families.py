@@ -239,20 +239,19 @@ def test_learned_router_of_clusters_tells_silos_apart_as_the_one_of_silos(
         (tmp_path / partition).mkdir()
         drawn = _statistics(tmp_path / partition, "learned", partition, files, world)
         report = train_router(Folder(tmp_path / partition), drawn, seed=0)  # type: ignore[arg-type]
-        silo_E, prior = torch.tensor(drawn.layout().silo_E), report.expert_priors
+        prior = report.expert_priors
 
         class Silos:
             """The silos' likelihoods, from those of their experts."""
 
             num_experts = 2
             router = _open(tmp_path / partition, report, drawn)
-            log_E = torch.tensor(prior).log()
+            log_E, silo_E = torch.tensor(prior).log(), torch.tensor(drawn.layout().silo_E)
 
             def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
                 joint = self.router.log_likelihood(x_B, t_B) + self.log_E
                 return torch.stack([joint[:, self.silo_E == k].logsumexp(1) for k in (0, 1)], 1)
 
-        Silos.silo_E = silo_E  # type: ignore[attr-defined]
         label = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
         losses.append([band.value for band in cross_entropy(Silos(), torch.cat(world.silos), label, [0.5, 0.5])])
     np.testing.assert_allclose(losses[1], losses[0], atol=0.1)

@@ -129,7 +129,7 @@ def test_honest_silo_is_served_when_the_other_one_is_not(
 ) -> None:
     monkeypatch.setattr("aggregator.transfer.dispatcher._TICK_S", 0.01)
     monkeypatch.setattr("aggregator.transfer.dispatcher._IDLE_TICK_S", 0.01)
-    behaviour = bad(world.silo("south")) if bad is no_space else bad
+    behaviour = no_space(world.silo("south")) if bad is no_space else bad  # type: ignore[comparison-overlap]
     flower = FakeFlower({b"south": behaviour, b"north": honest(world.silo("north"))})
     deliveries = {b"south": world.delivery("south"), b"north": world.delivery("north")}
     ended = time.monotonic() + LIMIT_S

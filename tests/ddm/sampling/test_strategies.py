@@ -20,7 +20,7 @@ def exact(**changes: object) -> Ensemble:
 
 
 def test_strategy_selects_the_experts_that_its_name_says() -> None:
-    for strategy, expected in [
+    promised: list[tuple[TopK | Nucleus | Threshold, list[str]]] = [
         (TopOne(), ["0", "2", "0"]),
         (TopK(2), ["01", "02", "01"]),
         (TopK(9), ["012", "0123", "0123"]),
@@ -30,7 +30,8 @@ def test_strategy_selects_the_experts_that_its_name_says() -> None:
         (Threshold(0.25), ["01", "2", "0123"]),
         (Threshold(0.9), ["0", "2", "0"]),
         (Threshold(0.0), ["012", "0123", "0123"]),
-    ]:
+    ]
+    for strategy, expected in promised:
         with case(strategy=strategy, expected=expected):
             chosen = strategy.select(W_BK)
             assert ["".join(str(k) for k in row.nonzero()[:, 0].tolist()) for row in chosen] == expected

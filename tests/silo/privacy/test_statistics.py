@@ -458,7 +458,7 @@ def _work_until(stage: str, folder: str, reached: Event) -> None:
     if stage == "written":
         ledger.record_draw = hold  # type: ignore[method-assign,assignment]
     if stage == "recorded":
-        silo.privacy.statistics.write_atomic = hold  # type: ignore[assignment]
+        silo.privacy.statistics.write_atomic = hold  # type: ignore[assignment,attr-defined]
     counts_of(ledger, Path(folder), noise=Reporting(hold) if stage == "debited" else OS_NOISE)
 
 
