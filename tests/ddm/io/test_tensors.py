@@ -124,21 +124,23 @@ def test_tensors_are_made_of_the_very_bytes_that_were_digested(path, monkeypatch
     assert len(opened) == 2
 
 
-def mebibytes(act: Callable[[], object]) -> float:
-    """What an act takes at its peak."""
-    outcome = attempt(act, mib=1024, cpu_s=60)
-    assert outcome.error is None, outcome
-    return outcome.mib
-
-
 def test_loading_needs_memory_for_about_one_file(path):
+    """In a process of its own, whose peak tells; the control needs two."""
     save_tensors(path, {"a": torch.zeros(16_000_000)})
+    program = (
+        "import re, sys; from pathlib import Path; import torch; from ddm.io.tensors import load_tensors\n"
+        "peak = lambda: int(re.search('VmHWM:.*?([0-9]+)', Path('/proc/self/status').read_text())[1])\n"
+        "before = peak()\n"
+        "loaded = load_tensors(Path(sys.argv[1]), None, max_bytes=10**8)\n"
+        "copies = [loaded['a'].clone() for _ in range(int(sys.argv[2]))]\n"
+        "print((peak() - before) / 62_500)"
+    )
 
-    def load() -> dict[str, torch.Tensor]:
-        return load_tensors(path, None, max_bytes=10**8)
+    def files_in_memory(num_copies: int) -> float:
+        command = [sys.executable, "-c", program, str(path), str(num_copies)]
+        return float(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 
-    size = path.stat().st_size / 2**20
-    assert mebibytes(load) < 1.5 * size < mebibytes(lambda: load()["a"] + 1)
+    assert files_in_memory(0) < 1.5 < files_in_memory(1)
 
 
 def test_header_is_read_without_torch_and_agrees_with_the_tensors(path):
@@ -391,6 +393,13 @@ def test_other_bytes_are_called_that_and_nothing_else_whatever_is_in_them(path):
                 read(path, specs, max_bytes=MANY, digest=digest)
             with pytest.raises(TensorFileError):
                 read(path, specs, max_bytes=MANY)
+
+
+def mebibytes(act: Callable[[], object]) -> float:
+    """What an act takes at its peak."""
+    outcome = attempt(act, mib=1024, cpu_s=60)
+    assert outcome.error is None, outcome
+    return outcome.mib
 
 
 def test_large_file_is_checked_in_the_memory_of_a_block(path):
