@@ -124,8 +124,7 @@ def name(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("package", "forbidden"),
-    [("ddm", {"silo", "aggregator"}), ("silo", {"aggregator"}), ("aggregator", {"silo"})],
+    ("package", "forbidden"), [("ddm", {"silo", "aggregator"}), ("silo", {"aggregator"}), ("aggregator", {"silo"})]
 )
 def test_packages_import_only_along_the_arrows(package: str, forbidden: set[str]) -> None:
     found = {

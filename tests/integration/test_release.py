@@ -19,14 +19,7 @@ import ddm.loading.release
 from aggregator.keys.store import load_key
 from aggregator.membership.withdrawal import withdraw
 from ddm import open_ensemble
-from ddm.errors import (
-    ArchipelagoError,
-    DigestError,
-    DocumentError,
-    RollbackError,
-    TrustError,
-    UnlistedFileError,
-)
+from ddm.errors import ArchipelagoError, DigestError, DocumentError, RollbackError, TrustError, UnlistedFileError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import open_release
 from ddm.protocol.manifest import Manifest

@@ -8,14 +8,7 @@ import pytest
 
 from aggregator.keys.removal import remove
 from aggregator.membership.registry import Removed, cards, read_card, taking_part
-from ddm.errors import (
-    ArchipelagoError,
-    MissingFileError,
-    PolicyError,
-    RoleError,
-    SetupError,
-    UnlistedFileError,
-)
+from ddm.errors import ArchipelagoError, MissingFileError, PolicyError, RoleError, SetupError, UnlistedFileError
 from ddm.trust.keys import SigningKey
 from ddm.trust.verify import verify_release
 from tests.conftest import Published

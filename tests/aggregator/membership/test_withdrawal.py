@@ -13,14 +13,7 @@ from aggregator.intake.inventory import take_inventory
 from aggregator.intake.service import IntakeService
 from aggregator.membership.withdrawal import read_withdrawal, withdraw
 from aggregator.router.train import train_router
-from ddm.errors import (
-    ArchipelagoError,
-    BusyError,
-    MissingFileError,
-    RollbackError,
-    SetupError,
-    SubmissionRefusedError,
-)
+from ddm.errors import ArchipelagoError, BusyError, MissingFileError, RollbackError, SetupError, SubmissionRefusedError
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Withdrawn
 from ddm.system.console import run_app
 from ddm.trust.envelope import open_sealed, seal

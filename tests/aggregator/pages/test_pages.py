@@ -386,11 +386,7 @@ def test_large_images_are_made_small_and_other_channels_are_left_out() -> None:
 @pytest.mark.parametrize("device", ["phone", "desktop"])
 @pytest.mark.parametrize("dark", [False, True])
 def test_report_fits_the_window_and_breaks_no_rule_of_its_own(
-    browser: Chrome,
-    drawn: Mapping[str, str],
-    tmp_path: Path,
-    device: str,
-    dark: bool,
+    browser: Chrome, drawn: Mapping[str, str], tmp_path: Path, device: str, dark: bool
 ) -> None:
     page = tmp_path / REPORT_NAME
     page.write_text(drawn[REPORT_NAME], "utf-8")

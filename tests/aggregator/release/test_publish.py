@@ -19,14 +19,7 @@ from aggregator.intake.inventory import take_inventory
 from aggregator.pages.drawing import Effort
 from aggregator.release.versions import check_none_lost, is_current
 from aggregator.router.train import train_router
-from ddm.errors import (
-    BusyError,
-    DigestError,
-    MissingFileError,
-    PolicyError,
-    RollbackError,
-    SetupError,
-)
+from ddm.errors import BusyError, DigestError, MissingFileError, PolicyError, RollbackError, SetupError
 from ddm.io.settings import load_settings, save_settings
 from ddm.loading.release import open_release
 from ddm.models import load_expert

@@ -125,10 +125,7 @@ def test_dit_equals_its_definition_written_out() -> None:
 
 @pytest.mark.parametrize(
     ("condition", "c", "other"),
-    [
-        (CLASSES, torch.tensor([0, 2, -1, 1, 1]), torch.tensor([1, 0, 0, 2, -1])),
-        (TEXT, texts(), texts().roll(1, 0)),
-    ],
+    [(CLASSES, torch.tensor([0, 2, -1, 1, 1]), torch.tensor([1, 0, 0, 2, -1])), (TEXT, texts(), texts().roll(1, 0))],
     ids=["class", "text"],
 )
 def test_conditional_dit_equals_its_definition_written_out(condition: Condition, c: Tensor, other: Tensor) -> None:
@@ -321,9 +318,7 @@ def test_images_or_times_of_another_shape_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("condition", "c"),
-    [(CLASSES, torch.tensor([0, 2, -1, 1, 1])), (TEXT, texts().float())],
-    ids=["class", "text"],
+    ("condition", "c"), [(CLASSES, torch.tensor([0, 2, -1, 1, 1])), (TEXT, texts().float())], ids=["class", "text"]
 )
 def test_conditional_dit_learns_in_bf16(condition: Condition, c: Tensor) -> None:
     model, (x, t_B) = awake(condition=condition).float(), inputs()

@@ -12,13 +12,7 @@ from ddm.privacy.accounting import gaussian_mu, moments_sensitivity
 from ddm.protocol.plan import Plan
 from ddm.routers.base import Router, SketchRouter, posterior
 from ddm.routers.evaluation import cross_entropy
-from ddm.routers.moments import (
-    MomentsRouter,
-    expected_moments,
-    moments_noise_std,
-    moments_router_specs,
-    moments_specs,
-)
+from ddm.routers.moments import MomentsRouter, expected_moments, moments_noise_std, moments_router_specs, moments_specs
 from ddm.routers.sketch import Sketch
 from tests.support.documents import plan_document
 from tests.support.router_problems import GROUPS, PATH, World, dealt, make_world

@@ -86,8 +86,7 @@ def test_counts_alone_are_drawn_before_training_and_tell_the_experts(assigned: A
 
 
 @pytest.mark.parametrize(
-    ("size_C", "expected"),
-    [((30, 30), [0, 1]), ((60, 0), [0]), ((0, 60), [1]), ((9, 51), [1]), ((10, 50), [0, 1])],
+    ("size_C", "expected"), [((30, 30), [0, 1]), ((60, 0), [0]), ((0, 60), [1]), ((9, 51), [1]), ((10, 50), [0, 1])]
 )
 def test_experts_are_those_of_the_released_histogram_whatever_the_images_are(
     assigned: Assigned, size_C: tuple[int, int], expected: list[int]

@@ -123,10 +123,7 @@ def bundle(tmp_path: Path) -> tuple[Path, File]:
     return tmp_path / "bundle", File.of("plan/base.safetensors", path)
 
 
-ADAPTATIONS = {
-    "lora": {"kind": "lora", "rank": 2, "alpha": 4.0},
-    "partial": {"kind": "partial", "trained": ["head"]},
-}
+ADAPTATIONS = {"lora": {"kind": "lora", "rank": 2, "alpha": 4.0}, "partial": {"kind": "partial", "trained": ["head"]}}
 
 
 @pytest.mark.parametrize("kind", sorted(ADAPTATIONS))

@@ -242,9 +242,7 @@ def test_worker_keeps_the_same_draws_when_it_starts_again(planned: tuple[TinyFed
     assert site.ledger_path.read_bytes() == entries
 
 
-def test_worker_resubmits_after_a_refusal_with_a_new_sequence_and_a_person(
-    planned: tuple[TinyFederation, str],
-) -> None:
+def test_worker_resubmits_after_a_refusal_with_a_new_sequence_and_a_person(planned: tuple[TinyFederation, str]) -> None:
     tiny, plan_id = planned
     site = tiny.sites[SILO]
     tiny.work(SILO)
@@ -366,9 +364,7 @@ def recipe_of_many_steps() -> Recipe:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
-def test_worker_completes_a_plan_in_a_network_namespace_without_interfaces(
-    planned: tuple[TinyFederation, str],
-) -> None:
+def test_worker_completes_a_plan_in_a_network_namespace_without_interfaces(planned: tuple[TinyFederation, str]) -> None:
     tiny, plan_id = planned
     unshare = shutil.which("unshare")
     assert unshare is not None, "unshare (util-linux) is needed: apt-get install util-linux"
