@@ -22,7 +22,6 @@ from ddm.training.config import Engine
 from ddm.training.launcher import Work, _cause, _Ended, do_together
 from ddm.training.loop import Progress
 from tests.ddm.training.test_loop import Run, images, same_bytes, stop_at
-from tests.support.case import case
 from tests.support.launched_functions import (
     Tell,
     Train,
@@ -52,8 +51,7 @@ def test_error_behind_all_others_is_raised() -> None:
         ([STOPPED, FULL], FULL),
         ([STOPPED, GONE], GONE),
     ]:
-        with case(ends=ends, cause=cause):
-            assert _cause(ends) is (cause and cause.error)
+        assert _cause(ends) is (cause and cause.error), (ends, cause)
 
 
 def do(

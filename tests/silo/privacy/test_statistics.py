@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -396,7 +397,7 @@ def test_each_release_chooses_its_own_records(tmp_path: Path) -> None:
 
 def test_patient_with_five_hundred_images_moves_each_release_by_one_record(tmp_path: Path) -> None:
     unit = torch.cat([torch.arange(100), torch.full((500,), 100)])
-    found = {}
+    found: dict[int, dict[str, Any]] = {}
     for group in (1, 2):  # all that the patient has is exchanged
         source = by_patient(unit)
         its = source.unit_N == 100
