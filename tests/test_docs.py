@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import click
+import pytest
 import typer
 from pydantic import BaseModel
 
