@@ -34,6 +34,8 @@ from ddm.trust.keys import PublicKey
 from ddm.trust.metadata import METADATA_LIFE, sign_metadata
 from tests.support.submissions import SILO, Arrival
 
+pytestmark = pytest.mark.usefixtures("short_pages")
+
 
 def test_intake_accepts_what_the_silo_sent_and_signs_a_receipt_that_binds_it(arrival: Arrival) -> None:
     digest = sha256_file(arrival.document_path)

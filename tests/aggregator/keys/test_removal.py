@@ -14,6 +14,8 @@ from ddm.trust.verify import verify_release
 from tests.conftest import Published
 from tests.support.federation_keys import PASSPHRASE, KeyedFederation
 
+pytestmark = pytest.mark.usefixtures("short_pages")
+
 
 def test_removed_silo_leaves_the_registry_the_delegations_and_the_next_version(keyed: KeyedFederation) -> None:
     card = (keyed.federation.registry / "east.json").read_bytes()

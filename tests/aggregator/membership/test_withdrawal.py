@@ -20,14 +20,11 @@ from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from tests.conftest import Published
 from tests.support.federation import PASSPHRASE, TinyFederation
-from tests.support.publishing import again, copied, files, killed_at, opened, receipts_key, write_short_pages
+from tests.support.publishing import again, copied, files, killed_at, opened, receipts_key
 
 REASON = "consent was withdrawn"
 
-
-@pytest.fixture(autouse=True)
-def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+pytestmark = pytest.mark.usefixtures("short_pages")
 
 
 def take_out(published: Published) -> None:

@@ -27,14 +27,11 @@ from ddm.protocol.base import check_json, sha256_file, sha256_hex
 from tests.conftest import Published
 from tests.support.federation import TinyFederation
 from tests.support.forked import ended, forked
-from tests.support.publishing import again, copied, files, killed_at, opened, write_short_pages
+from tests.support.publishing import again, copied, files, killed_at, opened
 
 WRITE_PAGES = aggregator.release.publish._write_pages
 
-
-@pytest.fixture(autouse=True)
-def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+pytestmark = pytest.mark.usefixtures("short_pages")
 
 
 def versions(tiny: TinyFederation) -> list[str]:
