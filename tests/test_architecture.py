@@ -315,9 +315,9 @@ def error_texts(path: Path) -> Iterator[tuple[int, str]]:
                 pairs = [
                     (one.id, value) for one, value in zip(names, values, strict=False) if isinstance(one, ast.Name)
                 ]
-        for name, value in pairs:
-            if name in ("expected", "got"):
-                yield from ((getattr(value, "lineno", 0), text) for text in texts_of(value))
+        for word, said in pairs:
+            if word in ("expected", "got"):
+                yield from ((getattr(said, "lineno", 0), text) for text in texts_of(said))
 
 
 def test_errors_say_what_was_expected_and_found_not_only_another_or_none() -> None:
