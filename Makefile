@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-compare check fix test test-slow bench docs lock clean
+.PHONY: help setup demo demo-compare check fix test test-slow coverage bench docs lock clean
 
 # The first interpreter that is new enough; name another one with PYTHON=...
 NEW_ENOUGH = $(shell $(1) -c 'import sys; sys.version_info >= (3, 11) and print("$(1)")' 2>/dev/null)
@@ -44,6 +44,9 @@ test: $(STAMP)  ## The default tests: CPU, offline, two files at a time.
 
 test-slow: $(STAMP)  ## The slow tests as well.
 	$(BIN)/python -m pytest -m "not gpu"
+
+coverage: $(STAMP)  ## The default tests with the branches they take counted; fails below the gate in pyproject.toml.
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not measured" --cov --cov-report=term
 
 bench: $(STAMP)  ## Benchmarks of the diffusion core, side by side; figures in build/bench/targets.csv.
 	@$(BIN)/python examples/benchmarks/run.py

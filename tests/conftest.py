@@ -1,7 +1,7 @@
 """What tests share: a published tiny release, made once a session and copied where a test changes it."""
 
 import os
-import shutil
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,15 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.browser import browser, one_browser  # noqa: F401, fixtures for every test
 from tests.support.federation import TinyFederation
+from tests.support.submissions import SILO, Arrival, arrive
+from tests.support.threads import THREADS
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # where others run beside it a test takes longer
 hypothesis.settings.load_profile("any machine")
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; programs would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -53,10 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """One thread, so that results do not depend on the machine and parallel test runs share it fairly."""
+def as_many_threads_as_asked_for() -> Iterator[None]:
+    """One thread, so that parallel test runs share the machine fairly; ARCHIPELAGO_TEST_THREADS asks for others."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     yield
     torch.set_num_threads(threads)
 
@@ -83,9 +89,31 @@ def published_once(tmp_path_factory: pytest.TempPathFactory) -> Published:
 @pytest.fixture
 def published(published_once: Published, tmp_path: Path) -> Published:
     """A copy of the session's federation and release that a test may change."""
-    folder = tmp_path / "copy"
-    shutil.copytree(published_once.tiny.path, folder)
-    sites = {silo_id: type(site)(folder / silo_id) for silo_id, site in published_once.tiny.sites.items()}
-    federation = type(published_once.tiny.federation)(folder / "fed")
-    tiny = TinyFederation(folder, federation, sites)
-    return Published(folder / "release", tiny.root, published_once.plan_id, tiny)
+    tiny = published_once.tiny.copy(tmp_path / "copy")
+    return Published(tiny.path / "release", tiny.root, published_once.plan_id, tiny)
+
+
+Planned = tuple[TinyFederation, str]
+
+
+@pytest.fixture(scope="session")
+def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    """A federation of two silos whose plan has reached the inbox of one, and the plan's id; tests never change it."""
+    tiny = TinyFederation.create(tmp_path_factory.mktemp("planned"), {SILO: 40, "south": 30})
+    plan_id = tiny.sign()
+    tiny.deliver_plan(SILO, plan_id)
+    return tiny, plan_id
+
+
+@pytest.fixture(scope="session")
+def sent_once(planned_once: Planned, tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    """The same, with that silo's submission in its outbox; nothing was taken in."""
+    tiny = planned_once[0].copy(tmp_path_factory.mktemp("sent") / "copy")
+    tiny.work(SILO)
+    return tiny, planned_once[1]
+
+
+@pytest.fixture
+def arrival(sent_once: Planned, tmp_path: Path) -> Arrival:
+    """A copy in which the submission has arrived at the aggregator, for a test to tamper with."""
+    return arrive(sent_once, tmp_path / "copy")

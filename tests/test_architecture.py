@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,9 +90,15 @@ DOORS = {
 }
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Parse a file, once a session."""
+    return ast.parse(path.read_text("utf-8"))
+
+
 def imports(path: Path, *, lazily: bool = True) -> Iterator[str]:
     """Yield the modules a file imports; with lazily=False, only those that importing the file imports."""
-    tree = ast.parse(path.read_text("utf-8"))
+    tree = parsed(path)
     nodes = ast.walk(tree) if lazily else _eager(tree)
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -117,8 +124,7 @@ def name(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("package", "forbidden"),
-    [("ddm", {"silo", "aggregator"}), ("silo", {"aggregator"}), ("aggregator", {"silo"})],
+    ("package", "forbidden"), [("ddm", {"silo", "aggregator"}), ("silo", {"aggregator"}), ("aggregator", {"silo"})]
 )
 def test_packages_import_only_along_the_arrows(package: str, forbidden: set[str]) -> None:
     found = {
@@ -150,7 +156,7 @@ def arrows(package: str) -> dict[str, set[str]]:
 
 def imported_names(path: Path) -> Iterator[str]:
     """Yield what a file imports, `from a import b` as a.b, since b may be a room."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -187,40 +193,52 @@ def test_each_framework_has_one_door(framework: str) -> None:
     assert not found
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "ddm",
-        "ddm.protocol.plan",
-        "ddm.protocol.submission",
-        "ddm.protocol.manifest",
-        "ddm.trust.verify",
-        "ddm.loading.release",
-        "silo.worker.review",
-        "silo.worker.approval",
-        "silo.courier.service",
-        "ddm.transport.flower",
-        "ddm.cli.main",
-        "silo.cli",
-        "aggregator.cli",
-        "silo.client_app",
-        "aggregator.server_app",
-        "aggregator.runtime.running",
-        "aggregator.intake.limits",
-        "aggregator.monitoring.probes",
-        "aggregator.monitoring.live",
-    ],
+LIGHT = (
+    "ddm",
+    "ddm.protocol.plan",
+    "ddm.protocol.submission",
+    "ddm.protocol.manifest",
+    "ddm.trust.verify",
+    "ddm.loading.release",
+    "silo.worker.review",
+    "silo.worker.approval",
+    "silo.courier.service",
+    "ddm.transport.flower",
+    "ddm.cli.main",
+    "silo.cli",
+    "aggregator.cli",
+    "silo.client_app",
+    "aggregator.server_app",
+    "aggregator.runtime.running",
+    "aggregator.intake.limits",
+    "aggregator.monitoring.probes",
+    "aggregator.monitoring.live",
 )
-def test_light_modules_pull_in_no_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr or f"{module} imports torch"
+IMPORTED = """
+import importlib, sys
+for module in sys.argv[2:]:
+    importlib.import_module(module)
+    if found := set(sys.argv[1].split()) & set(sys.modules):
+        sys.exit(f"{module} imports {found}")
+"""
 
 
-@pytest.mark.parametrize("module", ["ddm.protocol.plan", "ddm.protocol.submission", "ddm.protocol.manifest"])
-def test_protocol_pulls_in_neither_torch_nor_flower(module: str) -> None:
-    code = f"import sys, {module}; sys.exit(bool({{'torch', 'flwr', 'numpy'}} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def import_one_after_another(*modules: str, without: str) -> None:
+    """Import in a process of its own, where none of the modules may pull in any of `without`."""
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTED, without, *modules]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_light_modules_pull_in_no_torch() -> None:
+    import_one_after_another(*LIGHT, without="torch")
+    with pytest.raises(AssertionError, match="ddm.models imports"):
+        import_one_after_another("ddm.models", without="torch")
+
+
+def test_protocol_pulls_in_neither_torch_nor_flower() -> None:
+    protocol = ("ddm.protocol.plan", "ddm.protocol.submission", "ddm.protocol.manifest")
+    import_one_after_another(*protocol, without="torch flwr numpy")
 
 
 def test_nothing_unpickles() -> None:
@@ -297,9 +315,9 @@ def error_texts(path: Path) -> Iterator[tuple[int, str]]:
                 pairs = [
                     (one.id, value) for one, value in zip(names, values, strict=False) if isinstance(one, ast.Name)
                 ]
-        for name, value in pairs:
-            if name in ("expected", "got"):
-                yield from ((getattr(value, "lineno", 0), text) for text in texts_of(value))
+        for word, said in pairs:
+            if word in ("expected", "got"):
+                yield from ((getattr(said, "lineno", 0), text) for text in texts_of(said))
 
 
 def test_errors_say_what_was_expected_and_found_not_only_another_or_none() -> None:

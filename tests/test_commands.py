@@ -26,8 +26,10 @@ from ddm.system.processes import free_port, program
 from ddm.system.reaper import descendants
 from ddm.trust.verify import verify_release
 from tests.conftest import Published
+from tests.support.case import case
 from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
 from tests.support.processes import alive
+from tests.support.waiting import LIMIT_S
 
 ROOT = Path(__file__).parent.parent
 APPS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
@@ -88,10 +90,7 @@ def planned_once(tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
 @pytest.fixture
 def planned(planned_once: TinyFederation, tmp_path: Path) -> TinyFederation:
     """A copy that a test may change."""
-    folder = tmp_path / "planned"
-    shutil.copytree(planned_once.path, folder)
-    sites = {silo_id: type(site)(folder / silo_id) for silo_id, site in planned_once.sites.items()}
-    return TinyFederation(folder, type(planned_once.federation)(folder / "fed"), sites)
+    return planned_once.copy(tmp_path / "planned")
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -384,12 +383,13 @@ def test_verify_names_the_folder_when_its_memory_cannot_be_written(
     assert str(tmp_path / "file") in done.err
 
 
-@pytest.mark.parametrize("prior", ["", "south=1", "north", "north=-1", "north=nan", "north=0", "north=1,north=2"])
-def test_sample_explains_a_prior_that_is_none(run: Run, look: list[object], tmp_path: Path, prior: str) -> None:
-    done = run("ddm", "sample", *look, "--num", 1, "--steps", 1, "--prior", prior, "--out", tmp_path / "a.png")
-    assert done.code == 3
-    assert "--prior" in done.err
-    assert not (tmp_path / "a.png").exists()
+def test_sample_explains_a_prior_that_is_none(run: Run, look: list[object], tmp_path: Path) -> None:
+    for prior in ["", "south=1", "north", "north=-1", "north=nan", "north=0", "north=1,north=2"]:
+        with case(prior=prior):
+            done = run("ddm", "sample", *look, "--num", 1, "--steps", 1, "--prior", prior, "--out", tmp_path / "a.png")
+            assert done.code == 3
+            assert "--prior" in done.err
+            assert not (tmp_path / "a.png").exists()
 
 
 def test_sample_refuses_an_odd_name_before_it_works(run: Run, look: list[object], tmp_path: Path) -> None:
@@ -487,7 +487,7 @@ def test_silo_run_ends_on_a_signal_with_its_courier_and_goes_on_where_it_stopped
         children = descendants(process.pid)
         assert bool(children) == ("--only" not in words)
         process.send_signal(number)
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=LIMIT_S)
         assert process.returncode == code
         assert "run the same command to go on" in said
         assert "Traceback" not in said
@@ -504,11 +504,11 @@ def test_ddm_ends_quietly_when_its_reader_leaves_and_when_interrupted(published:
     sample = start("ddm", "sample", *look, "--num", 64, "--steps", 10_000, "--out", tmp_path / "a.png")
     until(sample, "sampling")
     sample.send_signal(signal.SIGINT)
-    said, _ = sample.communicate(timeout=120)
+    said, _ = sample.communicate(timeout=LIMIT_S)
     assert sample.returncode == 130
     assert "Traceback" not in said
     assert not (tmp_path / "a.png").exists()
-    assert info.wait(timeout=120) == 0
+    assert info.wait(timeout=LIMIT_S) == 0
 
 
 INTERRUPTED = """

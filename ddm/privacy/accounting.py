@@ -5,7 +5,7 @@ Neighbouring data sets are related by replace-one: one unit's record is replaced
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
@@ -103,7 +103,7 @@ def privacy_curve(mechanisms: Iterable[Mechanism]) -> Curve:
 
     if len(laplace) + (mu > 0) <= 1 or math.fsum(laplace) > _MAX_COMPOSED:
         return basic
-    composed = _composed_loss(laplace, mu)
+    composed = _composed_loss(tuple(laplace), mu)
     return lambda delta: min(basic(delta), float(composed.get_epsilon_for_delta(delta))) if delta > 0 else basic(delta)
 
 
@@ -154,7 +154,8 @@ def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float
     return low
 
 
-def _composed_loss(laplace: Sequence[float], mu: float) -> "PrivacyLossDistribution":
+@lru_cache(maxsize=8)  # a silo weighs the same plan before every draw
+def _composed_loss(laplace: tuple[float, ...], mu: float) -> "PrivacyLossDistribution":
     """Compose histograms and a Gaussian on a grid that does not depend on delta, so that the curve is monotone."""
     from dp_accounting.pld import privacy_loss_distribution as pld  # takes seconds, and sampling does not need it
 

@@ -1,13 +1,20 @@
 """A federation in which one silo is late."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
+import aggregator.release.publish
 from aggregator.intake.inventory import take_inventory
 from aggregator.router.train import train_router
 from tests.support.federation import TinyFederation
+from tests.support.publishing import write_short_pages
+
+
+@pytest.fixture
+def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publishing writes pages of a line: drawing them takes longer than all the rest, and has tests of its own."""
+    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +33,6 @@ def late_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation,
 
 @pytest.fixture
 def late(late_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[TinyFederation, str]:
+    """A copy that a test may change."""
     original, plan_id = late_once
-    shutil.copytree(original.path, tmp_path / "late")
-    sites = {silo_id: type(site)(tmp_path / "late" / silo_id) for silo_id, site in original.sites.items()}
-    return TinyFederation(tmp_path / "late", type(original.federation)(tmp_path / "late" / "fed"), sites), plan_id
+    return original.copy(tmp_path / "late"), plan_id

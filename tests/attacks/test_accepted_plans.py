@@ -17,17 +17,17 @@ from ddm.protocol.plan import Budget
 from silo.plan.acceptance import AcceptedPlan, load_accepted, waiting_plans, workspace_folder
 from silo.privacy.ledger import Ledger
 from silo.privacy.statistics import STATISTIC_NAMES, Source, draw
-from tests.support.dishonest_aggregator import DELTA, PUBLIC, Aggregator, Asked, clusters_around, pictures
+from tests.support.dishonest_aggregator import DELTA, PUBLIC, Aggregator, UnsignedPlan, clusters_around, pictures
 
 PATIENTS = 512  # each singled out by a centroid of its own
 PRIVATE, DECOYS = pictures(PATIENTS, 1), pictures(PATIENTS, 2)
 
 
-def singling_out(counts_epsilon: float, moved: float = 0.0) -> Asked:
+def singling_out(counts_epsilon: float, moved: float = 0.0) -> UnsignedPlan:
     """Centroids exactly on private images and on those that they may have been exchanged for; `moved` shifts one."""
     clusters = clusters_around(torch.stack([PRIVATE, DECOYS], 1).flatten(0, 1))
     clusters.centroids_FD[1] += moved
-    return Asked.honest(clusters, counts={"epsilon": counts_epsilon, "num_groups": 2 * PATIENTS}, sketch=None)
+    return UnsignedPlan.honest(clusters, counts={"epsilon": counts_epsilon, "num_groups": 2 * PATIENTS}, sketch=None)
 
 
 def source_of(accepted: AcceptedPlan, images: Tensor) -> Source:
@@ -158,7 +158,7 @@ def test_membership_attack_on_sketches_is_bounded_at_any_scale_that_is_allowed(s
 def test_scale_so_large_that_sketches_are_noise_alone_is_refused_before_anything_is_debited(
     aggregator: Aggregator, tmp_path: Path
 ) -> None:
-    vast = Asked.honest(clusters_around(PUBLIC[:8]))
+    vast = UnsignedPlan.honest(clusters_around(PUBLIC[:8]))
     vast.tensors["sketch"]["scale"] = torch.tensor([1e6])
     ledger = ledger_at(tmp_path, 10.0)
     with pytest.raises(ArchipelagoError, match="noise alone"):

@@ -9,9 +9,9 @@ from torch import Tensor
 from ddm.errors import ArchipelagoError, DocumentError, PolicyError, TensorFileError
 from ddm.loading.plan import sketch_noise_level
 from silo.config import Policy, PrivacyPolicy
-from tests.support.dishonest_aggregator import DELTA, PUBLIC, RANK, Aggregator, Asked, clusters_around
+from tests.support.dishonest_aggregator import DELTA, PUBLIC, RANK, Aggregator, UnsignedPlan, clusters_around
 
-HONEST = Asked.honest(clusters_around(PUBLIC[:8]))
+HONEST = UnsignedPlan.honest(clusters_around(PUBLIC[:8]))
 
 
 def test_honest_plan_is_accepted(aggregator: Aggregator) -> None:
@@ -19,13 +19,13 @@ def test_honest_plan_is_accepted(aggregator: Aggregator) -> None:
     assert accepted.files().sketch.rank == RANK
 
 
-def spoiled(part: str, name: str, change: Callable[[Tensor], Tensor]) -> Asked:
+def spoiled(part: str, name: str, change: Callable[[Tensor], Tensor]) -> UnsignedPlan:
     asked = HONEST.copy()
     asked.tensors[part][name] = change(asked.tensors[part][name].clone())
     return asked
 
 
-def asking(**releases: object) -> Asked:
+def asking(**releases: object) -> UnsignedPlan:
     asked = HONEST.copy()
     asked.document["statistics"] |= releases
     return asked
@@ -43,7 +43,7 @@ def one_not_a_number(basis: Tensor) -> Tensor:
 
 SKETCH = {"epsilon": 7.0, "delta": DELTA, "rank": 2}
 PATIENT_SITE = Policy(privacy=PrivacyPolicy(unit="patient"))
-REFUSED: dict[str, tuple[Asked, type[ArchipelagoError], tuple[str, ...]]] = {
+REFUSED: dict[str, tuple[UnsignedPlan, type[ArchipelagoError], tuple[str, ...]]] = {
     "basis three times as long, so that noise is a third": (
         spoiled("sketch", "basis", lambda basis: 3 * basis),
         PolicyError,

@@ -28,6 +28,7 @@ from ddm.errors import MathError, NumericalError, ShapeError
 from ddm.routers.base import log_prior, posterior
 from ddm.sampling.strategies import Follow, draw_expert, segments
 from ddm.sampling.trajectories import draw_noise
+from tests.support.case import case
 from tests.support.gaussian_mixture import UninformedRouter, four_silos
 
 PRIOR = (0.7, 0.2, 0.08, 0.02)
@@ -110,9 +111,8 @@ def test_posterior_is_the_prior_at_pure_noise_for_every_x() -> None:
     assert torch.allclose(w_BK, torch.tensor(PRIOR, dtype=torch.float64).expand_as(w_BK), atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
+def test_strategy_keeps_the_shares_of_the_silos() -> None:
+    for strategy in [
         Full(),
         Sample(),
         Lock(1.0),
@@ -120,13 +120,12 @@ def test_posterior_is_the_prior_at_pure_noise_for_every_x() -> None:
         Lock(0.5),
         Lock(0.8, prefix="full"),
         Lock(0.5, prefix="full"),
-    ],
-)
-def test_strategy_keeps_the_shares_of_the_silos(strategy: Strategy) -> None:
-    drawn = exact().sample(NUM, strategy=strategy, steps=30, seed=1)
-    assert deviation(shares_of(drawn.images), PRIOR) < 4
-    assert deviation(drawn.shares, PRIOR) < 4
-    assert (four_silos().silo_of(drawn.images) == drawn.expert_N).double().mean() > 0.99
+    ]:
+        with case(strategy=strategy):
+            drawn = exact().sample(NUM, strategy=strategy, steps=30, seed=1)
+            assert deviation(shares_of(drawn.images), PRIOR) < 4
+            assert deviation(drawn.shares, PRIOR) < 4
+            assert (four_silos().silo_of(drawn.images) == drawn.expert_N).double().mean() > 0.99
 
 
 def test_top_1_does_not_keep_the_shares_of_the_silos() -> None:
@@ -153,16 +152,18 @@ def test_shares_follow_another_prior_when_one_is_asked_for(strategy: str) -> Non
     assert deviation(shares_of(drawn.images), PRIOR, 2048) > 12
 
 
-@pytest.mark.parametrize("strategy", ["full", "sample", Lock(0.7), "top-1", "top-k", "nucleus", Threshold(0.0)])
-def test_withdrawn_expert_is_never_asked_and_makes_nothing(strategy: str | Strategy) -> None:
-    def withdrawn(x: Tensor, t: Tensor) -> Tensor:
-        raise RuntimeError("a withdrawn expert was asked")
+def test_withdrawn_expert_is_never_asked_and_makes_nothing() -> None:
+    for strategy in ["full", "sample", Lock(0.7), "top-1", "top-k", "nucleus", Threshold(0.0)]:
+        with case(strategy=strategy):
 
-    experts = four_silos().experts()
-    experts[0] = withdrawn
-    drawn = exact(experts=experts).sample(1024, strategy=strategy, prior=(0, 0.2, 0.08, 0.02), steps=20)
-    assert drawn.shares[0] == 0.0
-    assert (four_silos().silo_of(drawn.images) == 0).double().mean() < 0.01
+            def withdrawn(x: Tensor, t: Tensor) -> Tensor:
+                raise RuntimeError("a withdrawn expert was asked")
+
+            experts = four_silos().experts()
+            experts[0] = withdrawn
+            drawn = exact(experts=experts).sample(1024, strategy=strategy, prior=(0, 0.2, 0.08, 0.02), steps=20)
+            assert drawn.shares[0] == 0.0
+            assert (four_silos().silo_of(drawn.images) == 0).double().mean() < 0.01
 
 
 def test_posterior_gives_exactly_zero_to_a_withdrawn_expert() -> None:
@@ -263,9 +264,8 @@ def test_expert_is_given_no_more_samples_at_once_than_the_chunk_holds() -> None:
         assert max(num for _, num, _ in experts.asked) == 10
 
 
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
+def test_strategy_follows_what_it_promises_on_a_grid_of_five_steps() -> None:
+    promised: list[tuple[Strategy, str]] = [
         (Full(), "MMMMM"),
         (Sample(), "DDDDD"),
         (TopOne(), "SSSSS"),
@@ -274,16 +274,16 @@ def test_expert_is_given_no_more_samples_at_once_than_the_chunk_holds() -> None:
         (Lock(0.6), "DDDKK"),
         (Lock(0.5, prefix="full"), "MMMDK"),
         (Lock(0.0), "DDDDD"),
-    ],
-)
-def test_strategy_follows_what_it_promises_on_a_grid_of_five_steps(strategy: Strategy, expected: str) -> None:
-    times = [1.0, 0.8, 0.6, 0.4, 0.2]
-    letters = {Follow.MEAN: "M", Follow.DRAW: "D", Follow.KEEP: "K", Follow.SELECT: "S"}
-    befores = [float("inf"), *times]
-    assert "".join(letters[strategy.follow(t, b)] for t, b in zip(times, befores, strict=False)) == expected
-    cut = segments(strategy, [*times, 0.0])
-    assert [segment.first for segment in cut] == [n for n, letter in enumerate(expected) if letter != "K"]
-    assert [t for segment in cut for t in segment.times[:-1]] == times
+    ]
+    for strategy, expected in promised:
+        with case(strategy=strategy, expected=expected):
+            times = [1.0, 0.8, 0.6, 0.4, 0.2]
+            letters = {Follow.MEAN: "M", Follow.DRAW: "D", Follow.KEEP: "K", Follow.SELECT: "S"}
+            befores = [float("inf"), *times]
+            assert "".join(letters[strategy.follow(t, b)] for t, b in zip(times, befores, strict=False)) == expected
+            cut = segments(strategy, [*times, 0.0])
+            assert [segment.first for segment in cut] == [n for n, letter in enumerate(expected) if letter != "K"]
+            assert [t for segment in cut for t in segment.times[:-1]] == times
 
 
 def test_draw_expert_has_the_law_of_its_weights_and_never_draws_zero_weight() -> None:

@@ -19,20 +19,14 @@ import ddm.loading.release
 from aggregator.keys.store import load_key
 from aggregator.membership.withdrawal import withdraw
 from ddm import open_ensemble
-from ddm.errors import (
-    ArchipelagoError,
-    DigestError,
-    DocumentError,
-    RollbackError,
-    TrustError,
-    UnlistedFileError,
-)
+from ddm.errors import ArchipelagoError, DigestError, DocumentError, RollbackError, TrustError, UnlistedFileError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import open_release
 from ddm.protocol.manifest import Manifest
 from ddm.trust.verify import VerifiedRelease, verify_release
 from tests.conftest import Published
 from tests.support.federation import PASSPHRASE
+from tests.support.waiting import LIMIT_S
 
 
 def release_files(published: Published) -> list[str]:
@@ -132,11 +126,11 @@ def test_public_model_signing_package_accepts_the_release_and_refuses_one_change
     public = published.tiny.federation.path / "model-signing.pub.pem"
     command = [sys.executable, "-W", "ignore", "-m", "model_signing", "verify", "key", str(folder)]
     command += ["--signature", str(folder / "model.sig"), "--public_key", str(public)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     report = folder / "report.html"
     report.write_bytes(report.read_bytes().replace(b"<", b">", 1))
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode != 0
     # Which quotes surround the name depends on the digest.
     assert re.search(r"Hash mismatch for \\?'report\.html", done.stdout + done.stderr)

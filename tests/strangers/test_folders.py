@@ -3,6 +3,8 @@
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from ddm.io.untrusted import check_digest, read_small, scan
 from ddm.transport.messages import Span
 from ddm.transport.shards import list_folder, read_spans
 from tests.support.bounded import attempt
+from tests.support.case import case
 from tests.support.parsers import DIGEST
 
 CANARY = "CANARY"
@@ -80,32 +83,36 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-@pytest.mark.parametrize("reader", FOLDER_READERS)
-def test_folder_of_plain_files_is_read(folder: Path, reader: str) -> None:
-    FOLDER_READERS[reader](folder)
+def test_folder_of_plain_files_is_read(folder: Path) -> None:
+    for reader, read in FOLDER_READERS.items():
+        with case(reader):
+            read(folder)
 
 
-@pytest.mark.parametrize("depth", ["", "below"])
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("reader", FOLDER_READERS)
-def test_folder_is_refused_with_anything_but_files_and_folders_in_it(
-    folder: Path, reader: str, odd: str, depth: str
-) -> None:
-    ODD[odd](folder / depth / "x")
-    refused(lambda: FOLDER_READERS[reader](folder))
+def test_folder_is_refused_with_anything_but_files_and_folders_in_it(folder: Path) -> None:
+    for odd, depth in product(ODD, ("", "below")):
+        ODD[odd](folder / depth / "x")
+        for reader, read in FOLDER_READERS.items():
+            with case(odd, depth, reader):
+                refused(partial(read, folder))
+        (folder / depth / "x").unlink()
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("reader", FILE_READERS)
-def test_file_is_refused_that_is_none(folder: Path, reader: str, odd: str) -> None:
-    ODD[odd](folder / "x")
-    refused(lambda: FILE_READERS[reader](folder / "x"))
+def test_file_is_refused_that_is_none(folder: Path) -> None:
+    for odd, make in ODD.items():
+        make(folder / "x")
+        for reader, read in FILE_READERS.items():
+            with case(odd, reader):
+                refused(partial(read, folder / "x"))
+        (folder / "x").unlink()
 
 
-@pytest.mark.parametrize("device", ["/dev/zero", "/dev/full"])
-@pytest.mark.parametrize("reader", ["read_bounded", "read_small", "check_digest", "read_header"])
-def test_device_is_refused(reader: str, device: str) -> None:
-    refused(lambda: FILE_READERS[reader](Path(device)))
+def test_device_is_refused() -> None:
+    for device, reader in product(
+        ["/dev/zero", "/dev/full"], ["read_bounded", "read_small", "check_digest", "read_header"]
+    ):
+        with case(device=device, reader=reader):
+            refused(partial(FILE_READERS[reader], Path(device)))
 
 
 def test_hard_link_is_copied_to_a_file_of_its_own(folder: Path) -> None:
@@ -116,11 +123,14 @@ def test_hard_link_is_copied_to_a_file_of_its_own(folder: Path) -> None:
     assert copied.read_text() == CANARY and copied.stat().st_nlink == 1
 
 
-@pytest.mark.parametrize("name", [b"\xff\xfe", b"a\nb", b"a\x1b[2Jb", b"\xe2\x80\xaegpj.exe", b" ", b"a" * 255])
-@pytest.mark.parametrize("reader", FOLDER_READERS)
-def test_odd_file_name_crashes_no_reader_and_is_never_printed_raw(folder: Path, reader: str, name: bytes) -> None:
-    (folder / os.fsdecode(name)).symlink_to("nothing")
-    refused(lambda: FOLDER_READERS[reader](folder))
+def test_odd_file_name_crashes_no_reader_and_is_never_printed_raw(folder: Path) -> None:
+    for name in (b"\xff\xfe", b"a\nb", b"a\x1b[2Jb", b"\xe2\x80\xaegpj.exe", b" ", b"a" * 255):
+        odd = folder / os.fsdecode(name)
+        odd.symlink_to("nothing")
+        for reader, read in FOLDER_READERS.items():
+            with case(name, reader):
+                refused(partial(read, folder))
+        odd.unlink()
 
 
 def make_deep(folder: Path, depth: int) -> None:
@@ -134,10 +144,11 @@ def make_deep(folder: Path, depth: int) -> None:
     os.close(at)
 
 
-@pytest.mark.parametrize("reader", FOLDER_READERS)
-def test_folders_deeper_than_any_path_are_refused(folder: Path, reader: str) -> None:
+def test_folders_deeper_than_any_path_are_refused(folder: Path) -> None:
     make_deep(folder, 30)
-    refused(lambda: FOLDER_READERS[reader](folder))
+    for reader, read in FOLDER_READERS.items():
+        with case(reader):
+            refused(partial(read, folder))
 
 
 BOUNDED: dict[str, Callable[[Path], object]] = {
@@ -200,6 +211,7 @@ def million(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.measured
 @pytest.mark.parametrize("reader", FOLDER_READERS)
 def test_folder_of_a_million_files_is_refused_in_bounded_time_and_memory(million: Path, reader: str) -> None:
     outcome = attempt(lambda: FOLDER_READERS[reader](million), mib=128, cpu_s=5)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ddm.errors import DocumentError
 from ddm.protocol.base import Document, check_json
+from tests.support.case import case
 from tests.support.mutations import POISON, places, spoiled, with_text
 from tests.support.parsers import Door, doors, messages
 
@@ -28,12 +29,13 @@ def try_door(door: Door, data: bytes) -> None:
         assert door.parse(door.again(found)) == found
 
 
-@pytest.mark.parametrize("name", DOORS)
-def test_honest_sample_is_read_and_survives_being_written(name: str) -> None:
-    door = DOORS[name]
-    found = door.parse(door.sample)
-    if door.again:
-        assert door.parse(door.again(found)) == found
+def test_honest_sample_is_read_and_survives_being_written() -> None:
+    for name in DOORS:
+        with case(name=name):
+            door = DOORS[name]
+            found = door.parse(door.sample)
+            if door.again:
+                assert door.parse(door.again(found)) == found
 
 
 def test_every_document_of_the_library_is_tried_here_or_never_comes_from_outside() -> None:
@@ -66,9 +68,10 @@ def every_poison(door: Door, share: int) -> None:
             try_door(door, with_text(value, place, poison, sort=True))
 
 
-@pytest.mark.parametrize("name", DOORS)
-def test_parser_refuses_poison_in_every_place_as_documented(name: str) -> None:
-    every_poison(DOORS[name], share=10)
+def test_parser_refuses_poison_in_every_place_as_documented() -> None:
+    for name in DOORS:
+        with case(name=name):
+            every_poison(DOORS[name], share=10)
 
 
 @pytest.mark.slow
@@ -77,21 +80,23 @@ def test_parser_refuses_every_poison_in_every_place_as_documented(name: str) -> 
     every_poison(DOORS[name], share=1)
 
 
-@pytest.mark.parametrize("name", DOORS)
-def test_parser_refuses_any_byte_cut_off_the_end_and_anything_after_it(name: str) -> None:
-    door = DOORS[name]
-    for data in (door.sample[:-1], door.sample + b"{}", b"\xef\xbb\xbf" + door.sample, door.sample + b"\0"):
-        with pytest.raises(door.refusals):
-            door.parse(data)
+def test_parser_refuses_any_byte_cut_off_the_end_and_anything_after_it() -> None:
+    for name in DOORS:
+        with case(name=name):
+            door = DOORS[name]
+            for data in (door.sample[:-1], door.sample + b"{}", b"\xef\xbb\xbf" + door.sample, door.sample + b"\0"):
+                with pytest.raises(door.refusals):
+                    door.parse(data)
 
 
-@pytest.mark.parametrize("name", DOORS)
-def test_parser_refuses_a_field_named_twice(name: str) -> None:
-    door = DOORS[name]
-    first = next(iter(json.loads(door.sample)))
-    again = json.dumps({first: json.loads(door.sample)[first]}, separators=(",", ":"))[1:-1]
-    with pytest.raises(door.refusals):
-        door.parse(door.sample[:-1] + b"," + again.encode() + b"}")
+def test_parser_refuses_a_field_named_twice() -> None:
+    for name in DOORS:
+        with case(name=name):
+            door = DOORS[name]
+            first = next(iter(json.loads(door.sample)))
+            again = json.dumps({first: json.loads(door.sample)[first]}, separators=(",", ":"))[1:-1]
+            with pytest.raises(door.refusals):
+                door.parse(door.sample[:-1] + b"," + again.encode() + b"}")
 
 
 def scalars() -> st.SearchStrategy[Any]:

@@ -42,7 +42,7 @@ def clusters_around(images: Tensor) -> Clusters:
 
 
 @dataclass(frozen=True)
-class Asked:
+class UnsignedPlan:
     """A plan before it is signed; `spoil` what you like.
 
     Attributes:
@@ -54,7 +54,7 @@ class Asked:
     tensors: dict[str, dict[str, Tensor]]
 
     @classmethod
-    def honest(cls, clusters: Clusters, **releases: object) -> "Asked":
+    def honest(cls, clusters: Clusters, **statistics: object) -> "UnsignedPlan":
         """A plan that any site would take."""
         num_groups, num_coarse = (1 + int(index_F.max()) for index_F in (clusters.group_F, clusters.coarse_F))
         encoder = PcaEncoder.fit(PUBLIC, RANK)
@@ -70,13 +70,14 @@ class Asked:
         document["statistics"] |= {
             "counts": {"epsilon": 1.0, "num_groups": num_groups},
             "sketch": {"epsilon": 7.0, "delta": DELTA, "rank": 2},
-            **releases,
+            **statistics,
         }
         sketch = Sketch.fit(PUBLIC, group_N, RANK, num_groups)
-        parts = {"encoder": encoder, "centroids": clusters, "sketch": sketch}
+        parts: dict[str, PcaEncoder | Clusters | Sketch] = {"encoder": encoder, "centroids": clusters, "sketch": sketch}
         return cls(document, {name: dict(part.tensors()) for name, part in parts.items()})
 
-    def copy(self) -> "Asked":
+    def copy(self) -> "UnsignedPlan":
+        """Return the same, to spoil in another way."""
         return replace(self, document=deepcopy(self.document), tensors=deepcopy(self.tensors))
 
 
@@ -106,7 +107,7 @@ class Aggregator:
         self.site.make_folders()
         shutil.copyfile(self.folder / "tuf" / "1.root.json", self.site.root_path)
 
-    def deliver(self, asked: Asked, plan_id: str | None = None) -> str:
+    def deliver(self, asked: UnsignedPlan, plan_id: str | None = None) -> str:
         """Sign a plan and lay its bundle into the site's inbox; return its id."""
         self.num_plans += 1
         plan_id = plan_id or f"digits-{self.num_plans:08x}"
@@ -137,7 +138,7 @@ class Aggregator:
         self.repository.export_bundle(bundle)
         return plan_id
 
-    def offer(self, asked: Asked, policy: Policy | None = None, plan_id: str | None = None) -> AcceptedPlan:
+    def offer(self, asked: UnsignedPlan, policy: Policy | None = None, plan_id: str | None = None) -> AcceptedPlan:
         """What the site's worker makes of a plan."""
         return self.receive(self.deliver(asked, plan_id), policy)
 

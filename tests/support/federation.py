@@ -110,6 +110,13 @@ class TinyFederation:
             sites[silo_id] = site
         return cls(path, federation, sites)
 
+    def copy(self, folder: Path) -> "TinyFederation":
+        """Return the same in another folder, which a test may change."""
+        shutil.copytree(self.path, folder)
+        return TinyFederation(
+            folder, Federation(folder / "fed"), {silo_id: Site(folder / silo_id) for silo_id in self.sites}
+        )
+
     @property
     def root(self) -> Path:
         """The pinned root."""

@@ -41,8 +41,8 @@ def listed(base: Path, prefix: str) -> dict[str, tuple[int, str]]:
 
 
 @dataclass
-class Offices:
-    """The operator's folder, the holders' keys and the silos'."""
+class KeyedFederation:
+    """A federation whose every key is at hand: the operator's, the holders' and the silos'."""
 
     path: Path
     silos: dict[str, SigningKey] = field(default_factory=dict)
@@ -64,10 +64,10 @@ class Offices:
         """The metadata."""
         return Repository(self.federation.tuf)
 
-    def copy(self, path: Path) -> "Offices":
+    def copy(self, path: Path) -> "KeyedFederation":
         """The same, in another place."""
         shutil.copytree(self.path, path, dirs_exist_ok=True)
-        return Offices(path, dict(self.silos), dict(self.holders), self.now)
+        return KeyedFederation(path, dict(self.silos), dict(self.holders), self.now)
 
     def found(self, root: Holders | None = None, targets: Holders | None = None) -> list[str]:
         """Make the federation."""
@@ -77,8 +77,8 @@ class Offices:
     def enroll(self, silo_id: str, key: SigningKey | None = None) -> None:
         """Enroll a silo with a new key, or with this one."""
         self.silos[silo_id] = key or SigningKey.generate()
-        node = ec.generate_private_key(ec.SECP256R1()).public_key()
-        node = node.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+        public = ec.generate_private_key(ec.SECP256R1()).public_key()
+        node = public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
         card = Card(silo_id=silo_id, signing_key=str(self.silos[silo_id].public), node_key=node, created_at=now_utc())
         path = self.path / f"{silo_id}.card.json"
         path.write_bytes(seal(card.encode(), CARD_KIND, self.silos[silo_id]))

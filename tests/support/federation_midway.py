@@ -43,6 +43,7 @@ class Stage:
             folder.mkdir()
 
     def incoming(self, silo_id: str) -> Path:
+        """Return where a silo's submissions arrive."""
         folder = self.federation.incoming / self.plan.plan_id / silo_id
         folder.mkdir(parents=True, exist_ok=True)
         return folder

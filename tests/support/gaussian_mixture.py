@@ -4,6 +4,7 @@ Everything here follows from Gaussian conditioning, component by component, with
 """
 
 # Shape legend: C components, K silos, B batch, D dimensions.
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,24 +26,31 @@ class GaussianMixture:
 
     @property
     def num_experts(self) -> int:
+        """How many silos there are."""
         return int(self.silo_C.max()) + 1
 
     @property
     def prior_K(self) -> list[float]:
+        """Each silo's share of the data."""
         return [float(self.weight_C[self.silo_C == k].sum()) for k in range(self.num_experts)]
 
     def on(self, path: Path) -> "GaussianMixture":
+        """Return the same data on another path."""
         return GaussianMixture(self.mean_CD, self.variance_CD, self.weight_C, self.silo_C, path)
+
+    def log_components(self, x_BD: Tensor, t_B: Tensor) -> Tensor:
+        """``log N(x; alpha m_c, alpha^2 v_c + sigma^2)``, shape (B, C)."""
+        alpha, sigma = self.path.alpha(t_B)[:, None, None], self.path.sigma(t_B)[:, None, None]
+        variance_BCD = alpha.square() * self.variance_CD.to(x_BD) + sigma.square()
+        square_BCD = (x_BD[:, None] - alpha * self.mean_CD.to(x_BD)).square() / variance_BCD
+        return -0.5 * (square_BCD + (2 * math.pi * variance_BCD).log()).sum(dim=-1)
 
     def log_joint(self, x_BD: Tensor, t_B: Tensor, weight_C: Tensor) -> Tensor:
         """``log weight_c + log N(x; alpha m_c, alpha^2 v_c + sigma^2)``, shape (B, C)."""
-        alpha, sigma = self.path.alpha(t_B)[:, None, None], self.path.sigma(t_B)[:, None, None]
-        mean_BCD = alpha * self.mean_CD.to(x_BD)
-        std_BCD = (alpha.square() * self.variance_CD.to(x_BD) + sigma.square()).sqrt()
-        log_density = torch.distributions.Normal(mean_BCD, std_BCD, validate_args=False).log_prob(x_BD[:, None])
-        return weight_C.to(x_BD).log() + log_density.sum(dim=-1)
+        return weight_C.to(x_BD).log() + self.log_components(x_BD, t_B)
 
     def log_density(self, x_BD: Tensor, t_B: Tensor) -> Tensor:
+        """``log p(x_t)`` of all the data."""
         return self.log_joint(x_BD, t_B, self.weight_C).logsumexp(dim=-1)
 
     def denoised(self, x_BD: Tensor, t_B: Tensor, weight_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,9 +63,12 @@ class GaussianMixture:
         return x_0, (of_component * sigma * residual).sum(dim=1)
 
     def weights_of(self, k: int) -> Tensor:
+        """The weights of silo k's components, 0 elsewhere."""
         return torch.where(self.silo_C == k, self.weight_C, 0.0)
 
     def velocity_under(self, weight_C: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """The velocity of data whose components have these weights."""
+
         def velocity(x_BD: Tensor, t_B: Tensor) -> Tensor:
             x_0, eps = self.denoised(x_BD, t_B, weight_C)
             return self.path.d_alpha(t_B)[:, None] * x_0 + self.path.d_sigma(t_B)[:, None] * eps
@@ -77,14 +88,13 @@ class GaussianMixture:
         return lambda x_BD, t_B: self.denoised(x_BD, t_B, self.weights_of(k))[1]
 
     def experts(self) -> list[Callable[[Tensor, Tensor], Tensor]]:
+        """Every silo's expert."""
         return [self.expert(k) for k in range(self.num_experts)]
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """The exact router: ``log p(x_t | k, t)``, shape (B, K)."""
-        columns = [
-            self.log_joint(x_B, t_B, self.weights_of(k) / self.weights_of(k).sum()).logsumexp(dim=-1)
-            for k in range(self.num_experts)
-        ]
+        log_BC, parts = self.log_components(x_B, t_B), (self.weights_of(k) for k in range(self.num_experts))
+        columns = [(log_BC + (part_C / part_C.sum()).to(x_B).log()).logsumexp(dim=-1) for part_C in parts]
         return torch.stack(columns, dim=-1)
 
     def silo_of(self, x_BD: Tensor) -> Tensor:
@@ -106,6 +116,7 @@ class UninformedRouter:
         self.num_experts = num_experts
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        """The same for every silo."""
         return torch.zeros(len(x_B), self.num_experts, dtype=x_B.dtype, device=x_B.device)
 
 

@@ -17,7 +17,7 @@ from tests.support.federation import POLICY, images, recipe, write_policy
 
 SILOS: Mapping[str, int] = {"north": 60, "south": 40}
 SHARD_BYTES = 65536
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 
 
 class Operators:
@@ -38,10 +38,12 @@ class Operators:
 
     @property
     def fed(self) -> Path:
+        """The aggregator's folder."""
         return self.folder / "fed"
 
     @property
     def plan_id(self) -> str:
+        """Of the plan in force."""
         return str(json.loads((self.fed / "plans" / "current.json").read_text())["plan_id"])
 
     def call(self, name: str, *arguments: object, code: int = 0) -> str:
@@ -90,6 +92,7 @@ class Operators:
         terminate_all(self.running.values())
 
     def logs(self) -> str:
+        """What every service said last."""
         return "\n".join(f"== {name}\n{child.log_tail()}" for name, child in self.running.items())
 
     def pids(self, service: str, pattern: str) -> list[int]:

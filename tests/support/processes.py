@@ -5,6 +5,8 @@ from contextlib import suppress
 from os import close, pidfd_open
 from pathlib import Path
 
+from tests.support.waiting import LIMIT_S
+
 
 def alive(pid: int) -> bool:
     """Whether a process still runs."""
@@ -14,7 +16,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for_end(pid: int, timeout_s: float = 60.0) -> None:
+def wait_for_end(pid: int, timeout_s: float = LIMIT_S) -> None:
     """Wait until a process that is nobody's child any more has ended."""
     with suppress(ProcessLookupError):
         descriptor = pidfd_open(pid)

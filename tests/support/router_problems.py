@@ -26,12 +26,15 @@ class World:
 
     @property
     def num_units(self) -> list[int]:
+        """How many images each silo has."""
         return [len(silo) for silo in self.silos]
 
     def histogram(self) -> Tensor:
+        """How many of them lie in each group."""
         return torch.stack([torch.bincount(group, minlength=GROUPS) for group in self.silo_group])
 
     def sketch(self) -> Sketch:
+        """Fit the public sketch."""
         return Sketch.fit(self.public, self.public_group, RANK, GROUPS)
 
     def released(self, sketch: Sketch, t_r: float, seed: int = 0) -> dict[str, Tensor]:

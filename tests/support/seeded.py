@@ -10,7 +10,9 @@ class Seeded:
         self._random = random.Random(seed)
 
     def below(self, bound: int) -> int:
+        """Draw a whole number from 0 to `bound - 1`."""
         return self._random.randrange(bound)
 
     def octets(self, num: int) -> bytes:
+        """Draw this many bytes."""
         return self._random.randbytes(num)

@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ddm.errors import (
-    ArchipelagoError,
-)
+from ddm.errors import ArchipelagoError
 from ddm.protocol.base import now_utc, sha256_file, sha256_hex
 from ddm.protocol.receipt import Receipt
 from ddm.trust.keys import SigningKey
@@ -32,17 +30,21 @@ class Arrival:
 
     @property
     def document_path(self) -> Path:
+        """The submission's document."""
         return self.folder / "silos" / SILO / "submission.json"
 
     @property
     def expert_path(self) -> Path:
+        """The expert's weights."""
         return self.folder / "silos" / SILO / "experts" / SILO / "expert.safetensors"
 
     @property
     def role_path(self) -> Path:
+        """What the silo signed."""
         return self.folder / "metadata" / f"{self.plan_id}.{SILO}.json"
 
     def document(self) -> dict:
+        """Read the document as it stands."""
         return json.loads(self.document_path.read_bytes())
 
     def rewrite(self, change: Callable[[dict], None], *, key: SigningKey | None = None, version: int = 1) -> None:
@@ -82,10 +84,12 @@ class Arrival:
 
     @property
     def accepted(self) -> Path:
+        """Where intake keeps it once it is accepted."""
         return self.tiny.federation.accepted / self.plan_id / SILO
 
     @property
     def receipts(self) -> Path:
+        """Where intake answers it."""
         return self.tiny.federation.receipts / self.plan_id / SILO
 
     def arrive_again(self, sequence: int) -> Path:
@@ -94,6 +98,7 @@ class Arrival:
         return Path(shutil.copytree(sent, self.folder.with_name(str(sequence))))
 
     def verdict(self) -> Receipt:
+        """Run intake, which answers this submission and nothing else of the silo's."""
         receipts = [receipt for receipt in self.tiny.take_in() if receipt.silo_id == SILO]
         assert len(receipts) == 1
         return receipts[0]
@@ -109,8 +114,7 @@ class Arrival:
 
 
 def arrive(sent: tuple[TinyFederation, str], folder: Path) -> Arrival:
+    """Copy a federation with a submission in an outbox to `folder`, and fetch the submission there."""
     original, plan_id = sent
-    shutil.copytree(original.path, folder)
-    sites = {silo_id: type(site)(folder / silo_id) for silo_id, site in original.sites.items()}
-    tiny = TinyFederation(folder, type(original.federation)(folder / "fed"), sites)
+    tiny = original.copy(folder)
     return Arrival(tiny, plan_id, tiny.collect(SILO, plan_id), tiny.key(SILO))

@@ -41,9 +41,7 @@ def network(kind: str, seed: int = 0) -> nn.Module:
             "BertModel": lambda: t.BertConfig(**_BERT_LIKE),
             "LlamaModel": lambda: t.LlamaConfig(**_BERT_LIKE),
             "CLIPModel": lambda: t.CLIPConfig(
-                text_config=_BERT_LIKE,
-                vision_config=_BERT_LIKE | {"image_size": 8, "patch_size": 4},
-                projection_dim=4,
+                text_config=_BERT_LIKE, vision_config=_BERT_LIKE | {"image_size": 8, "patch_size": 4}, projection_dim=4
             ),
             "BartModel": lambda: t.BartConfig(
                 vocab_size=16,

@@ -10,7 +10,7 @@ import pytest
 
 from aggregator.cli import app
 from ddm.system.console import run_app
-from tests.support.federation_keys import Offices
+from tests.support.federation_keys import KeyedFederation
 
 Run = Callable[..., tuple[object, str]]
 
@@ -72,16 +72,16 @@ def test_founding_by_holders_and_a_rotation_from_first_to_last_command(run: Run,
 
 
 def test_removal_says_what_follows_for_the_plan(run: Run, secret: Path, tmp_path: Path) -> None:
-    offices = Offices(tmp_path)
-    offices.found()
+    keyed = KeyedFederation(tmp_path)
+    keyed.found()
     for silo_id in ("east", "north", "west"):
-        offices.enroll(silo_id)
-    offices.plan(1)
+        keyed.enroll(silo_id)
+    keyed.plan(1)
     words = ("--reason", "stolen key", "--passphrase-file", secret)
-    code, said = run("remove", offices.federation.path, "west", *words)
+    code, said = run("remove", keyed.federation.path, "west", *words)
     assert (code, "plan" in said) == (0, False)
-    code, said = run("remove", offices.federation.path, "east", *words)
+    code, said = run("remove", keyed.federation.path, "east", *words)
     assert code == 0
     assert "had a part in plan digits-00000001" in said
-    assert f"aggregator withdraw {offices.federation.path} east" in said
-    assert run("remove", offices.federation.path, "south", *words)[0] == 4
+    assert f"aggregator withdraw {keyed.federation.path} east" in said
+    assert run("remove", keyed.federation.path, "south", *words)[0] == 4

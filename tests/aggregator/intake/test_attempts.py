@@ -14,6 +14,7 @@ import pytest
 
 from aggregator.intake import service as taking_in
 from aggregator.intake.attempts import MAX_ATTEMPTS, MAX_ATTEMPTS_OF_SILO, Attempts
+from aggregator.intake.checks import Expectation, verify_submission
 from aggregator.runtime.running import intake_program
 from ddm.errors import PolicyError, RefusedError
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
@@ -38,21 +39,21 @@ run_app(app, sys.argv[1:3])
 
 
 @pytest.fixture(scope="module")
-def sent_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+def both_sent_once(
+    sent_once: tuple[TinyFederation, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TinyFederation, str]:
     """Two silos whose submissions are in their outboxes."""
-    tiny = TinyFederation.create(tmp_path_factory.mktemp("attempts"), {"north": 40, "south": 30})
-    plan_id = tiny.sign()
-    for silo_id in tiny.sites:
-        tiny.deliver_plan(silo_id, plan_id)
-        tiny.work(silo_id)
+    tiny, plan_id = sent_once[0].copy(tmp_path_factory.mktemp("attempts") / "copy"), sent_once[1]
+    tiny.deliver_plan("south", plan_id)
+    tiny.work("south")
     return tiny, plan_id
 
 
 @pytest.fixture
-def arrived(sent_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[TinyFederation, str]:
+def arrived(both_sent_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[TinyFederation, str]:
     """Both have arrived; nothing was taken in."""
 
-    tiny, plan_id = sent_once
+    tiny, plan_id = both_sent_once
     federation = type(tiny.federation)(tmp_path / "fed")
     shutil.copytree(tiny.federation.path, federation.path)
     tiny = TinyFederation(tmp_path, federation, tiny.sites)
@@ -70,9 +71,9 @@ def in_another_process(act: Callable[[], object]) -> int:
 
 def deadly(silo_id: str | None) -> Callable[..., object]:
     """Verify as intake does, except that one silo's submission has the process killed, as for want of memory."""
-    real = taking_in.verify_submission
+    real = verify_submission
 
-    def verify(folder: Path, expected: taking_in.Expectation) -> object:
+    def verify(folder: Path, expected: Expectation) -> object:
         if expected.silo_id == silo_id:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(folder, expected)

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
 
 from aggregator.intake.bounds import FAILURE, cell_noise_bound, moments_bounds, sketch_norm_bound, total_noise_bound
+from tests.support.case import case
 
 
 def law(epsilon: float, reach: int) -> np.ndarray:
@@ -21,24 +23,25 @@ def beyond(law_Z: np.ndarray, bound: int) -> float:
     return 2 * math.fsum(law_Z[centre + bound + 1 :])
 
 
-@pytest.mark.parametrize("epsilon", [0.1, 1.0, 7.3, 60.0])
-@pytest.mark.parametrize("num_cells", [1, 4, 128])
-def test_cell_noise_bound_is_the_smallest_that_fails_as_seldom_as_it_says(epsilon: float, num_cells: int) -> None:
-    bound = cell_noise_bound(epsilon, num_cells)
-    law_Z = law(epsilon, 2 * bound + 100)
-    assert num_cells * beyond(law_Z, bound) <= FAILURE
-    assert bound == 0 or num_cells * beyond(law_Z, bound - 1) > FAILURE
+def test_cell_noise_bound_is_the_smallest_that_fails_as_seldom_as_it_says() -> None:
+    for epsilon, num_cells in product([0.1, 1.0, 7.3, 60.0], [1, 4, 128]):
+        with case(epsilon=epsilon, num_cells=num_cells):
+            bound = cell_noise_bound(epsilon, num_cells)
+            law_Z = law(epsilon, 2 * bound + 100)
+            assert num_cells * beyond(law_Z, bound) <= FAILURE
+            assert bound == 0 or num_cells * beyond(law_Z, bound - 1) > FAILURE
 
 
-@pytest.mark.parametrize(("epsilon", "num_cells"), [(1.0, 1), (1.0, 4), (1.0, 32), (0.3, 8), (8.0, 16)])
-def test_total_noise_bound_holds_and_is_not_loose(epsilon: float, num_cells: int) -> None:
-    bound = total_noise_bound(epsilon, num_cells)
-    one_Z = law(epsilon, 2 * bound)
-    total_Z = one_Z
-    for _ in range(num_cells - 1):
-        total_Z = np.convolve(total_Z, one_Z)
-    assert beyond(total_Z, bound) <= FAILURE
-    assert beyond(total_Z, math.floor(0.8 * bound)) > FAILURE
+def test_total_noise_bound_holds_and_is_not_loose() -> None:
+    for epsilon, num_cells in [(1.0, 1), (1.0, 4), (1.0, 32), (0.3, 8), (8.0, 16)]:
+        with case(epsilon=epsilon, num_cells=num_cells):
+            bound = total_noise_bound(epsilon, num_cells)
+            one_Z = law(epsilon, 2 * bound)
+            total_Z = one_Z
+            for _ in range(num_cells - 1):
+                total_Z = np.convolve(total_Z, one_Z)
+            assert beyond(total_Z, bound) <= FAILURE
+            assert beyond(total_Z, math.floor(0.8 * bound)) > FAILURE
 
 
 @pytest.mark.parametrize("num_rows", [1, 300, 10**6])

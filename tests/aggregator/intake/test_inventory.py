@@ -12,6 +12,8 @@ from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata, verify_silo_metadata
 from tests.conftest import Published
 
+pytestmark = pytest.mark.usefixtures("short_pages")
+
 
 def accepted(published: Published, name: str) -> Path:
     return published.tiny.federation.accepted / published.plan_id / "north" / name

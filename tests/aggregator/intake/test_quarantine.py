@@ -29,22 +29,7 @@ from ddm.system.console import run_app
 from tests.conftest import Published
 from tests.support.federation import TinyFederation
 from tests.support.forked import ended, forked
-from tests.support.submissions import SILO, Arrival, arrive
-
-
-@pytest.fixture(scope="module")
-def sent_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
-    """A federation whose silo has a submission in its outbox; nothing was taken in."""
-    tiny = TinyFederation.create(tmp_path_factory.mktemp("quarantine"), {"north": 40, "south": 30})
-    plan_id = tiny.sign()
-    tiny.deliver_plan(SILO, plan_id)
-    tiny.work(SILO)
-    return tiny, plan_id
-
-
-@pytest.fixture
-def arrival(sent_once: tuple[TinyFederation, str], tmp_path: Path) -> Arrival:
-    return arrive(sent_once, tmp_path / "copy")
+from tests.support.submissions import SILO, Arrival
 
 
 @pytest.fixture

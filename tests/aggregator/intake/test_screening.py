@@ -10,7 +10,6 @@ from torch import Tensor
 
 from aggregator.intake.flags import Fault
 from aggregator.intake.screening import (
-    BANDS,
     LEARNT,
     TRAVEL,
     ExpertFigures,
@@ -28,6 +27,7 @@ from ddm.io.tensors import save_tensors
 from ddm.models import build_expert, streamed
 from ddm.models.streamed import StreamedExpert, stored_tensors
 from ddm.protocol.plan import ClassCondition, Condition, Dit, NoCondition, Training, Unet, UniformT
+from ddm.routers.evaluation import BANDS
 from ddm.training.loop import train
 from tests.support.federation import images
 

@@ -32,23 +32,9 @@ from ddm.protocol.receipt import RECEIPT_KIND, Receipt
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import PublicKey
 from ddm.trust.metadata import METADATA_LIFE, sign_metadata
-from tests.support.federation import TinyFederation
-from tests.support.submissions import SILO, Arrival, arrive
+from tests.support.submissions import SILO, Arrival
 
-
-@pytest.fixture(scope="module")
-def sent_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
-    """A federation whose silo has a submission in its outbox; nothing was taken in."""
-    tiny = TinyFederation.create(tmp_path_factory.mktemp("intake"), {"north": 40, "south": 30})
-    plan_id = tiny.sign()
-    tiny.deliver_plan(SILO, plan_id)
-    tiny.work(SILO)
-    return tiny, plan_id
-
-
-@pytest.fixture
-def arrival(sent_once: tuple[TinyFederation, str], tmp_path: Path) -> Arrival:
-    return arrive(sent_once, tmp_path / "copy")
+pytestmark = pytest.mark.usefixtures("short_pages")
 
 
 def test_intake_accepts_what_the_silo_sent_and_signs_a_receipt_that_binds_it(arrival: Arrival) -> None:

@@ -19,117 +19,102 @@ from ddm.errors import BusyError, MissingFileError, PassphraseError, SetupError,
 from ddm.trust.keys import PublicKey
 from ddm.trust.verify import verify_bundle, verify_release
 from tests.aggregator.keys.test_tls import handshake
-from tests.support.federation_keys import PASSPHRASE, Offices
+from tests.support.federation_keys import PASSPHRASE, KeyedFederation
 from tests.support.forked import ended, forked
 
 TUF_KEYS = ("root", "targets", "plans", "release", "online")
 
 
-@pytest.fixture(scope="session")
-def founded_once(tmp_path_factory: pytest.TempPathFactory) -> Offices:
-    offices = Offices(tmp_path_factory.mktemp("offices"))
-    offices.found()
-    for silo_id in ("east", "north"):
-        offices.enroll(silo_id)
-    offices.plan(1)
-    offices.publish(1, offices.path / "first")
-    return offices
-
-
-@pytest.fixture
-def offices(founded_once: Offices, tmp_path: Path) -> Offices:
-    """A federation of this test's own, with a plan and a release, `first`."""
-    return founded_once.copy(tmp_path)
-
-
-def verified_versions(offices: Offices, release: Path, state: Path | None = None) -> dict[str, int]:
-    return dict(verify_release(release, offices.root, state=state).versions)
+def verified_versions(keyed: KeyedFederation, release: Path, state: Path | None = None) -> dict[str, int]:
+    return dict(verify_release(release, keyed.root, state=state).versions)
 
 
 @pytest.mark.parametrize("name", TUF_KEYS)
-def test_releases_verify_with_the_original_root_before_and_after_a_rotation(offices: Offices, name: str) -> None:
-    state, old_key = offices.path / "state", load_key(offices.federation, name, PASSPHRASE).public
-    before = verified_versions(offices, offices.path / "first", state)
-    assert rotate(offices.federation, check_name(name), PASSPHRASE) == []
-    assert verified_versions(offices, offices.path / "first") == before
-    after = verified_versions(offices, offices.publish(1, offices.path / "second"), state)
+def test_releases_verify_with_the_original_root_before_and_after_a_rotation(keyed: KeyedFederation, name: str) -> None:
+    state, old_key = keyed.path / "state", load_key(keyed.federation, name, PASSPHRASE).public
+    before = verified_versions(keyed, keyed.path / "first", state)
+    assert rotate(keyed.federation, check_name(name), PASSPHRASE) == []
+    assert verified_versions(keyed, keyed.path / "first") == before
+    after = verified_versions(keyed, keyed.publish(1, keyed.path / "second"), state)
     assert after["root"] == (1 if name in ("plans", "release") else 2)
-    assert load_key(offices.federation, name, PASSPHRASE).public != old_key
-    assert (offices.federation.keys / f"{name}.pub").read_text() == (
-        f"{load_key(offices.federation, name, PASSPHRASE).public}\n"
+    assert load_key(keyed.federation, name, PASSPHRASE).public != old_key
+    assert (keyed.federation.keys / f"{name}.pub").read_text() == (
+        f"{load_key(keyed.federation, name, PASSPHRASE).public}\n"
     )
 
 
 @pytest.mark.parametrize("name", TUF_KEYS)
-def test_silo_that_knew_only_the_old_root_accepts_the_next_plan(offices: Offices, name: str) -> None:
-    trust = offices.path / "silo trust"
-    verify_bundle(offices.federation.bundle("digits-00000001"), offices.root, state=trust)
-    rotate(offices.federation, check_name(name), PASSPHRASE)
-    offices.plan(2)
-    bundle = offices.federation.bundle("digits-00000002")
-    assert verify_bundle(bundle, offices.root, state=trust).plan_id == "digits-00000002"
+def test_silo_that_knew_only_the_old_root_accepts_the_next_plan(keyed: KeyedFederation, name: str) -> None:
+    trust = keyed.path / "silo trust"
+    verify_bundle(keyed.federation.bundle("digits-00000001"), keyed.root, state=trust)
+    rotate(keyed.federation, check_name(name), PASSPHRASE)
+    keyed.plan(2)
+    bundle = keyed.federation.bundle("digits-00000002")
+    assert verify_bundle(bundle, keyed.root, state=trust).plan_id == "digits-00000002"
 
 
 @pytest.mark.parametrize("name", TUF_KEYS)
 def test_plan_in_progress_is_accepted_after_a_rotation_from_the_very_bundle_that_silos_hold(
-    offices: Offices, name: str
+    keyed: KeyedFederation, name: str
 ) -> None:
     """Made anew it would be another one to every silo that has it, and verifies nothing that the old one does not."""
-    bundle = offices.federation.bundle("digits-00000001")
-    before, late, early = files(bundle), offices.path / "late", offices.path / "early"
-    verify_bundle(bundle, offices.root, state=early)
+    bundle = keyed.federation.bundle("digits-00000001")
+    before, late, early = files(bundle), keyed.path / "late", keyed.path / "early"
+    verify_bundle(bundle, keyed.root, state=early)
     for _ in range(2):
-        rotate(offices.federation, check_name(name), PASSPHRASE)
+        rotate(keyed.federation, check_name(name), PASSPHRASE)
     assert files(bundle) == before
     for trust in (late, early):
-        assert verify_bundle(bundle, offices.root, state=trust).plan_id == "digits-00000001"
-    offices.plan(2)
-    following = offices.federation.bundle("digits-00000002")
+        assert verify_bundle(bundle, keyed.root, state=trust).plan_id == "digits-00000001"
+    keyed.plan(2)
+    following = keyed.federation.bundle("digits-00000002")
     for trust in (late, early):
-        assert verify_bundle(following, offices.root, state=trust).plan_id == "digits-00000002"
+        assert verify_bundle(following, keyed.root, state=trust).plan_id == "digits-00000002"
     if name in ("targets", "online"):  # the control: who has seen the new keys takes nothing by the old ones
         with pytest.raises(SignatureError):
-            verify_bundle(bundle, offices.root, state=early)
+            verify_bundle(bundle, keyed.root, state=early)
 
 
 @pytest.mark.parametrize("name", TUF_KEYS)
-def test_old_key_signs_nothing_any_more(offices: Offices, name: str) -> None:
+def test_old_key_signs_nothing_any_more(keyed: KeyedFederation, name: str) -> None:
     """The attack: whoever stole the old key puts it back and signs with it."""
-    stolen = [(offices.federation.keys / f"{name}.{kind}") for kind in ("key", "pub")]
+    stolen = [(keyed.federation.keys / f"{name}.{kind}") for kind in ("key", "pub")]
     kept = [path.read_bytes() for path in stolen]
-    rotate(offices.federation, check_name(name), PASSPHRASE)
+    rotate(keyed.federation, check_name(name), PASSPHRASE)
     for path, data in zip(stolen, kept, strict=True):
         path.write_bytes(data)
-    current = offices.federation.tuf / "timestamp.json"
+    current = keyed.federation.tuf / "timestamp.json"
     before = current.read_bytes()
     if name == "root":
-        waits = rotate(offices.federation, "online", PASSPHRASE)
+        waits = rotate(keyed.federation, "online", PASSPHRASE)
         assert waits[0].startswith("root-3.json: 0 of 1 signatures")
     elif name == "targets":
-        waits = offices.plan(2)
+        waits = keyed.plan(2)
         assert waits[0].startswith("targets-4.json: 0 of 1 signatures")
     else:
         with pytest.raises(SignatureError):
-            offices.publish(1, offices.path / "second") if name != "plans" else offices.plan(2)
+            keyed.publish(1, keyed.path / "second") if name != "plans" else keyed.plan(2)
     assert current.read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["targets", "online"])
-def test_reader_who_saw_the_rotation_refuses_what_the_old_key_signed(offices: Offices, name: str) -> None:
-    state = offices.path / "state"
-    rotate(offices.federation, check_name(name), PASSPHRASE)
-    assert verified_versions(offices, offices.publish(1, offices.path / "second"), state)
+def test_reader_who_saw_the_rotation_refuses_what_the_old_key_signed(keyed: KeyedFederation, name: str) -> None:
+    state = keyed.path / "state"
+    rotate(keyed.federation, check_name(name), PASSPHRASE)
+    assert verified_versions(keyed, keyed.publish(1, keyed.path / "second"), state)
     with pytest.raises(SignatureError):
-        verified_versions(offices, offices.path / "first", state)
-    assert verified_versions(offices, offices.path / "first")
+        verified_versions(keyed, keyed.path / "first", state)
+    assert verified_versions(keyed, keyed.path / "first")
 
 
-def test_receipts_key_takes_effect_with_the_next_plan_and_the_plan_in_progress_keeps_its_own(offices: Offices) -> None:
-    federation = offices.federation
+def test_receipts_key_takes_effect_with_the_next_plan_and_the_plan_in_progress_keeps_its_own(
+    keyed: KeyedFederation,
+) -> None:
+    federation = keyed.federation
     plan, _ = federation.current_plan()
     rotate(federation, "receipts", PASSPHRASE)
     assert str(load_key(federation, "receipts", PASSPHRASE).public) == plan.receipt_key
-    offices.plan(2)
+    keyed.plan(2)
     following, _ = federation.current_plan()
     assert following.receipt_key != plan.receipt_key
     assert str(load_key(federation, "receipts", PASSPHRASE).public) == following.receipt_key
@@ -137,26 +122,28 @@ def test_receipts_key_takes_effect_with_the_next_plan_and_the_plan_in_progress_k
     assert not list(federation.keys.glob("receipts-next*"))
 
 
-def test_plan_drafted_before_the_receipts_key_was_rotated_is_not_signed(offices: Offices) -> None:
+def test_plan_drafted_before_the_receipts_key_was_rotated_is_not_signed(keyed: KeyedFederation) -> None:
     from aggregator.planning.sign import sign_plan
 
-    draft = offices.draft(2)
-    rotate(offices.federation, "receipts", PASSPHRASE)
+    draft = keyed.draft(2)
+    rotate(keyed.federation, "receipts", PASSPHRASE)
     with pytest.raises(SetupError, match="rotated"):
-        sign_plan(offices.federation, draft, PASSPHRASE)
-    assert offices.federation.current_plan()[0].plan_id == "digits-00000001"
+        sign_plan(keyed.federation, draft, PASSPHRASE)
+    assert keyed.federation.current_plan()[0].plan_id == "digits-00000001"
 
 
 def test_receipts_key_is_replaced_at_once_where_no_plan_names_it(tmp_path: Path) -> None:
-    offices = Offices(tmp_path)
-    offices.found()
-    before = load_key(offices.federation, "receipts", PASSPHRASE).public
-    rotate(offices.federation, "receipts", PASSPHRASE)
-    assert load_key(offices.federation, "receipts", PASSPHRASE).public != before
+    keyed = KeyedFederation(tmp_path)
+    keyed.found()
+    before = load_key(keyed.federation, "receipts", PASSPHRASE).public
+    rotate(keyed.federation, "receipts", PASSPHRASE)
+    assert load_key(keyed.federation, "receipts", PASSPHRASE).public != before
 
 
-def test_model_signing_key_changes_and_the_old_public_half_still_verifies_what_it_signed(offices: Offices) -> None:
-    federation, algorithm = offices.federation, ec.ECDSA(hashes.SHA256())
+def test_model_signing_key_changes_and_the_old_public_half_still_verifies_what_it_signed(
+    keyed: KeyedFederation,
+) -> None:
+    federation, algorithm = keyed.federation, ec.ECDSA(hashes.SHA256())
     signature = load_model_signing_key(federation, PASSPHRASE).sign(b"model", algorithm)
     rotate(federation, "model-signing", PASSPHRASE)
     new = load_pem_public_key((federation.path / "model-signing.pub.pem").read_bytes())
@@ -173,30 +160,30 @@ def test_model_signing_key_changes_and_the_old_public_half_still_verifies_what_i
         load_model_signing_key(federation, b"wrong")
 
 
-def test_two_operators_cannot_sign_at_once(offices: Offices) -> None:
-    with offices.federation.signing_lock():
+def test_two_operators_cannot_sign_at_once(keyed: KeyedFederation) -> None:
+    with keyed.federation.signing_lock():
         for attempt in (
-            lambda: rotate(offices.federation, "online", PASSPHRASE),
-            lambda: offices.plan(2),
-            lambda: remove(offices.federation, "north", "left", PASSPHRASE),
+            lambda: rotate(keyed.federation, "online", PASSPHRASE),
+            lambda: keyed.plan(2),
+            lambda: remove(keyed.federation, "north", "left", PASSPHRASE),
         ):
             with pytest.raises(BusyError):
                 attempt()
-    offices.plan(2)
+    keyed.plan(2)
 
 
-def test_unknown_key_is_named_and_holders_of_a_key_that_has_none_are_refused(offices: Offices) -> None:
+def test_unknown_key_is_named_and_holders_of_a_key_that_has_none_are_refused(keyed: KeyedFederation) -> None:
     with pytest.raises(SetupError, match="model-signing"):
         check_name("router")
     with pytest.raises(SetupError):
-        rotate(offices.federation, "online", PASSPHRASE, offices.hold("ada", threshold=1))
+        rotate(keyed.federation, "online", PASSPHRASE, keyed.hold("ada", threshold=1))
 
 
-def test_tls_key_changes_under_the_same_authority_and_the_same_names(offices: Offices) -> None:
-    tls = offices.federation.path / "tls"
+def test_tls_key_changes_under_the_same_authority_and_the_same_names(keyed: KeyedFederation) -> None:
+    tls = keyed.federation.path / "tls"
     old_key = (tls / "server.key").read_bytes()
     authority = (tls / "ca.pem").read_bytes()
-    rotate(offices.federation, "tls", PASSPHRASE)
+    rotate(keyed.federation, "tls", PASSPHRASE)
     assert (tls / "server.key").read_bytes() != old_key
     assert (tls / "ca.pem").read_bytes() == authority
     assert (tls / "server.key").stat().st_mode & 0o777 == 0o600
@@ -205,19 +192,19 @@ def test_tls_key_changes_under_the_same_authority_and_the_same_names(offices: Of
         handshake(tls, tls / "ca.pem", "evil.example.org")
 
 
-def test_tls_rotation_says_what_is_missing_when_the_authority_is_offline(offices: Offices) -> None:
-    (offices.federation.path / "tls" / "ca.key").unlink()
+def test_tls_rotation_says_what_is_missing_when_the_authority_is_offline(keyed: KeyedFederation) -> None:
+    (keyed.federation.path / "tls" / "ca.key").unlink()
     with pytest.raises(MissingFileError) as refused:
-        rotate(offices.federation, "tls", PASSPHRASE)
+        rotate(keyed.federation, "tls", PASSPHRASE)
     assert "offline" in refused.value.remedy
 
 
 @pytest.mark.parametrize("name", ROTATED_KEYS)
-def test_wrong_passphrase_rotates_nothing(offices: Offices, name: str) -> None:
-    before = files(offices.federation.path)
+def test_wrong_passphrase_rotates_nothing(keyed: KeyedFederation, name: str) -> None:
+    before = files(keyed.federation.path)
     with pytest.raises(PassphraseError):
-        rotate(offices.federation, check_name(name), b"wrong")
-    assert files(offices.federation.path) == before
+        rotate(keyed.federation, check_name(name), b"wrong")
+    assert files(keyed.federation.path) == before
 
 
 CHANGING = {"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"}
@@ -248,10 +235,10 @@ def killed_at(number: int, work: Callable[[], object]) -> bool:
     return code == 9
 
 
-def state_of(offices: Offices) -> tuple[str, ...]:
+def state_of(keyed: KeyedFederation) -> tuple[str, ...]:
     """Which keys are in force."""
-    federation = offices.federation
-    repository = offices.repository
+    federation = keyed.federation
+    repository = keyed.repository
     return (
         str(repository.root().version),
         str(repository.delegates().plans),
@@ -265,12 +252,12 @@ def state_of(offices: Offices) -> tuple[str, ...]:
     ("name", "stride"), [("targets", 16), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ROTATED_KEYS)]
 )
 def test_rotation_killed_at_any_write_leaves_the_old_key_or_the_new_one_working(
-    offices: Offices, tmp_path_factory: pytest.TempPathFactory, name: str, stride: int
+    keyed: KeyedFederation, tmp_path_factory: pytest.TempPathFactory, name: str, stride: int
 ) -> None:
-    before, number, decided = state_of(offices), 0, []
+    before, number, decided = state_of(keyed), 0, []
     while True:
         number += stride
-        broken = offices.copy(tmp_path_factory.mktemp("broken"))
+        broken = keyed.copy(tmp_path_factory.mktemp("broken"))
         if not killed_at(number, lambda here=broken: rotate(here.federation, check_name(name), PASSPHRASE)):
             break
         broken.federation.require()
@@ -280,18 +267,18 @@ def test_rotation_killed_at_any_write_leaves_the_old_key_or_the_new_one_working(
     assert {False, True} == set(decided)
 
 
-def check_all_keys_work(offices: Offices) -> None:
+def check_all_keys_work(keyed: KeyedFederation) -> None:
     """Every key that a federation needs opens and signs what a reader with the first root accepts."""
-    federation = offices.federation
+    federation = keyed.federation
     with federation.signing_lock():
         pass
     load_model_signing_key(federation, PASSPHRASE)
     handshake(federation.path / "tls", federation.path / "tls" / "ca.pem", "localhost")
-    offices.plan(2)
-    assert verify_bundle(federation.bundle("digits-00000002"), offices.root, state=None)
+    keyed.plan(2)
+    assert verify_bundle(federation.bundle("digits-00000002"), keyed.root, state=None)
     plan, _ = federation.current_plan()
     assert str(load_key(federation, "receipts", PASSPHRASE).public) == plan.receipt_key
-    assert verify_release(offices.publish(2, offices.path / "next"), offices.root, state=None)
+    assert verify_release(keyed.publish(2, keyed.path / "next"), keyed.root, state=None)
 
 
 def files(folder: Path) -> dict[str, bytes]:

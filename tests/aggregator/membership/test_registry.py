@@ -9,14 +9,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from aggregator.config import Federation
 from aggregator.membership.registry import cards, check_ledger, enroll, remember_ledger
-from ddm.errors import (
-    ArchipelagoError,
-    BusyError,
-    DocumentError,
-    LedgerError,
-    MissingFileError,
-    SignatureError,
-)
+from ddm.errors import ArchipelagoError, BusyError, DocumentError, LedgerError, MissingFileError, SignatureError
 from ddm.protocol.base import now_utc
 from ddm.protocol.enrolment import CARD_KIND, Card
 from ddm.trust.envelope import seal

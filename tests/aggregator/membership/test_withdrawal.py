@@ -13,28 +13,18 @@ from aggregator.intake.inventory import take_inventory
 from aggregator.intake.service import IntakeService
 from aggregator.membership.withdrawal import read_withdrawal, withdraw
 from aggregator.router.train import train_router
-from ddm.errors import (
-    ArchipelagoError,
-    BusyError,
-    MissingFileError,
-    RollbackError,
-    SetupError,
-    SubmissionRefusedError,
-)
+from ddm.errors import ArchipelagoError, BusyError, MissingFileError, RollbackError, SetupError, SubmissionRefusedError
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Withdrawn
 from ddm.system.console import run_app
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from tests.conftest import Published
 from tests.support.federation import PASSPHRASE, TinyFederation
-from tests.support.publishing import again, copied, files, killed_at, opened, receipts_key, write_short_pages
+from tests.support.publishing import again, copied, files, killed_at, opened, receipts_key
 
 REASON = "consent was withdrawn"
 
-
-@pytest.fixture(autouse=True)
-def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+pytestmark = pytest.mark.usefixtures("short_pages")
 
 
 def take_out(published: Published) -> None:
@@ -141,8 +131,11 @@ def test_submission_accepted_while_its_silo_is_withdrawn_is_taken_out_again(late
     """The race: the record is written when intake is in the midst of this silo's submission."""
     tiny, plan_id = late
     tiny.collect("east", plan_id)
-    desk = IntakeService(tiny.federation, receipts_key(tiny), lambda receipt: None)
-    desk.on_verdict = lambda receipt: withdraw(tiny.federation, "east", REASON, receipts_key(tiny))
+
+    def withdraw_it(receipt: Receipt) -> None:
+        withdraw(tiny.federation, "east", REASON, receipts_key(tiny))
+
+    desk = IntakeService(tiny.federation, receipts_key(tiny), withdraw_it)
     with desk.locked():
         desk.step()
         assert (tiny.federation.accepted / plan_id / "east").is_dir()

@@ -25,8 +25,10 @@ from ddm.protocol.receipt import Accepted, Refused
 from ddm.system.processes import program
 from tests.conftest import Published
 from tests.support.browser import browser, one_browser, overflow, scripts_off, show_as
+from tests.support.case import case
 from tests.support.federation import PASSPHRASE
 from tests.support.federation_midway import Stage
+from tests.support.waiting import LIMIT_S, wait_until
 
 __all__ = ["browser", "one_browser"]
 
@@ -58,7 +60,7 @@ class Live:
         return f"http://127.0.0.1:{self.port}/"
 
     def ask(self, method: str = "GET", path: str = "/", **headers: str) -> tuple[int, dict[str, str], str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
         try:
             connection.putrequest(method, path, skip_host="Host" in headers)
             for name, value in headers.items():
@@ -194,7 +196,7 @@ def test_page_led_here_by_a_name_is_refused(live: Live) -> None:
         assert status in (400, 421) and "north" not in body, host
     for host in ("localhost", f"127.0.0.1:{live.port}", "[::1]:80"):
         assert live.ask(Host=host)[0] == 200, host
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=LIMIT_S) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
         assert connection.recv(64).split()[1] in (b"400", b"421")
 
@@ -211,19 +213,17 @@ def test_every_answer_keeps_other_pages_out(live: Live) -> None:
 
 
 def test_crowd_of_connections_is_turned_away_and_the_page_comes_back(live: Live) -> None:
-    crowd = [socket.create_connection(("127.0.0.1", live.port), timeout=10) for _ in range(40)]
+    crowd = [socket.create_connection(("127.0.0.1", live.port), timeout=LIMIT_S) for _ in range(40)]
     try:
         assert live.ask()[0] == 503
     finally:
         for connection in crowd:
             connection.close()
-    deadline = time.monotonic() + 60
-    while live.ask()[0] != 200:
-        assert time.monotonic() < deadline
+    wait_until(lambda: live.ask()[0] == 200, "the page")
 
 
 def test_endless_header_is_cut_off(live: Live) -> None:
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=LIMIT_S) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20_000)
         assert connection.recv(64).split()[1] == b"400"
 
@@ -231,11 +231,11 @@ def test_endless_header_is_cut_off(live: Live) -> None:
 @pytest.mark.slow
 def test_slow_sender_is_cut_off(live: Live) -> None:
     began = time.monotonic()
-    with socket.create_connection(("127.0.0.1", live.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=LIMIT_S) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n")
         with suppress(ConnectionResetError):
             assert connection.recv(64) == b""
-    assert 5 < time.monotonic() - began < 20
+    assert 5 < time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -244,7 +244,7 @@ def test_signal_ends_the_server_at_once_though_somebody_is_connected(
 ) -> None:
     with (
         served(Stage(published.tiny.federation)) as live,
-        socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection,
+        socket.create_connection(("127.0.0.1", live.port), timeout=LIMIT_S) as connection,
     ):
         connection.sendall(b"GET / HTTP/1.1\r\n")
         assert live.ask()[0] == 200
@@ -258,13 +258,11 @@ def test_federation_that_cannot_be_read_for_a_while_is_shown_again_afterwards(li
     path = live.stage.federation.path / "federation.toml"
     text = path.read_text()
     path.write_text("nonsense = ")
-    deadline = time.monotonic() + 60
-    while (answer := live.ask())[0] != 503:
-        assert time.monotonic() < deadline
-    assert "cannot be read" in answer[2] and answer[1]["refresh"]
+    wait_until(lambda: live.ask()[0] == 503, "a page that says so")
+    _, headers, body = live.ask()
+    assert "cannot be read" in body and headers["refresh"]
     path.write_text(text)
-    while live.ask()[0] != 200:
-        assert time.monotonic() < deadline
+    wait_until(lambda: live.ask()[0] == 200, "the page")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:8765", "192.0.2.1:80", "[::]:8765"])
@@ -274,16 +272,16 @@ def test_address_that_others_reach_is_refused_unless_it_is_meant(address: str) -
     assert parse_address(address, expose=True)[1] in (8765, 80)
 
 
-@pytest.mark.parametrize("address", ["example.org:80", "127.0.0.1", "127.0.0.1:99999", ":80", "127.0.0.1:-1", "x"])
-def test_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(SetupError, match="--address"):
-        parse_address(address, expose=True)
+def test_address_that_is_none_is_refused() -> None:
+    for address in ["example.org:80", "127.0.0.1", "127.0.0.1:99999", ":80", "127.0.0.1:-1", "x"]:
+        with case(address=address), pytest.raises(SetupError, match="--address"):
+            parse_address(address, expose=True)
 
 
 def test_exposed_page_says_what_is_seen_and_a_taken_port_is_named(published: Published) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with serve(published.tiny.federation.path, "--address", address, "--expose") as process:
-            _, said = process.communicate(timeout=30)
+            _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 6 and "a free port" in said
     assert "WARNING: whoever reaches this port sees" in said

@@ -12,7 +12,7 @@ from aggregator.keys.removal import remove
 from aggregator.keys.store import load_key
 from aggregator.membership.withdrawal import withdraw
 from aggregator.monitoring.labels import attention, describe, page_values
-from aggregator.monitoring.silo_status import Arrival, Standing, SubmissionStatus, Verdict, standing
+from aggregator.monitoring.silo_status import Arrival, SubmissionStatus, standing
 from aggregator.monitoring.status import FederationStatus, gather
 from aggregator.pages.render import render
 from aggregator.transfer.delivery import SiloDelivery, load_bundle
@@ -23,6 +23,7 @@ from ddm.system.processes import program
 from ddm.transport.messages import Ask, Envelope, Report, Status
 from ddm.trust.keys import SigningKey
 from tests.conftest import Published
+from tests.support.case import case
 from tests.support.federation import PASSPHRASE
 from tests.support.federation_midway import SHARD, Stage
 
@@ -218,9 +219,8 @@ def test_rubbish_in_the_folders_is_left_out_and_never_followed(stage: Stage, tmp
     assert "a private word" not in gather(stage.federation, now_utc()).model_dump_json()
 
 
-@pytest.mark.parametrize(
-    ("verdicts", "arriving", "state", "silent", "expected"),
-    [
+def test_standing_is_what_matters_most_to_the_operator() -> None:
+    for verdicts, arriving, state, silent, expected in [
         ([], False, "", None, "absent"),
         ([], False, "training", False, "working"),
         ([], False, "awaiting_approval", False, "approval"),
@@ -232,11 +232,8 @@ def test_rubbish_in_the_folders_is_left_out_and_never_followed(stage: Stage, tmp
         (["refused", "quarantined"], False, "in_outbox", True, "quarantined"),
         (["quarantined", "withdrawn"], False, "withdrawn", False, "withdrawn"),
         (["accepted"], False, "accepted", True, "accepted"),
-    ],
-)
-def test_standing_is_what_matters_most_to_the_operator(
-    verdicts: list[Verdict], arriving: bool, state: str, silent: bool | None, expected: Standing
-) -> None:
-    submissions = tuple(SubmissionStatus(sequence=n, verdict=verdict) for n, verdict in enumerate(verdicts, 1))
-    arrival = Arrival(sequence=9, bytes_here=1, bytes_total=2, bytes_per_s=0.0) if arriving else None
-    assert standing(submissions, arrival, state, answered=silent is not None, silent=bool(silent)) == expected
+    ]:
+        with case(verdicts=verdicts, arriving=arriving, state=state, silent=silent, expected=expected):
+            submissions = tuple(SubmissionStatus(sequence=n, verdict=verdict) for n, verdict in enumerate(verdicts, 1))
+            arrival = Arrival(sequence=9, bytes_here=1, bytes_total=2, bytes_per_s=0.0) if arriving else None
+            assert standing(submissions, arrival, state, answered=silent is not None, silent=bool(silent)) == expected

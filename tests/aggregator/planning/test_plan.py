@@ -19,6 +19,8 @@ from ddm.trust.verify import verify_bundle
 from tests.conftest import Published
 from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
 
+pytestmark = pytest.mark.usefixtures("short_pages")
+
 
 class Crash(BaseException):
     """Nothing catches it, as nothing catches kill -9."""

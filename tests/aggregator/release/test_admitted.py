@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-import aggregator.release.publish
 from aggregator.intake.flags import Fault, remember_flags
 from aggregator.intake.inventory import take_inventory
 from aggregator.intake.quarantine import Decision, decide
 from ddm.protocol.base import now_utc
 from tests.conftest import Published
-from tests.support.publishing import again, opened, write_short_pages
+from tests.support.publishing import again, opened
+
+pytestmark = pytest.mark.usefixtures("short_pages")
 
 
 def test_admitted_expert_is_named_in_the_next_version_with_the_rules_that_it_broke(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: Published, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
     federation, plan_id = published.tiny.federation, published.plan_id
     digest = take_inventory(federation).silos["east"].digest
     remember_flags(federation, plan_id, digest, [Fault(expert_id="east", flag="stands_apart", words=": apart")])

@@ -17,30 +17,21 @@ from aggregator.changes import Change, is_unsettled
 from aggregator.config import FederationSettings
 from aggregator.intake.inventory import take_inventory
 from aggregator.pages.drawing import Effort
-from aggregator.release.versions import check_none_lost
+from aggregator.release.versions import check_none_lost, is_current
 from aggregator.router.train import train_router
-from ddm.errors import (
-    BusyError,
-    DigestError,
-    MissingFileError,
-    PolicyError,
-    RollbackError,
-    SetupError,
-)
+from ddm.errors import BusyError, DigestError, MissingFileError, PolicyError, RollbackError, SetupError
 from ddm.io.settings import load_settings, save_settings
 from ddm.loading.release import open_release
+from ddm.models import load_expert
 from ddm.protocol.base import check_json, sha256_file, sha256_hex
 from tests.conftest import Published
 from tests.support.federation import TinyFederation
 from tests.support.forked import ended, forked
-from tests.support.publishing import again, copied, files, killed_at, opened, write_short_pages
+from tests.support.publishing import again, copied, files, killed_at, opened
 
 WRITE_PAGES = aggregator.release.publish._write_pages
 
-
-@pytest.fixture(autouse=True)
-def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+pytestmark = pytest.mark.usefixtures("short_pages")
 
 
 def versions(tiny: TinyFederation) -> list[str]:
@@ -87,7 +78,7 @@ def test_metadata_that_were_signed_since_make_a_new_version(published: Published
     """The control is above: the same content under the same metadata makes none."""
     timestamp = published.tiny.federation.tuf / "timestamp.json"
     timestamp.write_bytes(timestamp.read_bytes() + b" ")
-    assert not aggregator.release.publish.is_current(published.tiny.federation, 1)
+    assert not is_current(published.tiny.federation, 1)
 
 
 # --out
@@ -252,7 +243,7 @@ def test_publishing_holds_two_experts_in_memory_however_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = TinyFederation.create(tmp_path / "tiny", {"east": 60, "north": 60, "south": 60, "west": 60})
-    real, seen, most = ddm.loading.ensemble.load_expert, list[weakref.ref[torch.nn.Module]](), list[int]()
+    real, seen, most = load_expert, list[weakref.ref[torch.nn.Module]](), list[int]()
 
     def load(*asked: Any) -> torch.nn.Module:
         expert = real(*asked)

@@ -9,15 +9,16 @@ import aggregator.release.publish
 from aggregator.release.versions import timestamp_expiry
 from ddm.protocol.base import now_utc
 from tests.conftest import Published
-from tests.support.publishing import again, opened, write_short_pages
+from tests.support.publishing import again, opened
 
 LATER = timedelta(days=60)
+
+pytestmark = pytest.mark.usefixtures("short_pages")
 
 
 def test_renewal_lasts_longer_and_shares_every_expert_and_the_router_with_the_version_before(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
     federation = published.tiny.federation
     assert again(published.tiny, tmp_path / "before", renew=True).manifest.version == 2
     monkeypatch.setattr(aggregator.release.publish, "now_utc", lambda: now_utc() + LATER)

@@ -1,4 +1,4 @@
-"""Every family and every partition through `train_router` and back from its file; the silos' releases are made up."""
+"""Every family and every partition through `train_router` and back from its file; the silos' statistics are made up."""
 
 import json
 from dataclasses import dataclass, replace
@@ -153,7 +153,7 @@ def _plan(kind: str, partition: str) -> Plan:
     return Plan.model_validate_json(json.dumps(document))
 
 
-def _releases(folder: Path, kind: str, partition: str, files: PlanFiles, world: World) -> Statistics:
+def _statistics(folder: Path, kind: str, partition: str, files: PlanFiles, world: World) -> Statistics:
     """Lay out what the aggregator finds: public images, and experts of fresh weights."""
     np.savez(folder / "public.npz", fitted=world.public[:600].numpy(), holdout=world.public[600:].numpy())
     plan = _plan(kind, partition)
@@ -175,7 +175,7 @@ def _releases(folder: Path, kind: str, partition: str, files: PlanFiles, world: 
     return found
 
 
-def _open(folder: Path, report: RouterReport, releases: Statistics) -> Calibrated:
+def _open(folder: Path, report: RouterReport, drawn: Statistics) -> Calibrated:
     """What a researcher does with the manifest."""
     file = File.of("router.safetensors", folder / "router" / "router.safetensors")
     published = PublishedRouter(
@@ -185,12 +185,12 @@ def _open(folder: Path, report: RouterReport, releases: Statistics) -> Calibrate
         temperature=report.temperature,
         file=file,
     )
-    names, layout = list(releases.silos), releases.layout()
+    names, layout = list(drawn.silos), drawn.layout()
     experts = [
         PublishedExpert(expert_id=part.expert_id, silo_id=names[k], cluster=part.cluster, prior=prior, file=file)
         for k, part, prior in zip(layout.silo_E, layout.parts, report.expert_priors, strict=True)
     ]
-    plan, sketch = releases.plan, releases.files.sketch
+    plan, sketch = drawn.plan, drawn.files.sketch
     return load_router(published, folder / "router", plan=plan, sketch=sketch, experts=experts)
 
 
@@ -209,9 +209,9 @@ CASES = [
 def test_trained_router_is_published_judged_and_loaded(
     kind: str, partition: str, files: PlanFiles, world: World, tmp_path: Path
 ) -> None:
-    releases = _releases(tmp_path, kind, partition, files, world)
-    report = train_router(Folder(tmp_path), releases, seed=0)  # type: ignore[arg-type]
-    layout = releases.layout()
+    drawn = _statistics(tmp_path, kind, partition, files, world)
+    report = train_router(Folder(tmp_path), drawn, seed=0)  # type: ignore[arg-type]
+    layout = drawn.layout()
     assert report.candidate == kind and report.published in ("counts", kind)
     assert report.t_release == (T_R if report.published == "learned" else None)
     assert sum(report.expert_priors) == pytest.approx(1)
@@ -224,7 +224,7 @@ def test_trained_router_is_published_judged_and_loaded(
     assert report.published in describe(report)
     names = [evaluation.metric for evaluation in report.evaluations()]
     assert len(set(names)) == len(names)
-    router = _open(tmp_path, report, releases)
+    router = _open(tmp_path, report, drawn)
     assert router.conditional is not None and router.conditional.prior_CE.shape == (NUM_CLASSES, len(layout.parts))
     w = posterior(router, world.silos[0], torch.zeros(300), torch.tensor(report.expert_priors).log())
     east = w[:, torch.tensor(layout.silo_E) == 0].sum(1)
@@ -237,22 +237,21 @@ def test_learned_router_of_clusters_tells_silos_apart_as_the_one_of_silos(
     losses = []
     for partition in ("silo", "silo_cluster"):
         (tmp_path / partition).mkdir()
-        releases = _releases(tmp_path / partition, "learned", partition, files, world)
-        report = train_router(Folder(tmp_path / partition), releases, seed=0)  # type: ignore[arg-type]
-        silo_E, prior = torch.tensor(releases.layout().silo_E), report.expert_priors
+        drawn = _statistics(tmp_path / partition, "learned", partition, files, world)
+        report = train_router(Folder(tmp_path / partition), drawn, seed=0)  # type: ignore[arg-type]
+        prior = report.expert_priors
 
         class Silos:
             """The silos' likelihoods, from those of their experts."""
 
             num_experts = 2
-            router = _open(tmp_path / partition, report, releases)
-            log_E = torch.tensor(prior).log()
+            router = _open(tmp_path / partition, report, drawn)
+            log_E, silo_E = torch.tensor(prior).log(), torch.tensor(drawn.layout().silo_E)
 
             def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
                 joint = self.router.log_likelihood(x_B, t_B) + self.log_E
                 return torch.stack([joint[:, self.silo_E == k].logsumexp(1) for k in (0, 1)], 1)
 
-        Silos.silo_E = silo_E  # type: ignore[attr-defined]
         label = torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
         losses.append([band.value for band in cross_entropy(Silos(), torch.cat(world.silos), label, [0.5, 0.5])])
     np.testing.assert_allclose(losses[1], losses[0], atol=0.1)
@@ -261,11 +260,11 @@ def test_learned_router_of_clusters_tells_silos_apart_as_the_one_of_silos(
 def test_harmful_candidate_is_not_published_and_the_report_says_why(
     files: PlanFiles, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    releases = _releases(tmp_path, "moments", "silo", files, world)
-    moments = releases.moments()
+    drawn = _statistics(tmp_path, "moments", "silo", files, world)
+    moments = drawn.moments()
     swapped = {"east": moments["north"], "north": moments["east"]}
     monkeypatch.setattr(Statistics, "moments", lambda self: swapped)
-    report = train_router(Folder(tmp_path), releases, seed=0)  # type: ignore[arg-type]
+    report = train_router(Folder(tmp_path), drawn, seed=0)  # type: ignore[arg-type]
     assert report.published == "counts"
     assert "moments is worse than counts" in report.reason and report.sketches is not None
     assert report.sketches.difference_low > 0
@@ -274,12 +273,12 @@ def test_harmful_candidate_is_not_published_and_the_report_says_why(
 def test_releases_that_contradict_the_public_data_are_refused_and_nothing_is_written(
     files: PlanFiles, world: World, tmp_path: Path
 ) -> None:
-    releases = _releases(tmp_path, "counts", "silo", files, world)
-    east, north = (int(counts.argmax()) for counts in releases.counts().values())
+    drawn = _statistics(tmp_path, "counts", "silo", files, world)
+    east, north = (int(counts.argmax()) for counts in drawn.counts().values())
     swap = list(range(GROUPS))
     swap[east], swap[north] = north, east
     flipped = replace(files.sketch, group_mean_GR=files.sketch.group_mean_GR[swap])
-    spoilt = Statistics(releases.plan, PlanFiles(files.encoder, files.clusters, flipped), world, releases.silos)
+    spoilt = Statistics(drawn.plan, PlanFiles(files.encoder, files.clusters, flipped), world, drawn.silos)
     with pytest.raises(RefusedError, match="counts router on public data"):
         train_router(Folder(tmp_path), spoilt, seed=0)  # type: ignore[arg-type]
     assert not under_test.router_path(Folder(tmp_path), "x").exists()  # type: ignore[arg-type]

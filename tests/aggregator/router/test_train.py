@@ -15,6 +15,8 @@ from ddm.routers.counts import CountsRouter
 from tests.conftest import Published
 from tests.support.federation import TinyFederation, recipe
 
+pytestmark = pytest.mark.usefixtures("short_pages")
+
 
 def weights(published: Published) -> dict[str, torch.Tensor]:
     return load_tensors(router_path(published.tiny.federation, published.plan_id), None, max_bytes=1 << 20)

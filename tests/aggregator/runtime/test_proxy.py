@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -27,11 +27,14 @@ from aggregator.runtime.proxy import (
 )
 from ddm.errors import MissingFileError, SetupError
 from ddm.system.processes import free_port, spawn, terminate_all
+from tests.support.case import case
+from tests.support.waiting import LIMIT_S, wait_until
 
-LIMITS = Limits(body_bytes=100_000, requests=4, header_s=1, body_s=3)
+LIMITS = Limits(body_bytes=100_000, requests=4, header_s=60, body_s=60)
+HASTY = replace(LIMITS, header_s=1, body_s=3)
 FLEET = "/v1/fleet/pull-messages"
-# From the first byte: the limits above are 1 s and 3 s, nginx's own are 60 s, and a loaded machine is slow.
-BOUND_S = 30.0
+# From the first byte: hasty limits are 1 s and 3 s, the others and nginx's own 60 s, and a loaded machine is slow.
+BOUND_S = 45.0
 
 needs_nginx = pytest.mark.skipif(find_nginx() is None, reason="nginx is not installed")
 
@@ -100,7 +103,7 @@ class Proxy:
         return (self.fed / "flower" / "nginx.log").read_text()
 
     def connect(self, *, source: str = "127.0.0.1") -> ssl.SSLSocket:
-        plain = socket.create_connection(("127.0.0.1", self.port), timeout=10.0, source_address=(source, 0))
+        plain = socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT_S, source_address=(source, 0))
         return ssl.create_default_context(cafile=str(self.ca)).wrap_socket(plain, server_hostname="127.0.0.1")
 
     def ask(self, data: bytes, *, source: str = "127.0.0.1") -> int:
@@ -125,18 +128,19 @@ def status_of(connection: socket.socket) -> int:
 
 
 @contextmanager
-def proxy_of(fed: Path, upstream: Upstream) -> Iterator[Proxy]:
+def proxy_of(fed: Path, upstream: Upstream, limits: Limits = LIMITS) -> Iterator[Proxy]:
     nginx, flower = find_nginx(), fed / "flower"
     assert nginx
     port = free_port()
-    write_config(nginx, flower, render_config("127.0.0.1", port, upstream.port, LIMITS))
+    write_config(nginx, flower, render_config("127.0.0.1", port, upstream.port, limits))
     child = spawn(nginx_command(nginx, flower), log_path=flower / "nginx.log")
     try:
         found = Proxy(fed, port, upstream)
-        deadline = time.monotonic() + 20.0
-        while not answers("127.0.0.1", port, found.ca):
-            assert child.running() and time.monotonic() < deadline, child.log_tail()
-            child.wait(0.05)
+
+        def check() -> None:
+            assert child.running(), child.log_tail()
+
+        wait_until(lambda: answers("127.0.0.1", port, found.ca), "an answer of nginx", check=check)
         yield found
     finally:
         terminate_all([child])
@@ -177,9 +181,8 @@ def test_proxy_lets_pass_what_flowers_nodes_ask_for() -> None:
 
 
 @needs_nginx
-@pytest.mark.parametrize(
-    "target",
-    [
+def test_code_submitted_through_the_public_port_is_refused(door: Proxy) -> None:
+    for target in [
         "/v1/control/start-run",
         "/v1/runtime/push-messages",
         "/v1/fleet",
@@ -191,17 +194,15 @@ def test_proxy_lets_pass_what_flowers_nodes_ask_for() -> None:
         "/openapi.json",
         "/health",
         "/",
-    ],
-)
-def test_code_submitted_through_the_public_port_is_refused(door: Proxy, target: str) -> None:
-    assert door.post(target) == 403
-    assert not door.upstream.requests
+    ]:
+        with case(target=target):
+            assert door.post(target) == 403
+            assert not door.upstream.requests
 
 
 @needs_nginx
-@pytest.mark.parametrize(
-    "target",
-    [
+def test_path_trick_reaches_nothing(door: Proxy) -> None:
+    for target in [
         "/v1/fleet/../control/start-run",
         "/v1/fleet/%2e%2e/control/start-run",
         "/v1/fleet/..%2fcontrol/start-run",
@@ -223,11 +224,10 @@ def test_code_submitted_through_the_public_port_is_refused(door: Proxy, target: 
         "http://127.0.0.1:1/",
         "*",
         "v1/fleet/pull-messages",
-    ],
-)
-def test_path_trick_reaches_nothing(door: Proxy, target: str) -> None:
-    assert door.post(target) in (400, 403, 404)
-    assert not door.upstream.requests
+    ]:
+        with case(target=target):
+            assert door.post(target) in (400, 403, 404)
+            assert not door.upstream.requests
 
 
 @needs_nginx
@@ -246,15 +246,17 @@ def test_second_request_smuggled_behind_a_first_is_judged_by_itself(door: Proxy)
 
 
 @needs_nginx
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "CONNECT", "TRACE", "post"])
-def test_method_that_no_silo_uses_is_refused(door: Proxy, method: str) -> None:
-    assert door.ask(f"{method} {FLEET} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()) in (400, 403, 405)
-    assert not door.upstream.requests
+def test_method_that_no_silo_uses_is_refused(door: Proxy) -> None:
+    for method in ["GET", "PUT", "DELETE", "CONNECT", "TRACE", "post"]:
+        with case(method=method):
+            request = f"{method} {FLEET} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            assert door.ask(request.encode()) in (400, 403, 405)
+            assert not door.upstream.requests
 
 
 @needs_nginx
 def test_plaintext_is_refused(door: Proxy) -> None:
-    with socket.create_connection(("127.0.0.1", door.port), timeout=10.0) as plain:
+    with socket.create_connection(("127.0.0.1", door.port), timeout=LIMIT_S) as plain:
         plain.sendall(f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
         assert status_of(plain) == 400
     assert not door.upstream.requests
@@ -265,7 +267,7 @@ def test_client_refuses_the_server_when_it_trusts_another_authority(door: Proxy,
     make_tls(tmp_path / "tls", ["127.0.0.1"])
     context = ssl.create_default_context(cafile=str(tmp_path / "tls" / "ca.pem"))
     with (
-        socket.create_connection(("127.0.0.1", door.port), timeout=10.0) as plain,
+        socket.create_connection(("127.0.0.1", door.port), timeout=LIMIT_S) as plain,
         pytest.raises(ssl.SSLCertVerificationError),
     ):
         context.wrap_socket(plain, server_hostname="127.0.0.1")
@@ -329,22 +331,36 @@ def trickle(connections: list[ssl.SSLSocket], data: bytes) -> float:
     return time.monotonic() - started
 
 
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[Proxy]:
+    make_tls(tmp_path / "tls", ["127.0.0.1"])
+    with upstream_of(tmp_path / "tls") as upstream, proxy_of(tmp_path, upstream, HASTY) as found:
+        yield found
+
+
+def promptly(door: Proxy) -> int:
+    """Post until nginx does not find that slow as well, as it may on a busy machine."""
+    statuses = (door.post(more="flwr-signature: swift\r\n") for _ in range(10))
+    return next((status for status in statuses if status not in (0, 408)), 0)
+
+
 @needs_nginx
-def test_slow_loris_is_dropped_while_others_are_served(door: Proxy) -> None:
+def test_slow_loris_is_dropped_while_others_are_served(hasty: Proxy) -> None:
     with ExitStack() as stack:
-        lorises = [stack.enter_context(door.connect()) for _ in range(20)]
+        lorises = [stack.enter_context(hasty.connect()) for _ in range(20)]
         for loris in lorises:
-            loris.sendall(f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nflwr-signature: slow\r\n".encode())
-        assert door.post(more="flwr-signature: swift\r\n") == 200
+            with suppress(OSError):  # dropped already
+                loris.sendall(f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nflwr-signature: slow\r\n".encode())
+        assert promptly(hasty) == 200
         assert trickle(lorises, b"X-Slow: 1\r\n") < BOUND_S
     # What the upstream was sent before may still come in, without a signature.
-    signatures = [headers.get("flwr-signature") for _, _, headers, _ in door.upstream.requests]
-    assert [signature for signature in signatures if signature] == ["swift"]
+    signatures = [headers.get("flwr-signature") for _, _, headers, _ in hasty.upstream.requests]
+    assert {signature for signature in signatures if signature} == {"swift"}
 
 
 @needs_nginx
-def test_body_that_stops_midway_is_dropped(door: Proxy) -> None:
-    with door.connect() as connection:
+def test_body_that_stops_midway_is_dropped(hasty: Proxy) -> None:
+    with hasty.connect() as connection:
         connection.sendall(f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
         connection.settimeout(BOUND_S)
         assert status_of(connection) in (0, 408)
@@ -366,9 +382,7 @@ def test_refusals_are_logged_without_what_they_carried(door: Proxy) -> None:
         door.post(target, body=b"s3cret", more="X-Token: s3cret\r\nReferer: s3cret\r\nUser-Agent: s3cret\r\n")
     door.post("/v1/control/start-run")
     door.post()
-    deadline = time.monotonic() + BOUND_S
-    while " 403 /v1/control/start-run " not in door.log and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: " 403 /v1/control/start-run " in door.log, "a line in the log")
     line = next(line for line in door.log.splitlines() if " 403 /v1/control/start-run " in line)
     assert re.fullmatch(r"\S+ 127\.0\.0\.1 403 /v1/control/start-run [0-9]+ bytes [0-9.]+ s", line)
     assert "s3crets3crets3crets3crets3crets3crets3crets3crets3crets3crets3" not in door.log
@@ -396,10 +410,10 @@ def test_configuration_that_nginx_does_not_accept_is_refused(tmp_path: Path) -> 
     write_config(nginx, tmp_path / "flower", render_config("127.0.0.1", free_port(), 9093))
 
 
-@pytest.mark.parametrize("host", ["", "a b", "x; include /etc/passwd", "h{", "$host", "ü.example", "a\nb"])
-def test_host_that_is_more_than_a_host_is_refused(host: str) -> None:
-    with pytest.raises(SetupError):
-        render_config(host, 9092, 9093)
+def test_host_that_is_more_than_a_host_is_refused() -> None:
+    for host in ["", "a b", "x; include /etc/passwd", "h{", "$host", "ü.example", "a\nb"]:
+        with case(host=host), pytest.raises(SetupError):
+            render_config(host, 9092, 9093)
 
 
 def test_address_of_ipv6_is_written_in_brackets() -> None:
@@ -412,14 +426,15 @@ def test_loopback_needs_no_nginx(host: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert is_loopback(host) and choose_proxy(host) is None
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "fed.example.org", "127.0.0.1.example.org", "10.0.0.1"])
-def test_port_stays_closed_to_a_network_where_nginx_is_missing(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy, "find_nginx", lambda: None)
-    with pytest.raises(MissingFileError, match="nginx") as refused:
-        choose_proxy(host)
-    assert "nginx" in refused.value.remedy
-    monkeypatch.setattr(proxy, "find_nginx", lambda: Path("/usr/sbin/nginx"))
-    assert choose_proxy(host) == Path("/usr/sbin/nginx")
+def test_port_stays_closed_to_a_network_where_nginx_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in ["0.0.0.0", "::", "fed.example.org", "127.0.0.1.example.org", "10.0.0.1"]:
+        with case(host=host):
+            monkeypatch.setattr(proxy, "find_nginx", lambda: None)
+            with pytest.raises(MissingFileError, match="nginx") as refused:
+                choose_proxy(host)
+            assert "nginx" in refused.value.remedy
+            monkeypatch.setattr(proxy, "find_nginx", lambda: Path("/usr/sbin/nginx"))
+            assert choose_proxy(host) == Path("/usr/sbin/nginx")
 
 
 def test_server_that_accepts_and_says_nothing_does_not_count_as_answering(tmp_path: Path) -> None:

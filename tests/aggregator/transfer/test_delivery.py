@@ -11,6 +11,7 @@ import pytest
 from aggregator.transfer.delivery import MAX_SUBMISSIONS, SiloDelivery
 from ddm.errors import FormatError
 from ddm.transport.messages import Ask, Envelope, FileEntry, Held, Offer, Report, Span, Status
+from tests.support.waiting import LIMIT_S
 
 PLAN = "digits-3f9a1c2e"
 ENTRY = FileEntry(path="sketch.safetensors", num_bytes=3)
@@ -95,7 +96,7 @@ def test_submission_goes_on_where_it_stopped_when_the_writer_is_killed(tmp_path:
     command = [sys.executable, "-c", WRITER, str(tmp_path), PLAN, str(shard)]
     runs = [subprocess.run([*command, str(kill_at)], check=False).returncode for _ in range(2)]
     assert runs == [-signal.SIGKILL] * 2
-    subprocess.run([*command, "0"], check=True, timeout=60)
+    subprocess.run([*command, "0"], check=True, timeout=LIMIT_S)
     arrived = tmp_path / "fed" / "incoming" / PLAN / "north" / "1" / "expert.safetensors"
     assert arrived.read_bytes() == (outbox / "expert.safetensors").read_bytes()
     fetched = sum(int(line) for line in (tmp_path / "fetched").read_text().split())

@@ -14,6 +14,7 @@ from ddm.ensemble import ClassPrior, Ensemble
 from ddm.errors import MathError, SetupError
 from ddm.protocol.plan import ClassCondition, TextCondition
 from tests.conftest import Published
+from tests.support.case import case
 
 
 def sample(*words: object) -> BaseException | None:
@@ -22,9 +23,8 @@ def sample(*words: object) -> BaseException | None:
     return result.exception
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
+def test_flag_that_means_nothing_is_refused_before_a_release_is_looked_for(tmp_path: Path) -> None:
+    for flags, named in [
         ("--strategy full --tau 0.5", "--tau"),
         ("--strategy sample --prefix full", "--prefix"),
         ("--strategy lock --prefix full", "--prefix"),
@@ -38,16 +38,13 @@ def sample(*words: object) -> BaseException | None:
         ("--text left --text-encoder nowhere --class 1", "--text"),
         ("--text-encoder nowhere", "--text-encoder"),
         ("--memory lots", "--memory"),
-    ],
-)
-def test_flag_that_means_nothing_is_refused_before_a_release_is_looked_for(
-    flags: str, named: str, tmp_path: Path
-) -> None:
-    words = ("nowhere", "--root", "nowhere", "--num", 4, "--out", tmp_path / "new" / "a.npz")
-    ended = sample(*words, *flags.split())
-    assert isinstance(ended, SetupError)
-    assert ended.subject == named
-    assert not (tmp_path / "new").exists()
+    ]:
+        with case(flags=flags, named=named):
+            words = ("nowhere", "--root", "nowhere", "--num", 4, "--out", tmp_path / "new" / "a.npz")
+            ended = sample(*words, *flags.split())
+            assert isinstance(ended, SetupError)
+            assert ended.subject == named
+            assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(("text", "size"), [("2GiB", 2 << 30), ("1.5 MiB", 3 << 19), ("700", 700)])

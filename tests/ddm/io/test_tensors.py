@@ -8,7 +8,9 @@ import pickle
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from safetensors.torch import save as reference_save
 
 from ddm.errors import DigestError, TensorFileError
 from ddm.io.tensors import TensorSpec, check_file, check_tensors, load_tensors, read_header, save_tensors, spec_of
+from tests.support.bounded import attempt
+from tests.support.case import case
 
 MANY = 10**6
 
@@ -168,9 +172,8 @@ def test_honest_header_whose_length_looks_like_a_pickle_is_read(path):
     assert read_header(path, max_bytes=MANY) == {"a": TensorSpec("F32", (1,))}
 
 
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [
+def test_malformed_file_is_refused(path):
+    for name, data in [
         ("empty file", b""),
         ("seven bytes", b"\x02\0\0\0\0\0\0"),
         ("header bomb", struct.pack("<Q", 2**63) + b"{}"),
@@ -208,13 +211,12 @@ def test_honest_header_whose_length_looks_like_a_pickle_is_read(path):
         ("metadata that is a list", raw({"__metadata__": []})),
         ("large metadata", raw({"__metadata__": {"a": "b" * 4096}})),
         ("NaN in the header", raw(b'{"a": NaN}')),
-    ],
-)
-def test_malformed_file_is_refused(path, name, data):
-    path.write_bytes(data)
-    with pytest.raises(TensorFileError):
-        read_header(path, max_bytes=4 * MANY)
-    refused(path, data, max_bytes=4 * MANY)
+    ]:
+        with case(name=name, data=data):
+            path.write_bytes(data)
+            with pytest.raises(TensorFileError):
+                read_header(path, max_bytes=4 * MANY)
+            refused(path, data, max_bytes=4 * MANY)
 
 
 def test_file_above_its_bound_is_refused(path):
@@ -224,13 +226,15 @@ def test_file_above_its_bound_is_refused(path):
     refused(path, path.read_bytes(), max_bytes=size - 1)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_single_value_that_is_not_finite_is_refused(path, value, dtype):
-    bad = torch.zeros(1000, dtype=dtype)
-    bad[617] = value
-    save_tensors(path, {"good": torch.ones(3), "bad": bad})
-    assert "tensor bad" in refused(path, path.read_bytes()).subject
+def test_single_value_that_is_not_finite_is_refused(path):
+    for value, dtype in product(
+        [float("nan"), float("inf"), -float("inf")], [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+    ):
+        with case(value=value, dtype=dtype):
+            bad = torch.zeros(1000, dtype=dtype)
+            bad[617] = value
+            save_tensors(path, {"good": torch.ones(3), "bad": bad})
+            assert "tensor bad" in refused(path, path.read_bytes()).subject
 
 
 def test_value_above_the_bound_is_refused_and_at_the_bound_is_not(path):
@@ -267,20 +271,18 @@ def test_links_pipes_folders_and_absent_files_are_refused(path, tmp_path):
             read_header(other, max_bytes=MANY)
 
 
-@pytest.mark.parametrize(
-    ("content", "metadata"),
-    [
+def test_nothing_is_written_that_would_not_be_read(path):
+    for content, metadata in [
         ({"a": torch.ones(0)}, None),
         ({"a": torch.ones(1, dtype=torch.complex64)}, None),
         ({"a" * 600: torch.ones(1)}, None),
         ({"a": torch.ones(1)}, {"x": "y" * 5000}),
         ({str(i).zfill(400): torch.ones(1) for i in range(3000)}, None),
-    ],
-)
-def test_nothing_is_written_that_would_not_be_read(path, content, metadata):
-    with pytest.raises(TensorFileError):
-        save_tensors(path, content, metadata)
-    assert list(path.parent.iterdir()) == []
+    ]:
+        with case(content=content, metadata=metadata):
+            with pytest.raises(TensorFileError):
+                save_tensors(path, content, metadata)
+            assert list(path.parent.iterdir()) == []
 
 
 def test_write_that_fails_leaves_the_old_file_and_no_other(path, monkeypatch):
@@ -366,51 +368,41 @@ def sparse(path, gib: float, last: float = 0.0) -> dict[str, TensorSpec]:
     return specs
 
 
-@pytest.mark.parametrize("read", [load_tensors, check_file])
-@pytest.mark.parametrize("value", BAD_VALUES)
-def test_value_is_refused_however_far_out_in_a_file_it_stands(path, value, read):
-    gib = 3 * BLOCK / 2**30 + 1e-6
-    with pytest.raises(TensorFileError, match="tensor b"):
-        read(path, sparse(path, gib, last=value), max_bytes=10**7, max_abs=1e4)
-    read(path, sparse(path, gib, last=1e4), max_bytes=10**7, max_abs=1e4)
+def test_value_is_refused_however_far_out_in_a_file_it_stands(path):
+    for read, value in product([load_tensors, check_file], BAD_VALUES):
+        with case(read=read, value=value):
+            gib = 3 * BLOCK / 2**30 + 1e-6
+            with pytest.raises(TensorFileError, match="tensor b"):
+                read(path, sparse(path, gib, last=value), max_bytes=10**7, max_abs=1e4)
+            read(path, sparse(path, gib, last=1e4), max_bytes=10**7, max_abs=1e4)
 
 
-@pytest.mark.parametrize("read", [load_tensors, check_file])
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"\x80\x05", raw(b"{{{"), raw({"b": entry(0, 4)}, b"abcd"), raw({"a": entry(0, 4)}, b"\0\0\xc0\x7f")],
-)
-def test_other_bytes_are_called_that_and_nothing_else_whatever_is_in_them(path, data, read):
+def test_other_bytes_are_called_that_and_nothing_else_whatever_is_in_them(path):
     """The attack: a file that nobody signed, which breaks every other rule as well."""
-    specs = {"a": TensorSpec("F32", (1,))}
-    save_tensors(path, {"a": torch.ones(1)})
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    read(path, specs, max_bytes=MANY, digest=digest)
-    path.write_bytes(data)
-    with pytest.raises(DigestError):
-        read(path, specs, max_bytes=MANY, digest=digest)
-    with pytest.raises(TensorFileError):
-        read(path, specs, max_bytes=MANY)
+    for read, data in product(
+        [load_tensors, check_file],
+        [b"", b"\x80\x05", raw(b"{{{"), raw({"b": entry(0, 4)}, b"abcd"), raw({"a": entry(0, 4)}, b"\0\0\xc0\x7f")],
+    ):
+        with case(read=read, data=data):
+            specs = {"a": TensorSpec("F32", (1,))}
+            save_tensors(path, {"a": torch.ones(1)})
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            read(path, specs, max_bytes=MANY, digest=digest)
+            path.write_bytes(data)
+            with pytest.raises(DigestError):
+                read(path, specs, max_bytes=MANY, digest=digest)
+            with pytest.raises(TensorFileError):
+                read(path, specs, max_bytes=MANY)
+
+
+def mebibytes(act: Callable[[], object]) -> float:
+    """What an act takes at its peak."""
+    outcome = attempt(act, mib=1024, cpu_s=60)
+    assert outcome.error is None, outcome
+    return outcome.mib
 
 
 def test_large_file_is_checked_in_the_memory_of_a_block(path):
-    """In a process of its own, whose peak tells; the control is loading a quarter of it."""
-    program = (
-        "import json, re, sys; from pathlib import Path; import torch\n"
-        "from ddm.io.tensors import TensorSpec, check_file, load_tensors\n"
-        "torch.set_num_threads(1)\n"
-        "peak = lambda: int(re.search('VmHWM:.*?([0-9]+)', Path('/proc/self/status').read_text())[1])\n"
-        "path, how, shapes = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])\n"
-        "torch.aminmax(torch.zeros(4)); before = peak()\n"
-        "specs = {name: TensorSpec('F32', tuple(shape)) for name, shape in shapes.items()}\n"
-        "{'check': check_file, 'load': load_tensors}[how](path, specs, max_bytes=2**40)\n"
-        "print((peak() - before) / 1024)"
-    )
-
-    def mebibytes(how: str, gib: float) -> float:
-        shapes = {name: spec.shape for name, spec in sparse(path, gib).items()}
-        command = [sys.executable, "-c", program, str(path), how, json.dumps(shapes)]
-        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-    assert mebibytes("check", 1) < 32
-    assert mebibytes("load", 0.25) > 250
+    specs = sparse(path, 0.25)
+    assert mebibytes(lambda: check_file(path, specs, max_bytes=2**40)) < 32
+    assert mebibytes(lambda: load_tensors(path, specs, max_bytes=2**40)) > 250

@@ -11,6 +11,7 @@ from ddm.errors import ShapeError
 from ddm.models import build_expert, expected_tensors, training_flops
 from ddm.models.mmdit import HeadNorm, MMDiT
 from ddm.protocol.architecture import ClassCondition, Mmdit, NoCondition, TextCondition
+from tests.support.case import case
 
 TEXT = TextCondition(dim=5, max_tokens=4)
 SHAPE = (3, 4, 6)
@@ -168,24 +169,20 @@ def test_training_flops_equal_those_counted_by_hand(shared_depth: int) -> None:
     assert training_flops(small(shared_depth), SHAPE, 3, TEXT) == 3 * by_hand
 
 
-@pytest.mark.parametrize(
-    ("hidden", "depth", "heads", "shared_depth", "expected"),
-    [
+def test_sizes_to_three_billion_are_as_documented() -> None:
+    for hidden, depth, heads, shared_depth, expected in [
         (1536, 24, 24, 0, 2_025_188_352),  # Stable Diffusion 3 medium, published as 2B
         (1664, 30, 26, 0, 2_974_444_288),
         (2560, 30, 20, 30, 2_994_232_384),
         (2560, 30, 20, 29, 3_131_906_880),
         (2560, 30, 20, 0, 7_032_688_576),
-    ],
-)
-def test_sizes_to_three_billion_are_as_documented(
-    hidden: int, depth: int, heads: int, shared_depth: int, expected: int
-) -> None:
-    architecture = Mmdit(patch=2, hidden=hidden, depth=depth, heads=heads, shared_depth=shared_depth)
-    t5 = TextCondition(dim=4096, max_tokens=77)
-    tensors = expected_tensors(architecture, (16, 32, 32), t5)
-    assert sum(spec.bytes for spec in tensors.values()) // 4 == expected
-    row = f"| {hidden} | {depth} | {heads} | {shared_depth} | {expected:,} |"
-    assert row in (Path(__file__).parents[3] / "docs" / "explanation" / "architectures.md").read_text("utf-8")
-    weights = 36 * (depth - shared_depth) + 15 * shared_depth  # times the width squared, without the ends
-    assert expected == pytest.approx(weights * hidden**2, rel=0.02)
+    ]:
+        with case(hidden=hidden, depth=depth, heads=heads, shared_depth=shared_depth, expected=expected):
+            architecture = Mmdit(patch=2, hidden=hidden, depth=depth, heads=heads, shared_depth=shared_depth)
+            t5 = TextCondition(dim=4096, max_tokens=77)
+            tensors = expected_tensors(architecture, (16, 32, 32), t5)
+            assert sum(spec.bytes for spec in tensors.values()) // 4 == expected
+            row = f"| {hidden} | {depth} | {heads} | {shared_depth} | {expected:,} |"
+            assert row in (Path(__file__).parents[3] / "docs" / "explanation" / "architectures.md").read_text("utf-8")
+            weights = 36 * (depth - shared_depth) + 15 * shared_depth  # times the width squared, without the ends
+            assert expected == pytest.approx(weights * hidden**2, rel=0.02)

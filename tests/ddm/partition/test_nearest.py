@@ -1,9 +1,12 @@
+from itertools import product
+
 import pytest
 import torch
 
 from ddm.errors import NumericalError
 from ddm.partition import nearest
 from ddm.partition.nearest import Nearest
+from tests.support.case import case
 
 BFLOAT16, FLOAT32 = (torch.bfloat16,), (torch.float32,)
 
@@ -31,18 +34,16 @@ def world(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     return features, centroids
 
 
-@pytest.mark.parametrize("dtypes", [BFLOAT16, FLOAT32, (*BFLOAT16, *FLOAT32)])
-@pytest.mark.parametrize(
-    "kind",
-    ["noise", "close to centroids", "far from the origin", "far from the centroids", "of tiny size", "halfway"],
-)
-def test_nearest_is_that_of_float64(
-    kind: str, dtypes: tuple[torch.dtype, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    features, centroids = world(kind)
-    monkeypatch.setattr(nearest, "_BLOCK", 250)
-    monkeypatch.setattr(nearest, "_CHUNK", 30)
-    assert torch.equal(Nearest(centroids, dtypes).find(features), brute(features, centroids))
+def test_nearest_is_that_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtypes, kind in product(
+        [BFLOAT16, FLOAT32, (*BFLOAT16, *FLOAT32)],
+        ["noise", "close to centroids", "far from the origin", "far from the centroids", "of tiny size", "halfway"],
+    ):
+        with case(dtypes=dtypes, kind=kind):
+            features, centroids = world(kind)
+            monkeypatch.setattr(nearest, "_BLOCK", 250)
+            monkeypatch.setattr(nearest, "_CHUNK", 30)
+            assert torch.equal(Nearest(centroids, dtypes).find(features), brute(features, centroids))
 
 
 def test_bfloat16_alone_would_not_do() -> None:

@@ -17,9 +17,9 @@ ALL = {
 }
 
 
-def plan(**releases: object) -> Plan:
+def plan(**statistics: object) -> Plan:
     document = plan_document()
-    document["statistics"] = {"unit": "image", **releases}
+    document["statistics"] = {"unit": "image", **statistics}
     document["router"] = {"kind": "counts"}
     return Plan.parse(to_bytes(document), subject="plan.json")
 

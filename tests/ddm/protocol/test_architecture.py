@@ -7,6 +7,7 @@ import pytest
 
 from ddm.errors import DocumentError
 from ddm.protocol.plan import ClassCondition, Dit, Mmdit, NoCondition, Plan, TextCondition, Unet
+from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
 
 DIT = {"kind": "dit", "patch": 2, "hidden": 96, "depth": 4, "heads": 4}
@@ -36,31 +37,26 @@ def parse(*arguments: Any, **more: Any) -> Plan:
     return Plan.parse(to_bytes(document(*arguments, **more)), subject="plan")
 
 
-@pytest.mark.parametrize(
-    ("architecture", "condition", "shape", "kinds"),
-    [
+def test_every_architecture_survives_encoding_with_no_field_more() -> None:
+    for architecture, condition, shape, kinds in [
         (DIT, NONE, [1, 8, 8], (Dit, NoCondition)),
         (DIT, CLASSES, [1, 8, 8], (Dit, ClassCondition)),
         (DIT, TEXT, [1, 8, 8], (Dit, TextCondition)),
         (MMDIT, TEXT, [1, 8, 8], (Mmdit, TextCondition)),
         (UNET, NONE, [1, 8, 8], (Unet, NoCondition)),
         (UNET, CLASSES, VOLUME, (Unet, ClassCondition)),
-    ],
-)
-def test_every_architecture_survives_encoding_with_no_field_more(
-    architecture: dict[str, Any], condition: dict[str, Any], shape: list[int], kinds: tuple[type, type]
-) -> None:
-    plan = parse(architecture, condition, shape)
-    assert (type(plan.expert.architecture), type(plan.condition)) == kinds
-    written = json.loads(plan.encode())
-    assert written["expert"]["architecture"] == architecture
-    assert written["condition"] == condition
-    assert written["data"]["shape"] == shape
+    ]:
+        with case(architecture=architecture, condition=condition, shape=shape, kinds=kinds):
+            plan = parse(architecture, condition, shape)
+            assert (type(plan.expert.architecture), type(plan.condition)) == kinds
+            written = json.loads(plan.encode())
+            assert written["expert"]["architecture"] == architecture
+            assert written["condition"] == condition
+            assert written["data"]["shape"] == shape
 
 
-@pytest.mark.parametrize(
-    ("architecture", "condition", "shape", "told"),
-    [
+def test_architecture_that_cannot_be_built_is_refused_in_the_plan() -> None:
+    for architecture, condition, shape, told in [
         (DIT, NONE, VOLUME, "unet"),
         (MMDIT, TEXT, VOLUME, "unet"),
         (DIT, NONE, [1, 7, 8], "divides"),
@@ -80,13 +76,9 @@ def test_every_architecture_survives_encoding_with_no_field_more(
         (DIT, CLASSES | {"drop": 1.0}, [1, 8, 8], "drop"),
         (DIT, TEXT | {"dim": 0}, [1, 8, 8], "dim"),
         (DIT, TEXT | {"max_tokens": 10**6}, [1, 8, 8], "max_tokens"),
-    ],
-)
-def test_architecture_that_cannot_be_built_is_refused_in_the_plan(
-    architecture: dict[str, Any], condition: dict[str, Any], shape: list[int], told: str
-) -> None:
-    with pytest.raises(DocumentError, match=told):
-        parse(architecture, condition, shape)
+    ]:
+        with case(architecture, condition, shape), pytest.raises(DocumentError, match=told):
+            parse(architecture, condition, shape)
 
 
 def test_routers_and_encoders_that_see_images_alone_are_refused_for_volumes() -> None:

@@ -13,6 +13,7 @@ from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Submission
+from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
 
 
@@ -66,12 +67,13 @@ def test_document_parsers_raise_nothing_but_their_error(data: bytes) -> None:
             kind.parse(data, subject="document")
 
 
-@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../b", ".hidden", "a//b", "a/", "a\\b", "a/" * 9 + "b", ""])
-def test_file_refuses_a_path_that_leads_elsewhere(path: str) -> None:
-    document = plan_document()
-    document["files"][0]["path"] = path
-    with pytest.raises(DocumentError, match="path"):
-        Plan.parse(to_bytes(document), subject="plan")
+def test_file_refuses_a_path_that_leads_elsewhere() -> None:
+    for path in ["../x", "/etc/passwd", "a/../b", ".hidden", "a//b", "a/", "a\\b", "a/" * 9 + "b", ""]:
+        with case(path=path):
+            document = plan_document()
+            document["files"][0]["path"] = path
+            with pytest.raises(DocumentError, match="path"):
+                Plan.parse(to_bytes(document), subject="plan")
 
 
 def test_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:

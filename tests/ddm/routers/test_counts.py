@@ -12,6 +12,7 @@ from ddm.privacy.noise import discrete_laplace
 from ddm.routers.base import Router, posterior
 from ddm.routers.counts import CountsRouter, counts_router_specs, expected_counts
 from ddm.routers.sketch import Sketch
+from tests.support.case import case
 from tests.support.router_problems import GROUPS, PATH, RANK, clustered, dealt, make_world
 from tests.support.seeded import Seeded
 
@@ -32,22 +33,23 @@ def _brute(sketch: Sketch, mass: np.ndarray, s: np.ndarray, t: float) -> np.ndar
     return logsumexp(np.stack(logs, 1)[:, None, :] + np.log(mass), axis=2)
 
 
-@pytest.mark.parametrize("t", [0.0, 0.1, 0.5, 0.9, 0.999])
-def test_counts_likelihood_matches_the_mixture_written_out(t: float) -> None:
-    router = CountsRouter(SKETCH, LOG_MASS, PATH)
-    generator = torch.Generator().manual_seed(1)
-    s = torch.randn(40, RANK, generator=generator, dtype=torch.float64)
-    found = router.sketch_log_likelihood(s, torch.full((40,), t, dtype=torch.float64)).numpy()
-    shares = np.array(SHARES) / np.array(SHARES).sum(1, keepdims=True)
-    expected = _brute(SKETCH, shares, s.numpy(), t)
+def test_counts_likelihood_matches_the_mixture_written_out() -> None:
+    for t in [0.0, 0.1, 0.5, 0.9, 0.999]:
+        with case(t=t):
+            router = CountsRouter(SKETCH, LOG_MASS, PATH)
+            generator = torch.Generator().manual_seed(1)
+            s = torch.randn(40, RANK, generator=generator, dtype=torch.float64)
+            found = router.sketch_log_likelihood(s, torch.full((40,), t, dtype=torch.float64)).numpy()
+            shares = np.array(SHARES) / np.array(SHARES).sum(1, keepdims=True)
+            expected = _brute(SKETCH, shares, s.numpy(), t)
 
-    def ratios(log: np.ndarray) -> np.ndarray:
-        return log - log.mean(1, keepdims=True)
+            def ratios(log: np.ndarray) -> np.ndarray:
+                return log - log.mean(1, keepdims=True)
 
-    np.testing.assert_allclose(ratios(found), ratios(expected), atol=1e-6)
-    wrong = _brute(SKETCH, shares[[1, 0, 2]], s.numpy(), t)
-    if t < 0.9:
-        assert np.abs(ratios(found) - ratios(wrong)).max() > 0.1  # swapped shares would show
+            np.testing.assert_allclose(ratios(found), ratios(expected), atol=1e-6)
+            wrong = _brute(SKETCH, shares[[1, 0, 2]], s.numpy(), t)
+            if t < 0.9:
+                assert np.abs(ratios(found) - ratios(wrong)).max() > 0.1  # swapped shares would show
 
 
 def test_counts_router_takes_images_with_a_time_each() -> None:
@@ -154,20 +156,21 @@ def _wide(groups: int, rank: int) -> Sketch:
     return Sketch.fit(x.view(-1, 1, 2, rank), group, rank, groups, released_rank=4)
 
 
-@pytest.mark.parametrize("t", [0.0, 1e-4, 0.05, 0.5, 1.0])
-def test_float32_answers_of_a_wide_sketch_are_those_of_float64(t: float) -> None:
-    sketch = _wide(groups=32, rank=48)
-    share = torch.from_numpy(np.random.default_rng(0).dirichlet(np.full(32, 0.3), size=5)).clamp(min=1e-9)
-    router = CountsRouter(sketch, (share / share.sum(1, keepdim=True)).log(), PATH)
-    s = torch.cat([sketch.group_mean_GR, sketch.group_mean_GR + 0.5]).repeat(20, 1)
-    s = (1 - t) * s + t / sketch.scale * torch.randn(s.shape, generator=torch.Generator().manual_seed(1))
-    at = torch.full((len(s),), t)
-    single, double = router.sketch_log_likelihood(s, at), router.sketch_log_likelihood(s.double(), at.double())
-    assert single.dtype == torch.float32
-    torch.testing.assert_close(single.softmax(1).double(), double.softmax(1), atol=5e-4, rtol=0)
-    half = router.group_log_density(s.half().float(), at)  # the tolerance would show a lower precision
-    if t < 1:
-        assert float((half - router.group_log_density(s, at)).abs().max()) > 1e-2
+def test_float32_answers_of_a_wide_sketch_are_those_of_float64() -> None:
+    for t in [0.0, 1e-4, 0.05, 0.5, 1.0]:
+        with case(t=t):
+            sketch = _wide(groups=32, rank=48)
+            share = torch.from_numpy(np.random.default_rng(0).dirichlet(np.full(32, 0.3), size=5)).clamp(min=1e-9)
+            router = CountsRouter(sketch, (share / share.sum(1, keepdim=True)).log(), PATH)
+            s = torch.cat([sketch.group_mean_GR, sketch.group_mean_GR + 0.5]).repeat(20, 1)
+            s = (1 - t) * s + t / sketch.scale * torch.randn(s.shape, generator=torch.Generator().manual_seed(1))
+            at = torch.full((len(s),), t)
+            single, double = router.sketch_log_likelihood(s, at), router.sketch_log_likelihood(s.double(), at.double())
+            assert single.dtype == torch.float32
+            torch.testing.assert_close(single.softmax(1).double(), double.softmax(1), atol=5e-4, rtol=0)
+            half = router.group_log_density(s.half().float(), at)  # the tolerance would show a lower precision
+            if t < 1:
+                assert float((half - router.group_log_density(s, at)).abs().max()) > 1e-2
 
 
 def test_blocks_do_not_change_the_answer(monkeypatch) -> None:

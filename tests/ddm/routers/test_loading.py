@@ -45,7 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _plan(kind: str, **releases: object) -> Plan:
+def _plan(kind: str, **statistics: object) -> Plan:
     document = plan_document(router=SETTINGS[kind])
     document["data"] = {"shape": [1, 4, 4], "range": [-1.0, 1.0]}
     document["sketch"] = {"path": "plan/sketch.safetensors", "rank": RANK}
@@ -54,7 +54,7 @@ def _plan(kind: str, **releases: object) -> Plan:
         "counts": {"epsilon": 1.0, "num_groups": GROUPS},
         "sketch": {"epsilon": 6.0, "delta": 1e-5, "rank": RELEASED},
         "moments": {"epsilon": 1.0, "delta": 1e-6, "rank": RELEASED},
-        **releases,
+        **statistics,
     }
     return Plan.model_validate_json(json.dumps(document))
 

@@ -9,6 +9,7 @@ from ddm.errors import DataError, NumericalError, PolicyError, ShapeError
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.plan import DataSpec
 from ddm.routers.sketch import Sketch, sketch_specs
+from tests.support.case import case
 
 RANK, GROUPS = 4, 3
 
@@ -125,10 +126,10 @@ def test_malicious_plan_with_a_basis_that_is_not_orthonormal_is_refused(sketch: 
         replace(sketch, basis_RD=sketch.basis_RD[[0, 1, 2, 2]]).check()
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-9, 1e9, math.inf, math.nan])
-def test_malicious_plan_with_an_absurd_scale_is_refused(sketch: Sketch, scale: float) -> None:
-    with pytest.raises(PolicyError, match="scale"):
-        replace(sketch, scale=scale).check()
+def test_malicious_plan_with_an_absurd_scale_is_refused(sketch: Sketch) -> None:
+    for scale in [0.0, -1.0, 1e-9, 1e9, math.inf, math.nan]:
+        with case(scale=scale), pytest.raises(PolicyError, match="scale"):
+            replace(sketch, scale=scale).check()
 
 
 def test_malicious_plan_with_false_group_statistics_is_refused(sketch: Sketch) -> None:

@@ -3,6 +3,7 @@
 # Shape legend: K experts, C components, B batch.
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ddm.ensemble import Ensemble, Lock, Sample, Strategy, TopK, TopOne
 from ddm.errors import MathError, ShapeError
 from ddm.protocol.plan import ClassCondition, TextCondition
 from ddm.sampling.guidance import ClassPrior
+from tests.support.case import case
 from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
 
 CLASS_C = torch.tensor([0, 1, 1, 0, 1, 1, 0])
@@ -91,12 +93,12 @@ def truth(label: int, guidance: float, x: Tensor, t_B: Tensor) -> Tensor:
     return (1 + guidance) * mixture.velocity_under(within(label))(x, t_B) - guidance * mixture.velocity(x, t_B)
 
 
-@pytest.mark.parametrize("label", [0, 1])
-@pytest.mark.parametrize("guidance", [0.0, 0.5, 4.0])
-def test_guided_mixture_is_the_guided_velocity_of_the_pooled_data(label: int, guidance: float) -> None:
-    x, t_B = noised()
-    found = exact().velocity(x, t_B, condition=label, guidance=guidance)
-    assert (found - truth(label, guidance, x, t_B)).abs().max() < 1e-9 * (1 + guidance)
+def test_guided_mixture_is_the_guided_velocity_of_the_pooled_data() -> None:
+    for label, guidance in product([0, 1], [0.0, 0.5, 4.0]):
+        with case(label=label, guidance=guidance):
+            x, t_B = noised()
+            found = exact().velocity(x, t_B, condition=label, guidance=guidance)
+            assert (found - truth(label, guidance, x, t_B)).abs().max() < 1e-9 * (1 + guidance)
 
 
 def test_guided_mixture_is_wrong_with_one_set_of_weights_for_both_branches() -> None:
@@ -127,19 +129,20 @@ def test_prior_of_a_class_follows_another_prior_of_the_experts() -> None:
     assert (found - exact().velocity(x, t_B, condition=1, guidance=2.0)).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("strategy", ["full", Sample(), Lock(), Lock(0.6), TopK(4)])
-def test_conditional_samples_have_the_class_and_the_shares_of_those_who_hold_it(strategy: str | Strategy) -> None:
+def test_conditional_samples_have_the_class_and_the_shares_of_those_who_hold_it() -> None:
     """Without guidance every exact strategy stays exact, and no expert is asked about a class that it never saw."""
-    num, expected = 2000, torch.tensor(prior_given(0), dtype=torch.float64)
-    expected = expected / expected.sum()
-    drawn = exact().sample(num, strategy=strategy, steps=25, solver="heun", condition=0)
-    silo_N = four_silos().silo_of(drawn.images)
-    component_N = four_silos().log_joint(drawn.images, torch.zeros(num), four_silos().weight_C).argmax(dim=-1)
-    assert (CLASS_C[component_N] == 0).double().mean() > 0.99
-    found = torch.bincount(silo_N, minlength=4).double() / num
-    error = (expected * (1 - expected) / num).sqrt()
-    assert ((found - expected).abs() <= 4 * error + 2e-3).all()
-    assert found[2] < 0.01
+    for strategy in ["full", Sample(), Lock(), Lock(0.6), TopK(4)]:
+        with case(strategy=strategy):
+            num, expected = 2000, torch.tensor(prior_given(0), dtype=torch.float64)
+            expected = expected / expected.sum()
+            drawn = exact().sample(num, strategy=strategy, steps=25, solver="heun", condition=0)
+            silo_N = four_silos().silo_of(drawn.images)
+            component_N = four_silos().log_joint(drawn.images, torch.zeros(num), four_silos().weight_C).argmax(dim=-1)
+            assert (CLASS_C[component_N] == 0).double().mean() > 0.99
+            found = torch.bincount(silo_N, minlength=4).double() / num
+            error = (expected * (1 - expected) / num).sqrt()
+            assert ((found - expected).abs() <= 4 * error + 2e-3).all()
+            assert found[2] < 0.01
 
 
 def test_sample_and_lock_are_approximations_under_guidance_alone() -> None:

@@ -4,7 +4,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from ddm.errors import MissingFileError
 from ddm.system.processes import free_port, port_in_use, program, script_command, spawn
 from ddm.system.reaper import RotatingLog, descendants
 from tests.support.processes import alive
+from tests.support.waiting import wait_until
 
 # A program whose child ignores SIGTERM in a session of its own: the hardest tree to end.
 TREE = """
@@ -29,13 +29,6 @@ child = spawn([sys.executable, "-c", sys.argv[1]], log_path=Path(sys.argv[2]), g
 print(child.pid, child.guard_pid, flush=True)
 time.sleep(600)
 """
-
-
-def wait_until(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture

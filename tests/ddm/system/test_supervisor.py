@@ -14,6 +14,7 @@ from ddm.errors import TransportError
 from ddm.system.processes import Child, spawn
 from ddm.system.supervisor import Heartbeat, Program, Supervisor
 from tests.support.processes import alive
+from tests.support.waiting import LIMIT_S, wait_until
 
 # Beats while the file `work` is there, and lives on without beating when it is gone.
 WORKER = """
@@ -25,7 +26,6 @@ while True:
         (folder / "alive").touch()
     time.sleep(0.02)
 """
-FAST = {"silent_s": 1.5, "ask_every_s": 0.1}
 
 
 class Clock:
@@ -42,12 +42,11 @@ def starter(folder: Path, code: str, name: str = "worker") -> Callable[[], Child
     return lambda: spawn([sys.executable, "-c", code], log_path=folder / f"{name}.log", grace_s=0.2)
 
 
-def worker(folder: Path, silent_s: float = FAST["silent_s"]) -> Program:
+def worker(folder: Path, silent_s: float = 1.5) -> Program:
     (folder / "work").touch()
     beat = Heartbeat(folder / "alive").beats
-    return Program(
-        "worker", starter(folder, WORKER.format(folder=str(folder))), works=beat, **FAST | {"silent_s": silent_s}
-    )
+    start = starter(folder, WORKER.format(folder=str(folder)))
+    return Program("worker", start, works=beat, silent_s=silent_s, ask_every_s=0.1)
 
 
 @contextmanager
@@ -60,16 +59,12 @@ def kept(*programs: Program, **settings: object) -> Iterator[Supervisor]:
 
 
 def check_until(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        supervisor.check()
-        time.sleep(0.02)
+    wait_until(condition, check=supervisor.check)
 
 
 def test_program_that_was_killed_is_started_again(tmp_path: Path) -> None:
     with kept(worker(tmp_path, silent_s=60.0)) as supervisor:  # on a loaded machine it takes a while to start
-        supervisor.start("worker", timeout_s=20.0)
+        supervisor.start("worker", timeout_s=LIMIT_S)
         first = supervisor.pids()["worker"]
         os.kill(first, signal.SIGKILL)
         check_until(supervisor, lambda: supervisor.num_restarts()["worker"] == 1 and supervisor.ready("worker"))
@@ -79,7 +74,7 @@ def test_program_that_was_killed_is_started_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["lives on without working", "is stopped"])
 def test_program_is_replaced_when_it_hangs(how: str, tmp_path: Path) -> None:
     with kept(worker(tmp_path)) as supervisor:
-        supervisor.start("worker", timeout_s=20.0)
+        supervisor.start("worker", timeout_s=LIMIT_S)
         first = supervisor.pids()["worker"]
         if how == "is stopped":
             os.kill(first, signal.SIGSTOP)
@@ -92,11 +87,15 @@ def test_program_is_replaced_when_it_hangs(how: str, tmp_path: Path) -> None:
 
 
 def test_program_is_left_alone_while_it_works(tmp_path: Path) -> None:
-    with kept(worker(tmp_path)) as supervisor:
-        supervisor.start("worker", timeout_s=20.0)
-        first = supervisor.pids()
-        over = time.monotonic() + 1.3 * FAST["silent_s"]
-        check_until(supervisor, lambda: time.monotonic() > over)
+    clock = Clock()
+    with kept(worker(tmp_path, silent_s=60.0), clock=clock) as supervisor:
+        supervisor.start("worker", timeout_s=LIMIT_S)
+        first, beat = supervisor.pids(), Heartbeat(tmp_path / "alive")
+        for _ in range(4):  # twice as long as it may be silent, with a beat every half of that
+            beat.beats()
+            wait_until(beat.beats, "a heartbeat")
+            clock.now += 30.0
+            supervisor.check()
         assert supervisor.pids() == first and supervisor.num_restarts() == {"worker": 0}
 
 
@@ -135,7 +134,7 @@ def test_start_is_refused_when_the_program_ends_or_never_works(tmp_path: Path) -
     idle = Program("idle", starter(tmp_path, "import time; time.sleep(60)", "idle"), works=lambda: False)
     with kept(dying, idle) as supervisor:
         with pytest.raises(TransportError, match="bad luck"):
-            supervisor.start("dying", timeout_s=20.0)
+            supervisor.start("dying", timeout_s=LIMIT_S)
         with pytest.raises(TransportError, match="works within 0 s"):
             supervisor.start("idle", timeout_s=0.2)
         pids = supervisor.pids()

@@ -16,10 +16,7 @@ from tests.ddm.training.test_loop import Run, images, settings
 from tests.support.launched_functions import Train
 from tests.support.torchrun_program import fresh, texts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 TOLERANCE = 1e-3  # of weights of about 0.1 after 30 steps; kernels of a GPU add in another order
 

@@ -41,9 +41,8 @@ STOPPED = _Ended(KeyboardInterrupt())
 DONE = _Ended()
 
 
-@pytest.mark.parametrize(
-    ("ends", "cause"),
-    [
+def test_error_behind_all_others_is_raised() -> None:
+    for ends, cause in [
         ([DONE, DONE], None),
         ([STOPPED, STOPPED], STOPPED),
         ([GONE, DIED], DIED),
@@ -51,10 +50,8 @@ DONE = _Ended()
         ([DIED, BROKEN], BROKEN),
         ([STOPPED, FULL], FULL),
         ([STOPPED, GONE], GONE),
-    ],
-)
-def test_error_behind_all_others_is_raised(ends: list[_Ended], cause: _Ended | None) -> None:
-    assert _cause(ends) is (cause and cause.error)
+    ]:
+        assert _cause(ends) is (cause and cause.error), (ends, cause)
 
 
 def do(

@@ -13,6 +13,7 @@ from securesystemslib.signer import Signature
 from ddm.errors import DocumentError, MissingFileError, PassphraseError, SetupError, SignatureError
 from ddm.system.console import read_passphrase
 from ddm.trust.keys import PublicKey, SigningKey, parse_fingerprint
+from tests.support.case import case
 
 
 def test_key_signs_the_same_after_a_round_trip_through_its_file(tmp_path):
@@ -80,13 +81,17 @@ def test_public_key_text_round_trips_and_its_fingerprint_is_the_sha256_of_the_ra
     assert parse_fingerprint(public.short.upper()) == public.fingerprint
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "ed25519:", "ed25519:" + "A" * 64, "rsa:" + "a" * 64, "ed25519:" + "a" * 64 + "\n", "ed25519:" + "a" * 63],
-)
-def test_public_key_refuses_text_in_any_other_form(text):
-    with pytest.raises(DocumentError):
-        PublicKey.parse(text)
+def test_public_key_refuses_text_in_any_other_form():
+    for text in [
+        "",
+        "ed25519:",
+        "ed25519:" + "A" * 64,
+        "rsa:" + "a" * 64,
+        "ed25519:" + "a" * 64 + "\n",
+        "ed25519:" + "a" * 63,
+    ]:
+        with case(text=text), pytest.raises(DocumentError):
+            PublicKey.parse(text)
 
 
 def test_signature_refused_when_data_signature_or_key_differ():

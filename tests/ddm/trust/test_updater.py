@@ -135,8 +135,7 @@ def test_release_after_a_rotation_is_accepted_by_clients_old_and_new(federation,
     else:
         changed = {"snapshot": new, "timestamp": new} if role == "online" else {role: new}
         root = sign_metadata(
-            repository.next_root(changed, now),
-            [keys["root"], keys["root2"], *([made] if role == "root" else [])],
+            repository.next_root(changed, now), [keys["root"], keys["root2"], *([made] if role == "root" else [])]
         )
         again = repository.next_targets(repository.delegates(), now) if role == "targets" else None
         repository.renew(

@@ -342,10 +342,15 @@ def test_delegated_role_that_delegates_further_is_refused(release, root, keys, n
     assert error.value.subject == "metadata/plans.json"
 
 
-def test_mixed_metadata_of_two_releases_is_refused(federation, tmp_path):
-    old = federation.export(tmp_path / "old")
+def two_versions(federation, folder):
+    """Two releases that follow each other."""
+    old = federation.export(folder / "old")
     federation.publish(manifest=b'{"manifest": 2}')
-    new = federation.export(tmp_path / "new")
+    return old, federation.export(folder / "new")
+
+
+def test_mixed_metadata_of_two_releases_is_refused(federation, tmp_path):
+    old, new = two_versions(federation, tmp_path)
     for name in ("timestamp.json", "snapshot.json", "release.json"):
         mixed = Path(shutil.copytree(new, tmp_path / f"mixed-{name}"))
         shutil.copy(old / "metadata" / name, mixed / "metadata" / name)
@@ -361,9 +366,7 @@ def test_mixed_metadata_of_two_releases_is_refused(federation, tmp_path):
 
 
 def test_older_release_served_to_the_same_state_is_refused(federation, tmp_path):
-    old = federation.export(tmp_path / "old")
-    federation.publish(manifest=b'{"manifest": 2}')
-    new = federation.export(tmp_path / "new")
+    old, new = two_versions(federation, tmp_path)
     state = tmp_path / "state"
     verify_release(old, federation.root, state=state)
     verify_release(new, federation.root, state=state)
@@ -387,9 +390,7 @@ def test_same_versions_with_other_content_are_refused_by_the_same_state(release,
 
 
 def test_state_is_not_written_by_a_release_that_is_refused(federation, tmp_path):
-    old = federation.export(tmp_path / "old")
-    federation.publish(manifest=b'{"manifest": 2}')
-    new = federation.export(tmp_path / "new")
+    old, new = two_versions(federation, tmp_path)
     (new / "targets" / EXPERT).write_bytes(b"damaged")
     state = tmp_path / "state"
     with pytest.raises(DigestError):

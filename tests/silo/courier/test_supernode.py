@@ -14,10 +14,12 @@ from cryptography.hazmat.primitives.serialization import (
 from aggregator.server_app import node_identity
 from ddm.errors import MissingFileError, SetupError
 from ddm.protocol.enrolment import Card
+from ddm.system.reaper import descendants
 from silo.courier import supernode
 from silo.courier.handlers import SiteLimits
 from silo.courier.supernode import Courier, answers_late, make_node_key
 from tests.support.processes import alive
+from tests.support.waiting import wait_until
 
 
 def test_node_key_fits_its_public_line_and_the_card_when_made(tmp_path):
@@ -59,9 +61,8 @@ SENT = "INFO :      Sending: query message (ID: 2e73)\nINFO :      Sent successf
 EARLY = RECEIVED.replace("INFO :      Received", STARTED + "INFO :      Received")
 
 
-@pytest.mark.parametrize(
-    ("log", "late"),
-    [
+def test_supernode_counts_as_late_when_it_sends_an_answer_that_nothing_can_have_made():
+    for log, late in [
         ("", False),
         (RECEIVED, False),
         (RECEIVED + STARTED, False),
@@ -73,16 +74,13 @@ EARLY = RECEIVED.replace("INFO :      Received", STARTED + "INFO :      Received
         (RECEIVED + STARTED + SENT + RECEIVED + SENT + STARTED, True),
         (RECEIVED + SENT + STARTED + RECEIVED + SENT + STARTED, True),
         (RECEIVED + SENT + STARTED + EARLY + SENT, False),
-    ],
-)
-def test_supernode_counts_as_late_when_it_sends_an_answer_that_nothing_can_have_made(log, late):
-    assert answers_late(log) is late
+    ]:
+        assert answers_late(log) is late, (log, late)
 
 
 SUPERNODE = """
 import subprocess, sys, time
-if HELPER:
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("SuperNode ID: 42", flush=True)
 time.sleep(600)
 """
@@ -92,9 +90,8 @@ time.sleep(600)
 def courier(tmp_path, monkeypatch):
     """A courier whose SuperNode is a program that stays, with a helper beside it."""
 
-    def make(*, helper=True):
-        text = SUPERNODE.replace("HELPER", str(helper))
-        monkeypatch.setattr(supernode, "script_command", lambda name: [sys.executable, "-c", text])
+    def make():
+        monkeypatch.setattr(supernode, "script_command", lambda name: [sys.executable, "-c", SUPERNODE])
         for name in ("courier", "courier/flwr"):
             (tmp_path / name).mkdir()
         for name in ("node.key", "ca.pem"):
@@ -104,12 +101,14 @@ def courier(tmp_path, monkeypatch):
     return make
 
 
+def descendants_of(courier):
+    """Wait for the helper; return its process id."""
+    check_until(courier, lambda: descendants(courier.info()["supernode_pid"]))
+    return descendants(courier.info()["supernode_pid"])
+
+
 def check_until(courier, condition):
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        courier.check()
-        time.sleep(0.05)
+    wait_until(condition, check=courier.check)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="process trees are read from /proc")
@@ -130,11 +129,14 @@ def test_supernode_that_was_killed_is_signed_off_and_started_again(courier, tmp_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="process trees are read from /proc")
-@pytest.mark.parametrize("helper", [True, False])
-def test_supernode_is_replaced_when_it_waits_for_a_helper_that_died(courier, monkeypatch, helper):
-    monkeypatch.setattr(supernode, "_SETTLED_S", 3.0)
+def test_supernode_is_replaced_when_it_waits_for_a_helper_that_died(courier, monkeypatch):
+    monkeypatch.setattr(supernode, "_LOOK_EVERY_S", 0.2)
     monkeypatch.setattr(Courier, "_sign_off", lambda self: None)
-    with courier(helper=helper) as kept:
-        over = time.monotonic() + 8.0
-        check_until(kept, lambda: time.monotonic() > over or kept.info()["num_restarts"])
-        assert bool(kept.info()["num_restarts"]) is not helper
+    with courier() as kept:
+        (pid,) = found = descendants_of(kept)
+        monkeypatch.setattr(supernode, "_SETTLED_S", 0.0)
+        over = time.monotonic() + 2.0
+        check_until(kept, lambda: time.monotonic() > over)
+        assert kept.info()["num_restarts"] == 0 and descendants_of(kept) == found
+        os.kill(pid, signal.SIGKILL)
+        check_until(kept, lambda: kept.info()["num_restarts"])

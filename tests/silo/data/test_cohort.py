@@ -10,6 +10,7 @@ from ddm.errors import DataError, MissingFileError
 from ddm.protocol.base import Unit
 from ddm.protocol.plan import DataSpec
 from silo.data.cohort import Cohort, dataset_digest, load_cohort
+from tests.support.case import case
 
 SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
 SALT = b"s" * 32
@@ -166,11 +167,12 @@ def test_labels_are_read_where_the_plan_asks_for_classes(tmp_path: Path) -> None
     assert load(path).label_N is None
 
 
-@pytest.mark.parametrize("labels", [[0, 1, 2, 3, 0, 0], [0, -1, 0, 0, 0, 0], [0.0] * 6, ["a"] * 6, [0] * 7, None])
-def test_labels_outside_the_plans_classes_are_refused(tmp_path: Path, labels: object) -> None:
-    arrays = {"images": IMAGES} if labels is None else {"images": IMAGES, "labels": labels}
-    with pytest.raises(DataError, match="labels"):
-        load(save(tmp_path / "a.npz", **arrays), num_classes=3)
+def test_labels_outside_the_plans_classes_are_refused(tmp_path: Path) -> None:
+    for labels in [[0, 1, 2, 3, 0, 0], [0, -1, 0, 0, 0, 0], [0.0] * 6, ["a"] * 6, [0] * 7, None]:
+        with case(labels=labels):
+            arrays = {"images": IMAGES} if labels is None else {"images": IMAGES, "labels": labels}
+            with pytest.raises(DataError, match="labels"):
+                load(save(tmp_path / "a.npz", **arrays), num_classes=3)
 
 
 def test_digest_covers_the_grouping_by_patient_and_the_labels_that_are_used(tmp_path: Path) -> None:

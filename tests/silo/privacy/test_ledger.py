@@ -14,6 +14,7 @@ from ddm.protocol.base import Unit, now_utc, sha256_hex
 from ddm.protocol.plan import Budget
 from ddm.protocol.submission import LedgerHead
 from silo.privacy.ledger import Debit, Entry, Ledger
+from tests.support.bounded import slowness
 from tests.support.fork_server import CONTEXT
 
 PLAN = "digits-0000abcd"
@@ -159,6 +160,7 @@ def test_affordable_plan_is_one_that_the_ledger_then_debits(tmp_path: Path) -> N
         assert ledger.head[1] == 1 + fits
 
 
+@pytest.mark.measured
 def test_ledger_of_fifty_different_plans_is_checked_in_seconds(tmp_path: Path) -> None:
     ledger = open_ledger(tmp_path, epsilon=1000.0)
     steps = [
@@ -179,9 +181,10 @@ def test_ledger_of_fifty_different_plans_is_checked_in_seconds(tmp_path: Path) -
                 dataset_digest=digest("data 1"),
             )
             entries = (*entries, ledger._append(debit))
+    slow = slowness()
     start = time.process_time()
     ledger.check_affordable(digest("plan 51"), digest("data 1"), WHOLE)
-    assert time.process_time() - start < 6
+    assert time.process_time() - start < 6 * slow
 
 
 def test_draw_is_recorded_once_and_only_for_a_debit_of_this_ledger(ledger: Ledger, tmp_path: Path) -> None:

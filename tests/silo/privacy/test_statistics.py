@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,8 +34,8 @@ DATA = sha256_hex(b"data 1")
 
 
 def make_plan(counts: float = 1.0, sketch: float | None = 7.0, **changes: object) -> Plan:
-    """A plan for 4 x 4 images; releases other than counts and sketches by keyword, as in the document."""
-    releases = {
+    """A plan for 4 x 4 images; statistics other than counts and sketches by keyword, as in the document."""
+    statistics = {
         "unit": "image",
         "total": {"epsilon": 1000.0, "delta": 1e-5},
         "counts": {"epsilon": counts, "num_groups": GROUPS},
@@ -47,7 +48,7 @@ def make_plan(counts: float = 1.0, sketch: float | None = 7.0, **changes: object
         clustering={"num_fine": GROUPS, "num_coarse": 1},
         sketch={"rank": WIDE},
         router={"kind": "counts"},
-        statistics=releases | changes,
+        statistics=statistics | changes,
     )
     return Plan.parse(to_bytes(document), subject="plan.json")
 
@@ -329,7 +330,7 @@ def test_noise_of_moments_is_isotropic_where_off_diagonal_entries_count_twice() 
     every = torch.cat([first, diagonal, upper], dim=1)
     correlation = torch.corrcoef(every.T) - torch.eye(3 * RANK, dtype=torch.float64)
     assert float(correlation.abs().max()) < 6.0 / num**0.5  # of 36 pairs
-    assert torch.equal(second, second.mT)
+    assert all(torch.equal(each["second"], each["second"].mT) for each in draws), "drawn once for both halves"
 
 
 def test_moments_of_a_million_units_at_a_tiny_epsilon_neither_overflow_nor_lose_a_unit(monkeypatch) -> None:
@@ -396,7 +397,7 @@ def test_each_release_chooses_its_own_records(tmp_path: Path) -> None:
 
 def test_patient_with_five_hundred_images_moves_each_release_by_one_record(tmp_path: Path) -> None:
     unit = torch.cat([torch.arange(100), torch.full((500,), 100)])
-    found = {}
+    found: dict[int, dict[str, Any]] = {}
     for group in (1, 2):  # all that the patient has is exchanged
         source = by_patient(unit)
         its = source.unit_N == 100
@@ -458,7 +459,7 @@ def _work_until(stage: str, folder: str, reached: Event) -> None:
     if stage == "written":
         ledger.record_draw = hold  # type: ignore[method-assign,assignment]
     if stage == "recorded":
-        silo.privacy.statistics.write_atomic = hold  # type: ignore[assignment]
+        silo.privacy.statistics.write_atomic = hold  # type: ignore[assignment,attr-defined]
     counts_of(ledger, Path(folder), noise=Reporting(hold) if stage == "debited" else OS_NOISE)
 
 

@@ -18,9 +18,10 @@ from ddm.system.reaper import descendants
 from silo.config import Site
 from silo.worker.state import State, load_state, state_path
 from silo.worker.worker import Worker
-from tests.silo.worker.test_worker import copy_of, end, recipe_of_many_steps, run_worker, wait_for, watch
+from tests.silo.worker.test_worker import end, recipe_of_many_steps, run_worker, wait_for, watch
 from tests.support.federation import TinyFederation
 from tests.support.processes import alive, wait_for_end
+from tests.support.waiting import LIMIT_S
 
 SILO = "north"
 TOLERANCE = 2e-5
@@ -33,12 +34,9 @@ def ask_for_processes(site: Site, num: int) -> None:
 
 
 @pytest.fixture
-def planned(tmp_path: Path) -> tuple[TinyFederation, str]:
+def planned(planned_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[TinyFederation, str]:
     """A federation whose plan has reached the silo's inbox."""
-    tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
-    plan_id = tiny.sign()
-    tiny.deliver_plan(SILO, plan_id)
-    return tiny, plan_id
+    return planned_once[0].copy(tmp_path / "tiny"), planned_once[1]
 
 
 def training_processes(pid: int) -> list[int]:
@@ -86,7 +84,7 @@ def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_
 ) -> None:
     monkeypatch.setattr("silo.worker.worker.NOTE_S", 0.0)
     tiny, plan_id = planned
-    alone, site, key = copy_of(tiny, tmp_path / "alone"), tiny.sites[SILO], tiny.key(SILO)
+    alone, site, key = tiny.copy(tmp_path / "alone"), tiny.sites[SILO], tiny.key(SILO)
     ask_for_processes(site, 2)
     secret, found, addresses = key._private.private_bytes_raw(), dict[int, bool](), set[str]()
 
@@ -134,7 +132,7 @@ def steps(site: Site) -> set[str]:
 def test_silo_ends_with_the_same_bytes_when_it_was_killed_or_stopped_and_when_one_of_its_processes_was_killed(
     long: TinyFederation, tmp_path: Path
 ) -> None:
-    control, site = copy_of(long, tmp_path / "control").sites[SILO], long.sites[SILO]
+    control, site = long.copy(tmp_path / "control").sites[SILO], long.sites[SILO]
     process = run_worker(site)
     pids = under_way(site, process)
     end(process, signal.SIGKILL)
@@ -153,7 +151,7 @@ def test_silo_ends_with_the_same_bytes_when_it_was_killed_or_stopped_and_when_on
     process = run_worker(site)
     pids = under_way(site, process)
     os.kill(pids[-1], signal.SIGKILL)
-    process.wait(timeout=60)
+    process.wait(timeout=LIMIT_S)
     said = end(process)
     assert process.returncode == SetupError.exit_code
     assert "training process" in said and "SIGKILL" in said and "Traceback" not in said

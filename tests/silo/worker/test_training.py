@@ -51,9 +51,7 @@ def assigned(assigned_once: tuple[TinyFederation, str], tmp_path: Path) -> Calla
     tiny, plan_id = assigned_once
 
     def copy(name: str) -> tuple[TinyFederation, Path]:
-        folder = tmp_path / name
-        shutil.copytree(tiny.path, folder)
-        copied = TinyFederation(folder, type(tiny.federation)(folder / "fed"), {SILO: Site(folder / SILO)})
+        copied = tiny.copy(tmp_path / name)
         return copied, copied.sites[SILO].private / "checkpoints" / plan_id
 
     return copy
@@ -88,8 +86,7 @@ def test_counts_alone_are_drawn_before_training_and_tell_the_experts(assigned: A
 
 
 @pytest.mark.parametrize(
-    ("size_C", "expected"),
-    [((30, 30), [0, 1]), ((60, 0), [0]), ((0, 60), [1]), ((9, 51), [1]), ((10, 50), [0, 1])],
+    ("size_C", "expected"), [((30, 30), [0, 1]), ((60, 0), [0]), ((0, 60), [1]), ((9, 51), [1]), ((10, 50), [0, 1])]
 )
 def test_experts_are_those_of_the_released_histogram_whatever_the_images_are(
     assigned: Assigned, size_C: tuple[int, int], expected: list[int]

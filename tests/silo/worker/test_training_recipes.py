@@ -104,10 +104,10 @@ def test_images_without_classes_are_refused_when_the_expert_is_to_be_told_them(t
 
 
 def test_plan_whose_condition_and_histogram_count_different_classes_is_refused() -> None:
-    releases = plan_document()["statistics"] | {"class_counts": {"epsilon": 1.0, "num_classes": 4}}
+    statistics = plan_document()["statistics"] | {"class_counts": {"epsilon": 1.0, "num_classes": 4}}
     with pytest.raises(DocumentError, match="number of classes"):
-        plan(condition=CLASSES, statistics=releases)
-    assert num_classes(plan(statistics=releases)) == 4
+        plan(condition=CLASSES, statistics=statistics)
+    assert num_classes(plan(statistics=statistics)) == 4
 
 
 @pytest.fixture
@@ -123,10 +123,7 @@ def bundle(tmp_path: Path) -> tuple[Path, File]:
     return tmp_path / "bundle", File.of("plan/base.safetensors", path)
 
 
-ADAPTATIONS = {
-    "lora": {"kind": "lora", "rank": 2, "alpha": 4.0},
-    "partial": {"kind": "partial", "trained": ["head"]},
-}
+ADAPTATIONS = {"lora": {"kind": "lora", "rank": 2, "alpha": 4.0}, "partial": {"kind": "partial", "trained": ["head"]}}
 
 
 @pytest.mark.parametrize("kind", sorted(ADAPTATIONS))
