@@ -161,6 +161,6 @@ def test_scale_so_large_that_sketches_are_noise_alone_is_refused_before_anything
     vast = UnsignedPlan.honest(clusters_around(PUBLIC[:8]))
     vast.tensors["sketch"]["scale"] = torch.tensor([1e6])
     ledger = ledger_at(tmp_path, 10.0)
-    with pytest.raises(ArchipelagoError, match="noise alone"):
+    with pytest.raises(ArchipelagoError, match="pure noise"):
         draw("sketch", source_of(aggregator.offer(vast), PRIVATE), ledger, tmp_path)
     assert not ledger.path.exists()

@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[UnsignedPlan, type[ArchipelagoError], tuple[str, ...]]]
     "total below one of its parts": (
         asking(total={"epsilon": 1.0, "delta": DELTA}),
         DocumentError,
-        ("plan.json, field statistics", "a statistic asks for more epsilon than total"),
+        ("plan.json, field statistics", "a statistic has epsilon 7, more than the total of 1"),
     ),
     "total below its parts together": (
         asking(counts={"epsilon": 4.0, "num_groups": 8}),
