@@ -175,8 +175,9 @@ def test_refit_on_narrow_sketches_serves_the_wide_mixture(world: World) -> None:
     truth = (world.histogram() / torch.tensor(world.num_units)[:, None]).double()
     assert float((learned.mixture.log_mass_KG.exp() - truth).abs().max()) < 0.04
     x, label = torch.cat(world.silos), torch.arange(2).repeat_interleave(torch.tensor(world.num_units))
-    wide, narrow = (cross_entropy(router, x, label, world.num_units)[0] for router in (learned, learned.head(RANK)))
-    assert wide.value < narrow.value  # the dimensions that nobody released still tell silos apart
+    # In the middle of t: near the data both know every sample's silo.
+    wide, narrow = (cross_entropy(router, x, label, world.num_units)[2] for router in (learned, learned.head(RANK)))
+    assert wide.value < narrow.value - 1e-4  # the dimensions that nobody released still tell silos apart
 
 
 def test_experts_of_a_silo_together_are_the_silo(world: World) -> None:

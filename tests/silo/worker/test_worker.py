@@ -338,7 +338,7 @@ def test_worker_killed_in_training_ends_with_a_byte_identical_expert(tmp_path: P
     plan_id = tiny.sign(recipe_of_many_steps())
     tiny.deliver_plan(SILO, plan_id)
     control, site = tiny.copy(tmp_path / "control"), tiny.sites[SILO]
-    process = run_worker(site, "nice", "-n", "19")  # so that it is caught in mid-training, however busy the machine
+    process = run_worker(site, "nice", "-n", "5")  # so that it is caught in mid-training, however busy the machine
     checkpoints = site.private / "checkpoints" / plan_id / "experts" / SILO / "training"
     watch(process, lambda: any(checkpoints.rglob("*.json")), "a checkpoint")
     end(process, signal.SIGKILL)
