@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tomli_w
+from PIL import Image
 
 import aggregator.cli
 import ddm.cli.main
@@ -405,7 +406,7 @@ def test_sample_refuses_an_odd_name_before_it_works(run: Run, look: list[object]
 
 
 @pytest.mark.parametrize("strategy", ["full", "sample", "lock", "top-1"])
-def test_sample_i_is_the_same_bytes_for_any_num_and_run(
+def test_same_command_gives_the_same_bytes_and_sample_i_is_the_same_for_any_num_up_to_rounding(
     run: Run, look: list[object], tmp_path: Path, strategy: str
 ) -> None:
     words = ("ddm", "sample", *look, "--steps", 2, "--strategy", strategy, "--seed", 7)
@@ -414,10 +415,11 @@ def test_sample_i_is_the_same_bytes_for_any_num_and_run(
     assert (tmp_path / "three.npz").read_bytes() == (tmp_path / "again.npz").read_bytes()
     three, seventy = np.load(tmp_path / "three.npz")["images"], np.load(tmp_path / "seventy.npz")["images"]
     assert three.dtype == np.float32
-    assert np.array_equal(three, seventy[:3])
-    assert not np.array_equal(three[0], three[1])
+    assert np.allclose(three, seventy[:3], rtol=0, atol=2e-5)
+    assert not np.allclose(three[0], three[1], rtol=0, atol=2e-5)
     for name in ("00000.png", "00002.png"):
-        assert (tmp_path / "few" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
+        few, many = (np.asarray(Image.open(tmp_path / folder / name)).astype(int) for folder in ("few", "many"))
+        assert abs(few - many).max() <= 1
 
 
 FULL_DISK = """
