@@ -104,17 +104,18 @@ class Demo:
         for child in self.background:
             if not child.running() and child.returncode:
                 self._echo(child)
-                raise DemoError(f"{child.name} ended with exit code {child.returncode}; see {child.log_path}", 1)
+                log = child.log_path
+                raise DemoError(f"{log.stem} ended with exit code {child.returncode}; see {log}", 1)
 
     def _echo(self, child: Child) -> None:
         if not child.log_path.exists():
             return
         with child.log_path.open("rb") as log:
-            log.seek(self._read.get(child.name, 0))
+            log.seek(self._read.get(child.log_path.stem, 0))
             whole = log.read().rpartition(b"\n")
-        self._read[child.name] = self._read.get(child.name, 0) + len(whole[0]) + len(whole[1])
+        self._read[child.log_path.stem] = self._read.get(child.log_path.stem, 0) + len(whole[0]) + len(whole[1])
         for line in whole[0].decode(errors="replace").splitlines():
-            print(f"  {child.name:>16} | {line}", flush=True)
+            print(f"  {child.log_path.stem:>16} | {line}", flush=True)
 
     def _command(self, program: str | Path, arguments: Sequence[object]) -> list[str]:
         path = program if isinstance(program, Path) or "/" in program else BIN / program
