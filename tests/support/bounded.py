@@ -25,7 +25,8 @@ class Outcome:
         error: the name of the exception's class, None when there was none.
         message: its text.
         cpu_s: processor time, as it would be on a machine that does the yardstick in its usual time.
-        mib: memory that it took at its peak, beyond what there was before, MiB.
+        mib: memory that it took at its peak, beyond what there was before, MiB; without pages of files that are still
+            mapped at the end, since a fork maps its libraries' pages only as it comes to use them.
     """
 
     error: str | None
@@ -57,7 +58,7 @@ def _measured(attack: Callable[[], object], mib: int, cpu_s: int) -> dict[str, o
     most_s = int(used + 4 * cpu_s * slow) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s))
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-    before = _status("VmRSS")
+    before, mapped = _status("VmRSS"), _status("RssFile")
     most = (_status("VmSize") + 4 * mib * 1024) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     started, error, message = time.process_time(), None, ""
@@ -66,7 +67,8 @@ def _measured(attack: Callable[[], object], mib: int, cpu_s: int) -> dict[str, o
     except BaseException as raised:
         error, message = type(raised).__name__, str(raised)[:1000]
     spent = (time.process_time() - started) / slow
-    return {"error": error, "message": message, "cpu_s": spent, "mib": (_status("VmHWM") - before) / 1024}
+    taken = _status("VmHWM") - before - max(0, _status("RssFile") - mapped)
+    return {"error": error, "message": message, "cpu_s": spent, "mib": taken / 1024}
 
 
 def slowness() -> float:
