@@ -191,7 +191,8 @@ class Ensemble:
         """Draw samples; the same call returns the same bytes.
 
         Sample i has a random stream of its own, so it does not depend on `num` or `chunk_size`, except that
-        floating-point rounding depends on which samples an expert evaluates together.
+        floating-point rounding depends on which samples an expert evaluates together; with `chunk_size` 1 an expert
+        evaluates one, and sample i has the same bytes for every `num`.
 
         Args:
             num: number of samples, N.

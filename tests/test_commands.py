@@ -422,6 +422,20 @@ def test_same_command_gives_the_same_bytes_and_sample_i_is_the_same_for_any_num_
         assert abs(few - many).max() <= 1
 
 
+@pytest.mark.parametrize("strategy", ["full", "sample", "lock", "top-1", "nucleus"])
+def test_with_batch_1_sample_i_has_the_same_bytes_for_any_num(
+    run: Run, look: list[object], tmp_path: Path, strategy: str
+) -> None:
+    words = ("ddm", "sample", *look, "--steps", 2, "--strategy", strategy, "--seed", 7, "--set", "batch=1")
+    words = (*words, "--set", "mass=0.9") if strategy == "nucleus" else words
+    images = {}
+    for num in (1, 3, 20):
+        assert run(*words, "--num", num, "--out", tmp_path / f"{num}.npz").code == 0
+        images[num] = np.load(tmp_path / f"{num}.npz")["images"]
+    assert images[1].tobytes() == images[20][:1].tobytes()
+    assert images[3].tobytes() == images[20][:3].tobytes()
+
+
 FULL_DISK = """
 import resource, signal, sys
 from ddm.cli.main import main

@@ -200,7 +200,7 @@ def test_the_same_call_gives_the_same_bytes_and_another_seed_others() -> None:
 )
 @pytest.mark.parametrize("solver", ["heun", "exponential"])
 def test_sample_i_is_the_same_for_every_num_and_grouping(strategy: Strategy, solver: SolverName) -> None:
-    """To rounding: which samples an expert is given together decides the order in which its products are summed."""
+    """To rounding: which samples an expert is given together decides the order of its sums; one at a time, to the bit."""
 
     def draw(num: int, chunk_size: int) -> Samples:
         return exact(chunk_size=chunk_size).sample(num, strategy=strategy, steps=6, seed=3, solver=solver)
@@ -211,6 +211,8 @@ def test_sample_i_is_the_same_for_every_num_and_grouping(strategy: Strategy, sol
         assert torch.equal(few.expert_N, many.expert_N[:num])
         torch.testing.assert_close(few.images, many.images[:num], atol=2e-5, rtol=0)
     assert (many.images[:64] - draw(128, 64).images[64:]).abs().max() > 1
+    alone = draw(12, 1)
+    assert all(torch.equal(draw(num, 1).images, alone.images[:num]) for num in (1, 5))
 
 
 def test_samples_are_the_same_when_not_all_of_them_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
