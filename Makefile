@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-compare check fix test test-slow coverage bench docs lock clean
+.PHONY: help setup demo demo-compare check fix test test-slow coverage bench docs lock audit sbom clean
 
 # The first interpreter that is new enough; name another one with PYTHON=...
 NEW_ENOUGH = $(shell $(1) -c 'import sys; sys.version_info >= (3, 11) and print("$(1)")' 2>/dev/null)
@@ -7,19 +7,24 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Every file that is installed has its hash in a lock; what a lock does not name is not installed.
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
-setup: $(STAMP)  ## Build the environment in .venv.
+setup: $(STAMP)  ## Build the environment in .venv, of files whose hashes are known.
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml requirements.lock torch.lock torch-cpu.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Archipelago needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)."; \
 	  echo "Name another one: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=24"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
+	$(INSTALL) --require-hashes -r requirements.lock
+	@# The CPU build of torch where pip finds it, else the index's, which brings CUDA along on Linux.
+	$(INSTALL) --require-hashes -r torch-cpu.lock 2>/dev/null || $(INSTALL) --require-hashes -r torch.lock
+	$(INSTALL) --no-build-isolation -e .
+	@$(BIN)/python -m pip check --disable-pip-version-check
 	@# Bytecode on all cores, but not of what hardly ever runs; a file that does not compile is its owner's business.
 	@$(BIN)/python -m compileall -q -j 0 -x '/tests?/|/testing/|/transformers/models/' $(VENV)/lib >/dev/null || true
 	@touch $(STAMP)
@@ -54,8 +59,16 @@ bench: $(STAMP)  ## Benchmarks of the diffusion core, side by side; figures in b
 docs: $(STAMP)  ## Write the references that come from the code: docs/reference/api.md and recipe.md.
 	$(BIN)/python -m tools.reference
 
-lock: $(STAMP)  ## Write requirements.lock: what .venv holds, with hashes; needs a package index.
+lock: $(STAMP)  ## Write the locks: what .venv holds, with hashes; needs a package index.
 	.ci/lock
+
+audit: $(STAMP)  ## Look up known vulnerabilities of everything in the locks; needs the advisory database's network.
+	$(BIN)/pip-audit --require-hashes --disable-pip -r requirements.lock -r torch.lock
+
+sbom: $(STAMP)  ## Write build/sbom.cdx.json: what .venv holds, as CycloneDX.
+	@mkdir -p build
+	$(BIN)/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --of JSON \
+	  -o build/sbom.cdx.json
 
 clean:  ## Remove what the targets above built.
 	rm -rf build $(VENV)

@@ -1,14 +1,18 @@
 """What contributors and their tools read: workflows, hooks, lock, citation, each against what it speaks of."""
 
 import ast
+import json
 import re
 import subprocess
+import sys
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -16,7 +20,7 @@ TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 TARGETS = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, flags=re.MULTILINE)[1].split())  # type: ignore[index]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-LOCK = (ROOT / "requirements.lock").read_text("utf-8")
+LOCKS = {name: (ROOT / f"{name}.lock").read_text("utf-8") for name in ("requirements", "torch", "torch-cpu")}
 
 
 def parsed(path: Path) -> Any:
@@ -78,24 +82,69 @@ def test_citation_names_this_version_and_the_paper() -> None:
     assert paper["identifiers"][0]["value"] == "arXiv:2501.05450"
 
 
-def test_lock_has_a_hash_for_every_package_and_names_no_host() -> None:
-    packages = re.split(r"^(?=[a-z0-9])", LOCK.partition("\n\n")[2] or LOCK, flags=re.MULTILINE)
-    bare = [text.split()[0] for text in packages if "==" in text and "--hash=sha256:" not in text]
-    assert not bare
-    assert "://" not in LOCK
+def unhashed(lock: str) -> list[str]:
+    packages = re.split(r"^(?=[a-z0-9])", lock, flags=re.MULTILINE)
+    return [text.split()[0] for text in packages if "==" in text and "--hash=sha256:" not in text]
 
 
-def test_lock_holds_the_versions_of_the_constraints_except_torch() -> None:
-    locked, constraints = pinned(LOCK), pinned((ROOT / "constraints.txt").read_text("utf-8"))
-    assert not {"torch", "torchvision"} & set(locked)
-    others = {name: version for name, version in constraints.items() if name not in ("torch", "torchvision")}
-    assert others == {name: locked.get(name) for name in others}
+def test_locks_have_a_hash_for_every_package_and_name_no_host_or_folder() -> None:
+    for lock in LOCKS.values():
+        assert pinned(lock)
+        assert not unhashed(lock)
+        assert "://" not in lock and "--find-links" not in lock
+    assert unhashed("a==1 \\\n    --hash=sha256:00\nb==2\n") == ["b==2"]
 
 
-def test_lock_holds_every_direct_dependency() -> None:
+def test_locks_hold_the_versions_of_the_constraints() -> None:
+    constraints = pinned((ROOT / "constraints.txt").read_text("utf-8"))
+    torch = {name: constraints.pop(name) for name in ("torch", "torchvision")}
+    locked = pinned(LOCKS["requirements"])
+    assert constraints == {name: locked.get(name) for name in constraints}
+    assert not torch.keys() & locked.keys()
+    assert torch.items() <= pinned(LOCKS["torch"]).items()
+    assert {**torch, "torch": f"{torch['torch']}+cpu"} == pinned(LOCKS["torch-cpu"])
+
+
+def test_locks_hold_every_direct_dependency_and_the_build_backend() -> None:
+    backend = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["build-system"]["requires"]
     named = [*PROJECT["dependencies"], *(each for extra in PROJECT["optional-dependencies"].values() for each in extra)]
-    names = {re.match(r"[A-Za-z0-9_-]+", each)[0].lower().replace("_", "-") for each in named}  # type: ignore[index]
-    assert names - set(pinned(LOCK)) == {"archipelago", "torch", "torchvision"}
+    names = {re.match(r"[A-Za-z0-9_-]+", each)[0].lower().replace("_", "-") for each in [*named, *backend]}  # type: ignore[index]
+    assert names - pinned(LOCKS["requirements"]).keys() == {"archipelago", "torch", "torchvision"}
+
+
+def test_everything_installed_is_in_a_lock() -> None:
+    """What `make setup` built: no distribution came from elsewhere, in another version or without a hash."""
+    locked: dict[str, set[str]] = {}
+    for lock in LOCKS.values():
+        for name, version in re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", lock, flags=re.MULTILINE):
+            locked.setdefault(canonicalize_name(name), set()).add(version)
+    installed = {canonicalize_name(each.name): each.version for each in distributions()}
+    assert {name: v for name, v in installed.items() if v not in locked.get(name, ())} == {
+        "archipelago": PROJECT["version"]
+    }
+
+
+def test_setup_installs_by_hash_alone_and_ci_names_packages_by_version() -> None:
+    commands = [line for line in MAKEFILE.splitlines() if "$(INSTALL)" in line or "pip install" in line]
+    assert sum("--require-hashes -r" in line for line in commands) == 2
+    assert all(
+        re.search(r"^INSTALL = .*--no-deps$|--require-hashes -r|--no-build-isolation -e \.$", line) for line in commands
+    )
+    packages = [line for line in (ROOT / ".ci" / "packages").read_text().splitlines() if not line.startswith("#")]
+    assert packages and all(re.fullmatch(r"[a-z0-9-]+=[0-9][^=]*", line) for line in packages)
+
+
+def test_bill_of_materials_lists_what_is_installed(tmp_path: Path) -> None:
+    bill = tmp_path / "sbom.cdx.json"
+    words = ["environment", sys.executable, "--pyproject", ROOT / "pyproject.toml", "--output-reproducible", "-o", bill]
+    subprocess.run([Path(sys.executable).with_name("cyclonedx-py"), *words], check=True, capture_output=True)
+    found = json.loads(bill.read_text("utf-8"))
+    assert found["bomFormat"] == "CycloneDX" and found["metadata"]["component"]["name"] == "archipelago"
+    listed = {(canonicalize_name(each["name"]), each["version"]) for each in found["components"]}
+    assert {(canonicalize_name(each.name), each.version) for each in distributions()} - listed <= {
+        ("archipelago", PROJECT["version"])
+    }
+    assert str(ROOT) not in bill.read_text("utf-8")
 
 
 def test_packages_draw_nothing_with_matplotlib_which_is_an_extra() -> None:
