@@ -200,7 +200,7 @@ def test_the_same_call_gives_the_same_bytes_and_another_seed_others() -> None:
 )
 @pytest.mark.parametrize("solver", ["heun", "exponential"])
 def test_sample_i_is_the_same_for_every_num_and_grouping(strategy: Strategy, solver: SolverName) -> None:
-    """To rounding, since the order of sums depends on which samples an expert is given together; one by one, to the bit."""
+    """To rounding: the order of sums depends on which samples an expert is given together. One by one, to the bit."""
 
     def draw(num: int, chunk_size: int) -> Samples:
         return exact(chunk_size=chunk_size).sample(num, strategy=strategy, steps=6, seed=3, solver=solver)
