@@ -9,7 +9,7 @@ from pathlib import Path
 from ddm.errors import MemoryLimitError
 
 SHARE = 0.75
-_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _machine_bytes() -> int:
 def _cgroup_bytes() -> Iterator[int]:
     """Yield what is left of the limit of this process's cgroup, version 2, and of each above it."""
     try:
-        own = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        own = next(line[3:] for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
         return
     folder = _CGROUPS / own.lstrip("/")
@@ -73,11 +73,13 @@ def _cgroup_bytes() -> Iterator[int]:
         if not group.is_relative_to(_CGROUPS):
             return
         try:
-            limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
-        except OSError:
+            limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
             continue
         if limit != "max":
-            yield int(limit) - int(used)
+            # Files that were read count as used, but the kernel drops them where memory is needed.
+            yield int(limit) - used + int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
 
 
 def _address_space_bytes() -> Iterator[int]:
