@@ -21,14 +21,16 @@ The tree is flat where it can be:
     ├── FormatError                    20  received bytes that do not parse as what they claim
     │   ├── DocumentError              21
     │   ├── TensorFileError            22
-    │   └── ReplayError                23  right form, wrong plan, silo or sequence
+    │   ├── ReplayError                23  right form, wrong plan, silo or sequence
+    │   └── PlanFailedError            24  a received plan that cannot be read or checked here
     ├── RefusedError                   30  a rule of ours forbids it
     │   ├── PolicyError                31
     │   ├── BudgetError                32  the privacy ledger would go over
     │   ├── AuditError                 33
     │   ├── ApprovalError              34
     │   ├── LedgerError                35  the ledger itself is damaged
-    │   └── SubmissionRefusedError     36  the aggregator refused what this silo sent
+    │   ├── SubmissionRefusedError     36  the aggregator refused what this silo sent
+    │   └── MemoryLimitError           37  it would take more memory than it may
     ├── TransportError                 40  Flower or the network
     ├── ArchivedWarningError           50  verified, but only because --archived was given
     └── MathError                      60  a caller's mistake inside the library
@@ -200,6 +202,16 @@ class ReplayError(FormatError):
     default_remedy = "Send the submission that belongs to this plan and silo, with a new sequence number."
 
 
+class PlanFailedError(FormatError):
+    """A received plan that cannot be read or checked on this machine, for a reason that no other error names."""
+
+    exit_code = 24
+    default_remedy = (
+        "Nothing was trained or drawn, and the next plan is received as usual. "
+        "Tell the aggregator; the log of this command says where it failed."
+    )
+
+
 class RefusedError(ArchipelagoError):
     """A rule of this site forbids it."""
 
@@ -247,6 +259,13 @@ class SubmissionRefusedError(RefusedError):
 
     exit_code = 36
     default_remedy = "Read the refusal in inbox/, mend its cause, and submit again."
+
+
+class MemoryLimitError(RefusedError):
+    """What was asked for would take more memory than it may."""
+
+    exit_code = 37
+    default_remedy = "Ask for fewer samples (--num) or smaller batches (--set batch), or raise the limit with --memory."
 
 
 class TransportError(ArchipelagoError):

@@ -61,6 +61,16 @@ class TrainingPolicy(Settings):
     architectures: tuple[Literal["dit", "mmdit", "unet"], ...] = ("dit",)
 
 
+class SizePolicy(Settings):
+    """The largest sizes that a plan's numbers may imply, computed from them before any of its files is opened."""
+
+    max_sample_values: Annotated[int, Field(gt=0)] = 2**26
+    max_layer_values: Annotated[int, Field(gt=0)] = 2**27
+    max_parameters: Annotated[int, Field(gt=0)] = 2**30
+    max_file_bytes: Annotated[int, Field(gt=0)] = 2 * 1024**3
+    max_memory_bytes: Annotated[int, Field(gt=0)] = 32 * 1024**3
+
+
 class WaiverPolicy(Settings):
     """Who is responsible, by role, for submitting without a passed audit, and why. It travels in the manifest."""
 
@@ -86,6 +96,7 @@ class Policy(Settings):
 
     privacy: PrivacyPolicy = PrivacyPolicy()
     training: TrainingPolicy = TrainingPolicy()
+    sizes: SizePolicy = SizePolicy()
     audit: AuditPolicy = AuditPolicy()
     approval: ApprovalPolicy = ApprovalPolicy()
 

@@ -23,7 +23,8 @@ ROOMS = {
     "ddm": {
         "cli": "distillation encoders ensemble errors io loading models protocol sampling system training trust",
         "distillation": "diffusion encoders ensemble errors io loading models protocol routers sampling training",
-        "loading": "diffusion encoders ensemble errors io models partition privacy protocol routers sampling trust",
+        "loading": "diffusion encoders ensemble errors io models partition privacy protocol routers sampling "
+        "system trust",
         "ensemble": "diffusion encoders errors protocol routers sampling",
         "sampling": "diffusion errors protocol routers",
         "routers": "diffusion encoders errors io models partition privacy protocol",

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from ddm.io.settings import Settings
 from ddm.protocol.architecture import MaxTokens, Probability
-from ddm.protocol.base import PositiveInt
+from ddm.protocol.base import NaturalInt
 from ddm.protocol.latent import AutoencoderSize, IdentityLatent
 from ddm.protocol.plan import (
     Audit,
@@ -19,12 +19,15 @@ from ddm.protocol.plan import (
     Objective,
     Partition,
     Router,
+    Side,
     Statistics,
     UniformT,
 )
 
 MOST_FINE = 1024
 IMAGES_PER_FINE = 4
+
+PathText = Annotated[str, Field(max_length=4096)]
 
 
 class PcaRecipe(Settings):
@@ -51,10 +54,10 @@ class TimmRecipe(Settings):
 
     kind: Literal["timm"]
     model: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
-    weights: str | None = None
+    weights: PathText | None = None
     random_weights: bool = False
-    seed: Annotated[int, Field(ge=0)] = 0
-    image_size: tuple[PositiveInt, PositiveInt] | None = None
+    seed: NaturalInt = 0
+    image_size: tuple[Side, Side] | None = None
 
     @model_validator(mode="after")
     def _weights_are_chosen(self) -> "TimmRecipe":
@@ -71,7 +74,7 @@ class AutoencoderKlRecipe(AutoencoderSize):
     """
 
     kind: Literal["autoencoder_kl"] = "autoencoder_kl"
-    weights: str
+    weights: PathText
 
 
 class TextRecipe(Settings):
@@ -84,7 +87,7 @@ class TextRecipe(Settings):
     """
 
     kind: Literal["text"] = "text"
-    encoder: str
+    encoder: PathText
     max_tokens: MaxTokens
     drop: Probability = 0.1
 
@@ -127,7 +130,7 @@ class PublicRecipe(Settings):
     """
 
     holdout_share: Annotated[float, Field(gt=0.0, lt=0.9)] = 0.25
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: NaturalInt = 0
 
 
 class Recipe(Settings):
@@ -151,7 +154,7 @@ class Recipe(Settings):
     condition: Annotated[NoCondition | ClassCondition | TextRecipe, Field(discriminator="kind")] = NoCondition()
     objective: Objective = Objective()
     expert: Expert
-    base: str | None = None
+    base: PathText | None = None
     statistics: Statistics
     router: Router
     audit: Audit

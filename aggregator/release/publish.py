@@ -25,7 +25,7 @@ from aggregator.router.report import RouterReport
 from aggregator.router.train import ROUTER_NAME, load_report, router_path
 from ddm.errors import BusyError, PolicyError
 from ddm.io.files import link_or_copy, read_bounded, write_atomic
-from ddm.loading.ensemble import build_ensemble, load_ensemble
+from ddm.loading.ensemble import build_ensemble
 from ddm.loading.release import open_release
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
@@ -139,7 +139,8 @@ def _next_version(
 def _check_that_it_loads(release: Path, root: bytes) -> None:
     """Open the release as researchers do, one expert after the other; what they would refuse is not published."""
     opened = open_release(release, root=root, state=None, experts_later=True)
-    experts = load_ensemble(opened, memory_bytes=_memory_for(opened.manifest)).experts
+    plan, manifest = opened.plan, opened.manifest
+    experts = build_ensemble(plan, manifest, opened.folder, memory_bytes=_memory_for(manifest)).experts
     for k in range(len(experts)):
         experts[k]
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
@@ -11,11 +12,13 @@ import typer
 from ddm.cli.options import (
     ArchivedOption,
     DeviceOption,
+    MemoryOption,
     ReleaseArgument,
     RootOption,
     SiloKeyOption,
     StateOption,
     open_verified,
+    read_memory,
     warn_if_expired,
 )
 from ddm.errors import DataError, SetupError
@@ -33,10 +36,11 @@ if TYPE_CHECKING:
     from ddm.ensemble import Ensemble
     from ddm.loading.release import Release
     from ddm.protocol.base import File
-    from ddm.protocol.plan import Training
+    from ddm.protocol.plan import Plan, Training
     from ddm.training.loop import Trained
 
 _DEFAULT_NUM = 4096
+_SOLVER_STEPS = 50  # of own samples
 _MOST = 2**53 - 1  # the record cannot hold a larger number
 _STUDENT, _IMAGES, _TRAINING = "The student", "What it is shown", "Training"  # the panels of the help
 _WORK_SUFFIX, _SAMPLES, _CHECKPOINTS = ".work", "samples", "checkpoints"
@@ -146,6 +150,7 @@ def distill(
     silo_key: SiloKeyOption = None,
     archived: ArchivedOption = False,
     device: DeviceOption = "auto",
+    memory: MemoryOption = None,
 ) -> None:
     """Train one dense student on an ensemble's answers; verifies first."""
     if out.suffix != ".safetensors" or out.is_dir():
@@ -156,6 +161,7 @@ def distill(
         expected = "own samples, which --data takes the place of"
         raise SetupError(str(flag), expected=expected, got=f"{value} beside --data {data}")
     chosen = teacher or (TeacherName.DRAWN if data else TeacherName.LABEL)
+    memory_bytes = read_memory(memory)
     own_network = load_settings(StudentSettings, architecture).architecture if architecture else None
     opened = open_verified(release, root, state, silo_key, archived, experts_later=True)
     plan = opened.plan
@@ -168,10 +174,17 @@ def distill(
     changes = {"num_steps": steps or plan.expert.training.num_steps, "seed": seed, "mask_ratio": 0.0}
     training = plan.expert.training.model_copy(update=changes)
 
-    from ddm.loading.ensemble import load_ensemble
+    from ddm.loading.ensemble import build_ensemble
+    from ddm.loading.memory import room_for_experts
     from ddm.system.devices import device_named
+    from ddm.system.memory import memory_limit
 
-    ensemble = load_ensemble(opened, device=device_named(device, setting="--device"))
+    where = device_named(device, setting="--device")
+    beside = _needed(plan, network, condition, len(opened.manifest.experts), 0 if data else num or _DEFAULT_NUM)
+    remedy = "Ask for fewer own samples (--num) or a smaller student (--architecture), or raise --memory."
+    limit = memory_limit(memory_bytes)
+    room = room_for_experts(plan, opened.manifest, limit, beside=beside, remedy=remedy)
+    ensemble = build_ensemble(plan, opened.manifest, opened.folder, memory_bytes=room, device=where)
     wanted = _Wanted(opened, ensemble, _source(opened), chosen, condition, network, training, out, device)
     wanted.work.mkdir(parents=True, exist_ok=True)
     with locked(wanted.work, "distillation"):
@@ -185,6 +198,19 @@ def distill(
     )
     say(f"Sample from it: ddm sample-student {quote(str(out))} --num 16 --out student.png")
     warn_if_expired(opened)
+
+
+def _needed(plan: "Plan", network: Architecture, condition: Condition, num_experts: int, num: int) -> int:
+    """Return the bytes of training a student on so many own samples, beside its teachers."""
+    from ddm.protocol.footprint import labels_bytes, sampling_bytes
+    from ddm.protocol.sizes import network_size
+
+    batch = plan.expert.training.batch_size
+    student = network_size(network, plan.expert_shape, condition).training_bytes(batch)
+    # Samples are drawn in parts, and a step asks the teachers about one batch; the data stay in memory.
+    teachers = sampling_bytes(plan, num_experts, num=batch, batch=batch, steps=_SOLVER_STEPS)
+    kept = 3 * (4 * num * prod(plan.expert_shape) + labels_bytes(condition, num))
+    return student + teachers + kept
 
 
 def _source(opened: "Release") -> "Source":

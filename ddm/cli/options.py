@@ -1,5 +1,7 @@
 """The options that several commands of `ddm` share, and how they open a release."""
 
+import re
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +37,18 @@ ArchivedOption = Annotated[
 DeviceOption = Annotated[
     DeviceName, typer.Option("--device", help="auto: a GPU, if there is one.", rich_help_panel=MACHINE)
 ]
+
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Most memory, e.g. 4GiB; default: 75% of what is available.",
+        rich_help_panel=MACHINE,
+    ),
+]
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_CELL, _PICTURE_BYTES = 68, 8  # of a grid: sides of the smallest cell, bytes of a pixel with its copies
 
 # How images are sampled, from a release or a student.
 NumOption = Annotated[int, typer.Option("--num", min=1, help="How many images.", rich_help_panel=WHAT)]
@@ -103,6 +117,26 @@ def open_verified(
         archived=archived,
         experts_later=experts_later,
     )
+
+
+def read_memory(text: str | None) -> int | None:
+    """Read the value of --memory.
+
+    Raises:
+        SetupError: not a size.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,3})?) ?(KiB|MiB|GiB|TiB|)", text.strip())
+    if not match:
+        raise SetupError("--memory", expected="a size such as 2GiB or 500MiB", got=repr(text[:40]))
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def picture_bytes(out: Path, num: int, shape: Sequence[int]) -> int:
+    """Return the bytes of a grid of samples, whose cells are enlarged to be readable; 0 for other files."""
+    side = _CELL + max(shape[-2:])
+    return _PICTURE_BYTES * num * side**2 if out.suffix == ".png" else 0
 
 
 def pins(silo_key: list[str] | None) -> dict[str, str]:

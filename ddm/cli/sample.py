@@ -1,6 +1,5 @@
 """The command `ddm sample`: check which options go together, then draw images from a verified release."""
 
-import re
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -10,12 +9,12 @@ import typer
 
 from ddm.cli.options import (
     HOW,
-    MACHINE,
     ArchivedOption,
     ClassOption,
     DeviceOption,
     GuidanceOption,
     ImagesOption,
+    MemoryOption,
     NumOption,
     ReleaseArgument,
     RootOption,
@@ -28,6 +27,8 @@ from ddm.cli.options import (
     TextEncoderOption,
     TextOption,
     open_verified,
+    picture_bytes,
+    read_memory,
     warn_if_expired,
 )
 from ddm.cli.settings import SampleSettings, read_settings, set_option
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from ddm.loading.release import Release
     from ddm.sampling.strategies import Strategy
 
-_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 # How a strategy's setting is written on the command line.
 _FLAGS = {"tau": "--tau", "prefix": "--prefix", "k": "--top-k", "mass": "--set mass", "least": "--set least"}
 
@@ -79,10 +79,6 @@ TopKOption = Annotated[
 PriorOption = Annotated[
     str, typer.Option("--prior", help="data, equal, or ID=W,...; 0 leaves a silo out.", rich_help_panel=HOW)
 ]
-MemoryOption = Annotated[
-    str | None,
-    typer.Option("--memory", metavar="SIZE", help="Most memory for experts, e.g. 2GiB.", rich_help_panel=MACHINE),
-]
 Set = Annotated[list[str] | None, set_option(SampleSettings)]
 
 
@@ -119,17 +115,25 @@ def sample(
     chosen = _chosen(strategy.value, {name: value for name, value in wanted.items() if value is not None})
     _check_together(chosen, rare, guidance, label is not None or text is not None)
     check_text(label, text, text_encoder)
-    memory_bytes = None if memory is None else _bytes(memory)
+    memory_bytes = read_memory(memory)
     prepare(out)
 
     from ddm.cli.conditions import encoded, holders_of, shares_of
-    from ddm.loading.ensemble import load_ensemble
+    from ddm.loading.ensemble import build_ensemble
+    from ddm.loading.memory import room_for_experts
+    from ddm.protocol.footprint import condition_bytes, sampling_bytes
     from ddm.system.devices import device_named
+    from ddm.system.memory import memory_limit
 
     where = device_named(device, setting="--device")
     opened = open_verified(release, root, state, silo_key, archived, experts_later=True)
-    condition = label if text is None or text_encoder is None else encoded(text, text_encoder, opened.plan.condition)
-    ensemble = replace(load_ensemble(opened, memory_bytes=memory_bytes, device=where), chunk_size=rare.batch)
+    plan, manifest = opened.plan, opened.manifest
+    beside = sampling_bytes(plan, len(manifest.experts), num=num, batch=rare.batch, steps=steps)
+    beside += picture_bytes(out, num, plan.data.shape) + (condition_bytes(plan.condition) if text is not None else 0)
+    room = room_for_experts(plan, manifest, memory_limit(memory_bytes), beside=beside)
+    condition = label if text is None or text_encoder is None else encoded(text, text_encoder, plan.condition)
+    built = build_ensemble(plan, manifest, opened.folder, memory_bytes=room, device=where)
+    ensemble = replace(built, chunk_size=rare.batch)
     weights, declared = _priors(opened, ensemble, prior, rare.class_prior)
     holders = holders_of(ensemble, condition, declared)
     with progress(f"sampling {num} with {strategy.value}") as advance:
@@ -206,13 +210,6 @@ def _priors(
     silo_ids, own = [expert.silo_id for expert in opened.manifest.experts], list(ensemble.prior)
     declared = None if class_prior == "data" else _weights("--set class-prior", class_prior, silo_ids, own)
     return _weights("--prior", prior, silo_ids, own), declared
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,3})?) ?(KiB|MiB|GiB|TiB|)", text.strip())
-    if not match:
-        raise SetupError("--memory", expected="a size such as 2GiB or 500MiB", got=repr(text[:40]))
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _weights(flag: str, text: str, silo_ids: list[str], data_prior: list[float]) -> list[float]:

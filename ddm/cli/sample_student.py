@@ -10,6 +10,7 @@ from ddm.cli.options import (
     DeviceOption,
     GuidanceOption,
     ImagesOption,
+    MemoryOption,
     NumOption,
     SeedOption,
     SolverName,
@@ -17,6 +18,8 @@ from ddm.cli.options import (
     StepsOption,
     TextEncoderOption,
     TextOption,
+    picture_bytes,
+    read_memory,
 )
 from ddm.cli.sample import check_text
 from ddm.cli.settings import SampleStudentSettings, read_settings, set_option
@@ -38,12 +41,14 @@ def sample_student(
     seed: SeedOption = 0,
     settings: Annotated[list[str] | None, set_option(SampleStudentSettings)] = None,
     device: DeviceOption = "auto",
+    memory: MemoryOption = None,
 ) -> None:
     """Sample images from a student; nobody signed it, its record says what it was made of."""
     from ddm.io.pictures import prepare, write_samples
 
     rare = read_settings(SampleStudentSettings, settings)
     check_text(label, text, text_encoder)
+    memory_bytes = read_memory(memory)
     if guidance and label is None and text is None:
         raise SetupError("--guidance", expected="--class or --text beside it", got=f"{guidance} without a condition")
     prepare(out)
@@ -51,10 +56,19 @@ def sample_student(
     from dataclasses import replace
 
     from ddm.cli.conditions import encoded
-    from ddm.distillation.student import load_student
+    from ddm.distillation.student import Student, load_student
+    from ddm.protocol.footprint import condition_bytes
     from ddm.system.devices import device_named
+    from ddm.system.memory import memory_limit
 
-    record, alone = load_student(student, device=device_named(device, setting="--device"))
+    limit = memory_limit(memory_bytes)
+
+    def check(record: Student) -> None:
+        needed = record.sampling_bytes(num=num, batch=rare.batch, steps=steps)
+        needed += picture_bytes(out, num, record.data.shape)
+        limit.check("memory", needed + (condition_bytes(record.condition) if text is not None else 0))
+
+    record, alone = load_student(student, device=device_named(device, setting="--device"), check=check)
     condition = label if text is None or text_encoder is None else encoded(text, text_encoder, record.condition)
     with progress(f"sampling {num}") as advance:
         drawn = replace(alone, chunk_size=rare.batch).sample(

@@ -1,5 +1,6 @@
 """The files of a finished student: its weights, and a JSON record of the same name that states its provenance."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +13,19 @@ from ddm.ensemble import Ensemble
 from ddm.errors import DigestError
 from ddm.io.files import read_bounded, require_file
 from ddm.models import load_expert
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, File, Model, NaturalInt, PlanId, PositiveInt
+from ddm.protocol.base import (
+    MAX_DOCUMENT_BYTES,
+    Digest,
+    Document,
+    File,
+    Measure,
+    Model,
+    NaturalInt,
+    PlanId,
+    PositiveInt,
+    Seconds,
+)
+from ddm.protocol.footprint import drawing_bytes
 from ddm.protocol.plan import (
     Architecture,
     AutoencoderKlLatent,
@@ -24,6 +37,7 @@ from ddm.protocol.plan import (
     TDistribution,
     Training,
 )
+from ddm.protocol.sizes import network_size
 from ddm.sampling.guidance import ClassPrior
 
 RECORD_SUFFIX, AUTOENCODER_SUFFIX = ".json", ".autoencoder.safetensors"
@@ -97,9 +111,15 @@ class Student(Document):
     t_distribution: TDistribution
     training: Training
     base: Digest | None = None
-    loss: float
-    seconds: float
+    loss: Measure
+    seconds: Seconds
     file: File
+
+    def sampling_bytes(self, *, num: int, batch: int, steps: int) -> int:
+        """Return the bytes of loading the student and drawing samples; see `ddm.protocol.footprint.drawing_bytes`."""
+        size = network_size(self.architecture, self.latent.shape(self.data.shape), self.condition)
+        loaded = self.file.bytes + (self.autoencoder.bytes if self.autoencoder else 0) + size.forward_bytes(0)
+        return loaded + drawing_bytes(size, self.latent, self.data.shape, num=num, batch=batch, steps=steps)
 
     @model_validator(mode="after")
     def _latents_are_decoded(self) -> "Student":
@@ -108,6 +128,8 @@ class Student(Document):
             raise ValueError(f"the latent {self.latent.kind} needs {needed} beside it")
         if misfit := self.latent.misfit(self.data.shape):
             raise ValueError(f"the latent {self.latent.kind} needs {misfit}")
+        if misfit := self.architecture.misfit(self.latent.shape(self.data.shape), self.condition):
+            raise ValueError(f"the architecture {self.architecture.kind} needs {misfit}")
         return self
 
 
@@ -116,12 +138,18 @@ def autoencoder_beside(weights: Path) -> Path:
     return weights.with_name(weights.stem + AUTOENCODER_SUFFIX)
 
 
-def load_student(weights: Path | str, *, device: torch.device | str = "cpu") -> tuple[Student, Ensemble]:
+def load_student(
+    weights: Path | str,
+    *,
+    device: torch.device | str = "cpu",
+    check: Callable[[Student], None] = lambda record: None,
+) -> tuple[Student, Ensemble]:
     """Load a student as an ensemble of one expert, to sample from as from any ensemble.
 
     Args:
         weights: its file; the record lies beside it, and its autoencoder if it works on latents.
         device: where it computes.
+        check: called with the record before anything that it names is loaded; what it raises ends the loading.
 
     Raises:
         MissingFileError: there are no weights, no record, or no autoencoder.
@@ -133,6 +161,7 @@ def load_student(weights: Path | str, *, device: torch.device | str = "cpu") -> 
     weights = require_file(Path(weights), "a student's weights")
     path = require_file(weights.with_suffix(RECORD_SUFFIX), "a student's record")
     record = Student.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name)
+    check(record)
     shape, latent = record.latent.shape(record.data.shape), record.latent
     # The files may have been renamed together with the record; the digests identify them.
     file = record.file.model_copy(update={"path": weights.name})

@@ -201,6 +201,17 @@ def timm_specs(spec: TimmSpec) -> dict[str, TensorSpec]:
     return {name: spec_of(tensor) for name, tensor in _weights(net).items()}
 
 
+def timm_bytes(spec: TimmSpec) -> int:
+    """Return the bytes of everything that the network holds once it is built, weights and computed tables.
+
+    Raises:
+        SetupError: the installed timm has no such network.
+    """
+    with torch.device("meta"):
+        net = _build(spec.model, len(spec.mean), spec.image_size)
+    return sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers()))
+
+
 def _build(model: str, channels: int, image_size: tuple[int, int] | None) -> nn.Module:
     """Build a network without its classifier; the input's size is passed to networks that take it."""
     options: dict[str, Any] = {"num_classes": 0, "in_chans": channels}

@@ -11,9 +11,11 @@ from torch import Tensor
 from ddm.diffusion.path import Expert, Experts, Path, as_velocity, path_named
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
+from ddm.loading.memory import room_for_experts
 from ddm.loading.plan import PlanFiles
 from ddm.loading.release import Release, open_release
 from ddm.models import load_expert
+from ddm.protocol.footprint import sampling_bytes
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import ExpertObjective, Plan
 from ddm.routers.calibration import Calibrated
@@ -22,6 +24,7 @@ from ddm.routers.loading import load_router
 from ddm.routers.sketch import Sketch
 from ddm.sampling.expert_cache import LazyExperts
 from ddm.sampling.guidance import ClassPrior, ClassPriors
+from ddm.system.memory import memory_limit
 
 _LOADERS = 4
 
@@ -44,11 +47,12 @@ def open_ensemble(
         state: see `open_release`, as are the next two.
         silo_keys: pinned fingerprints.
         archived: accept an expired timestamp.
-        memory_bytes: see `build_ensemble`, as is the next one.
+        memory_bytes: see `load_ensemble`, as is the next one.
         device: where the experts compute.
 
     Raises:
         TrustError, FormatError: see `open_release`.
+        MemoryLimitError: see `load_ensemble`.
         SetupError: a folder without a root of trust.
         TensorFileError: a tensor file is not what the plan implies.
     """
@@ -73,15 +77,22 @@ def load_ensemble(release: Release, *, memory_bytes: int | None = None, device: 
 
     Args:
         release: as `open_release` returns it.
-        memory_bytes: see `build_ensemble`.
+        memory_bytes: most bytes of memory for the whole ensemble, with one sample at a time; 75% of what is available
+            where omitted. Sizes are computed before anything is loaded. Where not all experts fit beside the rest, they
+            are loaded on first use, as in `build_ensemble`. More samples at once need more: `Ensemble.chunk_size`.
         device: where the experts compute.
 
     Raises:
+        MemoryLimitError: the ensemble does not fit with one expert in memory; nothing was loaded.
         DigestError: a file changed after it was verified.
         DocumentError: the manifest describes a router that this version cannot apply.
         TensorFileError: a tensor file is not what the plan implies.
     """
-    return build_ensemble(release.plan, release.manifest, release.folder, memory_bytes=memory_bytes, device=device)
+    plan, manifest = release.plan, release.manifest
+    one = sampling_bytes(plan, len(manifest.experts), num=1, batch=1, steps=1)
+    remedy = "Raise memory_bytes, or open the release on a machine with more memory."
+    room = room_for_experts(plan, manifest, memory_limit(memory_bytes), beside=one, remedy=remedy)
+    return build_ensemble(plan, manifest, release.folder, memory_bytes=room, device=device)
 
 
 def build_ensemble(

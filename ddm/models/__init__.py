@@ -63,7 +63,8 @@ def expected_tensors(
     Raises:
         ShapeError, SetupError: see `build_expert`.
     """
-    weights = empty_expert(architecture, shape, condition).state_dict()
+    with torch.device("meta"):  # what a network computes when it is built, such as positions, takes no memory either
+        weights = _build(architecture, shape, condition).state_dict()
     return {name: TensorSpec("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
 
 

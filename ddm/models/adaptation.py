@@ -5,7 +5,7 @@ With averaged weights, the two factors of a LoRA are averaged separately.
 """
 
 # Shape legend: B batch, I inputs, O outputs of a layer, R rank.
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 from typing import assert_never
 
@@ -104,8 +104,13 @@ def _add_lora(module: nn.Module, rank: int, alpha: float) -> None:
             _add_lora(child, rank, alpha)
 
 
-def _train_only(expert: nn.Module, prefixes: tuple[str, ...]) -> None:
-    names = [name for name, _ in expert.named_parameters()]
+def check_trained(names: Iterable[str], prefixes: Sequence[str]) -> None:
+    """Refuse names or prefixes that none of an expert's weights begins with.
+
+    Raises:
+        SetupError: names the first of them.
+    """
+    names = list(names)
     for prefix in prefixes:
         if not any(_begins(name, prefix) for name in names):
             raise SetupError(
@@ -114,6 +119,10 @@ def _train_only(expert: nn.Module, prefixes: tuple[str, ...]) -> None:
                 got=f"{prefix[:80]!r}, which no weight begins with",
                 remedy="Ask the aggregator for a plan whose adaptation fits its architecture.",
             )
+
+
+def _train_only(expert: nn.Module, prefixes: tuple[str, ...]) -> None:
+    check_trained([name for name, _ in expert.named_parameters()], prefixes)
     for name, weight in expert.named_parameters():
         weight.requires_grad_(any(_begins(name, prefix) for prefix in prefixes))
 

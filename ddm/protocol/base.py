@@ -36,6 +36,11 @@ Epsilon = Annotated[float, Field(gt=0.0, le=1000.0)]
 Delta = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(gt=0, lt=2**53)]  # RFC 8785 cannot represent larger ones
 NaturalInt = Annotated[int, Field(ge=0, lt=2**53)]
+NumImages = Annotated[int, Field(gt=0, le=10**9)]
+NumSteps = Annotated[int, Field(gt=0, le=10**9)]
+NumBytes = Annotated[int, Field(gt=0, le=2**44)]  # 16 TiB
+Seconds = Annotated[float, Field(ge=0.0, le=1e10)]
+Measure = Annotated[float, Field(ge=-1e30, le=1e30)]  # a loss or a metric
 
 
 class Model(BaseModel):
@@ -80,7 +85,7 @@ class File(Model):
     """One file that a document lists: its path, length and sha256."""
 
     path: RelativePath
-    bytes: PositiveInt
+    bytes: NumBytes
     digest: Digest
 
     @classmethod

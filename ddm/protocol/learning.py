@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from ddm.protocol.architecture import Architecture, Dit
-from ddm.protocol.base import Model, NaturalInt, PositiveInt, RelativePath, SiloId
+from ddm.protocol.base import Model, NaturalInt, NumSteps, RelativePath, SiloId
 
 
 class ExpertObjective(Model):
@@ -69,8 +69,8 @@ class LogitNormalT(Model):
     """
 
     kind: Literal["logit_normal"] = "logit_normal"
-    mean: float = 0.0
-    std: Annotated[float, Field(gt=0.0)] = 1.0
+    mean: Annotated[float, Field(ge=-100.0, le=100.0)] = 0.0
+    std: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
     shift: Shift = 1.0
 
 
@@ -133,13 +133,13 @@ class Training(Model):
         unmasked_share: share of the steps, the last ones, that mask nothing.
     """
 
-    num_steps: PositiveInt
-    batch_size: PositiveInt
+    num_steps: NumSteps
+    batch_size: Annotated[int, Field(gt=0, le=2**20)]
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0)]
     weight_decay: Annotated[float, Field(ge=0.0, le=1.0)]
     ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)]
     precision: Literal["fp32", "bf16"] = "fp32"
-    checkpoint_steps: PositiveInt
+    checkpoint_steps: NumSteps
     seed: NaturalInt = 0
     mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0, exclude_if=lambda ratio: ratio == 0.0)] = 0.0
     unmasked_share: Annotated[float, Field(ge=0.0, le=1.0, exclude_if=lambda share: share == 0.1)] = 0.1

@@ -12,6 +12,7 @@ from ddm.protocol.base import (
     Epsilon,
     ExpertId,
     File,
+    Measure,
     Model,
     NaturalInt,
     PlanId,
@@ -22,6 +23,7 @@ from ddm.protocol.base import (
 )
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+MOST_SILOS, MOST_EXPERTS = 1024, 16384
 Flag = Literal["answers_zero", "copy", "high_loss", "large_weights", "not_learnt", "stands_apart"]
 
 
@@ -46,7 +48,7 @@ class PublishedExpert(Model):
     cluster: NaturalInt | None = None
     prior: Probability
     file: File
-    flags: tuple[Flag, ...] = ()
+    flags: Annotated[tuple[Flag, ...], Field(max_length=16)] = ()
 
 
 class PublishedRouter(Model):
@@ -54,8 +56,8 @@ class PublishedRouter(Model):
 
     kind: Literal["counts", "moments", "learned", "samples"]
     t_release: Annotated[float, Field(gt=0.0, lt=1.0)] | None
-    training_prior: tuple[Probability, ...]
-    temperature: Annotated[float, Field(gt=0.0)]
+    training_prior: Annotated[tuple[Probability, ...], Field(max_length=MOST_EXPERTS)]
+    temperature: Annotated[float, Field(gt=0.0, le=1e6)]
     file: File
 
 
@@ -64,9 +66,9 @@ class Evaluation(Model):
 
     metric: ShortText
     strategy: ShortText | None
-    value: float
-    low: float
-    high: float
+    value: Measure
+    low: Measure
+    high: Measure
 
 
 class Manifest(Document):
@@ -80,13 +82,13 @@ class Manifest(Document):
     published_at: Time
     licence: ShortText
     cite: ShortText
-    missing_silos: tuple[SiloId, ...]
-    withdrawn_silos: tuple[SiloId, ...]
-    silos: Annotated[tuple[PublishedSilo, ...], Field(min_length=1)]
-    experts: Annotated[tuple[PublishedExpert, ...], Field(min_length=1)]
+    missing_silos: Annotated[tuple[SiloId, ...], Field(max_length=MOST_SILOS)]
+    withdrawn_silos: Annotated[tuple[SiloId, ...], Field(max_length=MOST_SILOS)]
+    silos: Annotated[tuple[PublishedSilo, ...], Field(min_length=1, max_length=MOST_SILOS)]
+    experts: Annotated[tuple[PublishedExpert, ...], Field(min_length=1, max_length=MOST_EXPERTS)]
     router: PublishedRouter
-    evaluation: tuple[Evaluation, ...]
-    files: tuple[File, ...]
+    evaluation: Annotated[tuple[Evaluation, ...], Field(max_length=1024)]
+    files: Annotated[tuple[File, ...], Field(max_length=1024)]
 
     @model_validator(mode="after")
     def _consistent(self) -> "Manifest":

@@ -3,7 +3,7 @@
 from math import prod
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
 from ddm.protocol.architecture import Architecture as Architecture
 from ddm.protocol.architecture import ClassCondition as ClassCondition
@@ -21,13 +21,17 @@ from ddm.protocol.base import (
     File,
     KeyText,
     Model,
+    NumBytes,
+    NumImages,
     PlanId,
-    PositiveInt,
     RelativePath,
     SiloId,
     Time,
     Unit,
 )
+from ddm.protocol.encoder import PcaEncoder as PcaEncoder
+from ddm.protocol.encoder import Side as Side
+from ddm.protocol.encoder import TimmEncoder as TimmEncoder
 from ddm.protocol.latent import AutoencoderKlLatent as AutoencoderKlLatent
 from ddm.protocol.latent import IdentityLatent as IdentityLatent
 from ddm.protocol.latent import Latent as Latent
@@ -49,6 +53,9 @@ from ddm.protocol.routers import MomentsRouter as MomentsRouter
 from ddm.protocol.routers import Router as Router
 from ddm.protocol.routers import SamplesRouter as SamplesRouter
 
+PixelSide = Annotated[int, Field(gt=0, le=65536)]
+PixelValue = Annotated[float, Field(ge=-1e6, le=1e6)]
+
 
 class DataSpec(Model):
     """The shape of one sample, an image (C, H, W) or a volume (C, D, H, W), and the range of its values.
@@ -58,8 +65,8 @@ class DataSpec(Model):
         range: lowest and highest value.
     """
 
-    shape: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=4)]
-    range: tuple[float, float]
+    shape: Annotated[tuple[PixelSide, ...], Field(min_length=3, max_length=4)]
+    range: tuple[PixelValue, PixelValue]
 
     @model_validator(mode="after")
     def _range_ascends(self) -> "DataSpec":
@@ -71,33 +78,6 @@ class DataSpec(Model):
     def dim(self) -> int:
         """The number of values in one sample."""
         return prod(self.shape)
-
-
-class PcaEncoder(Model):
-    """Principal components of the public images; needs no weights from elsewhere."""
-
-    kind: Literal["pca"] = "pca"
-    path: RelativePath = "plan/encoder.safetensors"
-    dim: Annotated[int, Field(gt=0, le=4096)]
-
-
-Side = Annotated[int, Field(gt=0, le=4096)]  # of an encoder's input, pixels
-Channels = Annotated[tuple[float, ...], Field(min_length=1, max_length=16)]
-
-
-class TimmEncoder(Model):
-    """A frozen network of the timm library; its weights are in the plan's bundle, its preprocessing is stated here."""
-
-    kind: Literal["timm"] = "timm"
-    path: RelativePath = "plan/encoder.safetensors"
-    dim: Annotated[int, Field(gt=0, le=16384)]
-    model: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
-    weights: Literal["file", "random"] = "file"
-    image_size: tuple[Side, Side]
-    interpolation: Literal["nearest", "bilinear", "bicubic"] = "bicubic"
-    crop: Annotated[float, Field(ge=0.1, le=1.0)] = 1.0
-    mean: Channels
-    std: Channels
 
 
 class Clustering(Model):
@@ -124,7 +104,7 @@ class SiloPartition(Model):
     """
 
     kind: Literal["silo"] = "silo"
-    min_images: PositiveInt
+    min_images: NumImages
 
 
 class SiloClusterPartition(Model):
@@ -135,7 +115,7 @@ class SiloClusterPartition(Model):
     """
 
     kind: Literal["silo_cluster"] = "silo_cluster"
-    min_images: PositiveInt
+    min_images: NumImages
 
 
 class RandomPartition(Model):
@@ -147,7 +127,7 @@ class RandomPartition(Model):
     """
 
     kind: Literal["random"] = "random"
-    min_images: PositiveInt
+    min_images: NumImages
     num_parts: Annotated[int, Field(gt=1, le=64)]
 
 
@@ -258,7 +238,7 @@ class Audit(Model):
     """
 
     required: bool
-    min_holdout_units: PositiveInt
+    min_holdout_units: NumImages
     max_near_copy_rate: Annotated[float, Field(ge=0.0, le=1.0)]
     max_mia_auc: Annotated[float, Field(ge=0.5, le=1.0)]
 
@@ -273,10 +253,10 @@ class Limits(Model):
         gpu_hours: GPU hours to hold against each site's policy; they are not measured.
     """
 
-    expert_bytes: PositiveInt
-    statistic_bytes: PositiveInt
-    train_s: PositiveInt
-    gpu_hours: Annotated[float, Field(ge=0.0)]
+    expert_bytes: NumBytes
+    statistic_bytes: NumBytes
+    train_s: Annotated[int, Field(gt=0, le=10**10)]
+    gpu_hours: Annotated[float, Field(ge=0.0, le=1e7)]
 
 
 class Plan(Document):
@@ -311,10 +291,14 @@ class Plan(Document):
         listed = [file.path for file in self.files]
         if len(set(listed)) != len(listed):
             raise ValueError(f"files must be listed once each, got {len(listed)} entries for {len(set(listed))} files")
-        named = {self.encoder.path, self.clustering.path, self.sketch.path, self.expert.base}
-        named |= {self.latent.path} if isinstance(self.latent, AutoencoderKlLatent) else set()
-        if missing := named - {None} - set(listed):
+        if len(set(self.parts)) != len(self.parts):
+            raise ValueError(f"each part must have a file of its own, got {len(set(self.parts))} for {len(self.parts)}")
+        if missing := set(self.parts) - set(listed):
             raise ValueError(f"files that the plan uses must be listed in files; {len(missing)} of them are not")
+        if unused := set(listed) - set(self.parts):
+            raise ValueError(f"files must list what the plan uses and nothing else; {len(unused)} are not used")
+        if odd := [path for path in self.parts if not path.startswith("plan/") or not path.endswith(".safetensors")]:
+            raise ValueError(f"files of a plan must be plan/NAME.safetensors; {len(odd)} are not")
         counted = self.statistics.class_counts
         if isinstance(self.condition, ClassCondition) and counted and counted.num_classes != self.condition.num_classes:
             got = f"{self.condition.num_classes} and {counted.num_classes}"
@@ -330,6 +314,13 @@ class Plan(Document):
             raise ValueError("expires_at must be later than created_at")
         _check_routing(self.statistics, self.router, self.sketch, self.clustering, self.partition)
         return self
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The paths of the files that the plan uses: encoder, centroids, sketch, then autoencoder and public expert."""
+        autoencoder = self.latent.path if isinstance(self.latent, AutoencoderKlLatent) else None
+        paths = (self.encoder.path, self.clustering.path, self.sketch.path, autoencoder, self.expert.base)
+        return tuple(path for path in paths if path is not None)
 
     @property
     def expert_shape(self) -> tuple[int, ...]:

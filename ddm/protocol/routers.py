@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ddm.protocol.architecture import TransformerSize
-from ddm.protocol.base import Model, PositiveInt
+from ddm.protocol.base import Model, NumSteps
 
 
 class CountsRouter(Model):
@@ -32,7 +32,7 @@ class LearnedRouter(Model):
     kind: Literal["learned"] = "learned"
     hidden: Annotated[int, Field(gt=0, le=4096)]
     depth: Annotated[int, Field(gt=0, le=32)]
-    num_steps: PositiveInt
+    num_steps: NumSteps
 
 
 class SamplesRouter(TransformerSize):
@@ -44,7 +44,7 @@ class SamplesRouter(TransformerSize):
     """
 
     kind: Literal["samples"] = "samples"
-    num_steps: PositiveInt
+    num_steps: NumSteps
     images_per_expert: Annotated[int, Field(gt=1, le=1_000_000)]
 
 

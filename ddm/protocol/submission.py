@@ -18,8 +18,11 @@ from ddm.protocol.base import (
     File,
     Model,
     NaturalInt,
+    NumImages,
+    NumSteps,
     PlanId,
     PositiveInt,
+    Seconds,
     ShortText,
     SiloId,
     Time,
@@ -56,9 +59,9 @@ def statistic_terms(statistics: Statistics) -> Mapping[str, tuple[float, float]]
 class ExpertTraining(Model):
     """How the training went. `loss` and `seconds` leave without differential privacy."""
 
-    loss: Annotated[float, Field(ge=0.0)]
-    seconds: Annotated[float, Field(ge=0.0)]
-    flops: Annotated[float, Field(ge=0.0)]
+    loss: Annotated[float, Field(ge=0.0, le=1e30)]
+    seconds: Seconds
+    flops: Annotated[float, Field(ge=0.0, le=1e36)]
 
 
 class NoWeightPrivacy(Model):
@@ -76,8 +79,8 @@ class SubmittedExpert(Model):
 
     expert_id: ExpertId
     cluster: NaturalInt | None = None
-    num_images: PositiveInt | None
-    steps: PositiveInt
+    num_images: NumImages | None
+    steps: NumSteps
     file: File
     training: ExpertTraining
     privacy: NoWeightPrivacy
@@ -197,7 +200,7 @@ class Submission(Document):
     ledger: LedgerHead
     audit: AuditVerdict
     approval: Approval | None
-    software: dict[ShortText, ShortText]
+    software: Annotated[dict[ShortText, ShortText], Field(max_length=256)]
 
     @model_validator(mode="after")
     def _no_kind_twice(self) -> "Submission":

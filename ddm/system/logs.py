@@ -17,6 +17,7 @@ from ddm.system.escape import escape_control
 VERBOSE_VARIABLE = "ARCHIPELAGO_VERBOSE"
 JSON_VARIABLE = "ARCHIPELAGO_LOG_JSON"
 PACKAGES = ("ddm", "silo", "aggregator")
+_MOST_FRAMES = 24  # the innermost; an endless recursion has a thousand
 _OURS = "of_archipelago"  # marks a handler that a later one replaces
 
 
@@ -156,6 +157,6 @@ def _cause(record: logging.LogRecord) -> dict[str, Any]:
         name += f": {error.strerror}"
     frames = [
         f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
-        for frame in reversed(traceback.extract_tb(error.__traceback__))
+        for frame in reversed(traceback.extract_tb(error.__traceback__)[-_MOST_FRAMES:])
     ]
     return {"error": name, "frames": frames}

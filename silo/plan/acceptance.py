@@ -9,13 +9,15 @@ from pathlib import Path
 from ddm.errors import DigestError, NumericalError, PolicyError, ReplayError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place, read_bounded
-from ddm.io.tensors import stored_bytes
+from ddm.io.tensors import check_file, stored_bytes
 from ddm.loading.plan import PlanFiles, sketch_noise_level
-from ddm.models import expected_tensors
+from ddm.models import MAX_WEIGHT, expected_tensors
+from ddm.models.adaptation import check_trained
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, sha256_hex
-from ddm.protocol.plan import Plan
+from ddm.protocol.plan import PartialAdaptation, Plan, TimmEncoder
 from ddm.trust.verify import verify_bundle
 from silo.config import Policy, Site
+from silo.plan.looks import look_at
 from silo.plan.policy import check_plan
 
 
@@ -56,18 +58,28 @@ def workspace_folder(site: Site, plan_id: str) -> Path:
 
 
 def receive_plan(
-    site: Site, plan_id: str, policy: Policy, *, silo_id: str, max_bytes: int, now: datetime
+    site: Site, plan_id: str, policy: Policy, *, silo_id: str, max_bytes: int, now: datetime, parts: int = 1
 ) -> AcceptedPlan:
     """Copy, verify and check one plan; only a plan that passes everything gets its folder.
 
+    Args:
+        site: the silo's folder.
+        plan_id: the plan's, as its folder in the inbox is called.
+        policy: this site's.
+        silo_id: this silo.
+        max_bytes: most bytes of the bundle.
+        now: the time of acceptance.
+        parts: into which this machine divides a batch.
+
     Raises:
         TrustError: the bundle is not signed as the pinned root demands.
-        FormatError: the bundle or a document in it is malformed.
+        FormatError: the bundle or a document in it is malformed, or reading it failed in a way that nobody foresaw.
         PolicyError: the plan requires more than this site allows.
+        OSError: a fault of this machine, such as a full disk.
     """
-    with aside(plan_folder(site, plan_id)) as part:
+    root = site.root_path.read_bytes()
+    with look_at(site, plan_id), aside(plan_folder(site, plan_id)) as part:
         copy_tree_bounded(site.inbox / plan_id / "bundle", part, max_bytes=max_bytes)
-        root = site.root_path.read_bytes()
         verified = verify_bundle(part, root, state=site.private / "trust", now=now)
         if verified.plan_id != plan_id:
             raise ReplayError("plan bundle", expected=plan_id, got=verified.plan_id)
@@ -78,12 +90,14 @@ def receive_plan(
             odd = sorted({name for name, _ in listed.items() ^ signed.items()})
             got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
             raise DigestError("files of plan.json", expected="exactly those that the signature lists", got=got)
-        check_plan(accepted.plan, policy, silo_id=silo_id, now=now)
+        check_plan(accepted.plan, policy, silo_id=silo_id, now=now, parts=parts)
         _check_size(accepted.plan)
+        _check_encoder(accepted.plan, policy)
+        _check_base(accepted)
         _check_noise(accepted)
         shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
         move_into_place(part, plan_folder(site, plan_id))
-    return load_accepted(site, plan_id, accepted.digest)
+        return load_accepted(site, plan_id, accepted.digest)
 
 
 def _check_noise(accepted: AcceptedPlan) -> None:
@@ -102,6 +116,30 @@ def _check_size(plan: Plan) -> None:
     if needed > plan.limits.expert_bytes:
         limit = f"at most the plan's own limit of {plan.limits.expert_bytes} bytes"
         raise PolicyError(f"plan {plan.plan_id}: size of an expert", expected=limit, got=f"{needed} bytes")
+
+
+def _check_encoder(plan: Plan, policy: Policy) -> None:
+    """Check what a network of timm holds besides the weights in its file, such as tables of positions."""
+    if not isinstance(plan.encoder, TimmEncoder):
+        return
+    from ddm.encoders.timm import timm_bytes  # takes seconds, and most plans do not need it
+
+    needed, most = timm_bytes(plan.encoder), policy.sizes.max_memory_bytes
+    if needed > most:
+        expected = f"at most {most} (sizes.max_memory_bytes in policy.toml)"
+        raise PolicyError(f"plan {plan.plan_id}: bytes of the encoder", expected=expected, got=str(needed))
+
+
+def _check_base(accepted: AcceptedPlan) -> None:
+    """Check the public expert that training starts from, block by block, before weeks of work depend on it."""
+    plan, expert = accepted.plan, accepted.plan.expert
+    if expert.base is None:
+        return
+    specs, listed = expected_tensors(expert.architecture, plan.expert_shape, plan.condition), plan.file(expert.base)
+    path = accepted.folder / expert.base
+    check_file(path, specs, max_bytes=listed.bytes, max_abs=MAX_WEIGHT, digest=listed.digest)
+    if isinstance(expert.adaptation, PartialAdaptation):
+        check_trained(specs, expert.adaptation.trained)
 
 
 def load_accepted(site: Site, plan_id: str, digest: str) -> AcceptedPlan:

@@ -2,14 +2,24 @@
 
 from collections.abc import Iterator
 from datetime import datetime
+from math import prod
 
 from ddm.errors import PolicyError
 from ddm.privacy.plan_cost import check_total
+from ddm.protocol.footprint import (
+    encoding_bytes,
+    expert_size,
+    file_bytes,
+    looking_bytes,
+    statistic_bytes,
+    training_bytes,
+    widest_layer,
+)
 from ddm.protocol.plan import Plan, most_experts
-from silo.config import Policy
+from silo.config import Policy, SizePolicy
 
 
-def check_plan(plan: Plan, policy: Policy, *, silo_id: str, now: datetime) -> None:
+def check_plan(plan: Plan, policy: Policy, *, silo_id: str, now: datetime, parts: int = 1) -> None:
     """Refuse a plan that requires more than the policy allows.
 
     Args:
@@ -17,24 +27,55 @@ def check_plan(plan: Plan, policy: Policy, *, silo_id: str, now: datetime) -> No
         policy: this site's.
         silo_id: this silo.
         now: the time of acceptance; expiry counts only here, so that a long training outlives the plan.
+        parts: into which this machine divides a batch.
 
     Raises:
         PolicyError: names the first broken rule, what the policy allows and what the plan requires.
     """
-    for subject, allowed, required in broken_rules(plan, policy, silo_id=silo_id, now=now):
+    for subject, allowed, required in broken_rules(plan, policy, silo_id=silo_id, now=now, parts=parts):
         raise PolicyError(f"plan {plan.plan_id}: {subject}", expected=allowed, got=required)
 
 
-def broken_rules(plan: Plan, policy: Policy, *, silo_id: str, now: datetime) -> Iterator[tuple[str, str, str]]:
+def broken_rules(
+    plan: Plan, policy: Policy, *, silo_id: str, now: datetime, parts: int = 1
+) -> Iterator[tuple[str, str, str]]:
     """Yield (subject, what the policy allows, what the plan requires) for every rule that the plan breaks."""
     if silo_id not in plan.silos:
         yield "silos", f"{silo_id} among them", ", ".join(plan.silos)
     if now >= plan.expires_at:
         yield "expiry", "a plan still valid on acceptance", f"a plan that expired {plan.expires_at.isoformat()}"
+    yield from _size_rules(plan, policy.sizes, parts)
     yield from _privacy_rules(plan, policy)
     yield from _training_rules(plan, policy)
     if policy.audit.required and not plan.audit.required:
         yield "leak audit", "required", "not required"
+
+
+def _size_rules(plan: Plan, allowed: SizePolicy, parts: int) -> Iterator[tuple[str, str, str]]:
+    """Compute what the plan's numbers imply, before anything of that size is opened or allocated."""
+    network, widest = widest_layer(plan)
+    implied, listed = file_bytes(plan), {file.path: file.bytes for file in plan.files}
+    largest = max(implied, key=lambda path: max(implied[path], listed[path]))
+    numbers = (
+        ("values of one sample", max(plan.data.dim, prod(plan.expert_shape)), "max_sample_values"),
+        (f"tokens x width of the {network}", widest, "max_layer_values"),
+        ("parameters of an expert", expert_size(plan).parameters, "max_parameters"),
+        (f"bytes of {largest}", max(implied[largest], listed[largest]), "max_file_bytes"),
+        ("bytes of memory to open its files", looking_bytes(plan), "max_memory_bytes"),
+        ("bytes of memory to encode images", encoding_bytes(plan), "max_memory_bytes"),
+        ("bytes of memory of a training step", training_bytes(plan, parts), "max_memory_bytes"),
+    )
+    for subject, required, name in numbers:
+        yield from _above(subject, required, getattr(allowed, name), f"sizes.{name}")
+    for path, size in listed.items():
+        if size > implied[path]:
+            yield f"bytes of {path}", f"at most {implied[path]}, as the plan's sizes imply", f"{size}"
+
+
+def _above(subject: str, required: float, most: float, name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield a rule that allows less than is required; `name` is its line in policy.toml."""
+    if required > most:
+        yield subject, f"at most {most:.15g} ({name} in policy.toml)", f"{required:.15g}"
 
 
 def _privacy_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]]:
@@ -42,10 +83,8 @@ def _privacy_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]]
     if (policy.privacy.unit, statistics.unit) == ("patient", "image"):
         got = "image; image-level statistics say nothing about a patient, who may have many images"
         yield "privacy unit", "patient", got
-    if total.epsilon > policy.privacy.max_epsilon:
-        yield "epsilon of all statistics", f"at most {policy.privacy.max_epsilon:g}", f"{total.epsilon:g}"
-    if total.delta > policy.privacy.max_delta:
-        yield "delta of all statistics", f"at most {policy.privacy.max_delta:g}", f"{total.delta:g}"
+    yield from _above("epsilon of all statistics", total.epsilon, policy.privacy.max_epsilon, "privacy.max_epsilon")
+    yield from _above("delta of all statistics", total.delta, policy.privacy.max_delta, "privacy.max_delta")
     try:
         check_total(plan)
     except PolicyError as error:
@@ -58,19 +97,24 @@ def _training_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]
     if architecture not in allowed.architectures:
         yield "architecture", " or ".join(allowed.architectures) or "none", architecture
     num_experts = most_experts(plan)
-    classes = plan.statistics.class_counts
-    class_bytes = 8 * plan.statistics.counts.num_groups * classes.num_classes if classes else 0
+    sizes = statistic_bytes(plan, num_units=0)
     numbers = (
-        ("experts of one silo", num_experts, allowed.max_experts),
-        ("training steps of all its experts", num_experts * plan.expert.training.num_steps, allowed.max_steps),
-        ("batch size", plan.expert.training.batch_size, allowed.max_batch_size),
-        ("steps between checkpoints", plan.expert.training.checkpoint_steps, plan.expert.training.num_steps),
-        ("bytes of an expert", plan.limits.expert_bytes, allowed.max_expert_bytes),
-        ("bytes of a statistic", plan.limits.statistic_bytes, allowed.max_statistic_bytes),
-        ("bytes of the class counts", class_bytes, plan.limits.statistic_bytes),
-        ("seconds of training", plan.limits.train_s, allowed.max_train_s),
-        ("GPU hours", plan.limits.gpu_hours, allowed.max_gpu_hours),
+        ("experts of one silo", num_experts, "max_experts"),
+        ("training steps of all its experts", num_experts * plan.expert.training.num_steps, "max_steps"),
+        ("batch size", plan.expert.training.batch_size, "max_batch_size"),
+        ("bytes of an expert", plan.limits.expert_bytes, "max_expert_bytes"),
+        ("bytes of a statistic", plan.limits.statistic_bytes, "max_statistic_bytes"),
+        ("seconds of training", plan.limits.train_s, "max_train_s"),
+        ("GPU hours", plan.limits.gpu_hours, "max_gpu_hours"),
     )
-    for subject, required, most in numbers:
+    for subject, required, name in numbers:
+        yield from _above(subject, required, getattr(allowed, name), f"training.{name}")
+    own_limits = (
+        ("steps between checkpoints", plan.expert.training.checkpoint_steps, plan.expert.training.num_steps),
+        ("bytes of the class counts", sizes.get("class_counts", 0), plan.limits.statistic_bytes),
+        ("bytes of the moments", sizes.get("moments", 0), plan.limits.statistic_bytes),
+        ("bytes of the counts", sizes["counts"], plan.limits.statistic_bytes),
+    )
+    for subject, required, most in own_limits:
         if required > most:
-            yield subject, f"at most {most:g}", f"{required:g}"
+            yield subject, f"at most the plan's own {most:.15g}", f"{required:.15g}"

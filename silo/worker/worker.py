@@ -134,6 +134,7 @@ class Worker:
                     silo_id=self.settings.silo_id,
                     max_bytes=self.settings.max_bundle_bytes,
                     now=now_utc(),
+                    parts=self._parts,
                 )
             except ArchipelagoError as error:
                 self._refused_now.add(plan_id)
@@ -282,6 +283,12 @@ class Worker:
         return find_receipt(path, self._plan().plan, binding, submission)
 
     @property
+    def _parts(self) -> int:
+        """Into how many parts this machine divides a batch, as far as its settings tell."""
+        engine = self.settings.training
+        return engine.accumulate * (engine.processes if isinstance(engine.processes, int) else 1)
+
+    @property
     def _plan_id(self) -> str:
         if self.state.plan_id is None:
             raise ArchipelagoError("state.json", expected=f"a plan in state {self.state.state}", got="no plan")
@@ -339,4 +346,6 @@ class Worker:
 
 
 def _problem(error: ArchipelagoError) -> Problem:
-    return Problem(code=error.exit_code, message=f"{error} - {error.remedy}"[:400])
+    # What was received may be in it, and not every name of a file is text.
+    message = f"{error} - {error.remedy}".encode("utf-8", "backslashreplace").decode()
+    return Problem(code=error.exit_code, message=message[:400])

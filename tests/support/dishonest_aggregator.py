@@ -1,6 +1,7 @@
 """An aggregator that holds every key of its federation and signs whatever it likes."""
 
 import shutil
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,8 +108,10 @@ class Aggregator:
         self.site.make_folders()
         shutil.copyfile(self.folder / "tuf" / "1.root.json", self.site.root_path)
 
-    def deliver(self, asked: UnsignedPlan, plan_id: str | None = None) -> str:
-        """Sign a plan and lay its bundle into the site's inbox; return its id."""
+    def deliver(
+        self, asked: UnsignedPlan, plan_id: str | None = None, rewrite: Callable[[bytes], bytes] = bytes
+    ) -> str:
+        """Sign a plan and lay its bundle into the site's inbox; return its id. `rewrite` changes plan.json itself."""
         self.num_plans += 1
         plan_id = plan_id or f"digits-{self.num_plans:08x}"
         bundle = self.site.inbox / plan_id / "bundle"
@@ -121,7 +124,7 @@ class Aggregator:
             save_tensors(home / path, tensors)
             files.append(File.of(path, home / path))
         document = asked.document | {"plan_id": plan_id, "files": [file.model_dump() for file in files]}
-        encoded = to_bytes(document)
+        encoded = rewrite(to_bytes(document))
         (home / "plan.json").write_bytes(encoded)
         listed = {f"{plan_id}/{file.path}": (file.bytes, file.digest) for file in files}
         silos = {SILO: self.keys[SILO].public}

@@ -10,6 +10,7 @@ from aggregator.keys.store import load_key
 from aggregator.release.publish import Publication, publish
 from ddm.loading.release import Release, open_release
 from ddm.protocol.base import sha256_file
+from ddm.protocol.footprint import opening_bytes, sampling_bytes
 from ddm.protocol.manifest import Manifest
 from ddm.trust.keys import SigningKey
 from tests.conftest import Published
@@ -50,6 +51,13 @@ def copied(published: Published, folder: Path) -> Published:
     federation = type(published.tiny.federation)(folder / "fed")
     shutil.copytree(published.tiny.federation.path, federation.path)
     return Published(published.release, published.root, published.plan_id, TinyFederation(folder, federation, {}))
+
+
+def least_memory(release: Release, num: int = 1, batch: int = 1, steps: int = 1) -> int:
+    """The least limit within which a release can be sampled, with one expert in memory."""
+    sizes = [expert.file.bytes for expert in release.manifest.experts]
+    drawing = sampling_bytes(release.plan, len(sizes), num=num, batch=batch, steps=steps)
+    return opening_bytes(release.plan, len(sizes)) + drawing + max(sizes)
 
 
 def killed_at(step: int, act: Callable[[], object]) -> bool:

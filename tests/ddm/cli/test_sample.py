@@ -9,12 +9,14 @@ from typer.testing import CliRunner
 
 from ddm.cli.conditions import holders_of, shares_of
 from ddm.cli.main import app
-from ddm.cli.sample import _bytes, _weights
+from ddm.cli.options import read_memory
+from ddm.cli.sample import _weights
 from ddm.ensemble import ClassPrior, Ensemble
-from ddm.errors import MathError, SetupError
+from ddm.errors import MathError, MemoryLimitError, SetupError
 from ddm.protocol.plan import ClassCondition, TextCondition
 from tests.conftest import Published
 from tests.support.case import case
+from tests.support.publishing import least_memory, opened
 
 
 def sample(*words: object) -> BaseException | None:
@@ -49,10 +51,10 @@ def test_flag_that_means_nothing_is_refused_before_a_release_is_looked_for(tmp_p
 
 @pytest.mark.parametrize(("text", "size"), [("2GiB", 2 << 30), ("1.5 MiB", 3 << 19), ("700", 700)])
 def test_size_is_read_with_its_unit(text: str, size: int) -> None:
-    assert _bytes(text) == size
+    assert read_memory(text) == size
     for wrong in ("-1GiB", "1GB", "1e3", "GiB", ""):
         with pytest.raises(SetupError):
-            _bytes(wrong)
+            read_memory(wrong)
 
 
 def test_prior_is_dealt_among_silos_that_have_data() -> None:
@@ -77,7 +79,10 @@ def test_flags_reach_the_sampler(published: Published, tmp_path: Path) -> None:
             return np.asarray(found["images"])
 
     plain = draw("")
-    assert np.array_equal(draw("--memory 1MiB"), plain)
+    least = least_memory(opened(published, published.release), num=4, batch=64, steps=2)
+    assert np.array_equal(draw(f"--memory {least}"), plain)
+    refused = sample(*words, "--out", tmp_path / "b.npz", "--memory", least - 1)
+    assert isinstance(refused, MemoryLimitError) and "--num" in refused.remedy
     np.testing.assert_allclose(draw("--set batch=1"), plain, atol=1e-5)
     for flags in (
         "--solver rk4",

@@ -26,7 +26,8 @@ DIT = {"kind": "dit", "patch": 2, "hidden": 96, "depth": 4, "heads": 4}
 def document(latent: dict[str, Any], side: int = 32, **expert: Any) -> dict[str, Any]:
     plan = plan_document(latent=latent, data={"shape": [1, side, side], "range": [-1.0, 1.0]})
     architecture = {"architecture": DIT | expert}
-    return plan | {"files": [*plan["files"], LISTED], "expert": plan["expert"] | architecture}
+    listed = [LISTED] if latent["kind"] != "identity" else []
+    return plan | {"files": [*plan["files"], *listed], "expert": plan["expert"] | architecture}
 
 
 def parse(*arguments: Any, **expert: Any) -> Plan:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddm.diffusion.path import CosinePath, Expert, LinearPath
 from ddm.ensemble import Ensemble
-from ddm.errors import DigestError, SetupError
+from ddm.errors import DigestError, MemoryLimitError, SetupError
 from ddm.loading.ensemble import load_ensemble, on_path, open_ensemble
 from ddm.loading.release import open_release
 from ddm.protocol.plan import ExpertObjective
@@ -18,6 +18,7 @@ from ddm.sampling.expert_cache import LazyExperts
 from tests.conftest import Published
 from tests.support.case import case
 from tests.support.gaussian_mixture import four_silos
+from tests.support.publishing import least_memory
 
 
 class Disk:
@@ -104,8 +105,9 @@ def expert_files(published: Published) -> list[Path]:
 
 
 def test_expert_is_verified_each_time_it_is_loaded(published: Published) -> None:
-    size = max(path.stat().st_size for path in expert_files(published))
-    opened = open_ensemble(published.release, root=published.root, memory_bytes=size)
+    least = least_memory(open_release(published.release, root=published.root, state=None))
+    opened = open_ensemble(published.release, root=published.root, memory_bytes=least)
+    assert isinstance(opened.experts, LazyExperts)
     assert torch.equal(
         opened.sample(8, steps=2).images,
         open_ensemble(published.release, root=published.root).sample(8, steps=2).images,
@@ -120,8 +122,10 @@ def test_expert_is_verified_each_time_it_is_loaded(published: Published) -> None
 
 def test_release_is_refused_a_budget_that_holds_no_expert(published: Published) -> None:
     release = open_release(published.release, root=published.root, state=None, experts_later=True)
-    with pytest.raises(SetupError, match="memory for experts"):
-        load_ensemble(release, memory_bytes=100)
+    least = least_memory(release)
+    with pytest.raises(MemoryLimitError, match="at most .* of memory, as --memory or memory_bytes says, got .* needed"):
+        load_ensemble(release, memory_bytes=least - 1)
+    load_ensemble(release, memory_bytes=least)
 
 
 def test_expert_that_learned_eps_on_the_cosine_path_answers_on_the_ensembles() -> None:

@@ -129,7 +129,8 @@ def test_policy_bounds_the_experts_of_a_silo_and_their_steps_together(
     assert set(rules_broken_by(asked, fewer_steps)) == {"training steps of all its experts"}
     if most > 1:
         fewer = Policy.model_validate({"training": enough | {"max_experts": most - 1}})
-        assert rules_broken_by(asked, fewer) == {"experts of one silo": (f"at most {most - 1}", str(most))}
+        allowed = f"at most {most - 1} (training.max_experts in policy.toml)"
+        assert rules_broken_by(asked, fewer) == {"experts of one silo": (allowed, str(most))}
 
 
 def test_class_counts_larger_than_the_plans_own_limit_are_refused() -> None:

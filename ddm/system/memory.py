@@ -1,0 +1,89 @@
+"""How much memory this process may take: what was asked for, or a share of what is left here."""
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddm.errors import MemoryLimitError
+
+SHARE = 0.75
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The most memory that a command may take.
+
+    Attributes:
+        bytes: the limit.
+        origin: what set it, in words.
+    """
+
+    bytes: int
+    origin: str
+
+    def check(self, subject: str, needed: int, remedy: str | None = None) -> None:
+        """Refuse what needs more.
+
+        Raises:
+            MemoryLimitError: names what is needed, what is allowed, and what to change.
+        """
+        if needed > self.bytes:
+            expected = f"at most {mebibytes(self.bytes)} of memory, {self.origin}"
+            raise MemoryLimitError(subject, expected=expected, got=f"{mebibytes(needed)} needed", remedy=remedy)
+
+
+def memory_limit(asked: int | None = None) -> MemoryLimit:
+    """Return the limit that was asked for, in bytes, or else `SHARE` of the memory that is available now."""
+    if asked is not None:
+        return MemoryLimit(asked, "as --memory or memory_bytes says")
+    return MemoryLimit(int(SHARE * available_bytes()), f"{SHARE:.0%} of what is available here")
+
+
+def available_bytes() -> int:
+    """Return the bytes that this process can still take: the least of machine, cgroups and its own address space."""
+    return max(0, min((_machine_bytes(), *_cgroup_bytes(), *_address_space_bytes())))
+
+
+def mebibytes(count: int) -> str:
+    """Write a number of bytes as people give it to --memory."""
+    return f"{count / 2**20:,.1f} MiB" if count < 2**60 else f"{count / 2**40:.3g} TiB"
+
+
+def _machine_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_bytes() -> Iterator[int]:
+    """Yield what is left of the limit of this process's cgroup, version 2, and of each above it."""
+    try:
+        own = next(line[3:] for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return
+    folder = _CGROUPS / own.lstrip("/")
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(_CGROUPS):
+            return
+        try:
+            limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            # Files that were read count as used, but the kernel drops them where memory is needed.
+            yield int(limit) - used + int(stat.get("active_file", 0)) + int(stat.get("inactive_file", 0))
+
+
+def _address_space_bytes() -> Iterator[int]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        yield soft - pages * os.sysconf("SC_PAGE_SIZE")

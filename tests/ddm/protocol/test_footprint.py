@@ -1,0 +1,89 @@
+"""Estimates of memory bracket what is measured: at least as much, and at most a few times as much."""
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import pytest
+import torch
+
+from ddm.models import build_expert
+from ddm.protocol.architecture import Architecture, Condition, Dit, Mmdit, NoCondition, Shape, TextCondition, Unet
+from ddm.protocol.footprint import file_bytes, looking_bytes, sampling_bytes, statistic_bytes, training_bytes
+from ddm.protocol.plan import Plan
+from ddm.protocol.sizes import network_size
+from tests.support.documents import plan_document, to_bytes
+
+NONE, TEXT = NoCondition(), TextCondition(dim=64, max_tokens=32)
+MOST = 5.0
+
+
+def peak_bytes(act: Callable[[], object]) -> int:
+    """The most bytes of tensors that were alive at once in a call, by the allocator's own account."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        act()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate(change for _, change in changes))
+
+
+CASES: list[tuple[Architecture, Shape, Condition, int]] = [
+    (Dit(patch=1, hidden=64, depth=4, heads=4), (1, 32, 32), NONE, 8),
+    (Dit(patch=4, hidden=512, depth=4, heads=8), (3, 32, 32), NONE, 4),
+    (Mmdit(patch=2, hidden=128, depth=3, heads=4, shared_depth=1), (4, 32, 32), TEXT, 12),
+    (
+        Unet(channels=(32, 64), attention=(False, True), head_channels=16, norm_groups=8),
+        (1, 32, 32),
+        NONE,
+        12,
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "shape", "condition", "batch"), CASES)
+def test_memory_of_a_step_and_of_a_forward_pass_is_bracketed(
+    architecture: Architecture, shape: Shape, condition: Condition, batch: int
+) -> None:
+    size, model = network_size(architecture, shape, condition), build_expert(architecture, shape, condition=condition)
+    given = [torch.randn(batch, TEXT.max_tokens, TEXT.dim)] if condition is TEXT else []
+    x_B, t_B = torch.randn(batch, *shape), torch.rand(batch)
+
+    def forward() -> None:
+        with torch.inference_mode():
+            model.eval()(x_B, t_B, *given)
+
+    def step() -> None:
+        optimizer = torch.optim.AdamW(model.train().parameters(), fused=True)
+        averaged = [weight.detach().clone() for weight in model.parameters()]
+        torch.autograd.backward((model(x_B, t_B, *given) - x_B).square().mean())
+        optimizer.step()
+        assert averaged
+
+    # The weights themselves are there before.
+    for act, needed in ((forward, size.forward_bytes(batch)), (step, size.training_bytes(batch) - size.bytes)):
+        assert peak_bytes(act) <= needed <= MOST * peak_bytes(act)
+
+
+def plan(**changes: object) -> Plan:
+    return Plan.parse(to_bytes(plan_document(**changes)), subject="plan.json")
+
+
+def test_more_of_anything_takes_more_memory() -> None:
+    small, large = plan(), plan(data={"shape": [1, 64, 64], "range": [-1.0, 1.0]})
+    assert looking_bytes(small) < looking_bytes(large)
+    assert training_bytes(small) < training_bytes(large)
+    assert training_bytes(small, parts=4) < training_bytes(small)
+    one = {"num_experts": 3, "num": 16, "batch": 8, "steps": 10}
+    assert sampling_bytes(small, **one) < sampling_bytes(large, **one)
+    for more in ({"num": 32}, {"batch": 16}, {"steps": 20}, {"num_experts": 30}):
+        assert sampling_bytes(small, **one) < sampling_bytes(small, **one | more)
+
+
+def test_bytes_of_files_and_statistics_are_those_of_their_tensors() -> None:
+    asked = plan()
+    header = 1 << 20
+    assert file_bytes(asked) == {
+        "plan/encoder.safetensors": 4 * (64 + 32 * 64) + header,
+        "plan/centroids.safetensors": 4 * 64 * 32 + 2 * 8 * 64 + header,
+        "plan/sketch.safetensors": 4 * (32 * 64 + 64 + 1 + 32 * (32 + 32 * 32 + 1)) + header,
+    }
+    assert statistic_bytes(asked, num_units=100) == {"counts": 8 * 32, "sketch": 4 * 8 * 100}
