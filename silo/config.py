@@ -1,6 +1,5 @@
 """A site: where its folders are, what silo.toml and policy.toml say."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,6 +8,7 @@ from pydantic import Field
 
 from ddm.errors import MissingFileError
 from ddm.io.files import require_file
+from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
 from ddm.training.config import Engine
@@ -178,8 +178,12 @@ class Site:
         return self
 
     def make_folders(self) -> None:
-        """Create the site's folders; `private` and `courier` are readable by their owner only."""
-        for folder, mode in ((self.private, 0o700), (self.courier, 0o700), (self.inbox, 0o755), (self.outbox, 0o755)):
-            folder.mkdir(parents=True, exist_ok=True)
-            os.chmod(folder, mode)  # noqa: PTH101
-        (self.private / "trust").mkdir(exist_ok=True)
+        """Create the site's folders: `private` and `courier` for their owner alone, the others for a group to read."""
+        if self.path.exists():
+            close_to_others(self.path)
+        else:
+            group_folder(self.path)
+        for folder in (self.inbox, self.outbox):
+            group_folder(folder)
+        for folder in (self.private, self.courier, self.private / "trust"):
+            private_folder(folder)

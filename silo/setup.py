@@ -7,6 +7,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from ddm.errors import BusyError, PassphraseError, RootError, SetupError
 from ddm.io.files import read_bounded, require_file, write_atomic
+from ddm.io.modes import open_to_group
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Card, Invitation
@@ -77,6 +78,8 @@ def init_site(
     if not (site.path / "policy.toml").exists():
         save_settings(Policy(), site.path / "policy.toml", POLICY_HEADING)
     save_settings(settings, site.path / "silo.toml", SETTINGS_HEADING)
+    for name in ("policy.toml", "silo.toml"):  # the courier, another user perhaps, reads them
+        open_to_group(site.path / name, site.path)
     return key
 
 

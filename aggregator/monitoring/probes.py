@@ -129,7 +129,7 @@ class Gathering:
 
     def _modes(self, settings: FederationSettings | None) -> Iterator[tuple[str, int]]:
         path = self._federation.path
-        private = [self._federation.keys, *self._federation.keys.glob("*.key"), *(path / "tls").glob("*.key")]
+        private = [path, self._federation.keys, *self._federation.keys.glob("*.key"), *(path / "tls").glob("*.key")]
         private.append(path / "flower" / "superexec.secret")
         if settings and settings.passphrase_file:
             private.append(Path(settings.passphrase_file))

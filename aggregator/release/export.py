@@ -8,6 +8,7 @@ from pathlib import Path
 from ddm.errors import BusyError, SetupError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place
+from ddm.io.modes import open_to_everyone
 from ddm.io.untrusted import MAX_FILES, scan
 
 
@@ -52,4 +53,5 @@ def copy_out(release: Path, reserved: Path, out: Path) -> None:
     """Copy durably, without links: changes to the published folder must not reach the federation's own files."""
     size = sum(entry.bytes for entry in scan(release).values())
     copy_tree_bounded(release, reserved, max_bytes=size, most=MAX_FILES)
+    open_to_everyone(reserved)
     move_into_place(reserved, out)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ddm.errors import ArchipelagoError, DataError, SubmissionRefusedError
-from ddm.io.files import write_atomic
+from ddm.io.files import write_atomic, write_for_group
 from ddm.io.locks import locked
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import now_utc
@@ -329,7 +329,7 @@ class Worker:
         if state.plan_id:
             percent = 100 * state.step // state.num_steps if state.num_steps else 0
             status = {"plan_id": state.plan_id, "state": state.state, "progress": percent, "sequence": state.sequence}
-            write_atomic(self.site.outbox / "status.json", json.dumps(status).encode())
+            write_for_group(self.site.outbox / "status.json", json.dumps(status).encode())
         self.on_change(state)
 
     def _keep_problem(self, error: ArchipelagoError) -> None:
