@@ -13,6 +13,8 @@ from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
 from ddm.training.config import Engine
 
+_INBOX_SLACK_BYTES = 128 * 1024**2  # metadata of plans that do not verify yet, receipts
+
 
 class TextSettings(Settings):
     """Where this silo finds the text encoder that turns captions into vectors."""
@@ -32,9 +34,16 @@ class SiloSettings(Settings):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     poll_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     max_bundle_bytes: Annotated[int, Field(gt=0)] = 2 * 1024**3
+    max_inbox_bytes: Annotated[int, Field(gt=0)] | None = None
+    max_inbox_files: Annotated[int, Field(gt=0)] = 4096
     max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
     training: Engine = Engine()
     text: TextSettings | None = None
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Most bytes of all that lies in the inbox: by default two bundles, and what else may come."""
+        return self.max_inbox_bytes or 2 * self.max_bundle_bytes + _INBOX_SLACK_BYTES
 
 
 class PrivacyPolicy(Settings):

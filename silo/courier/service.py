@@ -60,6 +60,8 @@ def make_courier(site: Site) -> Courier:
         site.path,
         address=settings.address,
         max_bundle_bytes=settings.max_bundle_bytes,
+        max_inbox_bytes=settings.inbox_bytes,
+        max_inbox_files=settings.max_inbox_files,
         max_bytes_per_s=settings.max_bytes_per_s or 0,
     )
 

@@ -20,7 +20,7 @@ from silo.config import Isolation, Site
 from silo.data.captions import check_encoder, keep_texts
 from silo.data.cohort import Cohort
 from silo.data.latents import keep_latents, training_inputs
-from silo.plan.acceptance import AcceptedPlan, load_accepted, receive_plan, waiting_plans
+from silo.plan.acceptance import AcceptedPlan, bundle_mark, load_accepted, receive_plan, waiting_plans
 from silo.plan.workspace import AuditRecord, Workspace, open_workspace
 from silo.worker import outbox, stages
 from silo.worker import training as experts
@@ -58,7 +58,7 @@ class Worker:
         self.on_change = on_change
         self.stopping = stopping or threading.Event()
         self.state = load_state(state_path(site.private))
-        self._refused_now: set[str] = set()
+        self._refused_now: set[tuple[str, tuple[int, int] | None]] = set()
         self._noted_at = 0.0
 
     def run(self) -> State:
@@ -124,7 +124,7 @@ class Worker:
 
     def _accept_plan(self) -> None:
         for plan_id in waiting_plans(self.site):
-            if plan_id in self._refused_now:
+            if (mark := (plan_id, bundle_mark(self.site, plan_id))) in self._refused_now:
                 continue
             try:
                 accepted = receive_plan(
@@ -136,7 +136,7 @@ class Worker:
                     now=now_utc(),
                 )
             except ArchipelagoError as error:
-                self._refused_now.add(plan_id)
+                self._refused_now.add(mark)
                 refused = State(state="plan_refused", plan_id=plan_id, problem=_problem(error))
                 self._enter(refused)
                 return

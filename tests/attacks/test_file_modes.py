@@ -1,4 +1,4 @@
-"""Commands started with umask 000: no key, ledger, state or image-derived file that another user could read or change."""
+"""Commands started with umask 000: no key, ledger, state or cohort that another user could read or change."""
 
 import io
 import os
