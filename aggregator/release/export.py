@@ -1,6 +1,5 @@
 """Copies a release out of the federation's folder: durably, and under its name only once it is complete."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,19 +33,6 @@ def reserve(out: Path) -> Iterator[Path]:
             got = str(error.strerror)
             raise SetupError(f"--out {out}", expected="a path where a folder can be made", got=got) from error
         yield reserved
-
-
-def check_room(needed_bytes: int, reserved: Path) -> None:
-    """Refuse a release that does not fit on the disk.
-
-    Raises:
-        SetupError: too little free space.
-    """
-    free = shutil.disk_usage(reserved).free
-    if free < needed_bytes:
-        subject = f"--out {reserved.parent}"
-        remedy = "Free disk space, or choose another folder with --out."
-        raise SetupError(subject, expected=f"{needed_bytes} bytes free", got=f"{free} bytes free", remedy=remedy)
 
 
 def copy_out(release: Path, reserved: Path, out: Path) -> None:

@@ -26,6 +26,7 @@ from silo.worker import outbox, stages
 from silo.worker import training as experts
 from silo.worker.approval import approval_path, load_draft, person_approved, review_folder
 from silo.worker.receipts import find_receipt
+from silo.worker.room import check_folders, check_room
 from silo.worker.state import IDLE, Problem, State, StateName, load_state, save_state, state_path
 
 NOTE_S = 2.0  # time between two saves of the training progress
@@ -74,6 +75,7 @@ class Worker:
         """
         torch.set_num_threads(self.settings.threads)
         with locked(self.site.private, "worker"):
+            check_folders(self.site)
             self.begin()
             while True:
                 before = self.state
@@ -152,6 +154,7 @@ class Worker:
         check_encoder(accepted.plan, self.settings)
         cohort = stages.scan(self.site, accepted, self.policy)
         stages.check_sizes(accepted, cohort)
+        check_room(self.site, accepted.plan, cohort, self._work())
         stages.check_budget(accepted, cohort, stages.open_ledger(self.site, self.policy))
         self._enter(self.state.to("scanned", dataset_digest=cohort.digest))
 
@@ -174,6 +177,7 @@ class Worker:
     def _train_and_audit(self) -> None:
         accepted, work = self._plan(), self._work()
         cohort = self._cohort(accepted)
+        check_room(self.site, accepted.plan, cohort, work)
         experts.train_experts(
             accepted.plan,
             accepted.files(),

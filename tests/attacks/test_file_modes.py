@@ -174,6 +174,7 @@ def test_modes_are_exact_whatever_the_umask_and_links_are_not_followed(tmp_path:
     assert mode(secret) == 0o600
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files to groups and become another user")
 def test_group_of_the_outbox_reads_what_a_worker_of_another_group_approved(tmp_path: Path) -> None:
     """A file linked from the private folder has its group; what it gets is the outbox's, or a plain refusal."""
