@@ -9,6 +9,7 @@ from aggregator.commands.quarantine import admit, quarantine, refuse
 from aggregator.commands.router import router
 from aggregator.commands.run import run
 from aggregator.commands.status import status
+from ddm.io.modes import keep_private
 from ddm.system.console import new_program, run_app
 
 COMMANDS = {
@@ -26,6 +27,7 @@ for panel, commands in COMMANDS.items():
 
 def main() -> None:
     """Entry point of the `aggregator` command."""
+    keep_private()
     run_app(app)
 
 

@@ -9,6 +9,7 @@ from aggregator.keys.store import make_key, make_model_signing_key
 from aggregator.keys.tls import make_tls
 from ddm.errors import BusyError
 from ddm.io.files import aside, move_into_place
+from ddm.io.modes import private_folder
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc
 from ddm.trust.ceremony import Request
@@ -48,6 +49,7 @@ def init_federation(
             got="a folder with federation.toml or keys/",
             remedy="Choose another folder; keys are never overwritten.",
         )
+    private_folder(federation.path)
     # So that an init that is cut short leaves no half of a federation behind.
     with aside(federation.path / "federation") as part:
         missing = _build(Federation(part), settings, passphrase, {"root": root, "targets": targets})

@@ -7,7 +7,8 @@ The tree is flat where it can be:
     │   ├── MissingFileError            4
     │   ├── PassphraseError             5
     │   ├── BusyError                   6  a port or a folder in use by another process
-    │   └── DataError                   7  images or a table that cannot be used
+    │   ├── DataError                   7  images or a table that cannot be used
+    │   └── DiskError                   9  a folder that cannot be written, or a disk with too little room
     ├── TrustError                     10  something received cannot be trusted
     │   ├── SignatureError             11
     │   ├── DigestError                12  bytes differ from what was signed
@@ -107,6 +108,13 @@ class DataError(SetupError):
 
     exit_code = 7
     default_remedy = "Check the data file against the plan's shape and range."
+
+
+class DiskError(SetupError):
+    """A folder that cannot be written, or a disk with too little free space for what is to come."""
+
+    exit_code = 9
+    default_remedy = "Make the folder writable, free disk space or move it to a larger disk; then run it again."
 
 
 class TrustError(ArchipelagoError):

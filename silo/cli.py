@@ -9,6 +9,7 @@ import typer
 
 from ddm.errors import SetupError
 from ddm.io.files import write_atomic
+from ddm.io.modes import keep_private, open_to_everyone
 from ddm.system.console import human_bytes, new_program, passphrase, run_app, say
 from silo.config import Site
 
@@ -62,6 +63,7 @@ def enroll(
     place = Site(site).require()
     key = _open_key(place, passphrase_file)
     write_atomic(out, make_card(place, key))
+    open_to_everyone(out)
     say(f"Card in {out}. Tell the aggregator this fingerprint through a second channel: {key.public.fingerprint}")
 
 
@@ -176,6 +178,7 @@ def _isolation_advice(site: Site) -> str:
 
 def main() -> None:
     """Entry point of the `silo` command."""
+    keep_private()
     run_app(app)
 
 

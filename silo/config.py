@@ -1,6 +1,5 @@
 """A site: where its folders are, what silo.toml and policy.toml say."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,9 +8,12 @@ from pydantic import Field
 
 from ddm.errors import MissingFileError
 from ddm.io.files import require_file
+from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
 from ddm.training.config import Engine
+
+_INBOX_SLACK_BYTES = 128 * 1024**2  # metadata of plans that do not verify yet, receipts
 
 
 class TextSettings(Settings):
@@ -32,9 +34,16 @@ class SiloSettings(Settings):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     poll_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     max_bundle_bytes: Annotated[int, Field(gt=0)] = 2 * 1024**3
+    max_inbox_bytes: Annotated[int, Field(gt=0)] | None = None
+    max_inbox_files: Annotated[int, Field(gt=0)] = 4096
     max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
     training: Engine = Engine()
     text: TextSettings | None = None
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Most bytes of all that lies in the inbox: by default two bundles, and what else may come."""
+        return self.max_inbox_bytes or 2 * self.max_bundle_bytes + _INBOX_SLACK_BYTES
 
 
 class PrivacyPolicy(Settings):
@@ -189,8 +198,12 @@ class Site:
         return self
 
     def make_folders(self) -> None:
-        """Create the site's folders; `private` and `courier` are readable by their owner only."""
-        for folder, mode in ((self.private, 0o700), (self.courier, 0o700), (self.inbox, 0o755), (self.outbox, 0o755)):
-            folder.mkdir(parents=True, exist_ok=True)
-            os.chmod(folder, mode)  # noqa: PTH101
-        (self.private / "trust").mkdir(exist_ok=True)
+        """Create the site's folders: `private` and `courier` for their owner alone, the others for a group to read."""
+        if self.path.exists():
+            close_to_others(self.path)
+        else:
+            group_folder(self.path)
+        for folder in (self.inbox, self.outbox):
+            group_folder(folder)
+        for folder in (self.private, self.courier, self.private / "trust"):
+            private_folder(folder)

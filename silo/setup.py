@@ -7,6 +7,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from ddm.errors import BusyError, PassphraseError, RootError, SetupError
 from ddm.io.files import read_bounded, require_file, write_atomic
+from ddm.io.modes import open_to_group
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Card, Invitation
@@ -73,10 +74,13 @@ def init_site(
     node_key = _node_key(site.courier / "node.key")
     write_atomic(site.courier / "node.pub", f"{node_key}\n".encode())
     write_atomic(site.courier / "ca.pem", invitation.ca_certificate.encode())
-    write_atomic(site.root_path, invitation.root.encode())
+    for root in (site.root_path, site.courier / "1.root.json"):  # each half verifies by a copy of its own
+        write_atomic(root, invitation.root.encode())
     if not (site.path / "policy.toml").exists():
         save_settings(Policy(), site.path / "policy.toml", POLICY_HEADING)
     save_settings(settings, site.path / "silo.toml", SETTINGS_HEADING)
+    for name in ("policy.toml", "silo.toml"):  # the courier, another user perhaps, reads them
+        open_to_group(site.path / name, site.path)
     return key
 
 

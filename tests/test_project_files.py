@@ -136,7 +136,14 @@ def test_setup_installs_by_hash_alone_and_ci_names_packages_by_version() -> None
 
 def test_bill_of_materials_lists_what_is_installed(tmp_path: Path) -> None:
     bill = tmp_path / "sbom.cdx.json"
-    words = ["environment", sys.executable, "--pyproject", ROOT / "pyproject.toml", "--output-reproducible", "-o", bill]
+    words = [
+        "environment",
+        sys.executable,
+        f"--pyproject={ROOT}/pyproject.toml",
+        "--output-reproducible",
+        "-o",
+        str(bill),
+    ]
     subprocess.run([Path(sys.executable).with_name("cyclonedx-py"), *words], check=True, capture_output=True)
     found = json.loads(bill.read_text("utf-8"))
     assert found["bomFormat"] == "CycloneDX" and found["metadata"]["component"]["name"] == "archipelago"

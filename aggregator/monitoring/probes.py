@@ -14,7 +14,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
 from aggregator.config import Federation, FederationSettings
-from aggregator.intake.limits import submission_bytes
+from aggregator.intake.limits import bytes_to_come
 from aggregator.membership.registry import KnownLedger, cards
 from aggregator.monitoring.doctor import Facts, ServerCertificate, Trace
 from aggregator.monitoring.machine import (
@@ -96,7 +96,7 @@ class Gathering:
             traces=tuple(self._traces(plan, certificate, metadata)),
             reference=self._try("clock", lambda: clock_of(against)) if against else None,
             disk_free_bytes=shutil.disk_usage(federation.path).free,
-            disk_needed_bytes=self._bytes_to_come(plan) if plan else 0,
+            disk_needed_bytes=bytes_to_come(federation, plan) if plan else 0,
             memory_free_bytes=memory_free(),
             memory_needed_bytes=run_bytes(settings.shard_bytes) if settings else 0,
             flower=flower_versions(),
@@ -129,7 +129,7 @@ class Gathering:
 
     def _modes(self, settings: FederationSettings | None) -> Iterator[tuple[str, int]]:
         path = self._federation.path
-        private = [self._federation.keys, *self._federation.keys.glob("*.key"), *(path / "tls").glob("*.key")]
+        private = [path, self._federation.keys, *self._federation.keys.glob("*.key"), *(path / "tls").glob("*.key")]
         private.append(path / "flower" / "superexec.secret")
         if settings and settings.passphrase_file:
             private.append(Path(settings.passphrase_file))
@@ -183,12 +183,6 @@ class Gathering:
                 with suppress(OSError):
                     at = datetime.fromtimestamp(each.stat().st_mtime, UTC)
                     yield Trace(each.relative_to(path).as_posix(), at)
-
-    def _bytes_to_come(self, plan: Plan) -> int:
-        """Return the room for every submission still to come and the verified copy beside it."""
-        accepted = self._federation.accepted / plan.plan_id
-        waiting = [silo_id for silo_id in plan.silos if not (accepted / silo_id).exists()]
-        return 2 * len(waiting) * submission_bytes(plan)
 
     def _silos(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         known = cards(self._federation)

@@ -1,6 +1,5 @@
 """Copies a release out of the federation's folder: durably, and under its name only once it is complete."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from ddm.errors import BusyError, SetupError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place
+from ddm.io.modes import open_to_everyone
 from ddm.io.untrusted import MAX_FILES, scan
 
 
@@ -35,21 +35,9 @@ def reserve(out: Path) -> Iterator[Path]:
         yield reserved
 
 
-def check_room(needed_bytes: int, reserved: Path) -> None:
-    """Refuse a release that does not fit on the disk.
-
-    Raises:
-        SetupError: too little free space.
-    """
-    free = shutil.disk_usage(reserved).free
-    if free < needed_bytes:
-        subject = f"--out {reserved.parent}"
-        remedy = "Free disk space, or choose another folder with --out."
-        raise SetupError(subject, expected=f"{needed_bytes} bytes free", got=f"{free} bytes free", remedy=remedy)
-
-
 def copy_out(release: Path, reserved: Path, out: Path) -> None:
     """Copy durably, without links: changes to the published folder must not reach the federation's own files."""
     size = sum(entry.bytes for entry in scan(release).values())
     copy_tree_bounded(release, reserved, max_bytes=size, most=MAX_FILES)
+    open_to_everyone(reserved)
     move_into_place(reserved, out)

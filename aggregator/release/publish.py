@@ -12,7 +12,7 @@ from aggregator.intake.inventory import AcceptedSilo, Inventory, take_inventory
 from aggregator.keys.store import load_key, load_model_signing_key
 from aggregator.membership.registry import card_of, signing_key
 from aggregator.pages.write import PAGE_NAMES, PageInput, write_pages
-from aggregator.release.export import check_room, copy_out, reserve
+from aggregator.release.export import copy_out, reserve
 from aggregator.release.versions import (
     check_none_lost,
     is_current,
@@ -25,6 +25,7 @@ from aggregator.router.report import RouterReport
 from aggregator.router.train import ROUTER_NAME, load_report, router_path
 from ddm.errors import BusyError, PolicyError
 from ddm.io.files import link_or_copy, read_bounded, write_atomic
+from ddm.io.space import check_writable, require_room
 from ddm.loading.ensemble import build_ensemble
 from ddm.loading.release import open_release
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
@@ -35,6 +36,7 @@ from ddm.trust.paths import RELEASE_NAMES
 from ddm.trust.repository import Repository
 
 OnProgress = Callable[[int, int], None]
+_PAGES_BYTES = 64 * 1024**2  # report, card and metadata of a version
 _MEMORY_BYTES = 2 * 1024**3
 RENEWED_BEFORE = timedelta(days=30)  # a timestamp that expires sooner calls for a new version
 
@@ -81,6 +83,7 @@ def publish(
         PolicyError: fewer silos than the quorum.
         TrustError: an accepted file is no longer what its silo signed; nothing was published.
     """
+    check_writable([federation.path, federation.tuf])
     with federation.signing_lock(), reserve(out) as reserved:
         check_none_lost(federation)
         inventory = take_inventory(federation)
@@ -120,7 +123,8 @@ def _next_version(
     release = change.put(f"releases/{version}")
     targets = release / "targets" / source.plan_id
     _lay_out(source, targets)
-    check_room(sum(path.stat().st_size for path in targets.rglob("*") if path.is_file()), reserved)
+    size = sum(path.stat().st_size for path in targets.rglob("*") if path.is_file())
+    require_room({reserved.parent: size + _PAGES_BYTES, source.federation.path: _PAGES_BYTES}, "a release")
     draft = _manifest(source, targets, version)
     present = None if renew else _published_already(source.federation, draft)
     if present is not None:

@@ -15,6 +15,7 @@ from aggregator.router.report import Band, CalibrationBand, Family, Interval, Ro
 from ddm.diffusion.path import Expert, path_named
 from ddm.errors import MissingFileError
 from ddm.io.files import write_atomic
+from ddm.io.space import check_writable, require_room
 from ddm.io.tensors import save_tensors
 from ddm.loading.ensemble import on_path
 from ddm.models import load_expert
@@ -38,6 +39,7 @@ from ddm.system.devices import device_named
 
 # Shape legend: K silos, E experts, G public groups.
 
+_ROUTER_BYTES = 64 * 1024**2  # the largest that a recipe describes, and its report
 ROUTER_NAME = "router.safetensors"
 REPORT_NAME = "report.json"
 
@@ -80,6 +82,9 @@ def train_router(
         RefusedError: an accepted expert stands apart from the others and nobody admitted it; or the router to publish
             is worse than the prior on public data, so the statistics contradict the plan.
     """
+    home = federation.plan_folder(inventory.plan.plan_id)
+    check_writable([home])
+    require_room({home: _ROUTER_BYTES}, "the router and its report")
     refuse_outliers(federation, inventory)
     plan, layout = inventory.plan, inventory.layout()
     path = path_named(plan.objective.path)

@@ -2,8 +2,9 @@
 
 The SuperLink keeps its state in a database and starts no app by itself: a SuperExec of our own does, authenticated by a
 secret. So a SuperLink that dies is started again and the run goes on. All progress lies in the federation's folders;
-the database only has to remember the nodes. Where there is nginx, it alone listens on the federation's address
-(`aggregator.runtime.proxy`), and the SuperLink on a port of loopback that changes with every start.
+the database only has to remember the nodes, and a damaged one is replaced (`aggregator.runtime.database`). Where there
+is nginx, it alone listens on the federation's address (`aggregator.runtime.proxy`), and the SuperLink on a port of
+loopback that changes with every start.
 """
 
 import json
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from aggregator.runtime.database import fault_of, move_aside_if_damaged
 from aggregator.runtime.flower_commands import FlowerCommands
 from aggregator.runtime.proxy import answers, nginx_command, render_config, write_config
 from aggregator.transfer.delivery import plan_done
@@ -37,6 +39,7 @@ _ASK_EVERY_S = 15.0
 _MISSING_S = 3.0
 _UNFINISHED = ("pending", "starting", "running")
 _LOOPBACK = "127.0.0.1"
+_DATABASE = "superlink.db"
 
 
 class FlowerRuntime:
@@ -143,7 +146,6 @@ class FlowerRuntime:
         if self._nginx:
             self._supervisor.start("nginx", timeout_s=_START_TIMEOUT_S)
         self._supervisor.start("superexec")
-        self._flwr.register(self._nodes)
         self._submit()
 
     def _write_files(self) -> None:
@@ -170,6 +172,8 @@ class FlowerRuntime:
         return spawn(command, log_path=log_path, env=self._environment(), cwd=self._flower / "home")
 
     def _start_superlink(self) -> Child:
+        if move_aside_if_damaged(self._flower / _DATABASE):
+            self._flwr.forget()
         host = _LOOPBACK if self._nginx else self._host
         command = [
             *script_command("flower-superlink"),
@@ -178,7 +182,7 @@ class FlowerRuntime:
             *("--ssl-ca-certfile", str(self._tls("ca.pem"))),
             *("--isolation", "process", "--superexec-auth-secret-file", str(self._flower / "superexec.secret")),
             *("--enable-supernode-auth", "--disable-runtime-dependency-installation"),
-            *("--database", str(self._flower / "superlink.db")),
+            *("--database", str(self._flower / _DATABASE)),
             *("--host", host, "--port", str(self._superlink[1])),
         ]
         return self._spawn("superlink", command)
@@ -199,6 +203,7 @@ class FlowerRuntime:
         self._runs.count()
         self._was_alive, self._submitted_at = False, time.monotonic()
         self._ask_at = self._submitted_at + _ASK_EVERY_S
+        self._flwr.register(self._nodes)  # a new database knows none of them
         self._run_ids.append(self._flwr.submit(self._plan_id))
 
     @property
@@ -247,8 +252,11 @@ class FlowerRuntime:
                 remedy=f"Nothing is lost. Read {self._flower / 'logs'}, then run the command again.",
             )
         # A SuperLink that has died since is started again; then the next attempt comes.
-        with suppress(TransportError):
+        try:
             self._submit()
+        except TransportError:
+            if fault_of(self._flower / _DATABASE):
+                self._supervisor.kill("superlink")  # what starts it again makes a new database
 
     def _server_app_alive(self) -> bool:
         return is_locked(self._flower, "serverapp")

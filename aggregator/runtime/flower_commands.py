@@ -26,6 +26,7 @@ _MAX_OUTPUT_BYTES = 1 << 20
 # Each takes a second of processor time and 100 MiB; there may be hundreds of silos.
 _AT_ONCE = 4
 _CONNECTION = "archipelago"
+_REGISTERED = "registered.json"
 _APP = Path(__file__).parent / "flower_app"
 
 
@@ -56,7 +57,7 @@ class FlowerCommands:
         Raises:
             TransportError: the SuperLink does not take one.
         """
-        known_path = self._flower / "registered.json"
+        known_path = self._flower / _REGISTERED
         known: set[str] = set()
         if (self._flower / "superlink.db").exists() and known_path.exists():
             with suppress(ValueError, TypeError):
@@ -72,6 +73,10 @@ class FlowerCommands:
                     raise self._failure(f"registering silo {silo_id}", "a registered node", output)
                 known.add(nodes[silo_id])
             write_atomic(known_path, json.dumps(sorted(known)).encode())
+
+    def forget(self) -> None:
+        """Forget which nodes the SuperLink knows: its database is new."""
+        (self._flower / _REGISTERED).unlink(missing_ok=True)
 
     def submit(self, plan_id: str) -> str:
         """Submit the run that carries a plan; return its id.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from aggregator.config import Federation
 from aggregator.intake.attempts import MAX_ATTEMPTS_OF_SILO
-from aggregator.intake.limits import submission_bytes
+from aggregator.intake.limits import bytes_to_come, submission_bytes
 from aggregator.membership.registry import taking_part
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import choose_proxy
@@ -17,6 +17,7 @@ from aggregator.transfer.delivery import plan_done
 from ddm.errors import DocumentError, SetupError
 from ddm.io.files import write_atomic
 from ddm.io.locks import locked
+from ddm.io.space import check_writable, require_room
 from ddm.protocol.base import check_json
 from ddm.protocol.plan import Plan
 from ddm.system.logs import LogOptions, replay
@@ -38,6 +39,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
 
     Raises:
         BusyError: the port is taken, or another process runs this federation.
+        DiskError: a folder cannot be written, or the disk has no room for the submissions still to come.
         MissingFileError: others can reach the address, and nginx is not installed.
         TransportError: a program failed in a way that restarts did not mend.
         KeyboardInterrupt: a signal; everything so far is on disk.
@@ -45,6 +47,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
     plan, _ = federation.current_plan()
     settings = federation.settings()
     nginx = choose_proxy(settings.host)
+    _check_disk(federation, plan)
     # Intake holds this lock from its start on; held by another process, it would keep ours from starting.
     federation.accepted.mkdir(parents=True, exist_ok=True)
     with locked(federation.accepted, "intake"):
@@ -82,6 +85,23 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
                 source.tell()
         intake.tell()
     return plan
+
+
+def _check_disk(federation: Federation, plan: Plan) -> None:
+    """Find a read-only or full disk before a silo begins to train.
+
+    Raises:
+        DiskError: names the folder, and what is missing.
+    """
+    written = [federation.path, federation.incoming, federation.accepted, federation.receipts, federation.registry]
+    written.append(federation.path / "flower")
+    for folder in written:
+        with suppress(OSError):  # the check names the folder that cannot be made
+            folder.mkdir(exist_ok=True)
+    check_writable(written)
+    half = bytes_to_come(federation, plan) // 2
+    purpose = f"the submissions to plan {plan.plan_id} that are still to come"
+    require_room({federation.incoming: half, federation.accepted: half}, purpose)
 
 
 def _all_done(federation: Federation, plan: Plan) -> bool:

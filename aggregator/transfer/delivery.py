@@ -13,6 +13,7 @@
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -238,10 +239,17 @@ class SiloDelivery:
         if sum(entry.num_bytes for entry in report.files) > self._max_submission_bytes:
             write_atomic(self._incoming / f"{report.sequence}{TOO_LARGE}", b"")
             return
+        self._forget_parts(report.sequence)
         part = PartFolder(self._incoming / str(report.sequence), report.files)
         part.write(zip(report.spans, pieces, strict=True))
         self._part = (report.sequence, part)
         self._finish_part()
+
+    def _forget_parts(self, sequence: int) -> None:
+        """Discard what has arrived of submissions announced before: one at a time, or each would hold the disk."""
+        for path in self._incoming.glob("*.part"):
+            if path.name != f"{sequence}.part":
+                shutil.rmtree(path)
 
     def _take_shards(self, request: Pull, spans: Sequence[Span], pieces: Sequence[memoryview]) -> None:
         if self._part is None or self._part[0] != request.sequence:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ddm.errors import AbsentFileError, DocumentError, FormatError, MissingFileError
+from ddm.io.modes import open_to_group
 from ddm.io.untrusted import read_small
 
 
@@ -21,6 +22,23 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, overwrite: bool 
     """
     with replacing(path, mode=mode, overwrite=overwrite) as handle:
         handle.write(data)
+
+
+def write_for_group(path: Path, data: bytes) -> None:
+    """Write `data` in one piece, readable by the group of the folder that holds it.
+
+    Raises:
+        SetupError: this user is not a member of that group.
+        OSError: the disk is full or the folder is not writable; the old file is untouched.
+    """
+    part = path.with_name(f".{path.name}.{threading.get_native_id()}.new")
+    try:
+        write_atomic(part, data, mode=0o600)
+        open_to_group(part, path.parent)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 @contextmanager

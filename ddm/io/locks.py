@@ -44,6 +44,39 @@ def lock_file(path: Path, *, wait: bool = True) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Keep whoever tidies a folder from removing it meanwhile; reading it is enough, also where another user owns it.
+
+    Raises:
+        OSError: the folder is gone, or is being removed.
+    """
+    with _folder_lock(folder, fcntl.LOCK_SH):
+        yield
+
+
+@contextmanager
+def unread(folder: Path) -> Iterator[bool]:
+    """Tell whether nobody is `reading` a folder, and let nobody begin meanwhile."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_folder_lock(folder, fcntl.LOCK_EX))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+@contextmanager
+def _folder_lock(folder: Path, kind: int) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def is_locked(folder: Path, holder: str) -> bool:
     """Whether a process holds the lock of `locked`; looking creates nothing and lasts microseconds."""
     try:

@@ -19,7 +19,14 @@ from ddm.trust.metadata import LIMITS
 from ddm.trust.rules import Resolved, Stage, resolve
 from ddm.trust.state import Memory, default_state
 
-__all__ = ["VerifiedFile", "VerifiedRelease", "default_state", "verify_bundle", "verify_release"]
+__all__ = [
+    "VerifiedFile",
+    "VerifiedRelease",
+    "check_bundle_metadata",
+    "default_state",
+    "verify_bundle",
+    "verify_release",
+]
 
 MAX_METADATA_BYTES = 64 * 1024 * 1024
 _NO_PINS: Mapping[str, str] = MappingProxyType({})
@@ -117,6 +124,38 @@ def verify_bundle(folder: Path, root: bytes, *, state: Path | None, now: datetim
         FormatError: a metadata file does not parse.
     """
     return _verify(folder, root, Stage.BUNDLE, state=state, pins=_NO_PINS, archived=False, later=_none, now=now)
+
+
+def check_bundle_metadata(
+    folder: Path, root: bytes, *, state: Path | None, now: datetime | None = None, remember: bool = False
+) -> Resolved:
+    """Verify a bundle's metadata alone, before its other files are fetched, copied or read; nothing else is looked at.
+
+    Args:
+        folder: holds ``metadata/``.
+        root: the content of 1.root.json, known out of band.
+        state: where versions are remembered; an older plan after a newer one is a rollback.
+        now: the time to verify for; the present when None.
+        remember: record the versions, once the caller has compared every file with what is signed.
+
+    Raises:
+        TrustError: a check failed; the subject names the file.
+        FormatError: a metadata file does not parse.
+    """
+    entries = {f"metadata/{name}": entry for name, entry in scan(folder / "metadata").items()}
+    memory = Memory.of(state, hashlib.sha256(root).hexdigest()) if state else None
+    resolved = resolve(
+        _read_metadata(folder, entries),
+        root,
+        stage=Stage.BUNDLE,
+        now=now or datetime.now(UTC),
+        remembered=memory.roots() if memory else None,
+    )
+    if memory:
+        memory.check("bundle", resolved)
+        if remember:
+            memory.record("bundle", resolved)
+    return resolved
 
 
 def _verify(

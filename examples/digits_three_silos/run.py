@@ -18,6 +18,8 @@ from types import FrameType
 from shell import SILOS, Demo, DemoError
 from summary import summarise, write_summary
 
+from ddm.io.modes import keep_private, private_folder
+
 HERE = Path(__file__).parent
 PERSON = "north"
 MARKER = ".archipelago-demo"
@@ -33,6 +35,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=0, help="port of the aggregator; a free one when omitted")
     parser.add_argument("--recipe", type=Path, default=HERE / "plan.toml", help="the plan's recipe")
     arguments = parser.parse_args()
+    keep_private()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminate)
     try:
@@ -54,7 +57,7 @@ def prepare(out: Path) -> None:
         if not (out / MARKER).exists():
             raise DemoError(f"{out} is not empty and not an earlier demo's folder; name another one with --out.")
         shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
+    private_folder(out)  # passphrases, keys and images lie in it
     (out / MARKER).touch()
 
 

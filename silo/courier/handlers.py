@@ -1,7 +1,8 @@
 """The courier's answers to the aggregator.
 
-It writes the inbox, reads the outbox, and takes every limit from this site's own configuration, never from the message.
-Whatever goes wrong becomes a number; no exception's text, path or name leaves.
+It writes the inbox (`silo.courier.bundles`, `silo.courier.receipts`), reads the outbox, and takes every limit from this
+site's own configuration, never from the message. Whatever goes wrong becomes a number; no exception's text, path or
+name leaves.
 
 A SuperNode brings one message after the other. So a site that caps its rate needs no memory of what it gave: an answer
 carries no more than the cap lets through in `_PACED_S` seconds, and is held back for as long as its bytes may take.
@@ -15,9 +16,8 @@ from urllib.parse import unquote
 
 from pydantic import ValidationError
 
-from ddm.errors import ArchipelagoError, DigestError, DocumentError, MissingFileError, PolicyError, ReplayError
-from ddm.io.files import read_bounded, write_atomic
-from ddm.io.locks import locked
+from ddm.errors import ArchipelagoError, DocumentError, MissingFileError, PolicyError, ReplayError
+from ddm.io.files import read_bounded
 from ddm.transport.messages import (
     MAX_SUBMISSION_FILES,
     Ask,
@@ -36,9 +36,9 @@ from ddm.transport.messages import (
     first_of,
 )
 from ddm.transport.sequences import sequences
-from ddm.transport.shards import PartFolder, list_folder, read_spans, whole_spans
+from ddm.transport.shards import list_folder, read_spans, whole_spans
+from silo.config import Site
 
-_MAX_PLANS = 64
 _MAX_STATUS_BYTES = 4096
 _SETTLE_S = 5.0
 _POLL_S = 0.5
@@ -57,6 +57,8 @@ class SiteLimits:
         shard_bytes: most bytes in one message, either way.
         submission_bytes: most bytes of one submission.
         bytes_per_s: most bytes a second that leave, on average over a few messages; 0 for as many as the line takes.
+        inbox_bytes: most bytes of all that lies in the inbox.
+        inbox_files: most files and folders in it.
     """
 
     site: Path
@@ -64,11 +66,13 @@ class SiteLimits:
     shard_bytes: int
     submission_bytes: int
     bytes_per_s: int = 0
+    inbox_bytes: int = 1 << 62
+    inbox_files: int = 1 << 31
 
     @classmethod
     def of(cls, node_config: Mapping[str, object]) -> "SiteLimits":
         """Read the node configuration that `silo.courier.supernode` gave the SuperNode."""
-        names = ("bundle_bytes", "shard_bytes", "submission_bytes", "bytes_per_s")
+        names = ("bundle_bytes", "shard_bytes", "submission_bytes", "bytes_per_s", "inbox_bytes", "inbox_files")
         return cls(Path(unquote(str(node_config["site"]))), *(int(str(node_config[name])) for name in names))
 
     @property
@@ -92,47 +96,32 @@ def _answer(envelope: Envelope[Request], limits: SiteLimits) -> Envelope[Reply]:
     try:
         match request:
             case Offer():
-                return Envelope(take_bundle(request, envelope.pieces(), limits))
+                return Envelope(_take_bundle(request, envelope.pieces(), limits))
             case Ask():
                 return report(request, limits)
             case Pull():
                 return give_shards(request, limits)
             case Deliver():
-                return Envelope(take_receipt(request, data, limits))
+                return Envelope(_take_receipt(request, data, limits))
     except ArchipelagoError as error:
         return Envelope(_REPLY_TO[type(request)](code=error.exit_code))
     except Exception:  # a bug or a full disk: the aggregator learns that it failed, and nothing more
         return Envelope(_REPLY_TO[type(request)](code=ArchipelagoError.exit_code))
 
 
-def take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits) -> Held:
-    """Collect a plan's bundle in the inbox, and tell what is missing; one that is complete is never touched again.
+def _take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits) -> Held:
+    # It verifies signatures, for which other messages need not wait.
+    from silo.courier.bundles import take_bundle
+    from silo.courier.inbox import Inbox
 
-    Raises:
-        PolicyError: the bundle is larger than this site takes, or the inbox is full of plans.
-        DigestError: a file is not the one in the index, or another bundle of this plan is complete already.
-    """
-    if (num_bytes := sum(entry.num_bytes for entry in offer.files)) > limits.bundle_bytes:
-        raise PolicyError("bundle", expected=f"at most {limits.bundle_bytes} bytes", got=f"{num_bytes}")
-    if missing := sum(entry.digest is None for entry in offer.files):
-        raise DocumentError("bundle index", expected="a digest for every file", got=f"{missing} files without one")
-    inbox = limits.site / "inbox"
-    folder = inbox / offer.plan_id
-    if not folder.exists() and sum(1 for _ in inbox.iterdir()) >= _MAX_PLANS:
-        raise PolicyError("inbox", expected=f"at most {_MAX_PLANS} plans", got="one plan more")
-    folder.mkdir(exist_ok=True)
-    with locked(folder, "courier"):
-        target = folder / "bundle"
-        if target.exists():
-            held = list_folder(target, max_files=len(offer.files), max_bytes=limits.bundle_bytes, with_digest=True)
-            if held != tuple(sorted(offer.files, key=lambda entry: entry.path)):
-                raise DigestError("bundle", expected="the bundle received before", got="other files")
-            return Held(complete=True)
-        part = PartFolder(target, offer.files)
-        part.write(zip(offer.spans, pieces, strict=True))
-        if part.finish():
-            return Held(complete=True)
-        return Held(missing=tuple(part.missing(limits.shard_bytes)))
+    inbox = Inbox(limits.site, limits.inbox_bytes, limits.inbox_files)
+    return take_bundle(offer, pieces, inbox, bundle_bytes=limits.bundle_bytes, shard_bytes=limits.shard_bytes)
+
+
+def _take_receipt(deliver: Deliver, receipt: bytes, limits: SiteLimits) -> Delivered:
+    from silo.courier.receipts import take_receipt
+
+    return take_receipt(deliver, receipt, Site(limits.site))
 
 
 def report(ask: Ask, limits: SiteLimits) -> Envelope[Report]:
@@ -197,24 +186,3 @@ def give_shards(pull: Pull, limits: SiteLimits) -> Envelope[Shards]:
         raise ReplayError("submission", expected="one in the outbox", got=f"number {pull.sequence}, not there")
     spans = first_of(pull.spans, limits.answer_bytes)
     return Envelope(Shards(spans=spans), read_spans(submission, spans))
-
-
-def take_receipt(deliver: Deliver, receipt: bytes, limits: SiteLimits) -> Delivered:
-    """Store a receipt for a submission that this site made, or a notice after the last; the first one counts.
-
-    The worker verifies its signature.
-
-    Raises:
-        ReplayError: no such submission was sent, or another receipt for it is here.
-    """
-    newest = max(sequences(limits.site / "outbox" / deliver.plan_id), default=0)
-    # One more than was sent: a notice that the silo was withdrawn stands in the place of its next receipt.
-    if not (limits.site / "inbox" / deliver.plan_id).is_dir() or not 1 <= deliver.sequence <= newest + 1:
-        expected, got = f"one for submission 1 to {newest + 1} of a known plan", f"one for {deliver.sequence}"
-        raise ReplayError("receipt", expected=expected, got=got)
-    path = limits.site / "inbox" / deliver.plan_id / "receipts" / f"{deliver.sequence}.json"
-    if not path.exists():
-        write_atomic(path, receipt)
-    elif read_bounded(path, len(receipt)) != receipt:
-        raise ReplayError("receipt", expected="the one received before", got="other bytes")
-    return Delivered()

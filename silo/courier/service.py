@@ -4,7 +4,9 @@ import logging
 import threading
 
 from ddm.errors import ArchipelagoError
+from ddm.io.space import check_writable
 from silo.config import Site
+from silo.courier.inbox import Inbox
 from silo.courier.supernode import Courier
 
 _CLOSE_S = 30.0
@@ -54,12 +56,21 @@ def look_after(courier: Courier, ended: threading.Event) -> None:
 
 
 def make_courier(site: Site) -> Courier:
-    """Build the courier of a site."""
+    """Build the courier of a site, and tidy its inbox.
+
+    Raises:
+        DiskError: the courier cannot write to its folders.
+        MissingFileError: it has no root to verify plans by.
+    """
     settings = site.settings()
+    check_writable([site.courier, site.inbox])
+    Inbox(site.path, settings.inbox_bytes, settings.max_inbox_files).clean()
     return Courier(
         site.path,
         address=settings.address,
         max_bundle_bytes=settings.max_bundle_bytes,
+        max_inbox_bytes=settings.inbox_bytes,
+        max_inbox_files=settings.max_inbox_files,
         max_bytes_per_s=settings.max_bytes_per_s or 0,
     )
 

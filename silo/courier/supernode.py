@@ -87,16 +87,29 @@ class Courier:
         site: the site folder.
         address: the aggregator, `host:port`.
         max_bundle_bytes: most bytes of one plan's bundle that this site takes.
+        max_inbox_bytes: most bytes of all that lies in the inbox; two bundles when None.
+        max_inbox_files: most files and folders in the inbox.
         max_bytes_per_s: most bytes a second that leave; 0 for as many as the line takes.
     """
 
-    def __init__(self, site: Path, *, address: str, max_bundle_bytes: int, max_bytes_per_s: int = 0) -> None:
+    def __init__(
+        self,
+        site: Path,
+        *,
+        address: str,
+        max_bundle_bytes: int,
+        max_inbox_bytes: int | None = None,
+        max_inbox_files: int = 4096,
+        max_bytes_per_s: int = 0,
+    ) -> None:
         self._site, self._address = site.absolute(), address
         self._limits = {
             "bundle_bytes": max_bundle_bytes,
             "shard_bytes": _SHARD_BYTES,
             "submission_bytes": _SUBMISSION_BYTES,
             "bytes_per_s": max_bytes_per_s,
+            "inbox_bytes": max_inbox_bytes or 2 * max_bundle_bytes,
+            "inbox_files": max_inbox_files,
         }
         self._courier = self._site / "courier"
         node = Program(

@@ -2,20 +2,23 @@
 
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ddm.errors import DigestError, NumericalError, PolicyError, ReplayError
+from ddm.errors import AbsentFileError, DigestError, NumericalError, PolicyError, ReplayError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place, read_bounded
+from ddm.io.locks import reading
 from ddm.io.tensors import check_file, stored_bytes
 from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.models.adaptation import check_trained
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, sha256_hex
 from ddm.protocol.plan import PartialAdaptation, Plan, TimmEncoder
-from ddm.trust.verify import verify_bundle
+from ddm.trust.verify import MAX_METADATA_BYTES, check_bundle_metadata, verify_bundle
 from silo.config import Policy, Site
 from silo.plan.looks import look_at
 from silo.plan.policy import check_plan
@@ -47,9 +50,21 @@ def plan_folder(site: Site, plan_id: str) -> Path:
 
 def waiting_plans(site: Site) -> list[str]:
     """List the plans with a complete bundle in the inbox on which this site has never worked, oldest first."""
-    bundles = [path for path in site.inbox.glob("*/bundle") if re.fullmatch(PLAN_ID_PATTERN, path.parent.name)]
-    ordered = sorted(bundles, key=lambda path: path.lstat().st_mtime)
-    return [path.parent.name for path in ordered if not workspace_folder(site, path.parent.name).exists()]
+    found = [path.parent for path in site.inbox.glob("*/bundle") if re.fullmatch(PLAN_ID_PATTERN, path.parent.name)]
+    new = [path for path in found if not workspace_folder(site, path.name).exists()]
+    return [path.name for path in sorted(new, key=lambda path: bundle_mark(site, path.name) or (0, 0))]
+
+
+def bundle_mark(site: Site, plan_id: str) -> tuple[int, int] | None:
+    """Return what changes when another bundle of a plan arrives; None while there is none.
+
+    The courier may replace a bundle, so a plan that was refused is looked at again once this has changed.
+    """
+    try:
+        info = (site.inbox / plan_id / "bundle").lstat()
+    except OSError:
+        return None
+    return info.st_mtime_ns, info.st_ino
 
 
 def workspace_folder(site: Site, plan_id: str) -> Path:
@@ -77,9 +92,12 @@ def receive_plan(
         PolicyError: the plan requires more than this site allows.
         OSError: a fault of this machine, such as a full disk.
     """
-    root = site.root_path.read_bytes()
-    with look_at(site, plan_id), aside(plan_folder(site, plan_id)) as part:
-        copy_tree_bounded(site.inbox / plan_id / "bundle", part, max_bytes=max_bytes)
+    source, root = site.inbox / plan_id / "bundle", site.root_path.read_bytes()
+    with _kept(source.parent), look_at(site, plan_id), aside(plan_folder(site, plan_id)) as part:
+        # Before anything large is copied: what nobody signed costs neither time nor disk.
+        targets = check_bundle_metadata(source, root, state=site.private / "trust", now=now).targets
+        most = MAX_METADATA_BYTES + sum(target.bytes for target in targets.values())
+        copy_tree_bounded(source, part, max_bytes=min(max_bytes, most))
         verified = verify_bundle(part, root, state=site.private / "trust", now=now)
         if verified.plan_id != plan_id:
             raise ReplayError("plan bundle", expected=plan_id, got=verified.plan_id)
@@ -98,6 +116,23 @@ def receive_plan(
         shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
         move_into_place(part, plan_folder(site, plan_id))
         return load_accepted(site, plan_id, accepted.digest)
+
+
+@contextmanager
+def _kept(folder: Path) -> Iterator[None]:
+    """Keep the courier from tidying a plan away while it is copied.
+
+    Raises:
+        AbsentFileError: it did so already.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(reading(folder))
+        except OSError as error:
+            remedy = "Nothing to do: the courier puts another one in its place."
+            got = f"a folder that is going ({error.strerror})"
+            raise AbsentFileError("plan bundle", expected="a bundle in the inbox", got=got, remedy=remedy) from error
+        yield
 
 
 def _check_noise(accepted: AcceptedPlan) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ddm.errors import ApprovalError
 from ddm.io.files import aside, link_or_copy, move_into_place, write_atomic
+from ddm.io.modes import group_folder, open_to_group
 from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import File, sha256_file, sha256_hex
@@ -150,11 +151,13 @@ def send(
     signed |= {prefix + expert.file.path: (expert.file.bytes, expert.file.digest) for expert in submission.experts}
     role = sign_silo_metadata(plan_id, silo_id, signed, key, version=submission.sequence, now=now)
 
+    group_folder(final.parent, site.outbox)
     with aside(final) as part:
         for path, source in files.items():
             link_or_copy(source, part / path)
         write_atomic(part / submission_path(silo_id), encoded)
         write_atomic(part / "metadata" / f"{plan_id}.{silo_id}.json", role)
+        open_to_group(part, site.outbox)
         move_into_place(part, final)
     return submission
 

@@ -7,11 +7,8 @@ from ddm.errors import FormatError, ReplayError, TrustError
 from ddm.io.files import read_bounded
 from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import Plan
-from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt
-from ddm.trust.envelope import open_sealed
-from ddm.trust.keys import PublicKey
-
-MAX_RECEIPT_BYTES = 65536
+from ddm.protocol.receipt import Accepted, Receipt
+from ddm.trust.receipt import MAX_RECEIPT_BYTES, open_receipt
 
 
 def find_receipt(path: Path, plan: Plan, binding: tuple[str, str, str, int], submission: Path) -> Receipt | None:
@@ -38,12 +35,7 @@ def find_receipt(path: Path, plan: Plan, binding: tuple[str, str, str, int], sub
 
 def _verify(path: Path, plan: Plan, binding: tuple[str, str, str, int], submission: Path) -> Receipt:
     sealed = read_bounded(path, MAX_RECEIPT_BYTES, subject="receipt")
-    payload, _ = open_sealed(sealed, RECEIPT_KIND, PublicKey.parse(plan.receipt_key), MAX_RECEIPT_BYTES)
-    receipt = Receipt.parse(payload, subject="receipt")
-    found = (receipt.plan_id, receipt.plan_digest, receipt.silo_id, receipt.sequence)
-    if found != binding:
-        expected = "plan {}, digest {}, silo {}, sequence {}".format(*binding)
-        raise ReplayError("receipt", expected=expected, got="plan {}, digest {}, silo {}, sequence {}".format(*found))
+    receipt = open_receipt(sealed, plan.receipt_key, binding)
     if isinstance(receipt.verdict, Accepted) and not (
         submission.is_file() and receipt.submission_digest == sha256_file(submission)
     ):

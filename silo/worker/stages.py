@@ -14,16 +14,11 @@ from torch import Tensor
 
 from ddm.errors import DataError, PolicyError
 from ddm.io.files import write_atomic
-from ddm.io.tensors import TensorSpec, stored_bytes
 from ddm.loading.plan import PlanFiles
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Budget, TextCondition
 from ddm.protocol.submission import AuditVerdict
-from ddm.routers.conditional import class_counts_specs
-from ddm.routers.counts import counts_specs
-from ddm.routers.moments import moments_specs
-from ddm.routers.sketch import released_sketch_specs
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort, load_cohort
 from silo.plan.acceptance import AcceptedPlan
@@ -31,6 +26,7 @@ from silo.plan.workspace import Workspace
 from silo.privacy.audit import gate, measure
 from silo.privacy.ledger import Ledger
 from silo.privacy.statistics import Source, draw
+from silo.worker.room import statistic_bytes
 from silo.worker.training import fewest_in_all, num_classes
 
 _GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
@@ -68,14 +64,8 @@ def check_sizes(accepted: AcceptedPlan, cohort: Cohort) -> None:
         PolicyError: names the statistic, its size and the limit.
     """
     plan = accepted.plan
-    specs: dict[Kind, dict[str, TensorSpec]] = {
-        "counts": counts_specs(plan),
-        "class_counts": class_counts_specs(plan),
-        "moments": moments_specs(plan),
-        "sketch": released_sketch_specs(plan, cohort.num_units),
-    }
-    for kind in mechanisms(plan):
-        needed, most = stored_bytes(specs[kind]), plan.limits.statistic_bytes
+    most = plan.limits.statistic_bytes
+    for kind, needed in statistic_bytes(plan, cohort.num_units).items():
         if needed > most:
             expected = f"at most the plan's own limit of {most} bytes"
             raise PolicyError(f"plan {plan.plan_id}: size of {kind}", expected=expected, got=f"{needed} bytes")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ddm.errors import ArchipelagoError, DataError, SubmissionRefusedError
-from ddm.io.files import write_atomic
+from ddm.io.files import write_atomic, write_for_group
 from ddm.io.locks import locked
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import now_utc
@@ -20,12 +20,13 @@ from silo.config import Isolation, Site
 from silo.data.captions import check_encoder, keep_texts
 from silo.data.cohort import Cohort
 from silo.data.latents import keep_latents, training_inputs
-from silo.plan.acceptance import AcceptedPlan, load_accepted, receive_plan, waiting_plans
+from silo.plan.acceptance import AcceptedPlan, bundle_mark, load_accepted, receive_plan, waiting_plans
 from silo.plan.workspace import AuditRecord, Workspace, open_workspace
 from silo.worker import outbox, stages
 from silo.worker import training as experts
 from silo.worker.approval import approval_path, load_draft, person_approved, review_folder
 from silo.worker.receipts import find_receipt
+from silo.worker.room import check_folders, check_room
 from silo.worker.state import IDLE, Problem, State, StateName, load_state, save_state, state_path
 
 NOTE_S = 2.0  # time between two saves of the training progress
@@ -58,7 +59,7 @@ class Worker:
         self.on_change = on_change
         self.stopping = stopping or threading.Event()
         self.state = load_state(state_path(site.private))
-        self._refused_now: set[str] = set()
+        self._refused_now: set[tuple[str, tuple[int, int] | None]] = set()
         self._noted_at = 0.0
 
     def run(self) -> State:
@@ -74,6 +75,7 @@ class Worker:
         """
         torch.set_num_threads(self.settings.threads)
         with locked(self.site.private, "worker"):
+            check_folders(self.site)
             self.begin()
             while True:
                 before = self.state
@@ -124,7 +126,7 @@ class Worker:
 
     def _accept_plan(self) -> None:
         for plan_id in waiting_plans(self.site):
-            if plan_id in self._refused_now:
+            if (mark := (plan_id, bundle_mark(self.site, plan_id))) in self._refused_now:
                 continue
             try:
                 accepted = receive_plan(
@@ -137,7 +139,7 @@ class Worker:
                     parts=self._parts,
                 )
             except ArchipelagoError as error:
-                self._refused_now.add(plan_id)
+                self._refused_now.add(mark)
                 refused = State(state="plan_refused", plan_id=plan_id, problem=_problem(error))
                 self._enter(refused)
                 return
@@ -153,6 +155,7 @@ class Worker:
         check_encoder(accepted.plan, self.settings)
         cohort = stages.scan(self.site, accepted, self.policy)
         stages.check_sizes(accepted, cohort)
+        check_room(self.site, accepted.plan, cohort, self._work())
         stages.check_budget(accepted, cohort, stages.open_ledger(self.site, self.policy))
         self._enter(self.state.to("scanned", dataset_digest=cohort.digest))
 
@@ -175,6 +178,7 @@ class Worker:
     def _train_and_audit(self) -> None:
         accepted, work = self._plan(), self._work()
         cohort = self._cohort(accepted)
+        check_room(self.site, accepted.plan, cohort, work)
         experts.train_experts(
             accepted.plan,
             accepted.files(),
@@ -336,7 +340,7 @@ class Worker:
         if state.plan_id:
             percent = 100 * state.step // state.num_steps if state.num_steps else 0
             status = {"plan_id": state.plan_id, "state": state.state, "progress": percent, "sequence": state.sequence}
-            write_atomic(self.site.outbox / "status.json", json.dumps(status).encode())
+            write_for_group(self.site.outbox / "status.json", json.dumps(status).encode())
         self.on_change(state)
 
     def _keep_problem(self, error: ArchipelagoError) -> None:

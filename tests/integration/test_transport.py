@@ -22,6 +22,7 @@ from ddm.errors import BusyError, TransportError
 from ddm.system.processes import flower_environment, free_port
 from ddm.system.reaper import descendants
 from silo.courier.supernode import Courier, make_node_key
+from tests.support.bundles import Signer, site_settings
 from tests.support.processes import alive
 from tests.support.waiting import wait_until
 
@@ -49,19 +50,20 @@ def processes_below(folder):
     return found
 
 
+SIGNERS = {}
+
+
 def make_federation(fed):
     make_tls(fed / "tls", ["127.0.0.1"])
-    bundle = fed / "plans" / PLAN / "bundle"
-    (bundle / "metadata").mkdir(parents=True)
-    (bundle / "targets" / PLAN / "plan").mkdir(parents=True)
-    (bundle / "metadata" / "1.root.json").write_bytes(os.urandom(3000))
-    (bundle / "targets" / PLAN / "plan.json").write_bytes(os.urandom(2000))
-    (bundle / "targets" / PLAN / "plan" / "centroids.safetensors").write_bytes(os.urandom(400_000))
+    SIGNERS[fed] = Signer(fed / "tuf")
+    SIGNERS[fed].sign(fed / "plans" / PLAN / "bundle", PLAN, {"plan/centroids.safetensors": os.urandom(400_000)})
 
 
 def make_site(site, fed):
     for name in ("courier", "inbox", "outbox"):
         (site / name).mkdir(parents=True)
+    site_settings(site, site.name)
+    (site / "courier" / "1.root.json").write_bytes(SIGNERS[fed].root)
     (site / "courier" / "ca.pem").write_bytes((fed / "tls" / "ca.pem").read_bytes())
     return make_node_key(site / "courier" / "node.key")
 
@@ -79,7 +81,7 @@ def submit(site, silo_id):
 def intake(fed, silo_id):
     receipts = fed / "receipts" / PLAN / silo_id
     receipts.mkdir(parents=True)
-    (receipts / "1.json").write_bytes(os.urandom(500))
+    (receipts / "1.json").write_bytes(SIGNERS[fed].receipt(fed / "plans" / PLAN / "bundle", PLAN, silo_id))
     (receipts / "final").touch()
 
 

@@ -19,7 +19,7 @@ from aggregator.intake.inventory import take_inventory
 from aggregator.pages.drawing import Effort
 from aggregator.release.versions import check_none_lost, is_current
 from aggregator.router.train import train_router
-from ddm.errors import BusyError, DigestError, MissingFileError, PolicyError, RollbackError, SetupError
+from ddm.errors import BusyError, DigestError, DiskError, MissingFileError, PolicyError, RollbackError, SetupError
 from ddm.io.settings import load_settings, save_settings
 from ddm.loading.release import open_release
 from ddm.models import load_expert
@@ -100,10 +100,10 @@ def test_unusable_out_uses_up_no_version(published: Published, tmp_path: Path) -
 def test_full_disk_at_out_uses_up_no_version(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(SetupError, match="--out"):
-        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with monkeypatch.context() as patch, pytest.raises(DiskError, match="1000 bytes free") as refusal:
+        patch.setattr("ddm.io.space.free_bytes", lambda folder: 1000)
         again(published.tiny, tmp_path / "out", renew=True)
+    assert str(tmp_path) in str(refusal.value) and "for a release" in str(refusal.value)
     assert (versions(published.tiny), list(tmp_path.glob("*out*"))) == (["1"], [])
 
 

@@ -17,6 +17,7 @@ from aggregator.transfer.pacing import Pace
 from ddm.errors import TransportError
 from ddm.transport.messages import Envelope, Held, Pull, Reply, Report, Request, Shards, Span
 from silo.courier.handlers import SiteLimits, answer
+from tests.support.bundles import Signer, site_settings
 from tests.support.waiting import LIMIT_S
 
 PLAN = "digits-3f9a1c2e"
@@ -56,19 +57,20 @@ class World:
 
     def __init__(self, path: Path) -> None:
         self.path, self.fed = path, path / "fed"
-        bundle = self.fed / "plans" / PLAN / "bundle"
-        bundle.mkdir(parents=True)
-        (bundle / "plan.json").write_bytes(os.urandom(500))
+        self.signer = Signer(path / "tuf")
+        self.signer.sign(self.fed / "plans" / PLAN / "bundle", PLAN, {})
 
     def silo(self, silo_id: str, size: int = SIZE) -> SiteLimits:
         site = self.path / silo_id
         (site / "inbox").mkdir(parents=True)
+        site_settings(site, silo_id)
+        (site / "courier" / "1.root.json").write_bytes(self.signer.root)
         folder = site / "outbox" / PLAN / "1"
         folder.mkdir(parents=True)
         (folder / "expert").write_bytes(os.urandom(size))
         status = {"plan_id": PLAN, "state": "in_outbox", "progress": 100, "sequence": 1}
         (site / "outbox" / "status.json").write_text(json.dumps(status))
-        return SiteLimits(site, bundle_bytes=10_000, shard_bytes=SHARD, submission_bytes=10**6)
+        return SiteLimits(site, bundle_bytes=50_000, shard_bytes=SHARD, submission_bytes=10**6)
 
     def delivery(self, silo_id: str) -> SiloDelivery:
         index = load_bundle(self.fed / "plans" / PLAN / "bundle")
@@ -200,7 +202,7 @@ def test_answers_are_smaller_when_the_silo_gives_less_and_nothing_is_fetched_twi
     limits = world.silo("north")
 
     def little(request: Envelope[Request]) -> Envelope[Reply]:
-        reply = answer(request, SiteLimits(limits.site, 10_000, SHARD, 10**6, bytes_per_s=300), pause=lambda s: None)
+        reply = answer(request, SiteLimits(limits.site, 50_000, SHARD, 10**6, bytes_per_s=300), pause=lambda s: None)
         given.append(len(reply.data))
         return reply
 

@@ -1,0 +1,101 @@
+"""Who may read what a silo or an aggregator writes: its owner alone, whatever umask the program was started with.
+
+`keep_private` comes first in both programs. From then on everything that they and their children create is private,
+also what a library writes without asking. What others must read is opened by name: `open_to_group` for the half of a
+site that runs as another user, `open_to_everyone` for what is published.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from ddm.errors import SetupError
+
+_OTHERS = 0o077
+_PRIVATE, _GROUP, _PUBLIC = (0o700, 0o600), (0o750, 0o640), (0o755, 0o644)  # of a folder, of a file
+_Modes = tuple[int, int]
+
+
+def keep_private() -> None:
+    """Let only the owner read and write whatever this process and its children create from now on."""
+    os.umask(_OTHERS)
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder that only its owner enters, or close one that is there."""
+    folder.mkdir(parents=True, exist_ok=True, mode=_PRIVATE[0])
+    _set_mode(folder, _PRIVATE)
+
+
+def group_folder(folder: Path, like: Path | None = None) -> None:
+    """Make a folder that its owner writes and a group reads, or set one that is there so.
+
+    Args:
+        folder: the folder alone, without what is in it.
+        like: the folder whose group may read it; `folder`'s own group when None.
+
+    Raises:
+        SetupError: this user is not a member of that group.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=_PRIVATE[0])
+    _set_group(folder, like or folder)
+    _set_mode(folder, _GROUP)
+
+
+def close_to_others(folder: Path) -> None:
+    """Take away what others may do in a folder, and what its group may write; the rest stays as an operator set it."""
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & 0o027:
+        folder.chmod(mode & ~0o027)
+
+
+def open_to_group(path: Path, like: Path) -> None:
+    """Let the group of the folder `like` read a file, or a folder and all below it; others get nothing.
+
+    Raises:
+        SetupError: this user is not a member of that group.
+    """
+    for each in _tree(path):
+        _set_group(each, like)
+        _set_mode(each, _GROUP)
+
+
+def open_to_everyone(path: Path) -> None:
+    """Let every user read a file, or a folder and all below it; only the owner writes."""
+    for each in _tree(path):
+        _set_mode(each, _PUBLIC)
+
+
+def _tree(path: Path) -> Iterator[Path]:
+    """Yield all files and folders below a path, each folder after what is in it, and links nowhere."""
+    if path.is_symlink():
+        return
+    for root, _, names in os.walk(path, topdown=False):
+        yield from (each for name in names if not (each := Path(root, name)).is_symlink())
+        yield Path(root)
+    if not path.is_dir():
+        yield path
+
+
+def _set_group(path: Path, like: Path) -> None:
+    group = like.stat().st_gid
+    if path.stat().st_gid == group:
+        return
+    try:
+        os.chown(path, -1, group)
+    except PermissionError as error:
+        raise SetupError(
+            str(path),
+            expected=f"a user in group {group}, the group of {like}",
+            got=f"user {os.geteuid()}, who is not in it",
+            remedy="Add the user to the group (usermod --append --groups), then start the program again.",
+        ) from error
+
+
+def _set_mode(path: Path, modes: _Modes) -> None:
+    """Set the permissions; a folder keeps its set-group-ID bit, by which its contents get its group."""
+    before = stat.S_IMODE(path.stat().st_mode)
+    wanted = modes[0] | before & stat.S_ISGID if path.is_dir() else modes[1]
+    if before != wanted:
+        path.chmod(wanted)

@@ -1,0 +1,92 @@
+"""A site whose disk is too small or read-only says so before the first step of training."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ddm.errors import DiskError
+from silo.config import Site
+from silo.plan.acceptance import load_accepted
+from silo.plan.workspace import open_workspace
+from silo.worker.room import plan_bytes
+from silo.worker.worker import Worker
+from tests.conftest import Planned
+from tests.support.federation import TinyFederation
+from tests.support.submissions import SILO
+
+
+@pytest.fixture
+def planned(planned_once: Planned, tmp_path: Path) -> Planned:
+    return planned_once[0].copy(tmp_path / "tiny"), planned_once[1]
+
+
+def worker(tiny: TinyFederation) -> Worker:
+    return Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
+
+
+def written(folder: Path) -> int:
+    """What lies in a folder, each file counted once."""
+    files = {path.lstat().st_ino: path.lstat().st_size for path in folder.rglob("*") if path.is_file()}
+    return sum(files.values())
+
+
+def trained(site: Site) -> bool:
+    return any((site.private / "checkpoints").rglob("step-*"))
+
+
+def test_full_disk_is_found_before_training_and_again_after_it_filled_up(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, plan_id = planned
+    monkeypatch.setattr("ddm.io.space.free_bytes", lambda folder: 12_345)
+    with pytest.raises(DiskError) as refusal:
+        tiny.work(SILO, until="training")
+    said = str(refusal.value)
+    assert "got 12345 bytes free" in said and f"for plan {plan_id}" in said and str(tiny.sites[SILO].private) in said
+    assert tiny.state_of(SILO).state == "plan_accepted" and not trained(tiny.sites[SILO])
+    with monkeypatch.context() as patch:
+        patch.setattr("ddm.io.space.free_bytes", lambda folder: 1 << 40)
+        tiny.work(SILO, until="training")
+    with pytest.raises(DiskError):
+        tiny.work(SILO)
+    assert not trained(tiny.sites[SILO])
+    monkeypatch.undo()
+    assert tiny.work(SILO).state == "in_outbox"
+
+
+def test_room_asked_for_is_no_less_than_what_the_work_writes_and_not_much_more(planned: Planned) -> None:
+    tiny, plan_id = planned
+    site = tiny.sites[SILO]
+    before = written(site.private) + written(site.outbox)
+    most = 0
+    running = worker(tiny)
+    running.begin()
+    while running.state.state != "in_outbox":
+        running.step()
+        most = max(most, written(site.private) + written(site.outbox) - before)
+    accepted = load_accepted(site, plan_id, running.state.plan_digest or "")
+    needed = plan_bytes(accepted.plan, 40, 40)
+    copied = written(site.private / "plans" / plan_id)  # on acceptance, before this is asked
+    assert most - copied <= needed <= (most - copied) * 2 + (2 << 20)
+    assert written(open_workspace(site, plan_id).folder) > 0
+
+
+@pytest.mark.parametrize("name", ["private", "outbox", "checkpoints"])
+def test_worker_ends_before_its_first_step_where_a_folder_refuses_a_write(
+    planned: Planned, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, _ = planned
+    site, opened = tiny.sites[SILO], os.open
+    (site.private / "checkpoints").mkdir(exist_ok=True)
+
+    def read_only(path: object, flags: int, *rest: object, **more: object) -> int:
+        if flags & os.O_WRONLY and Path(str(path)).parent.name == name:
+            raise OSError(30, "Read-only file system")
+        return opened(path, flags, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(DiskError, match="Read-only") as refusal:
+        worker(tiny).run()
+    assert refusal.value.subject.endswith(name)
+    assert not trained(site)
