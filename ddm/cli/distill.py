@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddm.cli.options import (
+    AcceptKeyOption,
     ArchivedOption,
     DeviceOption,
     ReleaseArgument,
@@ -144,6 +145,7 @@ def distill(
     root: RootOption,
     state: StateOption = None,
     silo_key: SiloKeyOption = None,
+    accept_key: AcceptKeyOption = None,
     archived: ArchivedOption = False,
     device: DeviceOption = "auto",
 ) -> None:
@@ -157,7 +159,7 @@ def distill(
         raise SetupError(str(flag), expected=expected, got=f"{value} beside --data {data}")
     chosen = teacher or (TeacherName.DRAWN if data else TeacherName.LABEL)
     own_network = load_settings(StudentSettings, architecture).architecture if architecture else None
-    opened = open_verified(release, root, state, silo_key, archived, experts_later=True)
+    opened = open_verified(release, root, state, silo_key, accept_key, archived, experts_later=True)
     plan = opened.plan
     network, condition = own_network or plan.expert.architecture, NoCondition() if unconditional else plan.condition
     if misfit := network.misfit(plan.expert_shape, condition):

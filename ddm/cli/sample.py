@@ -11,6 +11,7 @@ import typer
 from ddm.cli.options import (
     HOW,
     MACHINE,
+    AcceptKeyOption,
     ArchivedOption,
     ClassOption,
     DeviceOption,
@@ -107,6 +108,7 @@ def sample(
     root: RootOption,
     state: StateOption = None,
     silo_key: SiloKeyOption = None,
+    accept_key: AcceptKeyOption = None,
     archived: ArchivedOption = False,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
@@ -127,7 +129,7 @@ def sample(
     from ddm.system.devices import device_named
 
     where = device_named(device, setting="--device")
-    opened = open_verified(release, root, state, silo_key, archived, experts_later=True)
+    opened = open_verified(release, root, state, silo_key, accept_key, archived, experts_later=True)
     condition = label if text is None or text_encoder is None else encoded(text, text_encoder, opened.plan.condition)
     ensemble = replace(load_ensemble(opened, memory_bytes=memory_bytes, device=where), chunk_size=rare.batch)
     weights, declared = _priors(opened, ensemble, prior, rare.class_prior)
