@@ -32,6 +32,7 @@ CARD_KIND = "card"
 
 MAX_ROTATION_BYTES = 4096
 MAX_ROTATIONS = 64
+ROTATED_CARD_FORMAT = "archipelago/rotated-card/1"
 SealedText = Annotated[str, Field(max_length=MAX_ROTATION_BYTES)]
 
 

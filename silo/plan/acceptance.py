@@ -2,11 +2,12 @@
 
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ddm.errors import DigestError, NumericalError, PolicyError, ReplayError
+from ddm.errors import DigestError, NumericalError, PolicyError, ReplayError, SignatureError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place, read_bounded
 from ddm.io.tensors import stored_bytes
@@ -14,6 +15,7 @@ from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.models import expected_tensors
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, sha256_hex
 from ddm.protocol.plan import Plan
+from ddm.trust.keys import PublicKey, group_fingerprint
 from ddm.trust.verify import verify_bundle
 from silo.config import Policy, Site
 from silo.plan.policy import check_plan
@@ -56,9 +58,18 @@ def workspace_folder(site: Site, plan_id: str) -> Path:
 
 
 def receive_plan(
-    site: Site, plan_id: str, policy: Policy, *, silo_id: str, max_bytes: int, now: datetime
+    site: Site, plan_id: str, policy: Policy, *, silo_id: str, key: PublicKey, max_bytes: int, now: datetime
 ) -> AcceptedPlan:
     """Copy, verify and check one plan; only a plan that passes everything gets its folder.
+
+    Args:
+        site: this silo's.
+        plan_id: a plan in the inbox.
+        policy: this site's.
+        silo_id: this silo.
+        key: its signing key, which the plan must name.
+        max_bytes: most bytes of the bundle.
+        now: the time of acceptance.
 
     Raises:
         TrustError: the bundle is not signed as the pinned root demands.
@@ -79,11 +90,24 @@ def receive_plan(
             got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
             raise DigestError("files of plan.json", expected="exactly those that the signature lists", got=got)
         check_plan(accepted.plan, policy, silo_id=silo_id, now=now)
+        _check_own_key(plan_id, silo_id, key, verified.silo_keys)
         _check_size(accepted.plan)
         _check_noise(accepted)
         shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
         move_into_place(part, plan_folder(site, plan_id))
     return load_accepted(site, plan_id, accepted.digest)
+
+
+def _check_own_key(plan_id: str, silo_id: str, key: PublicKey, named: Mapping[str, str]) -> None:
+    """Refuse a plan in which another key than this silo's would sign in its place."""
+    if (found := named.get(silo_id)) != key.fingerprint:
+        raise SignatureError(
+            f"plan {plan_id}: key of silo {silo_id}",
+            expected=f"this silo's key, {key.short}",
+            got=f"{group_fingerprint(found)}, which could sign in this silo's place" if found else "no key",
+            remedy="After `silo rotate`, give the aggregator the new card and ask for another plan. Otherwise ask who "
+            "holds that key, and answer no plan of this federation until you know.",
+        )
 
 
 def _check_noise(accepted: AcceptedPlan) -> None:
