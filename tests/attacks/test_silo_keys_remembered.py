@@ -27,7 +27,7 @@ from ddm.trust.verify import VerifiedRelease, verify_release
 from tests.conftest import Published
 from tests.support.case import case
 from tests.support.commands import command
-from tests.support.federation import PASSPHRASE, TinyFederation
+from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, write_policy
 from tests.support.federation_keys import KeyedFederation
 from tests.support.publishing import again, write_short_pages
 
@@ -418,6 +418,7 @@ def test_rotation_from_the_silos_command_to_the_readers_with_real_releases(
     done = command("ddm", "verify", tmp_path / "same-plan", *look)
     assert (done.code, done.err) == (0, "")
     for site in tiny.sites.values():
+        write_policy(site, {**POLICY, "privacy": {"budget_epsilon": 100.0}})
         shutil.rmtree(site.inbox)
         site.inbox.mkdir()
     tiny.complete(tmp_path / "next")
