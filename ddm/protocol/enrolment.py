@@ -33,7 +33,9 @@ CARD_KIND = "card"
 MAX_ROTATION_BYTES = 4096
 MAX_ROTATIONS = 64
 ROTATED_CARD_FORMAT = "archipelago/rotated-card/1"
-SealedText = Annotated[str, Field(max_length=MAX_ROTATION_BYTES)]
+# An envelope as `ddm.trust.envelope` writes it; what is in it is read after its signature is checked.
+_ENVELOPE = r'^\{"format":"archipelago/envelope/1",[^\r\n]*\}$'
+SealedText = Annotated[str, StringConstraints(pattern=_ENVELOPE, max_length=MAX_ROTATION_BYTES)]
 
 
 class KeyRotation(Document):
@@ -52,7 +54,7 @@ class RotatedCard(Document):
     """What `silo rotate` hands to the aggregator: the new card, and every rotation up to its key, each sealed."""
 
     format: Literal["archipelago/rotated-card/1"] = "archipelago/rotated-card/1"
-    card: Annotated[str, Field(max_length=16384)]
+    card: Annotated[str, StringConstraints(pattern=_ENVELOPE, max_length=16384)]
     rotations: Annotated[tuple[SealedText, ...], Field(min_length=1, max_length=MAX_ROTATIONS)]
 
 

@@ -239,9 +239,10 @@ def doors() -> Mapping[str, Door]:
         "root_digest": sha256_hex(b"{}"),
     }
     sealed = seal(json.dumps(receipt_document()).encode(), "receipt", KEY)
-    rotation, rotated = rotation_document(), {"format": "archipelago/rotated-card/1", "card": "{}", "rotations": ["{}"]}
-    history = {"format": "archipelago/key-history/1", "silos": {"north": ["{}"]}}
+    rotation = rotation_document()
     both = seal_rotation(KeyRotation.model_validate_json(json.dumps(rotation)), KEY, NEXT_KEY)
+    rotated = {"format": "archipelago/rotated-card/1", "card": sealed.decode(), "rotations": [both.decode()]}
+    history = {"format": "archipelago/key-history/1", "silos": {"north": [both.decode()]}}
     return {
         "plan": _document(Plan, plan_document()),
         "submission": _document(Submission, submission_document()),
