@@ -125,7 +125,7 @@ class TrustError(ArchipelagoError):
 
 
 class SignatureError(TrustError):
-    """A signature is missing, wrong, or by a key that does not hold the role."""
+    """A signature is missing, wrong, by a key that does not hold the role, or by another key than remembered."""
 
     exit_code = 11
 

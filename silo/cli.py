@@ -1,4 +1,4 @@
-"""The program `silo`: its operator's commands init, enroll, run, status, review, approve and withdraw."""
+"""The program `silo`: its operator's commands init, enroll, rotate, run, status, review, approve and withdraw."""
 
 import json
 from enum import StrEnum
@@ -58,13 +58,33 @@ def enroll(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Write the enrolment card for the aggregator; it holds public keys only."""
-    from silo.setup import make_card
+    from silo.setup import make_card, with_rotations
+    from silo.worker.rotation import published_rotations
 
     place = Site(site).require()
     key = _open_key(place, passphrase_file)
-    write_atomic(out, make_card(place, key))
+    write_atomic(out, with_rotations(make_card(place, key), published_rotations(place)))
     open_to_everyone(out)
     say(f"Card in {out}. Tell the aggregator this fingerprint through a second channel: {key.public.fingerprint}")
+
+
+@app.command()
+def rotate(
+    site: SiteArgument,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the new card.")],
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Replace the signing key between two plans; the old key announces the new one to aggregator and readers."""
+    from ddm.trust.keys import SigningKey
+    from silo.setup import make_card, with_rotations
+    from silo.worker.rotation import published_rotations, rotate_key
+
+    place = Site(site).require()
+    secret = _passphrase(place, passphrase_file)
+    key = rotate_key(place, SigningKey.load(place.key_path, secret), secret)
+    write_atomic(out, with_rotations(make_card(place, key), published_rotations(place)))
+    say(f"Rotated. The new signing key: {key.public.fingerprint}")
+    say(f"Give {out} to the aggregator, for `aggregator enroll`. It is in force from the next plan on.")
 
 
 @app.command()
@@ -155,8 +175,11 @@ def withdraw(site: SiteArgument) -> None:
 def _open_key(site: Site, passphrase_file: Path | None):  # type: ignore[no-untyped-def]
     from ddm.trust.keys import SigningKey
 
-    configured = site.settings().passphrase_file
-    return SigningKey.load(site.key_path, passphrase(passphrase_file, configured, "Passphrase of the silo's key"))
+    return SigningKey.load(site.key_path, _passphrase(site, passphrase_file))
+
+
+def _passphrase(site: Site, passphrase_file: Path | None) -> bytes:
+    return passphrase(passphrase_file, site.settings().passphrase_file, "Passphrase of the silo's key")
 
 
 def _checked_id(silo_id: str) -> str:

@@ -10,7 +10,7 @@ from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.io.modes import open_to_group
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc, sha256_hex
-from ddm.protocol.enrolment import CARD_KIND, Card, Invitation
+from ddm.protocol.enrolment import CARD_KIND, Card, Invitation, RotatedCard
 from ddm.system.console import remembered
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey, parse_fingerprint
@@ -120,3 +120,8 @@ def make_card(site: Site, key: SigningKey) -> bytes:
         created_at=now_utc(),
     )
     return seal(card.encode(), CARD_KIND, key)
+
+
+def with_rotations(card: bytes, rotations: tuple[str, ...]) -> bytes:
+    """Return what the aggregator is given: the card alone, or with the rotations that led to its key."""
+    return RotatedCard(card=card.decode(), rotations=rotations).encode() if rotations else card

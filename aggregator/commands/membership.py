@@ -58,13 +58,21 @@ def init(
 
 def enroll(
     fed: FederationArgument,
-    card: Annotated[Path, typer.Argument(metavar="CARD", help="The card that `silo enroll` wrote.")],
+    card: Annotated[Path, typer.Argument(metavar="CARD", help="What `silo enroll` or `silo rotate` wrote.")],
 ) -> None:
-    """Enroll a silo; compare the fingerprint with the silo through a second channel."""
+    """Enroll a silo, or take in its new key; compare the fingerprint with the silo through a second channel."""
+    from aggregator.keys.silo_rotation import take_rotation
+    from aggregator.membership.registry import cards, read_rotated, signing_key
     from aggregator.membership.registry import enroll as keep_card
-    from aggregator.membership.registry import signing_key
 
-    enrolled = keep_card(Federation(fed).require(), card)
+    federation = Federation(fed).require()
+    rotated = read_rotated(card)
+    if rotated is not None and rotated[0].silo_id in cards(federation):
+        renewed = take_rotation(federation, rotated[1])
+        say(f"The new key of {renewed.silo_id}, which its old key announced: {signing_key(renewed).fingerprint}")
+        say("It is in force from the next plan on; a plan in progress keeps the old key.")
+        return
+    enrolled = keep_card(federation, card)
     say(f"Enrolled {enrolled.silo_id}. Compare with the silo: {signing_key(enrolled).fingerprint}")
 
 

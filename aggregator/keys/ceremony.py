@@ -14,8 +14,9 @@ from typing import Literal
 from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.intake.quarantine import held
+from aggregator.keys.silo_rotation import enrolled_with
 from aggregator.membership.invitation import make_invitation
-from aggregator.membership.registry import cards, signing_key, taking_part
+from aggregator.membership.registry import taking_part
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.files import read_bounded, write_atomic
@@ -306,7 +307,7 @@ def _start_plan(
         online_key=key("online"),
         now=now_utc(),
     )
-    enrolled = {silo_id: signing_key(card) for silo_id, card in cards(federation).items()}
+    enrolled = enrolled_with(federation, change)
     for silo_id, delegated in repository.delegates().silos.items():
         if enrolled.get(silo_id) != delegated:
             raise PolicyError(

@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.keys.ceremony import conduct
-from aggregator.membership.registry import MAX_CARD_BYTES, Removed, card_of, cards, removed, signing_key
+from aggregator.keys.silo_rotation import forget_rotations
+from aggregator.membership.registry import (
+    MAX_CARD_BYTES,
+    Removed,
+    card_of,
+    cards,
+    removed,
+    rotations_of,
+    signing_key,
+)
 from ddm.errors import SetupError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import now_utc, sha256_hex
@@ -73,7 +82,9 @@ def _remove_card(federation: Federation, silo_id: str, reason: str) -> None:
     card = read_bounded(path, MAX_CARD_BYTES)
     known = {record.card for record in removed(federation)}
     if card.decode() not in known:
-        record = Removed(silo_id=silo_id, reason=reason, at=now_utc(), card=card.decode())
+        rotations = rotations_of(federation).get(silo_id, ())
+        record = Removed(silo_id=silo_id, reason=reason, at=now_utc(), card=card.decode(), rotations=rotations)
         name = f"{silo_id}.{sha256_hex(card)[:16]}.json"
         write_atomic(federation.registry / "removed" / name, record.encode())
+    forget_rotations(federation, silo_id)
     path.unlink()

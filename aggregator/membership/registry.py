@@ -1,6 +1,6 @@
 """Keeps the enrolment cards of silos, verified and unchanged, and the last known state of each silo's ledger."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -13,24 +13,27 @@ from pydantic import Field
 from aggregator.config import Federation
 from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError, PolicyError
 from ddm.io.files import read_bounded, require_file, write_atomic
-from ddm.protocol.base import Digest, Document, PlanId, ShortText, SiloId, Time
-from ddm.protocol.enrolment import CARD_KIND, Card
+from ddm.protocol.base import Digest, Document, PlanId, ShortText, SiloId, Time, check_json
+from ddm.protocol.enrolment import CARD_KIND, ROTATED_CARD_FORMAT, Card, RotatedCard, SealedText
 from ddm.protocol.plan import Plan
 from ddm.trust.envelope import open_sealed
+from ddm.trust.key_rotation import open_rotation
 from ddm.trust.keys import PublicKey
 
 MAX_CARD_BYTES = 16384
-MAX_REMOVED_BYTES = 65536
+MAX_ROTATED_BYTES = 1024 * 1024
+MAX_REMOVED_BYTES = 2 * MAX_ROTATED_BYTES
 
 
 class Removed(Document):
-    """A silo that was removed from the federation: who, why, when, and its card as received."""
+    """A silo that was removed from the federation: who, why, when, and its card and its key's rotations as received."""
 
     format: Literal["archipelago/removed/1"] = "archipelago/removed/1"
     silo_id: SiloId
     reason: ShortText
     at: Time
     card: Annotated[str, Field(max_length=MAX_CARD_BYTES)]
+    rotations: tuple[SealedText, ...] = ()
 
 
 class KnownLedger(Document):
@@ -60,6 +63,22 @@ def read_card(data: bytes) -> Card:
     return card
 
 
+def read_rotated(path: Path) -> tuple[Card, RotatedCard] | None:
+    """Read what `silo rotate` wrote, and the card in it; None when the file is of another format, as a plain card.
+
+    Raises:
+        MissingFileError: no such file.
+        DocumentError: malformed.
+        SignatureError: the card's signature does not verify.
+    """
+    data = read_bounded(require_file(path, "a card made by `silo enroll` or `silo rotate`"), MAX_ROTATED_BYTES)
+    value = check_json(data, subject="enrolment card", limit=MAX_ROTATED_BYTES)
+    if not isinstance(value, dict) or value.get("format") != ROTATED_CARD_FORMAT:
+        return None
+    rotated = RotatedCard.parse(data, subject="rotated card", limit=MAX_ROTATED_BYTES)
+    return read_card(rotated.card.encode()), rotated
+
+
 def enroll(federation: Federation, card_path: Path) -> Card:
     """Keep a silo's card; the same card may come twice, but a new key for an enrolled silo is refused.
 
@@ -67,18 +86,10 @@ def enroll(federation: Federation, card_path: Path) -> Card:
         BusyError: this silo is enrolled with another key, or one of these keys belongs to another silo.
         PolicyError: one of these keys belonged to a silo that was removed.
     """
-    require_file(card_path, "a card made by `silo enroll`")
-    data = read_bounded(card_path, MAX_CARD_BYTES)
+    rotated = read_rotated(card_path)
+    data = rotated[1].card.encode() if rotated else read_bounded(card_path, MAX_CARD_BYTES)
     card = read_card(data)
-    for record in removed(federation):
-        old = read_card(record.card.encode())
-        if old.signing_key == card.signing_key or old.node_key == card.node_key:
-            raise PolicyError(
-                f"silo {card.silo_id}",
-                expected="keys that never belonged to a removed silo",
-                got=f"a key of {old.silo_id}, removed {record.at:%Y-%m-%d}",
-                remedy="Ask the silo to make new keys: `silo init` in a new folder, then `silo enroll`.",
-            )
+    check_unused(federation, card)
     for other_id, other in cards(federation).items():
         same = (other.signing_key == card.signing_key, other.node_key == card.node_key)
         if not all(same) if other_id == card.silo_id else any(same):
@@ -90,6 +101,47 @@ def enroll(federation: Federation, card_path: Path) -> Card:
             )
     write_atomic(federation.registry / f"{card.silo_id}.json", data)
     return card
+
+
+def check_unused(federation: Federation, card: Card) -> None:
+    """Refuse keys that belonged to a removed silo, or a signing key that another silo has, had or will have.
+
+    Raises:
+        PolicyError: a key belonged to a silo that was removed.
+        BusyError: the signing key belongs or belonged to a silo.
+    """
+    for record in removed(federation):
+        old = read_card(record.card.encode())
+        if old.node_key == card.node_key or card.signing_key in {old.signing_key, *_rotated_keys(record.rotations)}:
+            raise PolicyError(
+                f"silo {card.silo_id}",
+                expected="keys that never belonged to a removed silo",
+                got=f"a key of {old.silo_id}, removed {record.at:%Y-%m-%d}",
+                remedy="Ask the silo to make new keys: `silo init` in a new folder, then `silo enroll`.",
+            )
+    held = {other_id: {other.signing_key} for other_id, other in cards(federation).items()}
+    for silo_id, rotations in rotations_of(federation).items():
+        held.setdefault(silo_id, set()).update(_rotated_keys(rotations))
+    for silo_id in sorted(held):
+        if card.signing_key in held[silo_id] and silo_id != card.silo_id:
+            remedy = "Ask the silo to make a key that nobody ever had: `silo rotate`, or `silo init` in a new folder."
+            got = f"a key of {silo_id}, present or rotated"
+            raise BusyError(f"silo {card.silo_id}", expected="a key of its own", got=got, remedy=remedy)
+
+
+def rotations_of(federation: Federation) -> Mapping[str, tuple[str, ...]]:
+    """Return the sealed rotations of enrolled silos, those that wait for the next plan included, by silo id."""
+    found: dict[str, tuple[str, ...]] = {}
+    for folder in ("rotations", "rotated"):
+        for path in sorted((federation.registry / folder).glob("*.json")):
+            kept = RotatedCard.parse(read_bounded(path, MAX_REMOVED_BYTES), subject=path.name).rotations
+            found[path.stem] = tuple(dict.fromkeys((*found.get(path.stem, ()), *kept)))
+    return found
+
+
+def _rotated_keys(rotations: Iterable[str]) -> set[str]:
+    opened = [open_rotation(text.encode()) for text in rotations]
+    return {key for rotation in opened for key in (rotation.old_key, rotation.new_key)}
 
 
 def cards(federation: Federation) -> Mapping[str, Card]:

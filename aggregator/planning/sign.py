@@ -10,7 +10,7 @@ from aggregator.changes import Change
 from aggregator.config import PUBLIC_NAME, CurrentPlan, Federation
 from aggregator.keys.ceremony import check_replaceable, conduct
 from aggregator.keys.rotation import next_receipts_key, use_next_receipts_key
-from aggregator.membership.registry import card_of, signing_key
+from aggregator.keys.silo_rotation import keys_for_next_plan, use_rotated_cards
 from aggregator.planning.draft import Draft
 from ddm.errors import SetupError
 from ddm.io.files import link_or_copy, write_atomic
@@ -49,7 +49,8 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
         write_atomic(change.put("plans/current.json"), current.encode())
         use_next_receipts_key(federation, change)
         repository = Repository(federation.tuf)
-        silos = {silo_id: signing_key(card_of(federation, silo_id)) for silo_id in plan.silos}
+        silos = keys_for_next_plan(federation, plan.silos)
+        use_rotated_cards(federation, change, plan.silos)
         delegates = replace(repository.delegates(), plan_id=plan.plan_id, silos=silos)
         targets = repository.next_targets(delegates, now_utc())
         purpose = f"start the plan {plan.plan_id}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.intake.inventory import AcceptedSilo, Inventory, take_inventory
+from aggregator.keys.silo_rotation import key_history
 from aggregator.keys.store import load_key, load_model_signing_key
 from aggregator.membership.registry import card_of, signing_key
 from aggregator.pages.write import PAGE_NAMES, PageInput, write_pages
@@ -32,7 +33,7 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
 from ddm.protocol.submission import submission_path
 from ddm.trust.model_signature import MODEL_SIGNATURE_NAME, sign_model
-from ddm.trust.paths import RELEASE_NAMES
+from ddm.trust.paths import KEY_HISTORY, RELEASE_NAMES
 from ddm.trust.repository import Repository
 
 OnProgress = Callable[[int, int], None]
@@ -172,6 +173,8 @@ def _lay_out(source: _Source, targets: Path) -> None:
     for silo_id, silo in inventory.silos.items():
         for name in _published_names(silo_id, silo):
             link_or_copy(silo.folder / name, targets / name)
+    if history := key_history(source.federation, inventory.silos):
+        write_atomic(targets / KEY_HISTORY, history.encode())
     link_or_copy(router_path(source.federation, source.plan_id), targets / ROUTER_NAME)
     if File.of(ROUTER_NAME, targets / ROUTER_NAME) != source.report.router:
         remedy = "Publish again when `aggregator router` has ended."
@@ -191,6 +194,7 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
     old = manifest_path(federation, version - 1)
     experts = [(silo_id, expert) for silo_id, silo in inventory.silos.items() for expert in silo.submission.experts]
     listed = ["plan.json", *(file.path for file in inventory.plan.files)]
+    listed += [KEY_HISTORY] if (targets / KEY_HISTORY).exists() else []
     return Manifest(
         plan_id=inventory.plan.plan_id,
         plan_digest=inventory.plan_digest,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddm.cli.options import (
+    AcceptKeyOption,
     ArchivedOption,
     DeviceOption,
     MemoryOption,
@@ -148,6 +149,7 @@ def distill(
     root: RootOption,
     state: StateOption = None,
     silo_key: SiloKeyOption = None,
+    accept_key: AcceptKeyOption = None,
     archived: ArchivedOption = False,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
@@ -163,7 +165,7 @@ def distill(
     chosen = teacher or (TeacherName.DRAWN if data else TeacherName.LABEL)
     memory_bytes = read_memory(memory)
     own_network = load_settings(StudentSettings, architecture).architecture if architecture else None
-    opened = open_verified(release, root, state, silo_key, archived, experts_later=True)
+    opened = open_verified(release, root, state, silo_key, accept_key, archived, experts_later=True)
     plan = opened.plan
     network, condition = own_network or plan.expert.architecture, NoCondition() if unconditional else plan.condition
     if misfit := network.misfit(plan.expert_shape, condition):

@@ -7,6 +7,7 @@ import typer
 
 from ddm.cli.distill import distill
 from ddm.cli.options import (
+    AcceptKeyOption,
     ArchivedOption,
     ReleaseArgument,
     RootOption,
@@ -30,10 +31,11 @@ def verify(
     root: RootOption,
     state: StateOption = None,
     silo_key: SiloKeyOption = None,
+    accept_key: AcceptKeyOption = None,
     archived: ArchivedOption = False,
 ) -> None:
     """Check every signature, digest, role and version; exit 0 only if all of them hold."""
-    opened = open_verified(release, root, state, silo_key, archived)
+    opened = open_verified(release, root, state, silo_key, accept_key, archived)
     pinned = pins(silo_key)
     verified, manifest = opened.verified, opened.manifest
     total = sum(file.bytes for file in verified.files.values())
@@ -54,10 +56,11 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
     state: StateOption = None,
     silo_key: SiloKeyOption = None,
+    accept_key: AcceptKeyOption = None,
     archived: ArchivedOption = False,
 ) -> None:
     """Show what a release holds: silos, experts, privacy, router; verifies first."""
-    opened = open_verified(release, root, state, silo_key, archived)
+    opened = open_verified(release, root, state, silo_key, accept_key, archived)
     if as_json:
         say(json.dumps(opened.manifest.model_dump(mode="json"), indent=2))
         warn_if_expired(opened)

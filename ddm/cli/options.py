@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddm.errors import ArchivedWarningError, SetupError
+from ddm.system.console import say
 from ddm.system.devices import DeviceName
 
 if TYPE_CHECKING:
@@ -23,12 +24,23 @@ RootOption = Annotated[
 ]
 StateOption = Annotated[
     Path | None,
-    typer.Option("--state", metavar="DIR", help="Keeps versions seen, to detect a rollback.", rich_help_panel=TRUST),
+    typer.Option(
+        "--state", metavar="DIR", help="Keeps versions and keys seen, to notice changes.", rich_help_panel=TRUST
+    ),
 ]
 SiloKeyOption = Annotated[
     list[str] | None,
     typer.Option(
         "--silo-key", metavar="ID=FPR", help="Pin a silo's key by its fingerprint; repeatable.", rich_help_panel=TRUST
+    ),
+]
+AcceptKeyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--accept-key",
+        metavar="ID=FPR",
+        help="Let a silo's key take the place of the one remembered; repeatable.",
+        rich_help_panel=TRUST,
     ),
 ]
 ArchivedOption = Annotated[
@@ -101,22 +113,27 @@ def open_verified(
     root: Path,
     state: Path | None,
     silo_key: list[str] | None,
+    accept_key: list[str] | None,
     archived: bool,
     *,
     experts_later: bool = False,
 ) -> "Release":
-    """Verify a release and read its documents; see `ddm.loading.release.open_release`."""
+    """Verify a release, read its documents, and tell what changed; see `ddm.loading.release.open_release`."""
     from ddm.loading.release import open_release
     from ddm.trust.verify import default_state
 
-    return open_release(
+    opened = open_release(
         release,
         root=root,
         state=state or default_state(),
         silo_keys=pins(silo_key),
+        accepted_keys=pins(accept_key, "--accept-key"),
         archived=archived,
         experts_later=experts_later,
     )
+    for news in opened.verified.told:
+        say(f"note: {news}", error=True)
+    return opened
 
 
 def read_memory(text: str | None) -> int | None:
@@ -139,11 +156,11 @@ def picture_bytes(out: Path, num: int, shape: Sequence[int]) -> int:
     return _PICTURE_BYTES * num * side**2 if out.suffix == ".png" else 0
 
 
-def pins(silo_key: list[str] | None) -> dict[str, str]:
-    """Read pinned fingerprints by silo.
+def pins(silo_key: list[str] | None, flag: str = "--silo-key") -> dict[str, str]:
+    """Read fingerprints by silo.
 
     Raises:
-        SetupError: a pin that is not ID=FINGERPRINT.
+        SetupError: one that is not ID=FINGERPRINT.
     """
     from ddm.trust.keys import parse_fingerprint
 
@@ -151,7 +168,7 @@ def pins(silo_key: list[str] | None) -> dict[str, str]:
     for text in silo_key or []:
         silo_id, equals, fingerprint = text.partition("=")
         if not equals or not silo_id:
-            raise SetupError("--silo-key", expected="ID=FINGERPRINT, 64 hexadecimal digits", got=repr(text[:100]))
+            raise SetupError(flag, expected="ID=FINGERPRINT, 64 hexadecimal digits", got=repr(text[:100]))
         pins[silo_id] = parse_fingerprint(fingerprint)
     return pins
 

@@ -9,6 +9,7 @@ import typer
 
 from ddm.cli.options import (
     HOW,
+    AcceptKeyOption,
     ArchivedOption,
     ClassOption,
     DeviceOption,
@@ -103,6 +104,7 @@ def sample(
     root: RootOption,
     state: StateOption = None,
     silo_key: SiloKeyOption = None,
+    accept_key: AcceptKeyOption = None,
     archived: ArchivedOption = False,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
@@ -126,7 +128,7 @@ def sample(
     from ddm.system.memory import memory_limit
 
     where = device_named(device, setting="--device")
-    opened = open_verified(release, root, state, silo_key, archived, experts_later=True)
+    opened = open_verified(release, root, state, silo_key, accept_key, archived, experts_later=True)
     plan, manifest = opened.plan, opened.manifest
     beside = sampling_bytes(plan, len(manifest.experts), num=num, batch=rare.batch, steps=steps)
     beside += picture_bytes(out, num, plan.data.shape) + (condition_bytes(plan.condition) if text is not None else 0)

@@ -35,6 +35,7 @@ def open_ensemble(
     root: FilePath | str | bytes | None = None,
     state: FilePath | None = None,
     silo_keys: Mapping[str, str] | None = None,
+    accepted_keys: Mapping[str, str] | None = None,
     archived: bool = False,
     memory_bytes: int | None = None,
     device: torch.device | str = "cpu",
@@ -42,10 +43,11 @@ def open_ensemble(
     """Verify a release, then build its experts and router and load their weights; every file is read once.
 
     Args:
-        release: its folder; or a release that `open_release` has verified, for which the next four are ignored.
+        release: its folder; or a release that `open_release` has verified, for which the next five are ignored.
         root: the root of trust, obtained out of band: its file, or its bytes.
-        state: see `open_release`, as are the next two.
+        state: see `open_release`, as are the next three.
         silo_keys: pinned fingerprints.
+        accepted_keys: fingerprints that may take the place of those in `state`.
         archived: accept an expired timestamp.
         memory_bytes: see `load_ensemble`, as is the next one.
         device: where the experts compute.
@@ -66,6 +68,7 @@ def open_ensemble(
         root=FilePath(root) if isinstance(root, str) else root,
         state=state,
         silo_keys=silo_keys,
+        accepted_keys=accepted_keys,
         archived=archived,
         experts_later=True,
     )

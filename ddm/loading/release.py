@@ -69,6 +69,7 @@ def open_release(
     root: Path | bytes,
     state: Path | None,
     silo_keys: Mapping[str, str] | None = None,
+    accepted_keys: Mapping[str, str] | None = None,
     archived: bool = False,
     experts_later: bool = False,
 ) -> Release:
@@ -77,8 +78,10 @@ def open_release(
     Args:
         folder: the published folder.
         root: the pinned 1.root.json.
-        state: where versions seen before are remembered, to detect rollbacks; None remembers nothing.
+        state: where versions and silos' keys seen before are remembered, to detect rollbacks and changed keys; None
+            remembers nothing.
         silo_keys: fingerprints to pin, by silo id.
+        accepted_keys: fingerprints that may take the place of remembered ones, by silo id.
         archived: accept an expired timestamp.
         experts_later: do not read the experts yet; `load_expert` checks each one's digest on the bytes that it loads.
 
@@ -95,6 +98,7 @@ def open_release(
         pinned,
         state=state,
         silo_keys=silo_keys or {},
+        accepted_keys=accepted_keys or {},
         archived=archived,
         later=lambda name: experts_later and is_expert_path(name),
     )

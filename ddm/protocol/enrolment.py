@@ -1,10 +1,10 @@
-"""Enrolment documents: the aggregator's invitation and the silo's card. Public values only."""
+"""Enrolment documents: the aggregator's invitation, the silo's card and its change of keys. Public values only."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from ddm.protocol.base import Digest, Document, KeyText, ShortText, SiloId, Time
+from ddm.protocol.base import Digest, Document, KeyText, PositiveInt, ShortText, SiloId, Time
 
 
 class Invitation(Document):
@@ -29,3 +29,40 @@ class Card(Document):
 
 
 CARD_KIND = "card"
+
+MAX_ROTATION_BYTES = 4096
+MAX_ROTATIONS = 64
+ROTATED_CARD_FORMAT = "archipelago/rotated-card/1"
+# An envelope as `ddm.trust.envelope` writes it; what is in it is read after its signature is checked.
+_ENVELOPE = r'^\{"format":"archipelago/envelope/1",[^\r\n]*\}$'
+SealedText = Annotated[str, StringConstraints(pattern=_ENVELOPE, max_length=MAX_ROTATION_BYTES)]
+
+
+class KeyRotation(Document):
+    """A silo's change from one signing key to the next, sealed by both; `number` counts its changes from 1."""
+
+    format: Literal["archipelago/key-rotation/1"] = "archipelago/key-rotation/1"
+    root_digest: Digest
+    silo_id: SiloId
+    number: PositiveInt
+    old_key: KeyText
+    new_key: KeyText
+    at: Time
+
+
+class RotatedCard(Document):
+    """What `silo rotate` hands to the aggregator: the new card, and every rotation up to its key, each sealed."""
+
+    format: Literal["archipelago/rotated-card/1"] = "archipelago/rotated-card/1"
+    card: Annotated[str, StringConstraints(pattern=_ENVELOPE, max_length=16384)]
+    rotations: Annotated[tuple[SealedText, ...], Field(min_length=1, max_length=MAX_ROTATIONS)]
+
+
+class KeyHistory(Document):
+    """The sealed rotations of a release's silos, by silo and in order; the last one leads to the key that signed."""
+
+    format: Literal["archipelago/key-history/1"] = "archipelago/key-history/1"
+    silos: Annotated[
+        dict[SiloId, Annotated[tuple[SealedText, ...], Field(min_length=1, max_length=MAX_ROTATIONS)]],
+        Field(max_length=1024),
+    ]

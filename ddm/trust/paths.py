@@ -13,7 +13,8 @@ from ddm.protocol.base import PLAN_ID_PATTERN, SILO_ID_PATTERN
 
 PLANS = "plans"
 RELEASE = "release"
-RELEASE_NAMES = ("manifest.json", "router.safetensors", "README.md", "report.html", "model.sig")
+KEY_HISTORY = "key-history.json"
+RELEASE_NAMES = ("manifest.json", "router.safetensors", "README.md", "report.html", "model.sig", KEY_HISTORY)
 SILO_DEPTH = 3
 
 _SILO_ROLE = re.compile(rf"({PLAN_ID_PATTERN})\.({SILO_ID_PATTERN})")

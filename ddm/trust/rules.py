@@ -12,7 +12,7 @@ archived release, and writes what it fetches; a test checks that it accepts what
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -59,9 +59,10 @@ class Resolved:
         root_fingerprint: sha256 of 1.root.json.
         plan_id: its plan.
         targets: path relative to ``targets/`` to the signed description of the file.
-        silo_keys: silo id to the fingerprint of the key that signed for it.
+        silo_keys: silo id to the fingerprint of the key that signed for it; in a bundle, of the key that will have to.
         versions: role to version.
         digests: role to the sha256 of its metadata file.
+        keys: role to the ids of the keys that hold it, by the newest root or by targets.
         roots: root version to its bytes, the pinned one included.
         expires: when the timestamp expires.
         expired: whether it has, which only `archived` accepts.
@@ -73,6 +74,7 @@ class Resolved:
     silo_keys: Mapping[str, str]
     versions: Mapping[str, int]
     digests: Mapping[str, str]
+    keys: Mapping[str, tuple[str, ...]]
     roots: Mapping[int, bytes]
     expires: datetime
     expired: bool
@@ -119,12 +121,13 @@ def resolve(
         root_fingerprint=hashlib.sha256(pinned).hexdigest(),
         plan_id=plan_id,
         targets=listing,
-        silo_keys=_silo_keys(targets, loaded),
+        silo_keys=_silo_keys(targets, _delegated(targets) if stage is Stage.BUNDLE else loaded),
         versions={"root": max(in_folder), **{role: content.version for role, content in signed.items()}},
         digests={
             "root": _sha256(in_folder[max(in_folder)]),
             **{role: _sha256(view[f"{role}.json"]) for role in signed},
         },
+        keys={role: _keys_of(role, root, targets) for role in signed},
         roots=roots,
         expires=timestamp.expires,
         expired=timestamp.is_expired(now),
@@ -228,10 +231,14 @@ def _check_version(version: int, meta: MetaFile, subject: str) -> None:
         raise RollbackError(subject, expected=f"version {meta.version}", got=f"version {version}")
 
 
+def _delegated(targets: Targets) -> Mapping[str, DelegatedRole]:
+    return (targets.delegations.roles if targets.delegations else None) or {}
+
+
 def _check_delegations(targets: Targets) -> str:
     """Require the delegations of one plan, exactly as the repository writes them; return the plan's id."""
     subject = "metadata/targets.json"
-    roles = (targets.delegations.roles if targets.delegations else None) or {}
+    roles = _delegated(targets)
     names = {split_silo_role(role) for role in roles if role not in (PLANS, RELEASE)}
     plans = {name[0] for name in names if name}
     if None in names or len(plans) != 1 or not {PLANS, RELEASE} <= set(roles):
@@ -256,7 +263,7 @@ def _check_delegations(targets: Targets) -> str:
 
 def _roles_present(targets: Targets, snapshot: Snapshot, stage: Stage) -> list[str]:
     """Return the roles to load: those that the snapshot lists as present; silos may be missing, but no others added."""
-    roles = list((targets.delegations.roles if targets.delegations else None) or {})
+    roles = list(_delegated(targets))
     live = {name for name, meta in snapshot.meta.items() if meta.hashes is not None}
     strange = live - {"targets.json", *(f"{role}.json" for role in roles)}
     if strange:
@@ -303,10 +310,15 @@ def _check_names(view: Mapping[str, bytes], names: set[str], roots: Mapping[int,
     return in_folder
 
 
-def _silo_keys(targets: Targets, loaded: Mapping[str, Targets]) -> Mapping[str, str]:
-    """Return the fingerprint of each present silo's key, as targets enrolled it."""
+def _keys_of(role: str, root: Root, targets: Targets) -> tuple[str, ...]:
+    delegator = root if role in root.roles else targets
+    return tuple(sorted(delegator.get_delegated_role(role).keyids))
+
+
+def _silo_keys(targets: Targets, roles: Iterable[str]) -> Mapping[str, str]:
+    """Return the fingerprints of the silos' keys, as targets enrolled them, for the silos among these roles."""
     found = {}
-    for role in loaded:
+    for role in roles:
         name = split_silo_role(role)
         if name:
             keyid = targets.get_delegated_role(role).keyids[0]

@@ -2,13 +2,20 @@
 
 There is one folder per pinned root, with one file per plan (and one for plan bundles, where an older plan is a rollback
 too), and every later root seen, so that a revoked key stays revoked. It is written only after complete verification.
+
+A thief of the online key can sign versions so high that no later one follows (a fast-forward attack). Therefore, as the
+TUF specification says (5.3.11), the memory of timestamp and snapshot goes when the newest root takes a key from them.
+The specification's memory of all other versions is in the snapshot and goes with it; here each role's version was read
+from metadata that its own keys signed, and goes only if these keys were taken away as well.
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from ddm.errors import DocumentError, RollbackError, SetupError
 from ddm.io.files import write_atomic
@@ -19,11 +26,15 @@ from ddm.trust.metadata import LIMITS
 from ddm.trust.rules import MAX_ROOT_ROTATIONS, Resolved
 
 MAX_STATE_BYTES = 1024 * 1024
+_ONLINE = ("timestamp", "snapshot")
 
 
 class _Seen(Model):
+    """One role's version, the sha256 of its file, and the ids of the keys that held the role."""
+
     version: PositiveInt
     digest: Digest
+    keys: Annotated[tuple[Digest, ...], Field(max_length=64)] = ()
 
 
 class _Record(Document):
@@ -73,7 +84,7 @@ class Memory:
             RollbackError: the subject names the metadata file.
             DocumentError: the memory itself is damaged.
         """
-        check_not_older(self._load(scope), resolved)
+        check_not_older(still_trusted(self._load(scope), resolved), resolved)
 
     def record(self, scope: str, resolved: Resolved) -> None:
         """Remember verified metadata, unless another process has recorded something newer meanwhile.
@@ -86,10 +97,11 @@ class Memory:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             # Two verifications at once are no mistake: each waits for the other.
             with lock_file(self.folder / ".lock"):
-                before = self._load(scope)
+                loaded = self._load(scope)
+                before = still_trusted(loaded, resolved)
                 check_not_older(before, resolved)
                 now = {
-                    role: _Seen(version=version, digest=resolved.digests[role])
+                    role: _Seen(version=version, digest=resolved.digests[role], keys=resolved.keys.get(role, ()))
                     for role, version in resolved.versions.items()
                 }
                 for version, data in resolved.roots.items():
@@ -97,12 +109,17 @@ class Memory:
                     if version > 1 and not path.exists():
                         write_atomic(path, data)
                 record = _Record(roles={**before, **now})
-                if record.roles != before:
+                if record.roles != loaded:
                     write_atomic(self._path(scope), record.encode())
         except OSError as error:
             remedy = "Name another folder with --state; without this memory an old release cannot be detected."
             expected, got = "a writable folder", str(error.strerror)
             raise SetupError(str(self.folder), expected=expected, got=got, remedy=remedy) from error
+
+    def unchanged(self, scope: str, resolved: Resolved) -> frozenset[str]:
+        """Return the roles whose metadata are, to the byte, those seen before."""
+        before = self._load(scope)
+        return frozenset(role for role, seen in before.items() if resolved.digests.get(role) == seen.digest)
 
     def _path(self, scope: str) -> Path:
         return self.folder / f"{scope}.json"
@@ -119,6 +136,17 @@ class Memory:
         except DocumentError as error:
             error.remedy = "The memory is damaged. Delete this file only if you know that the release is current."
             raise
+
+
+def still_trusted(before: Mapping[str, _Seen], resolved: Resolved) -> Mapping[str, _Seen]:
+    """Forget what a stolen key may have signed, once the newest root took the online roles from a key; a pure function.
+
+    The memory of the root itself never goes.
+    """
+    rotated = {role for role, seen in before.items() if not set(seen.keys) <= set(resolved.keys.get(role, seen.keys))}
+    if rotated.isdisjoint(_ONLINE):
+        return before
+    return {role: seen for role, seen in before.items() if role not in {*_ONLINE, *rotated}}
 
 
 def check_not_older(before: Mapping[str, _Seen], resolved: Resolved) -> None:

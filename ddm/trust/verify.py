@@ -6,7 +6,7 @@ with what was signed, and records the versions seen.
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -14,9 +14,14 @@ from types import MappingProxyType
 from ddm.errors import AbsentFileError, DigestError, RoleError, SignatureError, UnlistedFileError
 from ddm.io.files import require_folder
 from ddm.io.untrusted import Entry, check_digest, read_small, scan
-from ddm.trust.keys import group_fingerprint, parse_fingerprint
+from ddm.protocol.base import sha256_hex
+from ddm.protocol.enrolment import KeyHistory, KeyRotation
+from ddm.trust.key_rotation import open_chain
+from ddm.trust.keys import PublicKey, group_fingerprint, parse_fingerprint
 from ddm.trust.metadata import LIMITS
+from ddm.trust.paths import KEY_HISTORY, silo_role
 from ddm.trust.rules import Resolved, Stage, resolve
+from ddm.trust.silo_keys import Found, KeyMemory
 from ddm.trust.state import Memory, default_state
 
 __all__ = [
@@ -29,6 +34,7 @@ __all__ = [
 ]
 
 MAX_METADATA_BYTES = 64 * 1024 * 1024
+MAX_KEY_HISTORY_BYTES = 4 * 1024 * 1024
 _NO_PINS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -63,10 +69,12 @@ class VerifiedRelease:
         root_fingerprint: sha256 of the pinned 1.root.json.
         plan_id: its plan.
         files: path relative to ``targets/<plan_id>/`` to the file.
-        silo_keys: silo id to the fingerprint of the key that targets lists for it, for each silo present.
+        silo_keys: silo id to the fingerprint of the key that targets lists for it, for each silo present; in a bundle,
+            for each silo of the plan.
         versions: role to version.
         expires: when the timestamp expires.
         expired: whether it has, which only `archived` accepts.
+        told: what the reader should know of silos that changed their key, vanished or appeared since the last release.
     """
 
     root_fingerprint: str
@@ -76,6 +84,7 @@ class VerifiedRelease:
     versions: Mapping[str, int]
     expires: datetime
     expired: bool
+    told: tuple[str, ...] = ()
 
 
 def verify_release(
@@ -84,6 +93,7 @@ def verify_release(
     *,
     state: Path | None,
     silo_keys: Mapping[str, str] = _NO_PINS,
+    accepted_keys: Mapping[str, str] = _NO_PINS,
     archived: bool = False,
     later: Callable[[str], bool] = _none,
     now: datetime | None = None,
@@ -93,8 +103,9 @@ def verify_release(
     Args:
         folder: holds ``metadata/`` and ``targets/``, and nothing else.
         root: the content of 1.root.json, known out of band.
-        state: where to remember versions; None detects no rollback.
-        silo_keys: silo id to the fingerprint its key must have.
+        state: where to remember versions and the silos' keys; None detects no rollback and no changed key.
+        silo_keys: silo id to the fingerprint its key must have; this is a consent to that key as well.
+        accepted_keys: silo id to the fingerprint of a key that may take the place of the one remembered.
         archived: accept an expired timestamp (then `expired` is true), and only that.
         later: selects files, by path below ``targets/<plan_id>/``, whose digests the caller will check when it opens
             them, so that large files are read once.
@@ -106,7 +117,9 @@ def verify_release(
         FormatError: a metadata file does not parse.
     """
     pins = {silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in silo_keys.items()}
-    return _verify(folder, root, Stage.RELEASE, state=state, pins=pins, archived=archived, later=later, now=now)
+    accepted = {silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in accepted_keys.items()} | pins
+    asked = _Asked(Stage.RELEASE, state, pins, accepted, archived, later)
+    return _verify(folder, root, asked, now or datetime.now(UTC))
 
 
 def verify_bundle(folder: Path, root: bytes, *, state: Path | None, now: datetime | None = None) -> VerifiedRelease:
@@ -123,7 +136,7 @@ def verify_bundle(folder: Path, root: bytes, *, state: Path | None, now: datetim
         TrustError: a check failed; the subject names the file.
         FormatError: a metadata file does not parse.
     """
-    return _verify(folder, root, Stage.BUNDLE, state=state, pins=_NO_PINS, archived=False, later=_none, now=now)
+    return _verify(folder, root, _Asked(Stage.BUNDLE, state), now or datetime.now(UTC))
 
 
 def check_bundle_metadata(
@@ -158,35 +171,45 @@ def check_bundle_metadata(
     return resolved
 
 
-def _verify(
-    folder: Path,
-    root: bytes,
-    stage: Stage,
-    *,
-    state: Path | None,
-    pins: Mapping[str, str],
-    archived: bool,
-    later: Callable[[str], bool],
-    now: datetime | None,
-) -> VerifiedRelease:
+@dataclass(frozen=True)
+class _Asked:
+    """What the caller of a verification asked for."""
+
+    stage: Stage
+    state: Path | None
+    pins: Mapping[str, str] = field(default_factory=dict)
+    accepted: Mapping[str, str] = field(default_factory=dict)
+    archived: bool = False
+    later: Callable[[str], bool] = _none
+
+
+def _verify(folder: Path, root: bytes, asked: _Asked, now: datetime) -> VerifiedRelease:
     folder = require_folder(folder, "a folder")
     entries = scan(folder)
-    memory = Memory.of(state, hashlib.sha256(root).hexdigest()) if state else None
+    memory = Memory.of(asked.state, hashlib.sha256(root).hexdigest()) if asked.state else None
     resolved = resolve(
         _read_metadata(folder, entries),
         root,
-        stage=stage,
-        now=now or datetime.now(UTC),
-        archived=archived,
+        stage=asked.stage,
+        now=now,
+        archived=asked.archived,
         remembered=memory.roots() if memory else None,
     )
-    scope = "bundle" if stage is Stage.BUNDLE else resolved.plan_id
+    scope = "bundle" if asked.stage is Stage.BUNDLE else resolved.plan_id
     if memory:
         memory.check(scope, resolved)
-    _check_pins(resolved, pins)
-    files = _check_files(folder, entries, resolved, later)
+    _check_pins(resolved, asked.pins)
+    rotations = _read_rotations(folder, resolved)
+    silo_keys, found = None, Found(resolved.silo_keys, rotations, asked.accepted)
+    if memory and asked.stage is Stage.RELEASE:
+        same = memory.unchanged(scope, resolved)
+        unchanged = [silo_id for silo_id in found.keys if silo_role(resolved.plan_id, silo_id) in same]
+        silo_keys, found = KeyMemory(memory.folder), replace(found, unchanged=unchanged)
+        silo_keys.check(found)
+    files = _check_files(folder, entries, resolved, asked.later)
     if memory:
         memory.record(scope, resolved)
+    told = silo_keys.record(found) if silo_keys else ()
     return VerifiedRelease(
         root_fingerprint=resolved.root_fingerprint,
         plan_id=resolved.plan_id,
@@ -195,6 +218,7 @@ def _verify(
         versions=resolved.versions,
         expires=resolved.expires,
         expired=resolved.expired,
+        told=told,
     )
 
 
@@ -223,6 +247,26 @@ def _check_pins(resolved: Resolved, pins: Mapping[str, str]) -> None:
             subject = f"metadata/{resolved.plan_id}.{silo_id}.json"
             expected = f"signed by key {group_fingerprint(fingerprint)}"
             raise SignatureError(subject, expected=expected, got=group_fingerprint(found))
+
+
+def _read_rotations(folder: Path, resolved: Resolved) -> Mapping[str, tuple[KeyRotation, ...]]:
+    """Read the rotations of the silos' keys from the very bytes that are signed, and verify each of them."""
+    name = f"targets/{resolved.plan_id}/{KEY_HISTORY}"
+    target = resolved.targets.get(name.removeprefix("targets/"))
+    if target is None:
+        return {}
+    data = read_small(folder, name, MAX_KEY_HISTORY_BYTES)
+    if (len(data), sha256_hex(data)) != (target.bytes, target.digest):
+        raise DigestError(name, expected=f"sha256 {target.digest[:16]}...", got=f"sha256 {sha256_hex(data)[:16]}...")
+    history = KeyHistory.parse(data, subject=name, limit=MAX_KEY_HISTORY_BYTES)
+    chains = {}
+    for silo_id, sealed in history.silos.items():
+        chains[silo_id] = open_chain(sealed, silo_id=silo_id, root_digest=resolved.root_fingerprint)
+        last = PublicKey.parse(chains[silo_id][-1].new_key).fingerprint
+        if (signed := resolved.silo_keys.get(silo_id)) != last:
+            expected = f"rotations of {silo_id} up to the key that signed, {(signed or 'none')[:16]}..."
+            raise SignatureError(name, expected=expected, got=f"rotations up to key {last[:16]}...")
+    return chains
 
 
 def _check_files(

@@ -2,13 +2,13 @@
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ddm.errors import AbsentFileError, DigestError, NumericalError, PolicyError, ReplayError
+from ddm.errors import AbsentFileError, DigestError, NumericalError, PolicyError, ReplayError, SignatureError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place, read_bounded
 from ddm.io.locks import reading
@@ -18,6 +18,7 @@ from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.models.adaptation import check_trained
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, sha256_hex
 from ddm.protocol.plan import PartialAdaptation, Plan, TimmEncoder
+from ddm.trust.keys import PublicKey, group_fingerprint
 from ddm.trust.verify import MAX_METADATA_BYTES, check_bundle_metadata, verify_bundle
 from silo.config import Policy, Site
 from silo.plan.looks import look_at
@@ -73,7 +74,15 @@ def workspace_folder(site: Site, plan_id: str) -> Path:
 
 
 def receive_plan(
-    site: Site, plan_id: str, policy: Policy, *, silo_id: str, max_bytes: int, now: datetime, parts: int = 1
+    site: Site,
+    plan_id: str,
+    policy: Policy,
+    *,
+    silo_id: str,
+    key: PublicKey,
+    max_bytes: int,
+    now: datetime,
+    parts: int = 1,
 ) -> AcceptedPlan:
     """Copy, verify and check one plan; only a plan that passes everything gets its folder.
 
@@ -82,6 +91,7 @@ def receive_plan(
         plan_id: the plan's, as its folder in the inbox is called.
         policy: this site's.
         silo_id: this silo.
+        key: its signing key, which the plan must name.
         max_bytes: most bytes of the bundle.
         now: the time of acceptance.
         parts: into which this machine divides a batch.
@@ -109,6 +119,7 @@ def receive_plan(
             got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
             raise DigestError("files of plan.json", expected="exactly those that the signature lists", got=got)
         check_plan(accepted.plan, policy, silo_id=silo_id, now=now, parts=parts)
+        _check_own_key(plan_id, silo_id, key, verified.silo_keys)
         _check_size(accepted.plan)
         _check_encoder(accepted.plan, policy)
         _check_base(accepted)
@@ -133,6 +144,18 @@ def _kept(folder: Path) -> Iterator[None]:
             got = f"a folder that is going ({error.strerror})"
             raise AbsentFileError("plan bundle", expected="a bundle in the inbox", got=got, remedy=remedy) from error
         yield
+
+
+def _check_own_key(plan_id: str, silo_id: str, key: PublicKey, named: Mapping[str, str]) -> None:
+    """Refuse a plan in which another key than this silo's would sign in its place."""
+    if (found := named.get(silo_id)) != key.fingerprint:
+        raise SignatureError(
+            f"plan {plan_id}: key of silo {silo_id}",
+            expected=f"this silo's key, {key.short}",
+            got=f"{group_fingerprint(found)}, which could sign in this silo's place" if found else "no key",
+            remedy="After `silo rotate`, give the aggregator the new card and ask for another plan. Otherwise ask who "
+            "holds that key, and answer no plan of this federation until you know.",
+        )
 
 
 def _check_noise(accepted: AcceptedPlan) -> None:

@@ -134,6 +134,7 @@ class Worker:
                     plan_id,
                     self.policy,
                     silo_id=self.settings.silo_id,
+                    key=self.key.public,
                     max_bytes=self.settings.max_bundle_bytes,
                     now=now_utc(),
                     parts=self._parts,

@@ -15,7 +15,7 @@ from tests.support.parsers import Door, doors, messages
 
 DOORS = {**doors(), **messages()}
 # What a program writes for itself, in a folder that is its own.
-OWN = {"CheckpointRecord", "_Record", "RouterReport", "Student"}
+OWN = {"CheckpointRecord", "_Record", "RouterReport", "SiloKeys", "Student"}
 quick = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 thorough = settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 

@@ -76,6 +76,7 @@ HOSTILE = {
 # One of these is what an honest sender writes, whatever the field.
 HONEST = [PLAN, "north", "north-1", "plan/a.safetensors", DIGEST, f"ed25519:{DIGEST}", "0" * 128, "targets.json"]
 HONEST += ("1.0.31", "2030-01-01T00:00:00Z", "127.0.0.1:9092", "ecdsa-sha2-nistp256 AAAA", "receipt", "vit_small")
+HONEST += ('{"format":"archipelago/envelope/1","key":""}',)
 # What no program opens, joins to a folder, or names a file after. Whoever adds a field here says so.
 FREE_TEXT = {
     *("Waiver.role", "Waiver.reason", "Submission.software", "Manifest.licence", "Manifest.cite"),

@@ -148,4 +148,5 @@ class Aggregator:
     def receive(self, plan_id: str, policy: Policy | None = None) -> AcceptedPlan:
         """The worker's own code, on what lies in its inbox."""
         policy = policy or Policy()
-        return receive_plan(self.site, plan_id, policy, silo_id=SILO, max_bytes=1 << 28, now=now_utc())
+        key = self.keys[SILO].public
+        return receive_plan(self.site, plan_id, policy, silo_id=SILO, key=key, max_bytes=1 << 28, now=now_utc())

@@ -12,19 +12,22 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from aggregator.config import Federation, FederationSettings
 from aggregator.keys.ceremony import complete, sign_document
 from aggregator.keys.rotation import next_receipts_key
+from aggregator.keys.silo_rotation import key_history
 from aggregator.keys.store import load_key
-from aggregator.membership.registry import enroll, taking_part
+from aggregator.membership.registry import enroll, read_card, taking_part
 from aggregator.planning.cost import Cost
 from aggregator.planning.draft import Draft
 from aggregator.planning.fit import PublicImages
 from aggregator.planning.sign import sign_plan
 from aggregator.setup import init_federation
-from ddm.protocol.base import File, now_utc
-from ddm.protocol.enrolment import CARD_KIND, Card
+from ddm.protocol.base import File, now_utc, sha256_hex
+from ddm.protocol.enrolment import CARD_KIND, Card, KeyRotation, RotatedCard
 from ddm.protocol.plan import Plan
 from ddm.trust.drafts import Holders
 from ddm.trust.envelope import seal
+from ddm.trust.key_rotation import seal_rotation
 from ddm.trust.keys import SigningKey
+from ddm.trust.paths import KEY_HISTORY
 from ddm.trust.repository import Repository
 from ddm.trust.silo_role import sign_silo_metadata
 from tests.support.documents import plan_document, to_bytes
@@ -84,6 +87,26 @@ class KeyedFederation:
         path.write_bytes(seal(card.encode(), CARD_KIND, self.silos[silo_id]))
         enroll(self.federation, path)
 
+    def rotate(self, silo_id: str) -> Path:
+        """Give a silo a new key, which its old key announces; return what the silo hands out. No plan names it yet."""
+        path, old, new = self.path / f"{silo_id}.card.json", self.silos[silo_id], SigningKey.generate()
+        data = path.read_bytes()
+        before = RotatedCard.parse(data, subject="card") if b"rotated-card" in data else None
+        card = read_card(before.card.encode() if before else data).model_copy(update={"signing_key": str(new.public)})
+        rotation = KeyRotation(
+            root_digest=sha256_hex(self.root),
+            silo_id=silo_id,
+            number=len(before.rotations) + 1 if before else 1,
+            old_key=str(old.public),
+            new_key=str(new.public),
+            at=now_utc(),
+        )
+        rotations = (*(before.rotations if before else ()), seal_rotation(rotation, old, new).decode())
+        sealed = seal(card.encode(), CARD_KIND, new).decode()
+        path.write_bytes(RotatedCard(card=sealed, rotations=rotations).encode())
+        self.silos[silo_id] = new
+        return path
+
     def draft(self, number: int, silos: tuple[str, ...] = SILOS) -> Draft:
         """A plan that nobody could carry out, but anybody can sign."""
         folder = self.path / f"draft-{number}"
@@ -118,10 +141,12 @@ class KeyedFederation:
             roles[silo_id] = self.silo_metadata(number, silo_id, home)
         (targets / "manifest.json").write_bytes(b"{}")
         (targets / "router.safetensors").write_bytes(b"router" * 50)
+        if history := key_history(self.federation, roles):
+            (targets / KEY_HISTORY).write_bytes(history.encode())
         release = {
             name: file
             for name, file in listed(targets, plan_id).items()
-            if name.split("/")[1:] in (["manifest.json"], ["router.safetensors"])
+            if name.split("/")[1:] in (["manifest.json"], ["router.safetensors"], [KEY_HISTORY])
         }
         self.repository.publish(
             plan_id,

@@ -11,7 +11,7 @@ from tuf.api.metadata import MetaFile, Role, Root, Snapshot, Targets, Timestamp
 
 from ddm.errors import ArchipelagoError, DocumentError, FormatError, SignatureError, TrustError
 from ddm.protocol.base import Document, now_utc, sha256_hex
-from ddm.protocol.enrolment import Card, Invitation
+from ddm.protocol.enrolment import MAX_ROTATION_BYTES, Card, Invitation, KeyHistory, KeyRotation, RotatedCard
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
@@ -33,6 +33,7 @@ from ddm.transport.messages import (
 )
 from ddm.trust.ceremony import HolderSignature, Request
 from ddm.trust.envelope import _Envelope, open_sealed, seal
+from ddm.trust.key_rotation import open_rotation, seal_rotation
 from ddm.trust.keys import SigningKey
 from ddm.trust.metadata import LIMITS, METADATA_LIFE, expiry, parse_metadata, payload_of, sign_metadata
 from ddm.trust.silo_role import delegation, sign_silo_metadata, verify_silo_metadata
@@ -40,6 +41,7 @@ from tests.support.documents import plan_document
 
 PLAN = "digits-3f9a1c2e"
 KEY = SigningKey.generate()
+NEXT_KEY = SigningKey.generate()
 NOW = now_utc()
 DIGEST = "c" * 64
 MAX_SHARD_BYTES = 4096
@@ -166,6 +168,19 @@ def card_document() -> dict[str, Any]:
     }
 
 
+def rotation_document() -> dict[str, Any]:
+    """A silo's change of keys."""
+    return {
+        "format": "archipelago/key-rotation/1",
+        "root_digest": DIGEST,
+        "silo_id": "north",
+        "number": 1,
+        "old_key": str(KEY.public),
+        "new_key": str(NEXT_KEY.public),
+        "at": _WHEN,
+    }
+
+
 @cache
 def metadata() -> Mapping[str, bytes]:
     """One signed TUF file of each kind."""
@@ -224,6 +239,10 @@ def doors() -> Mapping[str, Door]:
         "root_digest": sha256_hex(b"{}"),
     }
     sealed = seal(json.dumps(receipt_document()).encode(), "receipt", KEY)
+    rotation = rotation_document()
+    both = seal_rotation(KeyRotation.model_validate_json(json.dumps(rotation)), KEY, NEXT_KEY)
+    rotated = {"format": "archipelago/rotated-card/1", "card": sealed.decode(), "rotations": [both.decode()]}
+    history = {"format": "archipelago/key-history/1", "silos": {"north": [both.decode()]}}
     return {
         "plan": _document(Plan, plan_document()),
         "submission": _document(Submission, submission_document()),
@@ -232,6 +251,10 @@ def doors() -> Mapping[str, Door]:
         "card": _document(Card, card_document()),
         "invitation": _document(Invitation, invitation),
         "envelope": _document(_Envelope, json.loads(sealed)),
+        "key rotation": _document(KeyRotation, rotation),
+        "rotated card": _document(RotatedCard, rotated),
+        "key history": _document(KeyHistory, history),
+        "sealed rotation": Door(both, open_rotation, (DocumentError, SignatureError), limit=MAX_ROTATION_BYTES),
         "request": _document(Request, request | {"before": root, "root": root}),
         "holder's signature": _document(HolderSignature, answer | {"signature": "0" * 128}),
         "sealed receipt": Door(

@@ -1,12 +1,9 @@
 """What python-tuf's own client, without a line of ours, makes of our releases over HTTP, and of attacks on them."""
 
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,45 +16,15 @@ from tuf.api.exceptions import (
     UnsignedMetadataError,
 )
 from tuf.api.metadata import Metadata, MetaFile, Snapshot, Timestamp
-from tuf.ngclient import Updater, UpdaterConfig
+from tuf.ngclient import Updater
 
 from ddm.trust.drafts import Holders
 from ddm.trust.keys import SigningKey
 from ddm.trust.metadata import sign_metadata
+from tests.support.web_host import Host, hosted
+from tests.support.web_host import client as new_client
 
 PLAN = "digits-3f9a1c2e"
-SENT_AT_ONCE = 1 << 16
-
-
-class Host(ThreadingHTTPServer):
-    """A web host on loopback; a path in `endless` never ends."""
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path) -> None:
-        self.endless: set[str] = set()
-        self.sent = 0
-        super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
-
-
-class _Handler(SimpleHTTPRequestHandler):
-    server: Host
-
-    def do_GET(self) -> None:
-        if self.path not in self.server.endless:
-            super().do_GET()
-            return
-        self.send_response(200)
-        self.end_headers()
-        try:
-            while True:
-                self.wfile.write(b" " * SENT_AT_ONCE)
-                self.server.sent += SENT_AT_ONCE
-        except OSError:
-            self.close_connection = True
-
-    def log_message(self, *arguments: object) -> None:
-        """Say nothing."""
 
 
 @pytest.fixture
@@ -68,28 +35,14 @@ def www(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def host(www: Path) -> Iterator[Host]:
-    www.mkdir()
-    with Host(www) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with hosted(www) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
 def client(host: Host, tmp_path: Path, federation) -> Callable[..., Updater]:
     """A client that keeps its cache from one look to the next; one of another name has seen nothing yet."""
-    url = f"http://127.0.0.1:{host.server_address[1]}"
-
-    def look(name: str = "client") -> Updater:
-        files = tmp_path / name / "files"
-        files.mkdir(parents=True, exist_ok=True)
-        config = UpdaterConfig(prefix_targets_with_hash=False)
-        urls = f"{url}/metadata/", str(files), f"{url}/targets/"
-        return Updater(str(files.parent), *urls, config=config, bootstrap=federation.root)
-
-    return look
+    return lambda name="client": new_client(host.url, tmp_path / name, federation.root)
 
 
 def serve(federation, www: Path) -> None:
@@ -167,7 +120,7 @@ def test_freeze_at_a_release_whose_timestamp_expired_is_refused(make_federation,
     frozen.start_plan()
     frozen.publish()
     serve(frozen, www)
-    url = f"http://127.0.0.1:{host.server_address[1]}/metadata/"
+    url = f"{host.url}/metadata/"
     with pytest.raises(ExpiredMetadataError, match=r"timestamp"):
         Updater(str(tmp_path / "cache"), url, bootstrap=frozen.root).refresh()
 

@@ -1,0 +1,151 @@
+"""Takes in a silo's new signing key, which the old one announces, and puts it in force with the next plan.
+
+The plan in progress keeps the old key, since its silos have signed, or will sign, with the keys that it names. Until
+the next plan the new card waits in `registry/rotated/`; from then on `registry/rotations/` keeps every rotation up to
+the key in force, and releases publish them.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from aggregator.changes import Change
+from aggregator.config import Federation
+from aggregator.membership.registry import (
+    MAX_ROTATED_BYTES,
+    card_of,
+    cards,
+    check_unused,
+    read_card,
+    signing_key,
+)
+from ddm.errors import BusyError, DocumentError, MissingFileError, RollbackError
+from ddm.io.files import read_bounded, write_atomic
+from ddm.protocol.base import sha256_file
+from ddm.protocol.enrolment import MAX_ROTATIONS, Card, KeyHistory, RotatedCard
+from ddm.trust.key_rotation import open_chain
+from ddm.trust.keys import PublicKey
+
+
+def take_rotation(federation: Federation, received: RotatedCard) -> Card:
+    """Keep what `silo rotate` wrote until the next plan; the same file may come twice.
+
+    Args:
+        federation: the operator's folder.
+        received: of a silo that is enrolled.
+
+    Returns:
+        The silo's new card.
+
+    Raises:
+        MissingFileError: the silo is not enrolled.
+        SignatureError: a rotation is not sealed by its old and its new key.
+        BusyError: the rotations do not begin with the enrolled key, or the new key is in use.
+        PolicyError: the new key belonged to a silo that was removed.
+        RollbackError: a later rotation of this silo waits already.
+        DocumentError: malformed, or the card is not that of the last rotation.
+    """
+    card = read_card(received.card.encode())
+    with federation.signing_lock():
+        present = card_of(federation, card.silo_id)
+        waiting = _read(_waiting_path(federation, card.silo_id))
+        _check_leads(federation, present, card, received)
+        if waiting is not None and read_card(waiting.card.encode()).signing_key not in _keys(federation, received):
+            expected = "every rotation taken in before, and those after them"
+            raise RollbackError(f"rotations of {card.silo_id}", expected=expected, got="fewer rotations")
+        if card.signing_key != present.signing_key:
+            check_unused(federation, card)
+        write_atomic(_waiting_path(federation, card.silo_id), _joined(federation, present, received).encode())
+    return card
+
+
+def keys_for_next_plan(federation: Federation, silos: Iterable[str]) -> Mapping[str, PublicKey]:
+    """Return the key of each silo that the next plan names: the rotated one where one waits."""
+    found = {}
+    for silo_id in silos:
+        waiting = _read(_waiting_path(federation, silo_id))
+        present = card_of(federation, silo_id)
+        found[silo_id] = signing_key(read_card(waiting.card.encode()) if waiting else present)
+    return found
+
+
+def use_rotated_cards(federation: Federation, change: Change, silos: Iterable[str]) -> None:
+    """Put rotated cards in force with this change, which starts a plan that names their keys."""
+    for silo_id in silos:
+        waiting = _read(_waiting_path(federation, silo_id))
+        if waiting is not None:
+            write_atomic(change.put(f"registry/{silo_id}.json"), waiting.card.encode())
+            write_atomic(change.put(f"registry/rotations/{silo_id}.json"), waiting.encode())
+
+
+def enrolled_with(federation: Federation, change: Change) -> Mapping[str, PublicKey]:
+    """Return the keys of enrolled silos as they are once a change is in force; a silo removed meanwhile stays away."""
+    enrolled = {silo_id: signing_key(card) for silo_id, card in cards(federation).items()}
+    for path in change.put("registry").glob("*.json"):
+        if path.stem in enrolled and _waiting_path(federation, path.stem).exists():
+            enrolled[path.stem] = signing_key(read_card(path.read_bytes()))
+    return enrolled
+
+
+def key_history(federation: Federation, silos: Iterable[str]) -> KeyHistory | None:
+    """Return the rotations of these silos up to the keys in force, None where there are none."""
+    found = {}
+    for silo_id in silos:
+        kept = _read(_in_force_path(federation, silo_id))
+        if kept is not None:
+            found[silo_id] = kept.rotations
+    return KeyHistory(silos=found) if found else None
+
+
+def forget_rotations(federation: Federation, silo_id: str) -> None:
+    """Delete the rotations of a silo that is removed; its record keeps them."""
+    for path in (_waiting_path(federation, silo_id), _in_force_path(federation, silo_id)):
+        path.unlink(missing_ok=True)
+
+
+def _check_leads(federation: Federation, present: Card, card: Card, received: RotatedCard) -> None:
+    """Check that the rotations lead from the enrolled key to that of the new card, which changes nothing else."""
+    keys, silo_id = _keys(federation, received), card.silo_id
+    if keys[-1] != card.signing_key or card.node_key != present.node_key:
+        got = "a card with another key, or another node key"
+        raise DocumentError(f"rotated card of {silo_id}", expected="the card of its last rotation", got=got)
+    if present.signing_key not in keys:
+        raise BusyError(
+            f"silo {silo_id}",
+            expected="rotations that begin with the enrolled key",
+            got="rotations of other keys",
+            remedy="Check the fingerprint with the silo. Without its old key it must be removed and enrolled again.",
+        )
+
+
+def _keys(federation: Federation, received: RotatedCard) -> list[str]:
+    """Return the keys of a chain of rotations in order, after verifying it."""
+    root_digest = sha256_file(federation.tuf / "1.root.json")
+    silo_id = read_card(received.card.encode()).silo_id
+    chain = open_chain(received.rotations, silo_id=silo_id, root_digest=root_digest)
+    return [chain[0].old_key, *(rotation.new_key for rotation in chain)]
+
+
+def _joined(federation: Federation, present: Card, received: RotatedCard) -> RotatedCard:
+    """Join the rotations kept so far, which lead to the enrolled key, with the received ones that follow."""
+    kept = _read(_in_force_path(federation, present.silo_id))
+    following = received.rotations[_keys(federation, received).index(present.signing_key) :]
+    rotations = (*(kept.rotations if kept else ()), *following)[-MAX_ROTATIONS:]
+    joined = RotatedCard(card=received.card, rotations=rotations or received.rotations)
+    _keys(federation, joined)
+    return joined
+
+
+def _waiting_path(federation: Federation, silo_id: str) -> Path:
+    return federation.registry / "rotated" / f"{silo_id}.json"
+
+
+def _in_force_path(federation: Federation, silo_id: str) -> Path:
+    return federation.registry / "rotations" / f"{silo_id}.json"
+
+
+def _read(path: Path) -> RotatedCard | None:
+    try:
+        data = read_bounded(path, MAX_ROTATED_BYTES)
+    except MissingFileError:
+        return None
+    return RotatedCard.parse(data, subject=path.name, limit=MAX_ROTATED_BYTES)

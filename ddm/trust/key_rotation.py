@@ -1,0 +1,71 @@
+"""A silo's change of its signing key: sealed by the new key inside and by the old key outside; pure functions.
+
+The new key's seal proves that the silo holds it, the old key's that the silo wants the change. Whoever remembers the
+old key accepts the new one without asking anybody; a list of such rotations is a chain, which leads over several.
+"""
+
+from collections.abc import Sequence
+
+from ddm.errors import DocumentError, ReplayError, SignatureError
+from ddm.protocol.enrolment import MAX_ROTATION_BYTES, KeyRotation
+from ddm.trust.envelope import open_sealed, seal
+from ddm.trust.keys import PublicKey, SigningKey
+
+_OLD, _NEW = "key-rotation", "key-rotation-by-new-key"
+
+
+def seal_rotation(rotation: KeyRotation, old: SigningKey, new: SigningKey) -> bytes:
+    """Seal a rotation with both keys.
+
+    Raises:
+        SignatureError: a key is not the one that the rotation names.
+    """
+    _check_named(rotation, old.public, new.public)
+    return seal(seal(rotation.encode(), _NEW, new), _OLD, old)
+
+
+def open_rotation(data: bytes) -> KeyRotation:
+    """Open a sealed rotation.
+
+    Raises:
+        DocumentError: too large, malformed, or of another kind.
+        SignatureError: not sealed by both keys that it names.
+    """
+    inner, old = open_sealed(data, _OLD, None, MAX_ROTATION_BYTES)
+    payload, new = open_sealed(inner, _NEW, None, MAX_ROTATION_BYTES)
+    rotation = KeyRotation.parse(payload, subject="key rotation", limit=MAX_ROTATION_BYTES)
+    _check_named(rotation, old, new)
+    return rotation
+
+
+def open_chain(sealed: Sequence[str], *, silo_id: str, root_digest: str) -> tuple[KeyRotation, ...]:
+    """Open the rotations of one silo, each of which begins with the key that the one before led to.
+
+    Args:
+        sealed: in order; the first need not be the silo's first.
+        silo_id: whose they must be.
+        root_digest: the federation that they must be for.
+
+    Raises:
+        DocumentError: see `open_rotation`; or the rotations do not follow each other.
+        SignatureError: see `open_rotation`.
+        ReplayError: a rotation of another silo or federation.
+    """
+    chain = tuple(open_rotation(text.encode()) for text in sealed)
+    for rotation in chain:
+        if (rotation.silo_id, rotation.root_digest) != (silo_id, root_digest):
+            got = f"one of silo {rotation.silo_id} for root {rotation.root_digest[:16]}..."
+            expected = f"a rotation of silo {silo_id} for root {root_digest[:16]}..."
+            raise ReplayError(f"key rotation of {silo_id}", expected=expected, got=got)
+    for before, after in zip(chain, chain[1:], strict=False):
+        if (after.number, after.old_key) != (before.number + 1, before.new_key):
+            expected = f"rotation {before.number + 1}, from the key that rotation {before.number} led to"
+            got = f"rotation {after.number}, from another key" if after.old_key != before.new_key else "another number"
+            raise DocumentError(f"key rotations of {silo_id}", expected=expected, got=got)
+    return chain
+
+
+def _check_named(rotation: KeyRotation, old: PublicKey, new: PublicKey) -> None:
+    if (str(old), str(new)) != (rotation.old_key, rotation.new_key) or old == new:
+        expected = "seals by the two different keys that it names"
+        raise SignatureError(f"key rotation of {rotation.silo_id}", expected=expected, got="a seal by another key")

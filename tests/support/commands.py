@@ -1,0 +1,33 @@
+"""Runs the real commands in this process, without a terminal, as test after test needs them quickly."""
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+
+import pytest
+
+import aggregator.cli
+import ddm.cli.main
+import silo.cli
+from ddm.system.console import run_app
+
+APPS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left: its exit code, what it said on standard output, and on standard error."""
+
+    code: object
+    out: str
+    err: str
+
+
+def command(*words: object) -> Done:
+    """Run a command to its end; a stack trace or an undocumented error fails the test."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        run_app(APPS[str(words[0])], [str(word) for word in words[1:]])
+    assert "Traceback" not in out.getvalue() + err.getvalue()
+    assert ended.value.code != 1, err.getvalue()
+    return Done(ended.value.code, out.getvalue(), err.getvalue())
