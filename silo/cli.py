@@ -54,15 +54,23 @@ def init(
 def enroll(
     site: SiteArgument,
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the card.")],
+    images: Annotated[
+        int | None,
+        typer.Option(min=2, help="Most images that this site may bring; default: its data, to the next power of two."),
+    ] = None,
+    patients: Annotated[
+        int | None, typer.Option(min=2, help="Most patients; by default counted where policy.toml protects patients.")
+    ] = None,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Write the enrolment card for the aggregator; it holds public keys only."""
+    """Write the enrolment card for the aggregator: public keys, and the most data that this site may bring."""
     from silo.setup import make_card
 
     place = Site(site).require()
     key = _open_key(place, passphrase_file)
-    write_atomic(out, make_card(place, key))
-    say(f"Card in {out}. Tell the aggregator this fingerprint through a second channel: {key.public.fingerprint}")
+    write_atomic(out, make_card(place, key, images=images, patients=patients))
+    say(f"Card in {out}, for at most {place.agreed()}; every silo and every reader of a release sees this number.")
+    say(f"Tell the aggregator number and fingerprint through a second channel: {key.public.fingerprint}")
 
 
 @app.command()

@@ -59,13 +59,20 @@ def init(
 def enroll(
     fed: FederationArgument,
     card: Annotated[Path, typer.Argument(metavar="CARD", help="The card that `silo enroll` wrote.")],
+    images: Annotated[
+        int | None, typer.Option(min=2, help="Most images that you agree to; a card that states more is refused.")
+    ] = None,
+    patients: Annotated[
+        int | None, typer.Option(min=2, help="Most patients that you agree to; a card that states more is refused.")
+    ] = None,
 ) -> None:
-    """Enroll a silo; compare the fingerprint with the silo through a second channel."""
+    """Enroll a silo and agree to its size; compare both with the silo through a second channel."""
     from aggregator.membership.registry import enroll as keep_card
     from aggregator.membership.registry import signing_key
 
-    enrolled = keep_card(Federation(fed).require(), card)
-    say(f"Enrolled {enrolled.silo_id}. Compare with the silo: {signing_key(enrolled).fingerprint}")
+    enrolled = keep_card(Federation(fed).require(), card, images=images, patients=patients)
+    say(f"Enrolled {enrolled.silo_id} for at most {enrolled.agreed}, which bounds its prior from the next plan on.")
+    say(f"Compare the number and this fingerprint with the silo: {signing_key(enrolled).fingerprint}")
 
 
 def remove(

@@ -14,12 +14,11 @@ from aggregator.config import Federation
 from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError, PolicyError
 from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.protocol.base import Digest, Document, PlanId, ShortText, SiloId, Time
-from ddm.protocol.enrolment import CARD_KIND, Card
+from ddm.protocol.enrolment import CARD_KIND, MAX_CARD_BYTES, Card
 from ddm.protocol.plan import Plan
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import PublicKey
 
-MAX_CARD_BYTES = 16384
 MAX_REMOVED_BYTES = 65536
 
 
@@ -60,16 +59,25 @@ def read_card(data: bytes) -> Card:
     return card
 
 
-def enroll(federation: Federation, card_path: Path) -> Card:
-    """Keep a silo's card; the same card may come twice, but a new key for an enrolled silo is refused.
+def enroll(federation: Federation, card_path: Path, *, images: int | None = None, patients: int | None = None) -> Card:
+    """Keep a silo's card, and with it agree to its size; a new key for an enrolled silo is refused.
+
+    The card may come again, with the same size or another one, which then counts from the next plan on.
+
+    Args:
+        federation: the operator's folder.
+        card_path: the card.
+        images: the most images that the operator agrees to; None agrees to what the card states.
+        patients: the most patients.
 
     Raises:
         BusyError: this silo is enrolled with another key, or one of these keys belongs to another silo.
-        PolicyError: one of these keys belonged to a silo that was removed.
+        PolicyError: one of these keys belonged to a silo that was removed; or the card states more than was agreed.
     """
     require_file(card_path, "a card made by `silo enroll`")
     data = read_bounded(card_path, MAX_CARD_BYTES)
     card = read_card(data)
+    _check_agreed(card, images, patients)
     for record in removed(federation):
         old = read_card(record.card.encode())
         if old.signing_key == card.signing_key or old.node_key == card.node_key:
@@ -90,6 +98,19 @@ def enroll(federation: Federation, card_path: Path) -> Card:
             )
     write_atomic(federation.registry / f"{card.silo_id}.json", data)
     return card
+
+
+def _check_agreed(card: Card, images: int | None, patients: int | None) -> None:
+    """Refuse a card that states more than the operator agrees to, or no patients where their number was agreed."""
+    for unit, most in (("images", images), ("patients", patients)):
+        stated = getattr(card.agreed, unit)
+        if most is not None and (stated is None or stated > most):
+            raise PolicyError(
+                f"card of silo {card.silo_id}",
+                expected=f"at most {most} {unit}, as you agree to",
+                got=f"{'no number' if stated is None else stated}",
+                remedy=f"Ask the silo for a card with the agreed number: silo enroll --{unit} {most}.",
+            )
 
 
 def cards(federation: Federation) -> Mapping[str, Card]:

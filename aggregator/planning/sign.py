@@ -30,7 +30,8 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
 
     Raises:
         BusyError: `aggregator run` is at work on the plan that this one replaces, or another change is under way.
-        SetupError: submissions accepted for that plan are in no release, or the draft names a key that was rotated.
+        SetupError: submissions accepted for that plan are in no release, or the draft names a key that was rotated, or
+            the agreed size of a card that was replaced.
         MissingFileError: a silo of the draft is not enrolled any more.
     """
     with locked(federation.accepted, "intake"), federation.signing_lock():
@@ -43,13 +44,21 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
                 got=f"{plan.receipt_key}, which was rotated after the plan was drafted",
                 remedy="Draft the plan again: aggregator plan.",
             )
+        enrolled = {silo_id: card_of(federation, silo_id) for silo_id in plan.silos}
+        if other := [silo_id for silo_id, card in enrolled.items() if card.agreed != plan.agreed[silo_id]]:
+            raise SetupError(
+                f"plan {plan.plan_id}",
+                expected="the agreed sizes of the present cards",
+                got=f"other ones of {', '.join(other)}, whose cards changed after the plan was drafted",
+                remedy="Draft the plan again: aggregator plan.",
+            )
         change = Change.begin(federation.path)
         _lay_out(draft, change.put(f"plans/{plan.plan_id}"))
         current = CurrentPlan(plan_id=plan.plan_id, plan_digest=plan.digest)
         write_atomic(change.put("plans/current.json"), current.encode())
         use_next_receipts_key(federation, change)
         repository = Repository(federation.tuf)
-        silos = {silo_id: signing_key(card_of(federation, silo_id)) for silo_id in plan.silos}
+        silos = {silo_id: signing_key(card) for silo_id, card in enrolled.items()}
         delegates = replace(repository.delegates(), plan_id=plan.plan_id, silos=silos)
         targets = repository.next_targets(delegates, now_utc())
         purpose = f"start the plan {plan.plan_id}"

@@ -79,11 +79,24 @@ def receive_plan(
             got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
             raise DigestError("files of plan.json", expected="exactly those that the signature lists", got=got)
         check_plan(accepted.plan, policy, silo_id=silo_id, now=now)
+        _check_agreed(accepted.plan, site, silo_id)
         _check_size(accepted.plan)
         _check_noise(accepted)
         shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
         move_into_place(part, plan_folder(site, plan_id))
     return load_accepted(site, plan_id, accepted.digest)
+
+
+def _check_agreed(plan: Plan, site: Site, silo_id: str) -> None:
+    """Check that the plan states the size that this site put on its card; another one would change its prior."""
+    agreed, stated = site.agreed(), plan.agreed[silo_id]
+    if agreed != stated:
+        raise PolicyError(
+            f"plan {plan.plan_id}: agreed size of {silo_id}",
+            expected=f"{agreed}, as on this site's last card" if agreed else "a card that this site has made",
+            got=f"{stated}" if agreed else "no card in private/card.json",
+            remedy="Give the aggregator this site's present card (silo enroll), and ask for a new plan.",
+        )
 
 
 def _check_noise(accepted: AcceptedPlan) -> None:
