@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import aggregator.release.publish
 from aggregator.cli import app as aggregator_app
 from aggregator.intake.inventory import take_inventory
 from aggregator.intake.quarantine import Held, decisions, held
 from aggregator.membership.registry import enroll
+from aggregator.planning.draft import draft_plan
+from aggregator.planning.sign import sign_plan
 from aggregator.release.publish import publish
 from aggregator.router.train import load_report, train_router
 from ddm.cli.main import app as ddm_app
@@ -21,7 +24,7 @@ from ddm.protocol.receipt import Receipt
 from ddm.system.console import run_app
 from silo.setup import make_card
 from tests.support.dishonest_silo import Inventor
-from tests.support.federation import PASSPHRASE, TinyFederation, recipe
+from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
 from tests.support.publishing import write_short_pages
 
 HONEST, CLAIMED, AGREED = 40, 340_000, 64
@@ -192,6 +195,27 @@ def test_number_agreed_by_mistake_still_does_not_buy_more_than_max_influence(tin
     assert admit(tiny, "--units", 100) == 0
     tiny.take_in()
     assert take_inventory(tiny.federation).counted_units == {"west": 100}
+
+
+def test_patients_are_bounded_by_their_own_number_or_by_that_of_the_images(tiny: TinyFederation) -> None:
+    site, card = tiny.sites["west"], tiny.path / "west.card.json"
+    card.write_bytes(make_card(site, tiny.key("west"), images=AGREED, patients=20))
+    enroll(tiny.federation, card)
+    planned(tiny, router={"kind": "counts"}, statistics=TOTAL | {"unit": "patient"})
+    assert sent(tiny, east=AGREED, north=AGREED + 1, west=21).keys() == {"east"}
+    reasons = {each.why.silo_id: each.why.reasons for each in waiting(tiny)}
+    assert any(f"states {AGREED + 1} patients, more than the {AGREED} agreed" in reason for reason in reasons["north"])
+    assert any("states 21 patients, more than the 20 agreed" in reason for reason in reasons["west"])
+
+
+def test_plan_drafted_before_a_card_changed_is_not_signed(tiny: TinyFederation) -> None:
+    public = torch.from_numpy(images(120, 0.0, seed=90))
+    draft = draft_plan(tiny.federation, recipe(), public, tiny.path / "scratch")
+    card = tiny.path / "west.card.json"
+    card.write_bytes(make_card(tiny.sites["west"], tiny.key("west"), images=32))
+    enroll(tiny.federation, card)
+    with pytest.raises(SetupError, match="other ones of west, whose cards changed"):
+        sign_plan(tiny.federation, draft, PASSPHRASE)
 
 
 def test_silo_that_outweighs_the_others_by_what_they_really_brought_waits_before_the_router(

@@ -1,17 +1,19 @@
 """What a site states about its size when it enrolls, and what it holds its plans and its own data to."""
 
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ddm.errors import DataError, PolicyError, SetupError
+from ddm.errors import DataError, MissingFileError, PolicyError, SetupError
 from ddm.protocol.enrolment import CARD_KIND, MAX_CARD_BYTES, Agreed, Card
 from ddm.system.console import run_app
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import SigningKey
 from silo.cli import app
 from silo.config import Site
+from silo.data.cohort import count_units
 from silo.setup import make_card, rounded_up
 from tests.conftest import Planned
 from tests.support.federation import POLICY, TinyFederation, cohort, write_policy
@@ -106,3 +108,26 @@ def test_site_whose_data_grew_beyond_its_card_stops_before_it_trains(planned: tu
     assert tiny.state_of(SILO).state == "plan_accepted"
     hold(tiny, **cohort(64, 0.0, 1))
     assert tiny.work(SILO, until="scanned").plan_id == plan_id
+
+
+def test_data_that_cannot_be_counted_are_refused_and_no_image_is_read(tmp_path: Path) -> None:
+    patients = np.array(["p", "q", "p", "", "r", "s", "t"])
+    np.savez(tmp_path / "a.npz", images=np.zeros((7, 1, 4, 4), np.uint8), patients=patients)
+    with zipfile.ZipFile(tmp_path / "a.npz") as whole, zipfile.ZipFile(tmp_path / "cut.npz", "w") as cut:
+        cut.writestr("images.npy", whole.read("images.npy")[:130])
+    assert count_units(tmp_path / "cut.npz", patients=False) == (7, None)
+    with pytest.raises(DataError, match="none for 1 of 7 images"):
+        count_units(tmp_path / "a.npz", patients=True)
+    np.savez(tmp_path / "scalar.npz", images=np.float32(3))
+    np.savez(tmp_path / "objects.npz", images=np.array([None, {}]))
+    np.savez(tmp_path / "other.npz", pixels=np.zeros(3))
+    (tmp_path / "text.npz").write_text("hello")
+    for name in ("scalar", "objects", "other", "text"):
+        with pytest.raises(DataError, match="an npz with an array called images"):
+            count_units(tmp_path / f"{name}.npz", patients=False)
+    with pytest.raises(MissingFileError):
+        count_units(tmp_path / "nothing.npz", patients=False)
+    (tmp_path / "volumes").mkdir()
+    for name in ("a.nii", "b.nii.gz", "c.txt"):
+        (tmp_path / "volumes" / name).touch()
+    assert count_units(tmp_path / "volumes", patients=False) == (2, None)
