@@ -55,17 +55,26 @@ def init(
 def enroll(
     site: SiteArgument,
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the card.")],
+    images: Annotated[
+        int | None,
+        typer.Option(min=2, help="Most images that this site may bring; default: its data, to the next power of two."),
+    ] = None,
+    patients: Annotated[
+        int | None, typer.Option(min=2, help="Most patients; by default counted where policy.toml protects patients.")
+    ] = None,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Write the enrolment card for the aggregator; it holds public keys only."""
+    """Write the enrolment card for the aggregator: public keys, and the most data that this site may bring."""
     from silo.setup import make_card, with_rotations
     from silo.worker.rotation import published_rotations
 
     place = Site(site).require()
     key = _open_key(place, passphrase_file)
-    write_atomic(out, with_rotations(make_card(place, key), published_rotations(place)))
+    card = make_card(place, key, images=images, patients=patients)
+    write_atomic(out, with_rotations(card, published_rotations(place)))
     open_to_everyone(out)
-    say(f"Card in {out}. Tell the aggregator this fingerprint through a second channel: {key.public.fingerprint}")
+    say(f"Card in {out}, for at most {place.agreed()}; every silo and every reader of a release sees this number.")
+    say(f"Tell the aggregator number and fingerprint through a second channel: {key.public.fingerprint}")
 
 
 @app.command()

@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ddm.errors import MissingFileError
-from ddm.io.files import require_file
+from ddm.io.files import read_bounded, require_file
 from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
+from ddm.protocol.enrolment import MAX_CARD_BYTES, Agreed, Card
 from ddm.training.config import Engine
 
 _INBOX_SLACK_BYTES = 128 * 1024**2  # metadata of plans that do not verify yet, receipts
@@ -145,6 +146,11 @@ class Site:
         return self.private / "silo.key"
 
     @property
+    def card_path(self) -> Path:
+        """A copy of the last enrolment card, which states the size that plans must agree with."""
+        return self.private / "card.json"
+
+    @property
     def root_path(self) -> Path:
         """The pinned root of trust."""
         return self.private / "trust" / "1.root.json"
@@ -153,6 +159,13 @@ class Site:
     def salt_path(self) -> Path:
         """The secret that keys this site's dataset digests."""
         return self.private / "dataset.salt"
+
+    def agreed(self) -> Agreed | None:
+        """Read the size that this site's last card states; None before the first card was made."""
+        if not self.card_path.exists():
+            return None
+        data = read_bounded(self.card_path, MAX_CARD_BYTES)
+        return Card.parse(data, subject="private/card.json", limit=MAX_CARD_BYTES).agreed
 
     def salt(self) -> bytes:
         """Read the secret of `salt_path`.

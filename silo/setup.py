@@ -4,21 +4,24 @@ import secrets
 from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
+from pydantic import ValidationError
 
 from ddm.errors import BusyError, PassphraseError, RootError, SetupError
 from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.io.modes import open_to_group
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc, sha256_hex
-from ddm.protocol.enrolment import CARD_KIND, Card, Invitation, RotatedCard
+from ddm.protocol.enrolment import CARD_KIND, Agreed, Card, Invitation, RotatedCard
 from ddm.system.console import remembered
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey, parse_fingerprint
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.supernode import make_node_key
+from silo.data.cohort import count_units
 from silo.data.volumes import are_volumes, volume_files
 
 POLICY_HEADING = "What this site lets a plan ask for; docs/reference/policy.md explains every field."
+LEAST_AGREED = 16
 SETTINGS_HEADING = "This silo: who it is, where its data are, how it reaches the federation."
 
 
@@ -111,17 +114,54 @@ def _node_key(path: Path) -> str:
     return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode("ascii")
 
 
-def make_card(site: Site, key: SigningKey) -> bytes:
-    """Return this silo's public keys, sealed with its own signing key."""
+def make_card(site: Site, key: SigningKey, *, images: int | None = None, patients: int | None = None) -> bytes:
+    """Return this silo's public keys and agreed size, sealed with its own signing key; the site keeps a copy.
+
+    Args:
+        site: the silo's folder.
+        key: its signing key, opened.
+        images: the most images that this site may bring to a plan. By default what its last card states, else what its
+            data hold, rounded up by `rounded_up`.
+        patients: the most patients, where its policy counts them; by default in the same way.
+
+    Raises:
+        SetupError: more patients than images, or fewer than two.
+        MissingFileError, DataError: see `silo.data.cohort.count_units`.
+    """
     card = Card(
+        agreed=_agreed(site, images, patients),
         silo_id=site.settings().silo_id,
         signing_key=str(key.public),
         node_key=(site.courier / "node.pub").read_text("utf-8").strip(),
         created_at=now_utc(),
     )
+    write_atomic(site.card_path, card.encode())
     return seal(card.encode(), CARD_KIND, key)
 
 
 def with_rotations(card: bytes, rotations: tuple[str, ...]) -> bytes:
     """Return what the aggregator is given: the card alone, or with the rotations that led to its key."""
     return RotatedCard(card=card.decode(), rotations=rotations).encode() if rotations else card
+
+
+def rounded_up(num: int) -> int:
+    """Return the next power of two, at least 16: so a card reveals how large a cohort is to within a factor of two."""
+    return max(LEAST_AGREED, 1 << (num - 1).bit_length())
+
+
+def _agreed(site: Site, images: int | None, patients: int | None) -> Agreed:
+    by_patient = site.policy().privacy.unit == "patient"
+    before = site.agreed()
+    if before is not None and (not by_patient or before.patients is not None):
+        images, patients = images or before.images, patients or before.patients
+    if images is None or (by_patient and patients is None):
+        num_images, num_patients = count_units(Path(site.settings().data), patients=by_patient)
+        images = images or rounded_up(num_images)
+        patients = patients or (rounded_up(num_patients) if num_patients is not None else None)
+        patients = patients and min(patients, images)
+    try:
+        return Agreed(images=images, patients=patients)
+    except ValidationError as error:
+        got = f"{images} images" + (f" and {patients} patients" if patients is not None else "")
+        expected = "at least two images, and at most as many patients as images"
+        raise SetupError("--images, --patients", expected=expected, got=got) from error

@@ -59,21 +59,30 @@ def init(
 def enroll(
     fed: FederationArgument,
     card: Annotated[Path, typer.Argument(metavar="CARD", help="What `silo enroll` or `silo rotate` wrote.")],
+    images: Annotated[
+        int | None, typer.Option(min=2, help="Most images that you agree to; a card that states more is refused.")
+    ] = None,
+    patients: Annotated[
+        int | None, typer.Option(min=2, help="Most patients that you agree to; a card that states more is refused.")
+    ] = None,
 ) -> None:
-    """Enroll a silo, or take in its new key; compare the fingerprint with the silo through a second channel."""
+    """Enroll a silo or take in its new key, and agree to its size; compare both through a second channel."""
     from aggregator.keys.silo_rotation import take_rotation
-    from aggregator.membership.registry import cards, read_rotated, signing_key
+    from aggregator.membership.registry import cards, check_agreed, read_rotated, signing_key
     from aggregator.membership.registry import enroll as keep_card
 
     federation = Federation(fed).require()
     rotated = read_rotated(card)
     if rotated is not None and rotated[0].silo_id in cards(federation):
+        check_agreed(rotated[0], images, patients)
         renewed = take_rotation(federation, rotated[1])
         say(f"The new key of {renewed.silo_id}, which its old key announced: {signing_key(renewed).fingerprint}")
-        say("It is in force from the next plan on; a plan in progress keeps the old key.")
+        say(f"Agreed size: at most {renewed.agreed}. Both are in force from the next plan on; a plan in progress keeps")
+        say("the old ones.")
         return
-    enrolled = keep_card(federation, card)
-    say(f"Enrolled {enrolled.silo_id}. Compare with the silo: {signing_key(enrolled).fingerprint}")
+    enrolled = keep_card(federation, card, images=images, patients=patients)
+    say(f"Enrolled {enrolled.silo_id} for at most {enrolled.agreed}, which bounds its prior from the next plan on.")
+    say(f"Compare the number and this fingerprint with the silo: {signing_key(enrolled).fingerprint}")
 
 
 def remove(

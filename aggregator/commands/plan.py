@@ -62,6 +62,7 @@ def costs(draft: "Draft") -> str:
     per_unit = f"per {statistics.unit}, {statistics.relation.replace('_', '-')}"
     rows = [
         ("silos", ", ".join(made.silos)),
+        (f"agreed {statistics.unit}s", _agreed(made)),
         ("encoder", _encoder(made)),
         *_condition(made),
         ("experts a silo", _experts(draft)),
@@ -74,6 +75,12 @@ def costs(draft: "Draft") -> str:
         ("valid until", made.expires_at.isoformat()),
     ]
     return f"Plan {made.plan_id}\n" + table(rows, ("what", "value"))
+
+
+def _agreed(plan: "Plan") -> str:
+    """Return the most units of each silo, and its share of the prior if all bring as many."""
+    units = {silo_id: plan.agreed[silo_id].units(plan.statistics.unit) for silo_id in plan.silos}
+    return ", ".join(f"{silo_id} {num} ({num / sum(units.values()):.0%})" for silo_id, num in units.items())
 
 
 def _encoder(plan: "Plan") -> str:

@@ -1,6 +1,7 @@
 """The commands `aggregator quarantine`, `admit` and `refuse`: show what screening set aside, and decide about it."""
 
 import json
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
 
 SiloArgument = Annotated[str, typer.Argument(metavar="SILO", help="The silo's id.")]
 ReasonOption = Annotated[str, typer.Option(help="Why, for the record; 1 to 200 characters.")]
+UnitsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Images or patients that its prior counts, if fewer than stated; published with --reason."
+    ),
+]
 
 
 def quarantine(
@@ -30,6 +37,8 @@ def quarantine(
     examiner, waiting = Examiner(federation, plan), _undecided(federation, held(federation, plan.plan_id))
     accepted = examiner.accepted()
     outliers = examiner.outliers(accepted)
+    for silo_id, reason in _overweight(federation, accepted).items():
+        outliers[silo_id] = [*outliers.get(silo_id, []), reason]
     figures = {silo_id: examiner.ratios(each) for silo_id, each in accepted.items()}
     if as_json:
         found = {"waiting": [each.why.model_dump(mode="json") for each in waiting]}
@@ -53,22 +62,31 @@ def quarantine(
         say(table(rows, ("expert", "state", *(f"t {low:g}-{high:g}" for low, high in BANDS))))
 
 
-def admit(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) -> None:
-    """Accept a silo's experts although screening found them implausible; `aggregator run` then signs the receipt."""
+def admit(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption, units: UnitsOption = None) -> None:
+    """Accept what intake set aside, or lower what an accepted silo counts; `aggregator run` then signs the receipt."""
     federation = Federation(fed).require()
     waiting = _waiting(federation, silo)
     if waiting:
-        _record(federation, silo, waiting.why.submission_digest, "admitted", reason)
+        counted = _counted(federation, silo, waiting.why.num_units, units)
+        _record(federation, silo, waiting.why.submission_digest, "admitted", reason, counted)
         say(f"Admitted {silo}, submission {waiting.why.sequence}. `aggregator run {fed}` signs the receipt.")
+        if counted < waiting.why.num_units:
+            say(f"Its prior counts {counted} of the {waiting.why.num_units} that it states; the reason is published.")
         return
     from aggregator.intake.examination import Examiner
+    from aggregator.intake.inventory import take_inventory
 
     examiner = Examiner(federation, federation.current_plan()[0])
     accepted = examiner.accepted()
-    if silo not in examiner.outliers(accepted):
+    apart = silo in examiner.outliers(accepted) or silo in _overweight(federation, accepted)
+    if silo not in accepted or not (apart or units):
         raise _nothing_waits(federation, silo)
-    _record(federation, silo, accepted[silo].submission_digest, "admitted", reason)
-    say(f"Admitted {silo} as it was accepted. Next: aggregator router {fed}")
+    present = take_inventory(federation).silos[silo].counted.units
+    counted = _counted(federation, silo, present, units)
+    if not apart and counted == present:
+        raise SetupError("--units", expected=f"fewer than the {present} that {silo} counts as", got=f"{units}")
+    _record(federation, silo, accepted[silo].submission_digest, "admitted", reason, counted)
+    say(f"Admitted {silo} as it was accepted, counted as {counted}. Next: aggregator router {fed}")
 
 
 def refuse(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption) -> None:
@@ -95,7 +113,33 @@ def _waiting(federation: Federation, silo_id: str) -> "Held | None":
     return next((each for each in waiting if each.why.silo_id == silo_id), None)
 
 
-def _record(federation: Federation, silo_id: str, digest: str, verdict: "Verdict", reason: str) -> None:
+def _overweight(federation: Federation, accepted: Collection[str]) -> dict[str, str]:
+    """Describe which accepted silos hold too much of the prior by now and were not admitted."""
+    from aggregator.intake.claims import overweight_words
+    from aggregator.intake.inventory import take_inventory
+
+    if not accepted:
+        return {}
+    inventory = take_inventory(federation)
+    admitted = [silo_id for silo_id, silo in inventory.silos.items() if silo.admitted]
+    return overweight_words(inventory.counted_units, admitted, federation.settings().max_influence)
+
+
+def _counted(federation: Federation, silo_id: str, claimed: int, units: int | None) -> int:
+    """Return the number of units that an admitted silo counts as: at most what it states, and what was agreed."""
+    from aggregator.intake.claims import agreed_units
+
+    agreed = agreed_units(federation.current_plan()[0], silo_id)
+    most = min(claimed, agreed)
+    if units is not None and units > most:
+        expected = f"at most {most}: {silo_id} states {claimed}, and {agreed} were agreed"
+        raise SetupError("--units", expected=expected, got=f"{units}")
+    return most if units is None else units
+
+
+def _record(
+    federation: Federation, silo_id: str, digest: str, verdict: "Verdict", reason: str, units: int | None = None
+) -> None:
     from pydantic import ValidationError
 
     from aggregator.intake.quarantine import Decision, decide
@@ -108,6 +152,7 @@ def _record(federation: Federation, silo_id: str, digest: str, verdict: "Verdict
             silo_id=silo_id,
             submission_digest=digest,
             verdict=verdict,
+            units=units,
             reason=reason,
             at=now_utc(),
         )

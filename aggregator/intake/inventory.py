@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from aggregator.config import Federation
+from aggregator.intake.claims import Counted, counted_units
 from aggregator.intake.flags import Flags, flags_of
 from aggregator.intake.plausibility import statistic_specs
 from aggregator.intake.quarantine import is_admitted
@@ -33,6 +34,7 @@ class AcceptedSilo:
         document: its bytes as signed.
         folder: every file as received; the document lists their digests.
         role: the signed metadata, verbatim.
+        counted: how many units its prior counts.
         admitted: whether a person admitted it although screening found it implausible.
         flags: the screening rules that its experts broke, by expert.
     """
@@ -41,6 +43,7 @@ class AcceptedSilo:
     document: bytes
     folder: Path
     role: bytes
+    counted: Counted
     admitted: bool = False
     flags: Flags = field(default_factory=dict)
 
@@ -72,8 +75,13 @@ class Inventory:
 
     @property
     def num_units(self) -> Mapping[str, int]:
-        """The public number of units of each silo."""
+        """The number of units that each silo stated, of which its statistics are."""
         return {silo_id: silo.submission.num_units for silo_id, silo in self.silos.items()}
+
+    @property
+    def counted_units(self) -> Mapping[str, int]:
+        """The number of units that each silo counts as, beside the others: its own, or a lower one."""
+        return {silo_id: silo.counted.units for silo_id, silo in self.silos.items()}
 
     def counts(self) -> Mapping[str, Tensor]:
         """Each silo's noised histogram, shape (G,), int64."""
@@ -134,14 +142,15 @@ def take_inventory(federation: Federation) -> Inventory:
         plan=plan,
         plan_digest=digest,
         files=PlanFiles.load(plan, federation.plan_targets(plan.plan_id)),
-        silos={silo_id: _read_silo(federation, plan.plan_id, digest, silo_id) for silo_id in present},
+        silos={silo_id: _read_silo(federation, plan, digest, silo_id) for silo_id in present},
         missing=tuple(silo_id for silo_id in remaining if silo_id not in present),
         withdrawn=tuple(silo_id for silo_id in plan.silos if silo_id not in remaining),
     )
 
 
-def _read_silo(federation: Federation, plan_id: str, plan_digest: str, silo_id: str) -> AcceptedSilo:
-    """Read a submission back and verify it: its role by the silo's key, its document by the role, its plan."""
+def _read_silo(federation: Federation, plan: Plan, plan_digest: str, silo_id: str) -> AcceptedSilo:
+    """Read a submission back and verify it: its role by the silo's key, its document by the role, plan and size."""
+    plan_id = plan.plan_id
     folder, name = federation.accepted / plan_id / silo_id, submission_path(silo_id)
     role = read_bounded(folder / "metadata" / f"{plan_id}.{silo_id}.json", MAX_DOCUMENT_BYTES)
     key = signing_key(card_of(federation, silo_id))
@@ -159,4 +168,5 @@ def _read_silo(federation: Federation, plan_id: str, plan_digest: str, silo_id: 
         raise ReplayError(f"accepted submission of {silo_id}", expected=expected, got=got)
     admitted = is_admitted(federation, digest)
     flags = flags_of(federation, plan_id, digest) if admitted else {}
-    return AcceptedSilo(submission, document, folder, role, admitted, flags)
+    counted = counted_units(federation, plan, silo_id, digest, submission.num_units)
+    return AcceptedSilo(submission, document, folder, role, counted, admitted, flags)

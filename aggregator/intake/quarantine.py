@@ -8,31 +8,32 @@ A decision is one line, carried out the next time that intake runs: so a decisio
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from aggregator.config import Federation
 from ddm.errors import SetupError
 from ddm.io.files import move_into_place, read_bounded, write_atomic
 from ddm.io.locks import locked
 from ddm.protocol.base import Digest, Document, PlanId, PositiveInt, SiloId, Time
+from ddm.protocol.manifest import ReasonText
 
 MAX_DECISIONS_BYTES = 16 << 20
 MAX_REASON_BYTES = 1 << 20
 MAX_REASONS = 50
 
 Verdict = Literal["admitted", "refused"]
-ReasonText = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 
 
 class SetAside(Document):
     """The reasons for which a submission is in quarantine.
 
-    `figures` holds each expert's loss, by band of t, relative to the loss of answering 0.
+    `num_units` is what the silo states; `figures` holds each expert's loss, by band of t, relative to the loss of
+    answering 0.
     """
 
     format: Literal["archipelago/quarantine/1"] = "archipelago/quarantine/1"
@@ -40,19 +41,21 @@ class SetAside(Document):
     silo_id: SiloId
     sequence: PositiveInt
     submission_digest: Digest
+    num_units: PositiveInt
     reasons: Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_REASONS + 1)]
     figures: Mapping[str, tuple[float, ...]]
     at: Time
 
 
 class Decision(Document):
-    """A person's decision about one submission."""
+    """A person's decision about one submission; `units`, where it is admitted, is the most that its prior counts."""
 
     format: Literal["archipelago/decision/1"] = "archipelago/decision/1"
     plan_id: PlanId
     silo_id: SiloId
     submission_digest: Digest
     verdict: Verdict
+    units: PositiveInt | None = None
     reason: ReasonText
     at: Time
 
@@ -108,19 +111,27 @@ def is_admitted(federation: Federation, submission_digest: str) -> bool:
 
 
 def decide(federation: Federation, decision: Decision) -> None:
-    """Add a decision to the record.
+    """Add a decision to the record. A second one about a submission may lower the units of an admitted one only.
 
     Raises:
         SetupError: this submission was decided on before.
         BusyError: another decision is being written.
     """
     with locked(federation.path, "decisions"):
-        earlier = decision_on(federation, decision.submission_digest)
-        if earlier:
+        about = [each for each in decisions(federation) if each.submission_digest == decision.submission_digest]
+        if about and not _lowers(decision, about):
+            earlier = about[0]
             got = f"{earlier.verdict} at {earlier.at.isoformat()}"
-            remedy = "The first decision stands. To take an admitted silo out again: aggregator withdraw."
+            remedy = "The first decision stands; only --units may be lowered. To take a silo out: aggregator withdraw."
             subject = f"submission of {decision.silo_id}"
             raise SetupError(subject, expected="no decision yet", got=got, remedy=remedy)
         old = read_bounded(federation.decisions, MAX_DECISIONS_BYTES) if federation.decisions.exists() else b""
         line = json.dumps(json.loads(decision.encode()), ensure_ascii=True).encode()
         write_atomic(federation.decisions, old + line + b"\n")
+
+
+def _lowers(decision: Decision, earlier: Sequence[Decision]) -> bool:
+    """Whether a decision only lowers the units of a submission that was admitted before."""
+    if {decision.verdict, *(each.verdict for each in earlier)} != {"admitted"} or decision.units is None:
+        return False
+    return all(each.units is None or decision.units < each.units for each in earlier)

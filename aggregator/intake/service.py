@@ -2,10 +2,10 @@
 
 The ServerApp can write to the folder of received files, so a submission is first copied to where only this process
 writes, and verified there. Once its answer is on disk, the received files are deleted: the verified copy of an accepted
-submission stays, and the receipt of a refused one. A submission that screening finds implausible waits in quarantine,
-unanswered, until a person decides; an empty folder in `incoming/` marks that it need not be fetched again. A submission
-that crashes this process is refused after some attempts (`intake.attempts`). Withdrawals recorded by `aggregator
-withdraw` are carried out here.
+submission stays, and the receipt of a refused one. A submission that screening finds implausible, or that states more
+units than agreed, waits in quarantine, unanswered, until a person decides; an empty folder in `incoming/` marks that it
+need not be fetched again. A submission that crashes this process is refused after some attempts (`intake.attempts`).
+Withdrawals recorded by `aggregator withdraw` are carried out here.
 """
 
 import shutil
@@ -16,6 +16,7 @@ from pathlib import Path
 from aggregator.config import Federation
 from aggregator.intake.attempts import Attempts
 from aggregator.intake.checks import Expectation, Intake, verify_submission
+from aggregator.intake.claims import claim_faults
 from aggregator.intake.examination import Examiner
 from aggregator.intake.limits import submission_bytes, submission_entries
 from aggregator.intake.quarantine import (
@@ -178,7 +179,8 @@ class IntakeService:
         """Move an implausible submission into quarantine, unless a person admitted it."""
         silo_id = verified.submission.silo_id
         examination = self.examiner.examine(silo_id, verified.submission, verified.digest, folder)
-        reasons = self.examiner.faults(examination, self.examiner.accepted())
+        num_units = verified.submission.num_units
+        reasons = self._claim_faults(silo_id, num_units) + self.examiner.faults(examination, self.examiner.accepted())
         if not reasons or is_admitted(self.federation, examination.submission_digest):
             return False
         more = [f"and {len(reasons) - MAX_REASONS} more"] if len(reasons) > MAX_REASONS else []
@@ -187,6 +189,7 @@ class IntakeService:
             silo_id=silo_id,
             sequence=sequence,
             submission_digest=examination.submission_digest,
+            num_units=num_units,
             reasons=(*reasons[:MAX_REASONS], *more),
             figures=self.examiner.ratios(examination),
             at=now_utc(),
@@ -194,6 +197,11 @@ class IntakeService:
         set_aside(self.federation, why, folder)
         self.on_set_aside(why)
         return True
+
+    def _claim_faults(self, silo_id: str, num_units: int) -> list[str]:
+        present = set(taking_part(self.federation, self.plan)) - set(withdrawn_silos(self.federation, self.plan))
+        absent, most = set(self.plan.silos) - present, self.federation.settings().max_influence
+        return claim_faults(self.plan, silo_id, num_units, absent=absent, max_influence=most)
 
     def _sign(self, silo_id: str, sequence: int, digest: str | None, verdict: Accepted | Refused) -> None:
         receipt = Receipt(

@@ -10,18 +10,11 @@ from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.keys.ceremony import conduct
 from aggregator.keys.silo_rotation import forget_rotations
-from aggregator.membership.registry import (
-    MAX_CARD_BYTES,
-    Removed,
-    card_of,
-    cards,
-    removed,
-    rotations_of,
-    signing_key,
-)
+from aggregator.membership.registry import Removed, card_of, cards, removed, rotations_of, signing_key
 from ddm.errors import SetupError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import now_utc, sha256_hex
+from ddm.protocol.enrolment import MAX_CARD_BYTES
 from ddm.trust.ceremony import Request
 from ddm.trust.repository import Repository
 

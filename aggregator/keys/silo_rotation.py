@@ -58,13 +58,17 @@ def take_rotation(federation: Federation, received: RotatedCard) -> Card:
     return card
 
 
-def keys_for_next_plan(federation: Federation, silos: Iterable[str]) -> Mapping[str, PublicKey]:
-    """Return the key of each silo that the next plan names: the rotated one where one waits."""
+def cards_for_next_plan(federation: Federation, silos: Iterable[str]) -> Mapping[str, Card]:
+    """Return the card of each silo that the next plan follows: the one with the rotated key where one waits.
+
+    Raises:
+        MissingFileError: a silo is not enrolled.
+    """
     found = {}
     for silo_id in silos:
         waiting = _read(_waiting_path(federation, silo_id))
         present = card_of(federation, silo_id)
-        found[silo_id] = signing_key(read_card(waiting.card.encode()) if waiting else present)
+        found[silo_id] = read_card(waiting.card.encode()) if waiting else present
     return found
 
 

@@ -14,13 +14,12 @@ from aggregator.config import Federation
 from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError, PolicyError
 from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.protocol.base import Digest, Document, PlanId, ShortText, SiloId, Time, check_json
-from ddm.protocol.enrolment import CARD_KIND, ROTATED_CARD_FORMAT, Card, RotatedCard, SealedText
+from ddm.protocol.enrolment import CARD_KIND, MAX_CARD_BYTES, ROTATED_CARD_FORMAT, Card, RotatedCard, SealedText
 from ddm.protocol.plan import Plan
 from ddm.trust.envelope import open_sealed
 from ddm.trust.key_rotation import open_rotation
 from ddm.trust.keys import PublicKey
 
-MAX_CARD_BYTES = 16384
 MAX_ROTATED_BYTES = 1024 * 1024
 MAX_REMOVED_BYTES = 2 * MAX_ROTATED_BYTES
 
@@ -79,16 +78,25 @@ def read_rotated(path: Path) -> tuple[Card, RotatedCard] | None:
     return read_card(rotated.card.encode()), rotated
 
 
-def enroll(federation: Federation, card_path: Path) -> Card:
-    """Keep a silo's card; the same card may come twice, but a new key for an enrolled silo is refused.
+def enroll(federation: Federation, card_path: Path, *, images: int | None = None, patients: int | None = None) -> Card:
+    """Keep a silo's card, and with it agree to its size; a new key for an enrolled silo is refused.
+
+    The card may come again, with the same size or another one, which then counts from the next plan on.
+
+    Args:
+        federation: the operator's folder.
+        card_path: the card.
+        images: the most images that the operator agrees to; None agrees to what the card states.
+        patients: the most patients.
 
     Raises:
         BusyError: this silo is enrolled with another key, or one of these keys belongs to another silo.
-        PolicyError: one of these keys belonged to a silo that was removed.
+        PolicyError: one of these keys belonged to a silo that was removed; or the card states more than was agreed.
     """
     rotated = read_rotated(card_path)
     data = rotated[1].card.encode() if rotated else read_bounded(card_path, MAX_CARD_BYTES)
     card = read_card(data)
+    check_agreed(card, images, patients)
     check_unused(federation, card)
     for other_id, other in cards(federation).items():
         same = (other.signing_key == card.signing_key, other.node_key == card.node_key)
@@ -142,6 +150,19 @@ def rotations_of(federation: Federation) -> Mapping[str, tuple[str, ...]]:
 def _rotated_keys(rotations: Iterable[str]) -> set[str]:
     opened = [open_rotation(text.encode()) for text in rotations]
     return {key for rotation in opened for key in (rotation.old_key, rotation.new_key)}
+
+
+def check_agreed(card: Card, images: int | None, patients: int | None) -> None:
+    """Refuse a card that states more than the operator agrees to, or no patients where their number was agreed."""
+    for unit, most in (("images", images), ("patients", patients)):
+        stated = getattr(card.agreed, unit)
+        if most is not None and (stated is None or stated > most):
+            raise PolicyError(
+                f"card of silo {card.silo_id}",
+                expected=f"at most {most} {unit}, as you agree to",
+                got=f"{'no number' if stated is None else stated}",
+                remedy=f"Ask the silo for a card with the agreed number: silo enroll --{unit} {most}.",
+            )
 
 
 def cards(federation: Federation) -> Mapping[str, Card]:

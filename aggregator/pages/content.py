@@ -133,8 +133,8 @@ class ReportContent:
 
     @property
     def num_units(self) -> int:
-        """The number of images or patients of all silos together."""
-        return sum(part.submission.num_units for part in self.silos)
+        """The number of images or patients that all silos together count as."""
+        return sum(part.published.units for part in self.silos)
 
     @property
     def exposed(self) -> tuple[str, ...]:

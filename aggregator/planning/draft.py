@@ -9,6 +9,7 @@ from torch import Tensor
 
 from aggregator.config import Federation
 from aggregator.keys.rotation import next_receipts_key
+from aggregator.keys.silo_rotation import cards_for_next_plan
 from aggregator.membership.registry import cards
 from aggregator.planning.cost import Cost, cost_of
 from aggregator.planning.fit import Fitted, PublicImages, fit_public
@@ -18,7 +19,7 @@ from ddm.errors import SetupError
 from ddm.loading.plan import CENTROIDS_PATH, SKETCH_PATH
 from ddm.privacy.plan_cost import check_total
 from ddm.protocol.base import File, now_utc
-from ddm.protocol.plan import Clustering, Plan, SketchSpec
+from ddm.protocol.plan import Agreed, Clustering, Plan, SketchSpec
 
 
 @dataclass(frozen=True)
@@ -60,19 +61,21 @@ def draft_plan(
         remedy = "Enroll silos first: aggregator enroll."
         raise SetupError("plan", expected="at least one enrolled silo", got="no card in registry/", remedy=remedy)
     fitted = fit_public(recipe, public, folder, on_progress)
-    plan = _document(federation, recipe, silos, fitted, folder)
+    agreed = {silo_id: card.agreed for silo_id, card in cards_for_next_plan(federation, silos).items()}
+    plan = _document(federation, recipe, agreed, fitted, folder)
     check_total(plan)
     return Draft(plan, folder, fitted.images, cost_of(plan, fitted.sketch, fitted.images.seen))
 
 
-def _document(federation: Federation, recipe: Recipe, silos: tuple[str, ...], fitted: Fitted, folder: Path) -> Plan:
-    """Write the plan: what the recipe states, and what was fitted, its files pinned by digest."""
+def _document(federation: Federation, recipe: Recipe, agreed: dict[str, Agreed], fitted: Fitted, folder: Path) -> Plan:
+    """Write the plan: what the recipe and the cards state, and what was fitted, its files pinned by digest."""
     created = now_utc()
     return Plan(
         plan_id=f"{federation.settings().name}-{secrets.token_hex(4)}",
         created_at=created,
         expires_at=created + timedelta(days=recipe.valid_days),
-        silos=silos,
+        silos=tuple(agreed),
+        agreed=agreed,
         receipt_key=str(next_receipts_key(federation)),
         files=tuple(File.of(path, folder / path) for path in fitted.paths),
         data=recipe.data,

@@ -10,7 +10,8 @@ from aggregator.changes import Change
 from aggregator.config import PUBLIC_NAME, CurrentPlan, Federation
 from aggregator.keys.ceremony import check_replaceable, conduct
 from aggregator.keys.rotation import next_receipts_key, use_next_receipts_key
-from aggregator.keys.silo_rotation import keys_for_next_plan, use_rotated_cards
+from aggregator.keys.silo_rotation import cards_for_next_plan, use_rotated_cards
+from aggregator.membership.registry import signing_key
 from aggregator.planning.draft import Draft
 from ddm.errors import SetupError
 from ddm.io.files import link_or_copy, write_atomic
@@ -30,7 +31,8 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
 
     Raises:
         BusyError: `aggregator run` is at work on the plan that this one replaces, or another change is under way.
-        SetupError: submissions accepted for that plan are in no release, or the draft names a key that was rotated.
+        SetupError: submissions accepted for that plan are in no release, or the draft names a key that was rotated, or
+            the agreed size of a card that was replaced.
         MissingFileError: a silo of the draft is not enrolled any more.
     """
     with locked(federation.accepted, "intake"), federation.signing_lock():
@@ -43,13 +45,21 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
                 got=f"{plan.receipt_key}, which was rotated after the plan was drafted",
                 remedy="Draft the plan again: aggregator plan.",
             )
+        enrolled = cards_for_next_plan(federation, plan.silos)
+        if other := [silo_id for silo_id, card in enrolled.items() if card.agreed != plan.agreed[silo_id]]:
+            raise SetupError(
+                f"plan {plan.plan_id}",
+                expected="the agreed sizes of the present cards",
+                got=f"other ones of {', '.join(other)}, whose cards changed after the plan was drafted",
+                remedy="Draft the plan again: aggregator plan.",
+            )
         change = Change.begin(federation.path)
         _lay_out(draft, change.put(f"plans/{plan.plan_id}"))
         current = CurrentPlan(plan_id=plan.plan_id, plan_digest=plan.digest)
         write_atomic(change.put("plans/current.json"), current.encode())
         use_next_receipts_key(federation, change)
         repository = Repository(federation.tuf)
-        silos = keys_for_next_plan(federation, plan.silos)
+        silos = {silo_id: signing_key(card) for silo_id, card in enrolled.items()}
         use_rotated_cards(federation, change, plan.silos)
         delegates = replace(repository.delegates(), plan_id=plan.plan_id, silos=silos)
         targets = repository.next_targets(delegates, now_utc())

@@ -241,6 +241,8 @@ def _published_silo(federation: Federation, silo_id: str, silo: AcceptedSilo, ta
         audit=submission.audit.verdict,
         isolation=submission.isolation,
         admitted=silo.admitted,
+        units=silo.counted.units,
+        units_reason=silo.counted.reason,
     )
 
 

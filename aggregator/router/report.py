@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddm.protocol.base import Digest, Document, File, Model, PlanId
+from ddm.protocol.base import Digest, Document, File, Model, PlanId, PositiveInt
 from ddm.protocol.manifest import Evaluation
 from ddm.system.console import table
 
@@ -41,6 +41,7 @@ class RouterReport(Document):
     format: Literal["archipelago/router-report/1"] = "archipelago/router-report/1"
     plan_id: PlanId
     submissions: dict[str, Digest]
+    units: dict[str, PositiveInt]
     router: File
     candidate: Family
     published: Family

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aggregator.config import Federation
+from aggregator.intake.claims import refuse_overweight
 from aggregator.intake.examination import public_images, refuse_outliers
 from aggregator.intake.inventory import Inventory
 from aggregator.router.report import Band, CalibrationBand, Family, Interval, RouterReport
@@ -62,8 +63,9 @@ def load_report(federation: Federation, inventory: Inventory) -> RouterReport:
     if not path.is_file():
         raise MissingFileError("router", expected="a trained router", got="no router/report.json", remedy=remedy)
     report = RouterReport.parse(path.read_bytes(), subject=path.name)
-    if report.submissions != _digests(inventory):
-        got = f"one trained on earlier submissions of {', '.join(sorted(report.submissions))}"
+    if report.submissions != _digests(inventory) or report.units != inventory.counted_units:
+        trained_on = ", ".join(sorted(report.submissions))
+        got = f"one trained on earlier submissions, or with other numbers of units, of {trained_on}"
         expected = f"a router trained on the accepted submissions of {', '.join(inventory.silos)}"
         raise MissingFileError("router", expected=expected, got=got, remedy=remedy)
     file = router_path(federation, inventory.plan.plan_id)
@@ -79,18 +81,23 @@ def train_router(
     """Fit counts and the plan's family, compare them on public data, keep the one to publish and the report.
 
     Raises:
-        RefusedError: an accepted expert stands apart from the others and nobody admitted it; or the router to publish
-            is worse than the prior on public data, so the statistics contradict the plan.
+        RefusedError: an accepted expert stands apart from the others, or a silo holds too much of the prior, and nobody
+            admitted it; or the router to publish is worse than the prior on public data, so the statistics contradict
+            the plan.
     """
     home = federation.plan_folder(inventory.plan.plan_id)
     check_writable([home])
     require_room({home: _ROUTER_BYTES}, "the router and its report")
     refuse_outliers(federation, inventory)
+    counted = list(inventory.counted_units.values())
+    refuse_overweight(
+        federation, inventory.counted_units, [name for name, each in inventory.silos.items() if each.admitted]
+    )
     plan, layout = inventory.plan, inventory.layout()
     path = path_named(plan.objective.path)
     noisy_KG = torch.stack(list(inventory.counts().values()))
     num_units, epsilon = list(inventory.num_units.values()), plan.statistics.counts.epsilon
-    share_K = capped_shares(num_units, federation.settings().max_influence)
+    share_K = capped_shares(counted, federation.settings().max_influence)
     by_silo = CountsRouter.from_counts(
         inventory.files.sketch, noisy_KG, num_units, epsilon, path_named(plan.objective.path)
     )
@@ -114,7 +121,7 @@ def train_router(
     target = router_path(federation, plan.plan_id)
     target.parent.mkdir(parents=True, exist_ok=True)
     save_tensors(target, {**chosen.router.tensors(), **_class_tensors(inventory)})
-    priors = _expert_priors(by_silo, num_units, layout)
+    priors = _expert_priors(by_silo, counted, layout)
     report = _report(inventory, priors, chosen, comparison, reason, minus_prior, File.of(ROUTER_NAME, target))
     write_atomic(target.with_name(REPORT_NAME), report.encode())
     return report
@@ -204,6 +211,7 @@ def _report(
     return RouterReport(
         plan_id=plan.plan_id,
         submissions=_digests(inventory),
+        units=dict(inventory.counted_units),
         router=router,
         candidate=plan.router.kind,
         published=chosen.family,
@@ -256,9 +264,10 @@ def _class_tensors(inventory: Inventory) -> Mapping[str, Tensor]:
     if terms is None:
         return {}
     noisy_KCG = torch.stack(list(inventory.class_counts().values()))
-    num_units, layout = list(inventory.num_units.values()), inventory.layout()
-    sketch = inventory.files.sketch
-    return ConditionalPrior.from_counts(sketch, noisy_KCG, num_units, terms.epsilon, layout).tensors()
+    num_units, counted = list(inventory.num_units.values()), list(inventory.counted_units.values())
+    sketch, layout = inventory.files.sketch, inventory.layout()
+    found = ConditionalPrior.from_counts(sketch, noisy_KCG, num_units, terms.epsilon, layout, counted_K=counted)
+    return found.tensors()
 
 
 def _digests(inventory: Inventory) -> dict[str, str]:

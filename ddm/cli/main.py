@@ -19,6 +19,7 @@ from ddm.cli.options import (
 )
 from ddm.cli.sample import sample
 from ddm.cli.sample_student import sample_student
+from ddm.loading.release import Release
 from ddm.protocol.architecture import TextCondition
 from ddm.system.console import new_program, run_app, say, table
 
@@ -46,6 +47,7 @@ def verify(
     for silo_id, fingerprint in sorted(verified.silo_keys.items()):
         by = "by the key you pinned" if silo_id in pinned else "by the key that targets enrolled for this silo"
         say(f"  silo {silo_id:<9} signed {by}: {fingerprint}")
+    _say_lowered(opened)
     warn_if_expired(opened)
 
 
@@ -89,8 +91,17 @@ def info(
         for silo in manifest.silos
     ]
     say(table(rows, ("silo", f"{plan.statistics.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
+    _say_lowered(opened)
     say("\nThe experts' weights were trained without differential privacy; epsilon covers the router's inputs only.")
     warn_if_expired(opened)
+
+
+def _say_lowered(opened: Release) -> None:
+    """Name the silos whose prior counts less than they stated, with the operator's reason."""
+    for silo in opened.manifest.silos:
+        if silo.units_reason is not None:
+            stated = f"{opened.submissions[silo.silo_id].num_units} {opened.plan.statistics.unit}s"
+            say(f"  silo {silo.silo_id} counts as {silo.units} of the {stated} that it states: {silo.units_reason}")
 
 
 app.command("sample")(sample)

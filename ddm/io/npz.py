@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -55,6 +56,27 @@ def read_array(path: Path, name: str, *, max_bytes: int) -> np.ndarray:
         raise
     except Exception as error:  # whatever zip, its five compressions and the array's header may raise
         raise DataError("data file", expected="an npz without pickled objects", got=type(error).__name__) from error
+
+
+def count_rows(path: Path, name: str) -> int:
+    """Return the length of one array of an npz, from its header alone.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: not an npz, no such array, one of pickled objects, or a single number.
+    """
+    require_file(path, "an npz of images")
+    try:
+        with ZipFile(path) as archive, archive.open(f"{name}.npy") as handle:
+            version = np.lib.format.read_magic(handle)
+            headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+            shape, _, dtype = headers[version](handle)
+            if dtype.hasobject or not shape:
+                raise ValueError("no array of numbers")
+            return int(shape[0])
+    except Exception as error:  # whatever zip and the array's header may raise
+        expected = f"an npz with an array called {name}"
+        raise DataError("data file", expected=expected, got=type(error).__name__) from error
 
 
 def _fit(array: np.ndarray, spec: DataSpec) -> np.ndarray:

@@ -154,6 +154,7 @@ def _check_together(
             raise ReplayError(f"submission of {silo_id}", expected=expected, got=named)
     for silo in manifest.silos:
         _check_claims(silo, submissions[silo.silo_id])
+        _check_units(plan, silo, submissions[silo.silo_id])
     _check_experts(plan, manifest, submissions)
     _check_files(verified, plan, manifest)
     _check_read(verified, manifest)
@@ -188,13 +189,26 @@ def _check_claims(silo: PublishedSilo, submission: Submission) -> None:
             raise TrustError(subject, expected=f"{signed}, as the silo signed", got=f"{claimed}")
 
 
+def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission) -> None:
+    """Check that a silo counts as what it signed, or as less with a reason, and never as more than was agreed."""
+    claimed, agreed = submission.num_units, plan.agreed[silo.silo_id].units(plan.statistics.unit)
+    subject, most = f"manifest.json, silo {silo.silo_id}, units", min(claimed, agreed)
+    if silo.units > most:
+        expected = f"at most {most}, of {claimed} that the silo stated and {agreed} that were agreed"
+        raise TrustError(subject, expected=expected, got=f"{silo.units}")
+    if (silo.units < claimed) != (silo.units_reason is not None):
+        got = f"{silo.units} {'with' if silo.units_reason is not None else 'without'} a reason"
+        raise TrustError(subject, expected=f"{claimed}, as the silo stated, or less with a reason", got=got)
+
+
 def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission]) -> None:
-    """Check that the manifest lists the silos' experts, and that each silo's priors sum to its share of all units.
+    """Check that the manifest lists the silos' experts, and that each silo's priors sum to its share of counted units.
 
     With a partition by clusters the division of a silo's share among its experts follows from its noised histogram,
     which is not published, and is not checked. With other partitions the shares of its experts are equal.
     """
-    total = sum(submission.num_units for submission in submissions.values())
+    units = {silo.silo_id: silo.units for silo in manifest.silos}
+    total = sum(units.values())
     for silo_id, submission in submissions.items():
         published = [expert for expert in manifest.experts if expert.silo_id == silo_id]
         if {(e.expert_id, e.cluster, e.file) for e in published} != {
@@ -206,7 +220,7 @@ def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Sub
             if got == signed_ids:
                 got = "the same experts with other clusters or files"
             raise TrustError(f"manifest.json, silo {silo_id}, experts", expected=expected, got=got)
-        share = submission.num_units / total
+        share = units[silo_id] / total
         _check_prior(f"silo {silo_id}, priors", share, sum(expert.prior for expert in published))
         if not isinstance(plan.partition, SiloClusterPartition):
             for expert in published:

@@ -2,9 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
-from ddm.protocol.base import Digest, Document, KeyText, PositiveInt, ShortText, SiloId, Time
+from ddm.protocol.base import Digest, Document, KeyText, Model, PositiveInt, ShortText, SiloId, Time, Unit
+
+Agreement = Annotated[int, Field(ge=2, lt=2**53)]
 
 
 class Invitation(Document):
@@ -18,17 +20,44 @@ class Invitation(Document):
     root_digest: Digest
 
 
+class Agreed(Model):
+    """The most data that a silo may bring, agreed between its operator and the aggregator's: a bound on its prior.
+
+    Attributes:
+        images: most images.
+        patients: most patients, where the silo counts them; they cannot be more than its images.
+    """
+
+    images: Agreement
+    patients: Agreement | None = None
+
+    @model_validator(mode="after")
+    def _patients_have_images(self) -> "Agreed":
+        if self.patients is not None and self.patients > self.images:
+            raise ValueError(f"patients cannot be more than images, got {self.patients} and {self.images}")
+        return self
+
+    def units(self, unit: Unit) -> int:
+        """Return the most units of this kind; each patient has an image, so that images bound patients as well."""
+        return self.images if unit == "image" or self.patients is None else self.patients
+
+    def __str__(self) -> str:
+        return f"{self.images} images" + (f" of {self.patients} patients" if self.patients is not None else "")
+
+
 class Card(Document):
-    """A silo's public keys, sealed with its signing key as proof of possession."""
+    """A silo's public keys and its agreed size, sealed with its signing key as proof of possession."""
 
     format: Literal["archipelago/card/1"] = "archipelago/card/1"
     silo_id: SiloId
     signing_key: KeyText
     node_key: Annotated[str, StringConstraints(pattern=r"^ecdsa-sha2-nistp(256|384) [A-Za-z0-9+/=]{1,400}$")]
+    agreed: Agreed
     created_at: Time
 
 
 CARD_KIND = "card"
+MAX_CARD_BYTES = 16384
 
 MAX_ROTATION_BYTES = 4096
 MAX_ROTATIONS = 64
@@ -54,7 +83,7 @@ class RotatedCard(Document):
     """What `silo rotate` hands to the aggregator: the new card, and every rotation up to its key, each sealed."""
 
     format: Literal["archipelago/rotated-card/1"] = "archipelago/rotated-card/1"
-    card: Annotated[str, StringConstraints(pattern=_ENVELOPE, max_length=16384)]
+    card: Annotated[str, StringConstraints(pattern=_ENVELOPE, max_length=MAX_CARD_BYTES)]
     rotations: Annotated[tuple[SealedText, ...], Field(min_length=1, max_length=MAX_ROTATIONS)]
 
 

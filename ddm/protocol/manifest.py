@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from ddm.protocol.base import (
     Delta,
@@ -25,10 +25,19 @@ from ddm.protocol.base import (
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 MOST_SILOS, MOST_EXPERTS = 1024, 16384
 Flag = Literal["answers_zero", "copy", "high_loss", "large_weights", "not_learnt", "stands_apart"]
+_CONTROL = r"\x00-\x1f\x7f-\x9f"
+ReasonText = Annotated[
+    str, StringConstraints(max_length=200, pattern=rf"^[^{_CONTROL}]*[^{_CONTROL}\x20\xa0][^{_CONTROL}]*$")
+]
 
 
 class PublishedSilo(Model):
-    """One silo: its signed submission, its key, its privacy cost, and whether a person admitted it."""
+    """One silo: its signed submission, its key, its privacy cost, and whether a person admitted it.
+
+    Attributes:
+        units: the number of units that its prior counts: what its submission states, or less.
+        units_reason: why it counts less; the operator's words.
+    """
 
     silo_id: SiloId
     submission: File
@@ -38,6 +47,8 @@ class PublishedSilo(Model):
     audit: Literal["pass", "waived"]
     isolation: Literal["none", "users", "containers"]
     admitted: bool = False
+    units: PositiveInt
+    units_reason: ReasonText | None = None
 
 
 class PublishedExpert(Model):

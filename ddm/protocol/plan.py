@@ -32,6 +32,7 @@ from ddm.protocol.base import (
 from ddm.protocol.encoder import PcaEncoder as PcaEncoder
 from ddm.protocol.encoder import Side as Side
 from ddm.protocol.encoder import TimmEncoder as TimmEncoder
+from ddm.protocol.enrolment import Agreed as Agreed
 from ddm.protocol.latent import AutoencoderKlLatent as AutoencoderKlLatent
 from ddm.protocol.latent import IdentityLatent as IdentityLatent
 from ddm.protocol.latent import Latent as Latent
@@ -267,6 +268,7 @@ class Plan(Document):
     created_at: Time
     expires_at: Time
     silos: Annotated[tuple[SiloId, ...], Field(min_length=1, max_length=1024)]
+    agreed: dict[SiloId, Agreed]
     receipt_key: KeyText
     files: Annotated[tuple[File, ...], Field(min_length=1, max_length=64)]
     data: DataSpec
@@ -288,6 +290,8 @@ class Plan(Document):
     def _consistent(self) -> "Plan":
         if list(self.silos) != sorted(set(self.silos)):
             raise ValueError(f"silos must be sorted and distinct; these {len(self.silos)} are not")
+        if set(self.agreed) != set(self.silos):
+            raise ValueError("agreed must name each silo once, as silos does")
         listed = [file.path for file in self.files]
         if len(set(listed)) != len(listed):
             raise ValueError(f"files must be listed once each, got {len(listed)} entries for {len(set(listed))} files")

@@ -38,7 +38,14 @@ class ConditionalPrior:
 
     @classmethod
     def from_counts(
-        cls, sketch: Sketch, noisy_KCG: Tensor, num_units: Sequence[int], epsilon: float, layout: Layout
+        cls,
+        sketch: Sketch,
+        noisy_KCG: Tensor,
+        num_units: Sequence[int],
+        epsilon: float,
+        layout: Layout,
+        *,
+        counted_K: Sequence[int] | None = None,
     ) -> "ConditionalPrior":
         """Estimate the shares from the silos' histograms and their noise; a class without units gets the prior.
 
@@ -51,6 +58,8 @@ class ConditionalPrior:
             num_units: the public number of units of each silo.
             epsilon: of the statistic.
             layout: the experts.
+            counted_K: the number of units that each silo counts as beside the others, where it is not `num_units`; its
+                counts are scaled to it.
         """
         num_silos, num_classes, num_groups = noisy_KCG.shape
         weight_CG = sketch.group_weight_G.double().repeat(num_classes, 1) / num_classes
@@ -61,7 +70,10 @@ class ConditionalPrior:
         count_KCG, error_KCG = (
             torch.stack([torch.from_numpy(cell[part]) for cell in cells]).view(noisy_KCG.shape) for part in (0, 1)
         )
-        prior_K = torch.tensor(num_units, dtype=torch.float64) / sum(num_units)
+        counted_K = num_units if counted_K is None else counted_K
+        scale_K = torch.tensor(counted_K, dtype=torch.float64) / torch.tensor(num_units, dtype=torch.float64)
+        count_KCG, error_KCG = (value * scale_K[:, None, None] for value in (count_KCG, error_KCG))
+        prior_K = torch.tensor(counted_K, dtype=torch.float64) / sum(counted_K)
         unknown_C = error_KCG.square().sum((0, 2)).sqrt()
         count_KC = count_KCG.sum(2)
         prior_KC = (count_KC + prior_K[:, None] * unknown_C) / (count_KC.sum(0) + unknown_C)

@@ -3,7 +3,7 @@
 A silo states its own number of units without proof. Each silo's likelihood is fitted on its own statistics only, so
 this number cannot change the router's odds between two other silos. But the residual network, the temperature and the
 choice of the router family are fitted on all silos together, weighted by units; there a silo's share is capped. Its
-prior in the ensemble is not capped: everybody can read it there, and a researcher can replace it.
+prior in the ensemble is not capped but bounded by the number agreed at enrolment; above the cap a person decides.
 """
 
 from collections.abc import Sequence

@@ -101,9 +101,10 @@ def set_up_aggregator(demo: Demo, port: int) -> None:
     )  # fmt: skip
     shutil.copyfile(out / "fed" / "tuf" / "metadata" / "1.root.json", out / "root.json")
     shutil.copyfile(out / "fed" / "model-signing.pub.pem", out / "model-signing.pub.pem")
-    # Small shards, so that even this small expert travels in several.
+    # Small shards, so that even this small expert travels in several; and north, which has 60% of the images, may.
     settings = out / "fed" / "federation.toml"
-    settings.write_text(settings.read_text().replace("shard_bytes = 67108864", "shard_bytes = 524288"))
+    written = settings.read_text().replace("shard_bytes = 67108864", "shard_bytes = 524288")
+    settings.write_text(written.replace("max_influence = 0.5", "max_influence = 0.7"))
 
 
 def set_up_silo(demo: Demo, silo: str) -> None:

@@ -162,6 +162,7 @@ def make_plan(statistics: Mapping[str, object], *, rank: int = 1, unit: Unit = "
         "created_at": created.isoformat(),
         "expires_at": (created + timedelta(days=1)).isoformat(),
         "silos": ["north"],
+        "agreed": {"north": {"images": 2}},
         "receipt_key": "ed25519:" + "0" * 64,
         "files": [{"path": f"plan/{name}.safetensors", "bytes": 1, "digest": "0" * 64} for name in names],
         "data": {"shape": [1, side, side], "range": [-1.0, 1.0]},

@@ -181,6 +181,7 @@ def _document(world: World, statistics: dict[str, object], router: dict[str, obj
         "created_at": created.isoformat(),
         "expires_at": (created + timedelta(days=1)).isoformat(),
         "silos": [f"silo{k}" for k in range(len(world.silos))],
+        "agreed": {f"silo{k}": {"images": 1 << 20} for k in range(len(world.silos))},
         "receipt_key": f"ed25519:{digest}",
         "files": [
             {"path": f"plan/{name}.safetensors", "bytes": 1, "digest": digest}

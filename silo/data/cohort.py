@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError
-from ddm.io.npz import read_array, read_images
+from ddm.io.npz import count_rows, read_array, read_images
 from ddm.protocol.base import Unit
 from ddm.protocol.plan import DataSpec
-from silo.data.volumes import are_volumes, read_volume_column, read_volumes
+from silo.data.volumes import are_volumes, read_volume_column, read_volumes, volume_files
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
 _MAX_COLUMN_HEADER_BYTES = 4096
@@ -97,6 +97,21 @@ def load_cohort(
         label_N=None if label_N is None else torch.from_numpy(label_N),
         captions=texts,
     )
+
+
+def count_units(path: Path, *, patients: bool) -> tuple[int, int | None]:
+    """Count the images at `path`, and their patients if asked for; no image is read.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: not an npz of images and not a folder of volumes, or a column of patients that is not complete.
+    """
+    volumes = are_volumes(path)
+    num = len(volume_files(path)) if volumes else count_rows(path, "images")
+    if not patients:
+        return num, None
+    column = read_volume_column if volumes else _read_column
+    return num, int(_numbered(column(path, "patients", num)).max(initial=-1)) + 1
 
 
 def dataset_digest(images: Tensor, salt: bytes, *, captions: Sequence[str] = (), **columns: NDArray[np.int64]) -> str:

@@ -120,6 +120,7 @@ def receive_plan(
             raise DigestError("files of plan.json", expected="exactly those that the signature lists", got=got)
         check_plan(accepted.plan, policy, silo_id=silo_id, now=now, parts=parts)
         _check_own_key(plan_id, silo_id, key, verified.silo_keys)
+        _check_agreed(accepted.plan, site, silo_id)
         _check_size(accepted.plan)
         _check_encoder(accepted.plan, policy)
         _check_base(accepted)
@@ -155,6 +156,18 @@ def _check_own_key(plan_id: str, silo_id: str, key: PublicKey, named: Mapping[st
             got=f"{group_fingerprint(found)}, which could sign in this silo's place" if found else "no key",
             remedy="After `silo rotate`, give the aggregator the new card and ask for another plan. Otherwise ask who "
             "holds that key, and answer no plan of this federation until you know.",
+        )
+
+
+def _check_agreed(plan: Plan, site: Site, silo_id: str) -> None:
+    """Check that the plan states the size that this site put on its card; another one would change its prior."""
+    agreed, stated = site.agreed(), plan.agreed[silo_id]
+    if agreed != stated:
+        raise PolicyError(
+            f"plan {plan.plan_id}: agreed size of {silo_id}",
+            expected=f"{agreed}, as on this site's last card" if agreed else "a card that this site has made",
+            got=f"{stated}" if agreed else "no card in private/card.json",
+            remedy="Give the aggregator this site's present card (silo enroll), and ask for a new plan.",
         )
 
 

@@ -71,6 +71,26 @@ def check_sizes(accepted: AcceptedPlan, cohort: Cohort) -> None:
             raise PolicyError(f"plan {plan.plan_id}: size of {kind}", expected=expected, got=f"{needed} bytes")
 
 
+def check_agreed(accepted: AcceptedPlan, cohort: Cohort, silo_id: str) -> None:
+    """Refuse, before anything is trained, to bring more than the card states: intake would set the submission aside.
+
+    Raises:
+        PolicyError: the data have grown since this site was enrolled.
+    """
+    plan = accepted.plan
+    agreed, unit = plan.agreed[silo_id], plan.statistics.unit
+    found = {"image": (len(cohort.images), agreed.images), unit: (cohort.num_units, agreed.units(unit))}
+    for what, (num, most) in found.items():
+        if num > most:
+            raise PolicyError(
+                f"plan {plan.plan_id}: {what}s of this site",
+                expected=f"at most {most}, as its card and the plan state",
+                got=f"{num}",
+                remedy=f"Agree on a higher number (silo enroll --{what}s N, then aggregator enroll) and ask for a new "
+                "plan; or leave some out, and give this plan up: silo withdraw.",
+            )
+
+
 def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None:
     """Refuse, before training and again before the first draw, a plan whose statistics exceed the budget.
 

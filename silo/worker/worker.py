@@ -155,6 +155,7 @@ class Worker:
         stages.check_auditable(accepted, self.policy)
         check_encoder(accepted.plan, self.settings)
         cohort = stages.scan(self.site, accepted, self.policy)
+        stages.check_agreed(accepted, cohort, self.settings.silo_id)
         stages.check_sizes(accepted, cohort)
         check_room(self.site, accepted.plan, cohort, self._work())
         stages.check_budget(accepted, cohort, stages.open_ledger(self.site, self.policy))

@@ -21,7 +21,8 @@ from ddm.trust.metadata import sign_metadata
 from ddm.trust.repository import Repository
 from silo.config import Policy, Site
 from silo.plan.acceptance import AcceptedPlan, receive_plan
-from tests.support.documents import plan_document, to_bytes
+from tests.support.documents import AGREED, plan_document, to_bytes
+from tests.support.parsers import card_document
 
 SILO, RANK, SIDE, DELTA = "north", 4, 4, 1e-5
 ROLES = ("root", "targets", "online", "plans", "release", SILO)
@@ -107,6 +108,7 @@ class Aggregator:
         self.site = Site(self.folder / SILO)
         self.site.make_folders()
         shutil.copyfile(self.folder / "tuf" / "1.root.json", self.site.root_path)
+        self.site.card_path.write_bytes(to_bytes(card_document() | {"agreed": AGREED}))
 
     def deliver(
         self, asked: UnsignedPlan, plan_id: str | None = None, rewrite: Callable[[bytes], bytes] = bytes

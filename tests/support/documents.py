@@ -6,6 +6,8 @@ from typing import Any
 
 from ddm.protocol.base import now_utc
 
+AGREED = {"images": 1024, "patients": None}
+
 
 def plan_document(**changes: object) -> dict[str, Any]:
     """The plan of the reference, for one silo called north."""
@@ -60,7 +62,8 @@ def plan_document(**changes: object) -> dict[str, Any]:
         "audit": {"required": True, "min_holdout_units": 300, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6},
         "limits": {"expert_bytes": 67108864, "statistic_bytes": 16777216, "train_s": 3600, "gpu_hours": 1.0},
     }
-    return document | changes
+    document |= changes
+    return {"agreed": dict.fromkeys(document["silos"], AGREED)} | document
 
 
 def to_bytes(document: dict[str, Any]) -> bytes:

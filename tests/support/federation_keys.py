@@ -21,7 +21,7 @@ from aggregator.planning.fit import PublicImages
 from aggregator.planning.sign import sign_plan
 from aggregator.setup import init_federation
 from ddm.protocol.base import File, now_utc, sha256_hex
-from ddm.protocol.enrolment import CARD_KIND, Card, KeyRotation, RotatedCard
+from ddm.protocol.enrolment import CARD_KIND, Agreed, Card, KeyRotation, RotatedCard
 from ddm.protocol.plan import Plan
 from ddm.trust.drafts import Holders
 from ddm.trust.envelope import seal
@@ -82,7 +82,13 @@ class KeyedFederation:
         self.silos[silo_id] = key or SigningKey.generate()
         public = ec.generate_private_key(ec.SECP256R1()).public_key()
         node = public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-        card = Card(silo_id=silo_id, signing_key=str(self.silos[silo_id].public), node_key=node, created_at=now_utc())
+        card = Card(
+            silo_id=silo_id,
+            signing_key=str(self.silos[silo_id].public),
+            node_key=node,
+            agreed=Agreed(images=1024),
+            created_at=now_utc(),
+        )
         path = self.path / f"{silo_id}.card.json"
         path.write_bytes(seal(card.encode(), CARD_KIND, self.silos[silo_id]))
         enroll(self.federation, path)

@@ -134,6 +134,8 @@ def manifest_document() -> dict[str, Any]:
                 "delta": 1e-5,
                 "audit": "waived",
                 "isolation": "none",
+                "units": 129,
+                "units_reason": "a reason",
             }
         ],
         "experts": [{"expert_id": "north", "silo_id": "north", "cluster": 0, "prior": 1.0, "file": expert}],
@@ -164,6 +166,7 @@ def card_document() -> dict[str, Any]:
         "silo_id": "north",
         "signing_key": str(KEY.public),
         "node_key": "ecdsa-sha2-nistp256 AAAAE2VjZHNh",
+        "agreed": {"images": 1024, "patients": 256},
         "created_at": _WHEN,
     }
 

@@ -9,9 +9,17 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from aggregator.config import Federation
 from aggregator.membership.registry import cards, check_ledger, enroll, remember_ledger
-from ddm.errors import ArchipelagoError, BusyError, DocumentError, LedgerError, MissingFileError, SignatureError
+from ddm.errors import (
+    ArchipelagoError,
+    BusyError,
+    DocumentError,
+    LedgerError,
+    MissingFileError,
+    PolicyError,
+    SignatureError,
+)
 from ddm.protocol.base import now_utc
-from ddm.protocol.enrolment import CARD_KIND, Card
+from ddm.protocol.enrolment import CARD_KIND, Agreed, Card
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
 
@@ -32,8 +40,16 @@ def federation(tmp_path: Path) -> Federation:
     return Federation(tmp_path / "fed")
 
 
-def write_card(folder: Path, silo_id: str, key: SigningKey, node: str = NODE, named: SigningKey | None = None) -> Path:
-    card = Card(silo_id=silo_id, signing_key=str((named or key).public), node_key=node, created_at=now_utc())
+def write_card(
+    folder: Path,
+    silo_id: str,
+    key: SigningKey,
+    node: str = NODE,
+    named: SigningKey | None = None,
+    agreed: Agreed = Agreed(images=64),
+) -> Path:
+    signing_key = str((named or key).public)
+    card = Card(silo_id=silo_id, signing_key=signing_key, node_key=node, agreed=agreed, created_at=now_utc())
     path = folder / f"{silo_id}.card.json"
     path.write_bytes(seal(card.encode(), CARD_KIND, key))
     return path
@@ -44,6 +60,22 @@ def test_enroll_keeps_a_card_and_takes_the_same_one_again(federation: Federation
     enroll(federation, write_card(tmp_path, "north", key))
     enroll(federation, write_card(tmp_path, "north", key))
     assert {silo: card.signing_key for silo, card in cards(federation).items()} == {"north": str(key.public)}
+
+
+def test_enroll_takes_a_new_size_with_the_same_keys_and_refuses_one_above_what_the_operator_agrees_to(
+    federation: Federation, tmp_path: Path
+) -> None:
+    key = SigningKey.generate()
+    enroll(federation, write_card(tmp_path, "north", key), images=64)
+    larger = write_card(tmp_path, "north", key, agreed=Agreed(images=340_000, patients=200_000))
+    for most in ({"images": 64}, {"images": 339_999}, {"patients": 100}):
+        with pytest.raises(PolicyError, match=f"at most {next(iter(most.values()))}"):
+            enroll(federation, larger, **most)
+    assert cards(federation)["north"].agreed == Agreed(images=64)
+    enroll(federation, larger, images=340_000)
+    assert cards(federation)["north"].agreed == Agreed(images=340_000, patients=200_000)
+    with pytest.raises(PolicyError, match="got no number"):
+        enroll(federation, write_card(tmp_path, "north", key), patients=100)
 
 
 def test_enroll_refuses_a_card_sealed_by_another_key_than_it_names(federation: Federation, tmp_path: Path) -> None:

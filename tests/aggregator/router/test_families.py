@@ -64,6 +64,10 @@ class Statistics:
     def num_units(self) -> dict[str, int]:
         return dict(zip(self.silos, self.world.num_units, strict=True))
 
+    @property
+    def counted_units(self) -> dict[str, int]:
+        return self.num_units
+
     def _groups(self) -> dict[str, Tensor]:
         images = zip(self.silos, self.world.silos, strict=True)
         return {silo: self.files.clusters.groups(self.files.encoder.encode(x)) for silo, x in images}
@@ -171,6 +175,7 @@ def _statistics(folder: Path, kind: str, partition: str, files: PlanFiles, world
             digest=sha256_hex(silo.encode()),
             folder=folder,
             submission=SimpleNamespace(experts=experts),
+            admitted=False,
         )
     return found
 

@@ -1,0 +1,105 @@
+"""Bounds what a silo's stated number of units buys it: by the agreed number, and by its share of the prior.
+
+A silo states its number of units without proof, can invent statistics to match, and its experts' prior is its share of
+all units. So a submission that states more than was agreed at enrolment, or that would hold more of the prior than
+`max_influence`, waits in quarantine, whatever statistics the plan has. A person may admit it with a lower number, never
+with one above what was agreed; the manifest then carries that number and the reason.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from aggregator.config import Federation
+from aggregator.intake.quarantine import decisions
+from ddm.errors import PolicyError, RefusedError
+from ddm.protocol.plan import Plan
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The number of units that a silo's prior counts, and why it is lower than what the silo stated, if it is."""
+
+    units: int
+    reason: str | None = None
+
+
+def agreed_units(plan: Plan, silo_id: str) -> int:
+    """Return the most units that a silo may count as."""
+    return plan.agreed[silo_id].units(plan.statistics.unit)
+
+
+def counted_units(federation: Federation, plan: Plan, silo_id: str, digest: str, claimed: int) -> Counted:
+    """Return what an accepted submission counts as: what it states, or the lowest number with which it was admitted.
+
+    Raises:
+        PolicyError: it states more than was agreed, and no person admitted it.
+    """
+    agreed = agreed_units(plan, silo_id)
+    about = [each for each in decisions(federation) if each.submission_digest == digest and each.verdict == "admitted"]
+    if not about:
+        if claimed > agreed:
+            got = f"{claimed}, admitted by nobody"
+            raise PolicyError(f"{plan.statistics.unit}s of silo {silo_id}", expected=f"at most {agreed}", got=got)
+        return Counted(claimed)
+    # The last decision is the lowest: `decide` lets later ones only lower the number.
+    units = min(claimed, agreed, *(each.units for each in about if each.units is not None))
+    return Counted(units, about[-1].reason if units < claimed else None)
+
+
+def claim_faults(plan: Plan, silo_id: str, claimed: int, *, absent: Collection[str], max_influence: float) -> list[str]:
+    """Describe what is implausible about the number of units that a silo states, whatever its statistics.
+
+    Args:
+        plan: the plan.
+        silo_id: the silo.
+        claimed: the number.
+        absent: silos of the plan that take no part any more.
+        max_influence: the federation's.
+    """
+    agreed, what, found = agreed_units(plan, silo_id), f"{plan.statistics.unit}s", []
+    if claimed > agreed:
+        found.append(f"states {claimed} {what}, more than the {agreed} agreed at enrolment, which stand in the plan")
+    others = {each: agreed_units(plan, each) for each in plan.silos if each != silo_id and each not in absent}
+    share = overweight({**others, silo_id: claimed}, max_influence).get(silo_id)
+    if share is not None:
+        found.append(
+            f"states {claimed} {what} ({agreed} agreed): {share:.1%} of the prior even if all others bring as many as "
+            f"they agreed to, above max_influence of {max_influence:.1%}"
+        )
+    return found
+
+
+def overweight(units: Mapping[str, int], max_influence: float) -> dict[str, float]:
+    """Return the silos whose share of all units is above `max_influence`, with their shares.
+
+    None of at most 1 / max_influence silos, of whom one would always be above it or all at it.
+    """
+    if len(units) * max_influence <= 1.0:
+        return {}
+    total = sum(units.values())
+    return {silo_id: num / total for silo_id, num in units.items() if num / total > max_influence * (1.0 + 1e-12)}
+
+
+def overweight_words(units: Mapping[str, int], admitted: Collection[str], max_influence: float) -> dict[str, str]:
+    """Describe which accepted silos hold too much of the prior, except those that a person admitted."""
+    return {
+        silo_id: f"{units[silo_id]} units, {share:.1%} of the prior, above max_influence of {max_influence:.1%}"
+        for silo_id, share in overweight(units, max_influence).items()
+        if silo_id not in admitted
+    }
+
+
+def refuse_overweight(federation: Federation, units: Mapping[str, int], admitted: Collection[str]) -> None:
+    """Compare all accepted silos before the router is trained: others may have brought less than agreed.
+
+    Raises:
+        RefusedError: one holds more of the prior than `max_influence`, and nobody has admitted it.
+    """
+    if found := overweight_words(units, admitted, federation.settings().max_influence):
+        raise RefusedError(
+            "accepted submissions",
+            expected="no silo with more of the prior than max_influence, unless a person admitted it",
+            got="; ".join(f"{silo_id}: {words}" for silo_id, words in found.items())[:1000],
+            remedy=f"Admit it: aggregator admit {federation.path} SILO --reason TEXT, with less if you add --units N. "
+            "If this share is known and wanted, raise max_influence in federation.toml.",
+        )

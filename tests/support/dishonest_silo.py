@@ -1,0 +1,158 @@
+"""A silo that has no data at all: its experts, its statistics and its number of units are invented, and signed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddm.io.tensors import save_tensors
+from ddm.loading.plan import PlanFiles, sketch_noise_level
+from ddm.models import build_expert
+from ddm.partition.layout import silo_parts
+from ddm.protocol.base import File, now_utc, sha256_hex
+from ddm.protocol.plan import Plan, SiloPartition
+from ddm.protocol.submission import (
+    Approval,
+    AuditVerdict,
+    ExpertTraining,
+    LedgerHead,
+    NoWeightPrivacy,
+    Spent,
+    Submission,
+    SubmittedClassCounts,
+    SubmittedCounts,
+    SubmittedExpert,
+    SubmittedMoments,
+    SubmittedSketch,
+    SubmittedStatistic,
+    Waiver,
+    expert_path,
+    statistic_terms,
+    submission_path,
+)
+from ddm.trust.silo_role import sign_silo_metadata
+from tests.support.federation import TinyFederation
+
+DIGEST = "d" * 64
+
+
+@dataclass(frozen=True)
+class Inventor:
+    """Invents submissions of one silo for the federation's present plan, in perfect form.
+
+    Attributes:
+        tiny: the federation.
+        silo_id: one of its silos, whose key signs.
+    """
+
+    tiny: TinyFederation
+    silo_id: str
+
+    def send(self, num_units: int, **heavier: int) -> Path:
+        """Put a submission that states so many units where the ServerApp puts what it fetched.
+
+        Args:
+            num_units: what it states, and what its statistics add up to.
+            heavier: what single statistics add up to instead, by kind.
+        """
+        plan, plan_digest = self.tiny.federation.current_plan()
+        files = PlanFiles.load(plan, self.tiny.federation.plan_targets(plan.plan_id))
+        folder = self.tiny.federation.incoming / plan.plan_id / self.silo_id / "1"
+        statistics = {
+            kind: self._statistic(kind, plan, files, heavier.get(kind, num_units))
+            for kind in statistic_terms(plan.statistics)
+        }
+        for kind, tensors in statistics.items():
+            save_tensors(folder / f"{kind}.safetensors", tensors)
+        experts = self._experts(plan, files, statistics["counts"]["counts"], folder, num_units)
+        submission = Submission(
+            plan_id=plan.plan_id,
+            plan_digest=plan_digest,
+            silo_id=self.silo_id,
+            sequence=1,
+            created_at=now_utc(),
+            num_units=num_units,
+            isolation="containers",
+            experts=experts,
+            statistics=tuple(_described(kind, plan, files, folder) for kind in statistics),
+            spent=Spent(
+                epsilon=plan.statistics.total.epsilon, delta=plan.statistics.total.delta, unit=plan.statistics.unit
+            ),
+            ledger=LedgerHead(head_digest=DIGEST, num_entries=1, chain=(DIGEST,)),
+            audit=AuditVerdict(verdict="waived", digest=DIGEST, waiver=Waiver(role="nobody", reason="made up")),
+            approval=Approval(kind="person", at=now_utc()),
+            software={},
+        )
+        self._sign(submission, folder)
+        return folder
+
+    def _sign(self, submission: Submission, folder: Path) -> None:
+        encoded, prefix = submission.encode(), f"{submission.plan_id}/"
+        name = submission_path(self.silo_id)
+        (folder / name).write_bytes(encoded)
+        signed = {prefix + name: (len(encoded), sha256_hex(encoded))}
+        signed |= {prefix + each.file.path: (each.file.bytes, each.file.digest) for each in submission.experts}
+        key = self.tiny.key(self.silo_id)
+        role = folder / "metadata" / f"{submission.plan_id}.{self.silo_id}.json"
+        role.parent.mkdir()
+        role.write_bytes(sign_silo_metadata(submission.plan_id, self.silo_id, signed, key, version=1, now=now_utc()))
+
+    def _statistic(self, kind: str, plan: Plan, files: PlanFiles, num_units: int) -> dict[str, Tensor]:
+        """Invent a statistic of so many units; every one lies well within what honest noise explains."""
+        num_groups, terms = plan.statistics.counts.num_groups, plan.statistics
+        if kind in ("counts", "class_counts"):
+            num_classes = terms.class_counts.num_classes if terms.class_counts else 1
+            num_cells = num_groups * (num_classes if kind == "class_counts" else 1)
+            own = sorted(plan.silos).index(self.silo_id) % num_cells
+            counts = torch.full((num_cells,), 4 * num_units // (5 * num_cells), dtype=torch.int64)
+            counts[own] += num_units - counts.sum()
+            return {"counts": counts.view(num_classes, num_groups) if kind == "class_counts" else counts}
+        if kind == "moments":
+            rank = terms.moments.rank if terms.moments else 0
+            return {"sum": torch.full((rank,), 0.1 * num_units), "second": 0.2 * num_units * torch.eye(rank)}
+        rank, t_release = terms.sketch.rank if terms.sketch else 0, sketch_noise_level(plan, files.sketch) or 0.0
+        generator = torch.Generator().manual_seed(0)
+        return {"sketch": t_release / files.sketch.scale * torch.randn(num_units, rank, generator=generator)}
+
+    def _experts(
+        self, plan: Plan, files: PlanFiles, counts_G: Tensor, folder: Path, num_units: int
+    ) -> tuple[SubmittedExpert, ...]:
+        """Freshly drawn weights, which after so few steps of training cannot be told from trained ones."""
+        made = []
+        by_image = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
+        for part in silo_parts(plan.partition, self.silo_id, files.clusters, counts_G):
+            seed = int(sha256_hex(part.expert_id.encode())[:8], 16)
+            expert = build_expert(plan.expert.architecture, plan.expert_shape, condition=plan.condition, seed=seed)
+            weights: Mapping[str, Tensor] = {
+                name: value.detach() + 1e-4 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+                for name, value in expert.state_dict().items()
+            }
+            path = expert_path(self.silo_id, part.expert_id)
+            save_tensors(folder / path, weights)
+            made.append(
+                SubmittedExpert(
+                    expert_id=part.expert_id,
+                    cluster=part.cluster,
+                    num_images=num_units if by_image else None,
+                    steps=plan.expert.training.num_steps,
+                    file=File.of(path, folder / path),
+                    training=ExpertTraining(loss=0.5, seconds=1.0, flops=1.0),
+                    privacy=NoWeightPrivacy(),
+                )
+            )
+        return tuple(made)
+
+
+def _described(kind: str, plan: Plan, files: PlanFiles, folder: Path) -> SubmittedStatistic:
+    epsilon, delta = statistic_terms(plan.statistics)[kind]
+    file = File.of(f"{kind}.safetensors", folder / f"{kind}.safetensors")
+    if kind == "counts":
+        return SubmittedCounts(epsilon=epsilon, delta=delta, file=file)
+    if kind == "class_counts":
+        return SubmittedClassCounts(epsilon=epsilon, delta=delta, file=file)
+    if kind == "moments":
+        return SubmittedMoments(epsilon=epsilon, delta=delta, file=file)
+    t_release = sketch_noise_level(plan, files.sketch) or 0.0
+    return SubmittedSketch(epsilon=epsilon, delta=delta, t_release=t_release, file=file)
