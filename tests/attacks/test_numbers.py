@@ -17,10 +17,12 @@ from typer.testing import CliRunner
 
 import silo.plan.acceptance
 from ddm.cli.main import app
+from ddm.distillation.student import OwnSamples, Source, Student
 from ddm.errors import ArchipelagoError, MemoryLimitError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import Release, open_release
-from ddm.protocol.plan import Plan
+from ddm.protocol.base import File
+from ddm.protocol.plan import DataSpec, Dit, Plan, UniformT
 from ddm.trust.keys import SigningKey
 from silo.config import Site
 from silo.plan.looks import MOST_LOST
@@ -403,6 +405,27 @@ def test_samples_beyond_the_memory_are_refused_with_what_to_change(
         lambda: command("sample", *words, "--out", tmp_path / "a.npz", "--memory", "256MiB", *extra, *ASKED[asked])
     )
     assert "at most 256.0 MiB" in message
+
+
+@pytest.mark.measured
+def test_student_of_vast_sizes_is_refused_before_its_weights_are_read(tmp_path: Path, opened: Release) -> None:
+    record = Student(
+        source=Source(plan_id=opened.plan.plan_id, version=1, manifest="0" * 64, root="0" * 64),
+        images=OwnSamples(num=1, seed=0),
+        teacher="label",
+        data=DataSpec(shape=(1, 65536, 65536), range=(-1.0, 1.0)),
+        architecture=Dit(patch=2, hidden=64, depth=1, heads=4),
+        path="linear",
+        t_distribution=UniformT(),
+        training=opened.plan.expert.training,
+        loss=0.0,
+        seconds=0.0,
+        file=File(path="student.safetensors", bytes=1, digest="0" * 64),
+    )
+    (tmp_path / "student.json").write_bytes(record.encode())
+    (tmp_path / "student.safetensors").write_bytes(b"0")
+    words = (tmp_path / "student.safetensors", "--num", 1, "--out", tmp_path / "a.npz", "--device", "cpu")
+    assert "at most 256.0 MiB" in refused_memory(lambda: command("sample-student", *words, "--memory", "256MiB"))
 
 
 @pytest.mark.measured
