@@ -13,6 +13,7 @@ from ddm.protocol.enrolment import CARD_KIND, Card, Invitation
 from ddm.system.console import remembered
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey, parse_fingerprint
+from ddm.trust.rules import trusted_log_keys
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.supernode import make_node_key
 from silo.data.volumes import are_volumes, volume_files
@@ -34,6 +35,10 @@ def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
     found = sha256_hex(invitation.root.encode())
     if found != invitation.root_digest or found != parse_fingerprint(root_fingerprint):
         raise RootError(path.name, expected=f"a root with fingerprint {root_fingerprint}", got=f"one with {found}")
+    root = invitation.root.encode()
+    if trusted_log_keys({"1.root.json": root}, root, {}) != (invitation.log_key,):
+        expected, got = "the log key that the root names", "a different one"
+        raise RootError(f"{path.name}, log_key", expected=expected, got=got)
     return invitation
 
 

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from pydantic import Field
 
 from aggregator.config import Federation
+from aggregator.log.journal import append
 from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError, PolicyError
 from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.protocol.base import Digest, Document, PlanId, ShortText, SiloId, Time
@@ -18,6 +19,7 @@ from ddm.protocol.enrolment import CARD_KIND, Card
 from ddm.protocol.plan import Plan
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import PublicKey
+from ddm.trust.log.entries import SiloEnrolled
 
 MAX_CARD_BYTES = 16384
 MAX_REMOVED_BYTES = 65536
@@ -66,10 +68,19 @@ def enroll(federation: Federation, card_path: Path) -> Card:
     Raises:
         BusyError: this silo is enrolled with another key, or one of these keys belongs to another silo.
         PolicyError: one of these keys belonged to a silo that was removed.
+        BusyError: another process signs.
     """
     require_file(card_path, "a card made by `silo enroll`")
     data = read_bounded(card_path, MAX_CARD_BYTES)
     card = read_card(data)
+    with federation.signing_lock():
+        _check_new(federation, card)
+        append(federation, SiloEnrolled(silo_id=card.silo_id, key_fingerprint=signing_key(card).fingerprint))
+        write_atomic(federation.registry / f"{card.silo_id}.json", data)
+    return card
+
+
+def _check_new(federation: Federation, card: Card) -> None:
     for record in removed(federation):
         old = read_card(record.card.encode())
         if old.signing_key == card.signing_key or old.node_key == card.node_key:
@@ -88,8 +99,6 @@ def enroll(federation: Federation, card_path: Path) -> Card:
                 got="a silo already enrolled with another key" if other_id == card.silo_id else f"a key of {other_id}",
                 remedy="Check the fingerprint with the silo; to replace a key, `aggregator remove` the silo first.",
             )
-    write_atomic(federation.registry / f"{card.silo_id}.json", data)
-    return card
 
 
 def cards(federation: Federation) -> Mapping[str, Card]:

@@ -32,6 +32,15 @@ SiloKeyOption = Annotated[
 ArchivedOption = Annotated[
     bool, typer.Option("--archived", help="Accept an expired timestamp, with a warning.", rich_help_panel=TRUST)
 ]
+CheckpointOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="FILE",
+        help="A checkpoint of the log that somebody else got; repeatable.",
+        rich_help_panel=TRUST,
+    ),
+]
 DeviceOption = Annotated[
     DeviceName, typer.Option("--device", help="auto: a GPU, if there is one.", rich_help_panel=MACHINE)
 ]
@@ -103,6 +112,20 @@ def open_verified(
         archived=archived,
         experts_later=experts_later,
     )
+
+
+def compare(release: "Release", path: Path, state: Path | None) -> None:
+    """Compare the log that a release shows with a checkpoint that somebody else got.
+
+    Raises:
+        SplitViewError: two histories of one log; both checkpoints are kept as evidence.
+    """
+    from ddm.io.files import read_bounded
+    from ddm.trust.log.proof import MAX_PROOF_BYTES
+    from ddm.trust.verify import default_state
+
+    memory = (state or default_state()) / release.verified.root_fingerprint
+    release.log.compare(read_bounded(path, MAX_PROOF_BYTES), path.name, memory)
 
 
 def pins(silo_key: list[str] | None) -> dict[str, str]:

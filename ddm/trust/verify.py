@@ -60,6 +60,7 @@ class VerifiedRelease:
         versions: role to version.
         expires: when the timestamp expires.
         expired: whether it has, which only `archived` accepts.
+        log_keys: verifier keys of the federation's log, as the roots name them, the newest last.
     """
 
     root_fingerprint: str
@@ -69,6 +70,11 @@ class VerifiedRelease:
     versions: Mapping[str, int]
     expires: datetime
     expired: bool
+    log_keys: tuple[str, ...] = ()
+
+
+def _accept(verified: VerifiedRelease) -> None:
+    """Add no condition."""
 
 
 def verify_release(
@@ -79,6 +85,7 @@ def verify_release(
     silo_keys: Mapping[str, str] = _NO_PINS,
     archived: bool = False,
     later: Callable[[str], bool] = _none,
+    before_recording: Callable[[VerifiedRelease], None] = _accept,
     now: datetime | None = None,
 ) -> VerifiedRelease:
     """Verify a whole release, from the pinned root to the last byte.
@@ -91,6 +98,7 @@ def verify_release(
         archived: accept an expired timestamp (then `expired` is true), and only that.
         later: selects files, by path below ``targets/<plan_id>/``, whose digests the caller will check when it opens
             them, so that large files are read once.
+        before_recording: what else must hold before the versions are remembered; raises what it refuses.
         now: the time to verify for; the present when None.
 
     Raises:
@@ -99,16 +107,34 @@ def verify_release(
         FormatError: a metadata file does not parse.
     """
     pins = {silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in silo_keys.items()}
-    return _verify(folder, root, Stage.RELEASE, state=state, pins=pins, archived=archived, later=later, now=now)
+    return _verify(
+        folder,
+        root,
+        Stage.RELEASE,
+        state=state,
+        pins=pins,
+        archived=archived,
+        later=later,
+        before_recording=before_recording,
+        now=now,
+    )
 
 
-def verify_bundle(folder: Path, root: bytes, *, state: Path | None, now: datetime | None = None) -> VerifiedRelease:
+def verify_bundle(
+    folder: Path,
+    root: bytes,
+    *,
+    state: Path | None,
+    before_recording: Callable[[VerifiedRelease], None] = _accept,
+    now: datetime | None = None,
+) -> VerifiedRelease:
     """Verify a plan's bundle: plan.json and its tensors, without any submission.
 
     Args:
         folder: holds ``metadata/`` and ``targets/``, and nothing else.
         root: the content of 1.root.json, known out of band.
         state: where to remember versions; an older plan after a newer one is a rollback too.
+        before_recording: what else must hold before the versions are remembered; raises what it refuses.
         now: the time to verify for; the present when None.
 
     Raises:
@@ -116,7 +142,17 @@ def verify_bundle(folder: Path, root: bytes, *, state: Path | None, now: datetim
         TrustError: a check failed; the subject names the file.
         FormatError: a metadata file does not parse.
     """
-    return _verify(folder, root, Stage.BUNDLE, state=state, pins=_NO_PINS, archived=False, later=_none, now=now)
+    return _verify(
+        folder,
+        root,
+        Stage.BUNDLE,
+        state=state,
+        pins=_NO_PINS,
+        archived=False,
+        later=_none,
+        before_recording=before_recording,
+        now=now,
+    )
 
 
 def _verify(
@@ -128,6 +164,7 @@ def _verify(
     pins: Mapping[str, str],
     archived: bool,
     later: Callable[[str], bool],
+    before_recording: Callable[[VerifiedRelease], None],
     now: datetime | None,
 ) -> VerifiedRelease:
     folder = require_folder(folder, "a folder")
@@ -146,9 +183,7 @@ def _verify(
         memory.check(scope, resolved)
     _check_pins(resolved, pins)
     files = _check_files(folder, entries, resolved, later)
-    if memory:
-        memory.record(scope, resolved)
-    return VerifiedRelease(
+    verified = VerifiedRelease(
         root_fingerprint=resolved.root_fingerprint,
         plan_id=resolved.plan_id,
         files=files,
@@ -156,7 +191,12 @@ def _verify(
         versions=resolved.versions,
         expires=resolved.expires,
         expired=resolved.expired,
+        log_keys=resolved.log_keys,
     )
+    before_recording(verified)
+    if memory:
+        memory.record(scope, resolved)
+    return verified
 
 
 def _read_metadata(folder: Path, entries: Mapping[str, Entry]) -> Mapping[str, bytes]:

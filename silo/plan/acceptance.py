@@ -10,11 +10,17 @@ from ddm.errors import DigestError, NumericalError, PolicyError, ReplayError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place, read_bounded
 from ddm.io.tensors import stored_bytes
+from ddm.io.untrusted import read_small
+from ddm.loading.log import read_log
 from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.models import expected_tensors
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, sha256_hex
 from ddm.protocol.plan import Plan
-from ddm.trust.verify import verify_bundle
+from ddm.trust.log.entries import PlanSigned
+from ddm.trust.log.memory import LogMemory
+from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, MAX_PROOF_BYTES
+from ddm.trust.paths import PLAN_CONSISTENCY_NAME, PLAN_LOG_NAMES, PLAN_PROOF_NAME
+from ddm.trust.verify import VerifiedRelease, verify_bundle
 from silo.config import Policy, Site
 from silo.plan.policy import check_plan
 
@@ -68,12 +74,20 @@ def receive_plan(
     with aside(plan_folder(site, plan_id)) as part:
         copy_tree_bounded(site.inbox / plan_id / "bundle", part, max_bytes=max_bytes)
         root = site.root_path.read_bytes()
-        verified = verify_bundle(part, root, state=site.private / "trust", now=now)
+        memory = LogMemory(site.private / "trust" / sha256_hex(root))
+        verified = verify_bundle(
+            part,
+            root,
+            state=site.private / "trust",
+            before_recording=lambda verified: _check_log(part, verified, memory),
+            now=now,
+        )
         if verified.plan_id != plan_id:
             raise ReplayError("plan bundle", expected=plan_id, got=verified.plan_id)
         accepted = _read_plan(part, plan_id, verified.files["plan.json"].digest)
         listed = {file.path: (file.bytes, file.digest) for file in accepted.plan.files}
-        signed = {name: (file.bytes, file.digest) for name, file in verified.files.items() if name != "plan.json"}
+        beside = {"plan.json", *PLAN_LOG_NAMES}
+        signed = {name: (file.bytes, file.digest) for name, file in verified.files.items() if name not in beside}
         if listed != signed:
             odd = sorted({name for name, _ in listed.items() ^ signed.items()})
             got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
@@ -84,6 +98,18 @@ def receive_plan(
         shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
         move_into_place(part, plan_folder(site, plan_id))
     return load_accepted(site, plan_id, accepted.digest)
+
+
+def _check_log(bundle: Path, verified: VerifiedRelease, memory: LogMemory) -> None:
+    """Check that the plan stands in the federation's log, if the root names one, and that the log only grew."""
+    if not verified.log_keys:
+        return
+    folder = bundle / "targets" / verified.plan_id
+    entry = PlanSigned(plan_id=verified.plan_id, plan_digest=verified.files["plan.json"].digest)
+    proof = read_small(folder, PLAN_PROOF_NAME, MAX_PROOF_BYTES)
+    consistency = read_small(folder, PLAN_CONSISTENCY_NAME, MAX_CONSISTENCY_BYTES)
+    shown = read_log(verified.log_keys, proof, consistency, entry, PLAN_PROOF_NAME)
+    memory.record(shown.view, PLAN_PROOF_NAME)
 
 
 def _check_noise(accepted: AcceptedPlan) -> None:
