@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import aggregator.keys.ceremony
 import aggregator.release.publish
 from aggregator.config import Federation, FederationSettings
 from aggregator.keys.rotation import rotate
@@ -24,8 +25,10 @@ from aggregator.release.publish import publish
 from ddm.cli.main import app
 from ddm.errors import ArchipelagoError, SetupError, SplitViewError, TrustError
 from ddm.io.settings import load_settings, save_settings
+from ddm.loading.log import entry_of
 from ddm.protocol.base import now_utc
 from ddm.trust.log.checkpoint import open_checkpoint
+from ddm.trust.log.entries import PlanSigned
 from ddm.trust.log.note import VerifierKey
 from ddm.trust.log.proof import InclusionProof
 from ddm.trust.repository import Repository
@@ -234,9 +237,8 @@ def test_manifest_that_is_not_in_the_log_is_not_published_and_not_read(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attack: the log gets another manifest than readers."""
-    honest = aggregator.release.publish.entry_of
     monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
-    monkeypatch.setattr(aggregator.release.publish, "entry_of", lambda manifest, digest: honest(manifest, "0" * 64))
+    monkeypatch.setattr(aggregator.release.publish, "entry_of", lambda manifest, digest: entry_of(manifest, "0" * 64))
     with pytest.raises(TrustError, match="manifest.tlog-proof"):
         publish(published.tiny.federation, PASSPHRASE, tmp_path / "out", renew=True)
     assert not (tmp_path / "out").exists()
@@ -290,12 +292,9 @@ def test_silo_that_remembers_refuses_the_plan_of_a_second_history(tmp_path: Path
 
 
 def test_plan_that_is_not_in_the_log_is_refused_by_a_silo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import aggregator.keys.ceremony
-
-    honest = aggregator.keys.ceremony.PlanSigned
 
     def other(plan_id: str, plan_digest: str) -> object:
-        return honest(plan_id=plan_id, plan_digest="0" * 64)
+        return PlanSigned(plan_id=plan_id, plan_digest="0" * 64)
 
     keyed = KeyedFederation(tmp_path / "operator")
     keyed.found()

@@ -6,6 +6,8 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from tuf.ngclient._internal.trusted_metadata_set import TrustedMetadataSet
+from tuf.ngclient.config import EnvelopeType
 
 from aggregator.config import Federation
 from aggregator.keys.removal import remove
@@ -14,14 +16,17 @@ from aggregator.keys.store import load_key
 from aggregator.log.export import add_cosignatures, export_log, public_folder, sign_waiting
 from aggregator.log.journal import CHECKPOINT, ENTRIES, Journal, append
 from aggregator.membership.withdrawal import withdraw
-from ddm.errors import SetupError, SignatureError
+from ddm.errors import RoleError, SetupError, SignatureError
 from ddm.loading.public_log import read_public_log
 from ddm.protocol.base import sha256_hex
+from ddm.trust.ceremony import Request, in_words
+from ddm.trust.drafts import draft_root, holders_of
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.checkpoint import cosign, open_checkpoint
 from ddm.trust.log.entries import SiloEnrolled, SiloRotated
 from ddm.trust.log.merkle import leaf_hash, root_hash
 from ddm.trust.log.note import COSIGNATURE, VerifierKey
+from ddm.trust.metadata import sign_metadata
 from ddm.trust.rules import trusted_log_keys
 from tests.support.case import case
 from tests.support.federation_keys import PASSPHRASE, KeyedFederation
@@ -210,3 +215,38 @@ def test_log_begins_with_the_fingerprint_of_the_root(keyed: KeyedFederation) -> 
     first = json.loads(Journal.load(keyed.federation).entries[0])
     assert first["root_digest"] == sha256_hex(keyed.root)
     assert (keyed.federation.path / CHECKPOINT).is_file()
+
+
+def signed_root(keyed: KeyedFederation, log_key: str | None) -> bytes:
+    """The next root, signed by its holder, with this log key."""
+    root = keyed.repository.root()
+    draft = draft_root(root.version + 1, holders_of(root), keyed.now, log_key)
+    return sign_metadata(draft, [load_key(keyed.federation, "root", PASSPHRASE)])
+
+
+def test_later_root_that_leaves_out_or_exchanges_the_log_is_refused(keyed: KeyedFederation) -> None:
+    """The attack: the holders of the root are talked into a federation without a log, or with a new one."""
+    (key,) = log_keys(keyed.federation)
+    other = VerifierKey("archipelago/digits/another", key.public)
+    for log_key in (None, str(other)):
+        view = {"1.root.json": keyed.root, "2.root.json": signed_root(keyed, log_key)}
+        with case(log_key), pytest.raises(RoleError, match="root"):
+            trusted_log_keys(view, keyed.root, {})
+    view = {"1.root.json": keyed.root, "2.root.json": signed_root(keyed, str(key))}
+    assert trusted_log_keys(view, keyed.root, {}) == (str(key),)
+
+
+def test_holders_read_which_log_they_sign_for(keyed: KeyedFederation) -> None:
+    root = keyed.repository.root()
+    (key,) = log_keys(keyed.federation)
+    other = VerifierKey(key.name, SigningKey.generate().public)
+    for log_key, words in ((str(key), f"log: {key}"), (None, "log: LEAVES"), (str(other), f"log: {other} (was {key})")):
+        draft = draft_root(2, holders_of(root), keyed.now, log_key)
+        assert words in in_words(Request.to_sign(draft, "because", root))
+
+
+def test_other_clients_of_tuf_accept_a_root_that_names_a_log(keyed: KeyedFederation) -> None:
+    trusted = TrustedMetadataSet(keyed.root, EnvelopeType.METADATA)
+    assert trusted.root.version == 1
+    trusted.update_root(signed_root(keyed, str(log_keys(keyed.federation)[0])))
+    assert trusted.root.version == 2
