@@ -96,6 +96,7 @@ def publish(
             done = _next_version(source, change, reserved, passphrase, renew=renew, on_progress=on_progress)
         finally:
             shutil.rmtree(change.folder, ignore_errors=True)
+        export_log(federation, public_folder(federation))
         copy_out(release_folder(federation, done.manifest.version), reserved, out)
         return done
 
@@ -139,7 +140,6 @@ def _next_version(
     _sign(source, targets, change.put("tuf/metadata"), passphrase)
     _check_that_it_loads(release, source.root)
     change.commit()
-    export_log(source.federation, public_folder(source.federation))
     return Publication(manifest, fresh=True)
 
 
