@@ -2,6 +2,7 @@
 
 from aggregator.commands.doctor import doctor
 from aggregator.commands.keys import complete, holder, rotate, sign
+from aggregator.commands.log import log
 from aggregator.commands.membership import enroll, init, remove
 from aggregator.commands.plan import plan
 from aggregator.commands.publish import publish, withdraw
@@ -16,7 +17,7 @@ COMMANDS = {
     "Federation and silos": (init, enroll, remove),
     "From plan to release": (plan, run, router, publish, withdraw),
     "Watching and screening": (status, doctor, quarantine, admit, refuse),
-    "Keys": (holder, sign, complete, rotate),
+    "Keys": (holder, sign, complete, rotate, log),
 }
 
 app = new_program("Plan a federation of silos, take in their experts, train the router, publish a signed ensemble.")

@@ -19,7 +19,7 @@ from ddm.trust.paths import split_silo_role
 
 MAX_TUF_BYTES = 5_000_000
 PUBLIC_NAME = "public.npz"  # a plan's public hold-out
-KEY_NAMES = ("root", "targets", "plans", "release", "online", "receipts")
+KEY_NAMES = ("root", "targets", "plans", "release", "online", "receipts", "log")
 
 
 class FederationSettings(Settings):

@@ -14,6 +14,7 @@ from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc
 from ddm.trust.ceremony import Request
 from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
+from ddm.trust.log.note import VerifierKey
 
 HEADING = "This federation: its name, the address that silos reach, the size of a transfer's shards."
 
@@ -73,7 +74,9 @@ def _build(
     online = Holders((public["online"],))
     held = {name: holders[name] or Holders((public[name],)) for name in HOLDER_KEYS}
     now = now_utc()
-    first_root = draft_root(1, {**held, "snapshot": online, "timestamp": online}, now)
+    # A name that no other federation's log has; it stays, whatever becomes of the key.
+    log = VerifierKey(f"archipelago/{settings.name}/{public['log'].fingerprint[:16]}", public["log"])
+    first_root = draft_root(1, {**held, "snapshot": online, "timestamp": online}, now, str(log))
     first_targets = draft_targets(1, Delegates(public["plans"], public["release"]), now)
     purpose = f"found the federation {settings.name}"
     requests = [

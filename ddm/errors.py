@@ -18,7 +18,8 @@ The tree is flat where it can be:
     │   ├── AbsentFileError            16  a signed file is not there
     │   ├── RoleError                  17  listed by a role that must not list it
     │   ├── UnsafePathError            18  `..`, absolute path, symbolic link, special file
-    │   └── RootError                  19  not the root of trust that was pinned
+    │   ├── RootError                  19  not the root of trust that was pinned
+    │   └── SplitViewError             27  two histories of one log
     ├── FormatError                    20  received bytes that do not parse as what they claim
     │   ├── DocumentError              21
     │   ├── TensorFileError            22
@@ -182,6 +183,13 @@ class RootError(TrustError):
 
     exit_code = 19
     default_remedy = "Compare the root's fingerprint with the one the operator gave you out of band."
+
+
+class SplitViewError(TrustError):
+    """The federation's log shows two histories."""
+
+    exit_code = 27
+    default_remedy = "Do not use these files. Show both checkpoints to the operator, the silos and other readers."
 
 
 class FormatError(ArchipelagoError):

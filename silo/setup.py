@@ -15,6 +15,7 @@ from ddm.protocol.enrolment import CARD_KIND, Agreed, Card, Invitation, RotatedC
 from ddm.system.console import remembered
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey, parse_fingerprint
+from ddm.trust.rules import trusted_log_keys
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.supernode import make_node_key
 from silo.data.cohort import count_units
@@ -38,6 +39,10 @@ def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
     found = sha256_hex(invitation.root.encode())
     if found != invitation.root_digest or found != parse_fingerprint(root_fingerprint):
         raise RootError(path.name, expected=f"a root with fingerprint {root_fingerprint}", got=f"one with {found}")
+    root = invitation.root.encode()
+    if trusted_log_keys({"1.root.json": root}, root, {}) != (invitation.log_key,):
+        expected, got = "the log key that the root names", "a different one"
+        raise RootError(f"{path.name}, log_key", expected=expected, got=got)
     return invitation
 
 

@@ -99,6 +99,7 @@ _FOLLOWS = {
     "plans": _PUBLISHED,
     "release": _PUBLISHED,
     "online": _PUBLISHED,
+    "log": _PUBLISHED,
     "receipts": "The plan in progress keeps its key; the next plan names the new one.",
     "model-signing": "Give researchers model-signing.pub.pem; the old key stays beside it for older releases.",
     "tls": "Restart `aggregator run`; silos need nothing, since the authority has not changed.",

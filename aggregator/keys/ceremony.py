@@ -15,13 +15,17 @@ from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.intake.quarantine import held
 from aggregator.keys.silo_rotation import enrolled_with
+from aggregator.keys.store import MODEL_PUBLIC
+from aggregator.log.export import export_log, public_folder
+from aggregator.log.journal import Journal, sizes_given_out, stage
+from aggregator.log.keys import key_change, key_changes
 from aggregator.membership.invitation import make_invitation
 from aggregator.membership.registry import taking_part
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.io.locks import locked
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, Document, PlanId, ShortText, now_utc, sha256_hex
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, Document, PlanId, ShortText, now_utc, sha256_file, sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.trust.ceremony import (
     MAX_REQUEST_BYTES,
@@ -34,7 +38,10 @@ from ddm.trust.ceremony import (
     sign_request,
     unmet,
 )
+from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import PublicKey, SigningKey
+from ddm.trust.log.entries import Entry, KeyChanged, Opened, PlanSigned
+from ddm.trust.paths import PLAN_LOG_NAMES
 from ddm.trust.repository import Repository
 
 HOLDER_KEYS = ("root", "targets")
@@ -249,6 +256,8 @@ def _apply(federation: Federation, change: Change, pending: Pending, passphrase:
 
     if pending.act == "found":
         _found(federation, change, metadata, signed, key)
+        entries = _opening(federation, change, Repository(metadata), signed["root"])
+        _write_down(federation, change, Repository(metadata), key, entries)
     elif pending.act == "plan":
         _start_plan(federation, change, Repository(metadata), str(pending.plan_id), signed["targets"], key)
     else:
@@ -261,7 +270,33 @@ def _apply(federation: Federation, change: Change, pending: Pending, passphrase:
             online_key=key("online"),
             now=now_utc(),
         )
+        entries = list(key_changes(Repository(federation.tuf), Repository(metadata)))
+        _write_down(federation, change, Repository(metadata), key, entries)
     change.commit()
+    export_log(federation, public_folder(federation))
+
+
+def _write_down(
+    federation: Federation,
+    change: Change,
+    repository: Repository,
+    key: Callable[[str], SigningKey],
+    entries: Sequence[Entry],
+) -> Journal | None:
+    """Add entries to the log with this change; return the log, None where the root names none."""
+    log_key = log_key_of(repository.root())
+    return stage(federation, change, log_key, key("log"), entries) if log_key is not None else None
+
+
+def _opening(federation: Federation, change: Change, repository: Repository, root: bytes) -> list[Entry]:
+    """Return the first entries of a log: the federation, and each of its keys."""
+    return [
+        Opened(federation=federation.settings().name, root_digest=sha256_hex(root)),
+        *key_changes(None, repository),
+        key_change("receipts", PublicKey.load(change.put("keys/receipts.pub"))),
+        KeyChanged(key="model-signing", fingerprints=(sha256_file(change.put(MODEL_PUBLIC)),)),
+        KeyChanged(key="tls", fingerprints=(sha256_file(federation.path / "tls" / "server.pem"),)),
+    ]
 
 
 def _found(
@@ -298,6 +333,11 @@ def _start_plan(
     plan = Plan.parse(encoded, subject="plan.json")
     files = {f"{plan_id}/plan.json": (len(encoded), sha256_hex(encoded))}
     files |= {f"{plan_id}/{file.path}": (file.bytes, file.digest) for file in plan.files}
+    entry = PlanSigned(plan_id=plan_id, plan_digest=sha256_hex(encoded))
+    if (log := _write_down(federation, change, repository, key, [entry])) is not None:
+        for name, data in zip(PLAN_LOG_NAMES, log.prove(entry, sizes_given_out(federation)), strict=True):
+            write_atomic(bundle / "targets" / plan_id / name, data)
+            files[f"{plan_id}/{name}"] = (len(data), sha256_hex(data))
     repository.start_plan(
         plan_id,
         files,

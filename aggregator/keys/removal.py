@@ -10,12 +10,14 @@ from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.keys.ceremony import conduct
 from aggregator.keys.silo_rotation import forget_rotations
-from aggregator.membership.registry import Removed, card_of, cards, removed, rotations_of, signing_key
+from aggregator.log.journal import append
+from aggregator.membership.registry import Removed, card_of, cards, read_card, removed, rotations_of, signing_key
 from ddm.errors import SetupError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import MAX_CARD_BYTES
 from ddm.trust.ceremony import Request
+from ddm.trust.log.entries import SiloRemoved
 from ddm.trust.repository import Repository
 
 
@@ -73,6 +75,7 @@ def _remove_card(federation: Federation, silo_id: str, reason: str) -> None:
     """Move the card: first write the record, then delete the card, so that no crash loses the removal."""
     path = federation.registry / f"{silo_id}.json"
     card = read_bounded(path, MAX_CARD_BYTES)
+    append(federation, SiloRemoved(silo_id=silo_id, key_fingerprint=signing_key(read_card(card)).fingerprint))
     known = {record.card for record in removed(federation)}
     if card.decode() not in known:
         rotations = rotations_of(federation).get(silo_id, ())

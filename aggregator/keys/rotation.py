@@ -10,15 +10,20 @@ from aggregator.config import Federation
 from aggregator.keys.ceremony import HOLDER_KEYS, conduct
 from aggregator.keys.store import MODEL_PUBLIC, load_key, make_key, make_model_signing_key
 from aggregator.keys.tls import renew_server
+from aggregator.log.export import export_log, public_folder
+from aggregator.log.journal import stage
+from aggregator.log.keys import key_change
 from ddm.errors import SetupError
 from ddm.io.files import write_atomic
-from ddm.protocol.base import now_utc, sha256_hex
+from ddm.protocol.base import now_utc, sha256_file, sha256_hex
 from ddm.trust.ceremony import Request
-from ddm.trust.drafts import Holders
+from ddm.trust.drafts import Holders, log_key_of
 from ddm.trust.keys import PublicKey
+from ddm.trust.log.entries import KeyChanged
+from ddm.trust.log.note import VerifierKey
 from ddm.trust.repository import Repository
 
-RotatedKey = Literal["root", "targets", "plans", "release", "online", "receipts", "model-signing", "tls"]
+RotatedKey = Literal["root", "targets", "plans", "release", "online", "receipts", "log", "model-signing", "tls"]
 ROTATED_KEYS: tuple[RotatedKey, ...] = get_args(RotatedKey)
 _NEXT = "receipts-next"
 
@@ -48,8 +53,12 @@ def rotate(federation: Federation, name: RotatedKey, passphrase: bytes, holders:
         load_key(federation, "online" if name == "receipts" else "receipts", passphrase)
         change = Change.begin(federation.path)
         if name in ("receipts", "model-signing", "tls"):
-            _replace(federation, change, name, passphrase)
+            added = _replace(federation, change, name, passphrase)
+            log_key = log_key_of(Repository(federation.tuf).root())
+            if log_key is not None:
+                stage(federation, change, log_key, load_key(federation, "log", passphrase), [added])
             change.commit()
+            export_log(federation, public_folder(federation))
             return []
         requests = _requests(federation, change, name, passphrase, holders)
         return conduct(federation, change, requests, passphrase, act="renew", purpose=f"rotate the key {name}")
@@ -83,19 +92,20 @@ def use_next_receipts_key(federation: Federation, change: Change) -> None:
             change.drop(f"keys/{_NEXT}.{kind}")
 
 
-def _replace(federation: Federation, change: Change, name: str, passphrase: bytes) -> None:
-    """Make a new key of a kind that TUF metadata do not list."""
+def _replace(federation: Federation, change: Change, name: str, passphrase: bytes) -> KeyChanged:
+    """Make a new key of a kind that TUF metadata do not list; return the log's entry of it."""
     if name == "tls":
         renew_server(federation.path / "tls", change.put("tls"), passphrase)
-    elif name == "model-signing":
+        return KeyChanged(key="tls", fingerprints=(sha256_file(change.put("tls/server.pem")),))
+    if name == "model-signing":
         old = (federation.path / MODEL_PUBLIC).read_bytes()
         # Kept, since the releases that it signed are verified with it.
         write_atomic(change.put(f"model-signing-{sha256_hex(old)[:16]}.pub.pem"), old)
         make_model_signing_key(change, passphrase)
-    else:
-        # A plan names its receipts key, so the new key is used from the next plan on.
-        has_plan = (federation.path / "plans" / "current.json").exists()
-        make_key(change, _NEXT if has_plan else "receipts", passphrase)
+        return KeyChanged(key="model-signing", fingerprints=(sha256_file(change.put(MODEL_PUBLIC)),))
+    # A plan names its receipts key, so the new key is used from the next plan on.
+    has_plan = (federation.path / "plans" / "current.json").exists()
+    return key_change("receipts", make_key(change, _NEXT if has_plan else "receipts", passphrase))
 
 
 def _requests(
@@ -111,6 +121,9 @@ def _requests(
     if name == "online":
         online = Holders((make_key(change, name, passphrase),))
         changed = {"snapshot": online, "timestamp": online}
+    elif name == "log":
+        new_root = repository.next_root({}, now, _next_log_key(change, log_key_of(root), passphrase))
+        return [Request.to_sign(new_root, purpose, root)]
     else:
         changed = {name: holders or Holders((_own(federation, change, name, passphrase),))}
     new_root = repository.next_root(changed, now)
@@ -123,6 +136,11 @@ def _requests(
             if (federation.keys / f"{name}.{kind}").exists():
                 change.drop(f"keys/{name}.{kind}")
     return requests
+
+
+def _next_log_key(change: Change, present: str | None, passphrase: bytes) -> str:
+    """Make the log's next key; the log keeps its name, and goes on."""
+    return str(replace(VerifierKey.parse(present or ""), public=make_key(change, "log", passphrase)))
 
 
 def _own(federation: Federation, change: Change, name: str, passphrase: bytes) -> PublicKey:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from aggregator.changes import Change
 from aggregator.config import Federation
+from aggregator.log.journal import append
 from aggregator.membership.registry import (
     MAX_ROTATED_BYTES,
     card_of,
@@ -24,6 +25,7 @@ from ddm.protocol.base import sha256_file
 from ddm.protocol.enrolment import MAX_ROTATIONS, Card, KeyHistory, RotatedCard
 from ddm.trust.key_rotation import open_chain
 from ddm.trust.keys import PublicKey
+from ddm.trust.log.entries import SiloRotated
 
 
 def take_rotation(federation: Federation, received: RotatedCard) -> Card:
@@ -54,6 +56,8 @@ def take_rotation(federation: Federation, received: RotatedCard) -> Card:
             raise RollbackError(f"rotations of {card.silo_id}", expected=expected, got="fewer rotations")
         if card.signing_key != present.signing_key:
             check_unused(federation, card)
+            old, new = signing_key(present).fingerprint, signing_key(card).fingerprint
+            append(federation, SiloRotated(silo_id=card.silo_id, old_fingerprint=old, key_fingerprint=new))
         write_atomic(_waiting_path(federation, card.silo_id), _joined(federation, present, received).encode())
     return card
 

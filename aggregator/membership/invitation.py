@@ -3,6 +3,7 @@
 from aggregator.config import Federation
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.enrolment import Invitation
+from ddm.trust.rules import trusted_log_keys
 
 
 def make_invitation(federation: Federation, root: bytes) -> Invitation:
@@ -14,4 +15,5 @@ def make_invitation(federation: Federation, root: bytes) -> Invitation:
         ca_certificate=(federation.path / "tls" / "ca.pem").read_text("ascii"),
         root=root.decode("utf-8"),
         root_digest=sha256_hex(root),
+        log_key=trusted_log_keys({"1.root.json": root}, root, {})[-1],
     )

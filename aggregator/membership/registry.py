@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from pydantic import Field
 
 from aggregator.config import Federation
+from aggregator.log.journal import append
 from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError, PolicyError
 from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.protocol.base import Digest, Document, PlanId, ShortText, SiloId, Time, check_json
@@ -19,6 +20,7 @@ from ddm.protocol.plan import Plan
 from ddm.trust.envelope import open_sealed
 from ddm.trust.key_rotation import open_rotation
 from ddm.trust.keys import PublicKey
+from ddm.trust.log.entries import SiloEnrolled
 
 MAX_ROTATED_BYTES = 1024 * 1024
 MAX_REMOVED_BYTES = 2 * MAX_ROTATED_BYTES
@@ -92,12 +94,23 @@ def enroll(federation: Federation, card_path: Path, *, images: int | None = None
     Raises:
         BusyError: this silo is enrolled with another key, or one of these keys belongs to another silo.
         PolicyError: one of these keys belonged to a silo that was removed; or the card states more than was agreed.
+        BusyError: another process signs.
     """
     rotated = read_rotated(card_path)
     data = rotated[1].card.encode() if rotated else read_bounded(card_path, MAX_CARD_BYTES)
     card = read_card(data)
     check_agreed(card, images, patients)
-    check_unused(federation, card)
+    with federation.signing_lock():
+        check_unused(federation, card)
+        _check_new(federation, card)
+        if card.silo_id not in cards(federation):
+            append(federation, SiloEnrolled(silo_id=card.silo_id, key_fingerprint=signing_key(card).fingerprint))
+        write_atomic(federation.registry / f"{card.silo_id}.json", data)
+    return card
+
+
+def _check_new(federation: Federation, card: Card) -> None:
+    """Refuse another key for an enrolled silo, and a key that another silo has."""
     for other_id, other in cards(federation).items():
         same = (other.signing_key == card.signing_key, other.node_key == card.node_key)
         if not all(same) if other_id == card.silo_id else any(same):
@@ -107,8 +120,6 @@ def enroll(federation: Federation, card_path: Path, *, images: int | None = None
                 got="a silo already enrolled with another key" if other_id == card.silo_id else f"a key of {other_id}",
                 remedy="Check the fingerprint with the silo; to replace a key, `aggregator remove` the silo first.",
             )
-    write_atomic(federation.registry / f"{card.silo_id}.json", data)
-    return card
 
 
 def check_unused(federation: Federation, card: Card) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from aggregator.config import Federation
+from aggregator.log.journal import append
 from ddm.errors import BusyError, SetupError
 from ddm.io.files import move_into_place, read_bounded, write_atomic
 from ddm.io.locks import locked
@@ -19,6 +20,7 @@ from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Withdrawn
 from ddm.protocol.submission import submission_path
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
+from ddm.trust.log.entries import SiloWithdrawn
 
 MAX_RECORD_BYTES = 65536
 
@@ -100,6 +102,7 @@ def _record(federation: Federation, plan: Plan, silo_id: str, reason: str) -> Wi
     document = federation.accepted / plan.plan_id / silo_id / submission_path(silo_id)
     digest = sha256_hex(read_bounded(document, MAX_DOCUMENT_BYTES)) if document.is_file() else None
     record = Withdrawal(plan_id=plan.plan_id, silo_id=silo_id, submission_digest=digest, reason=reason, at=now_utc())
+    append(federation, SiloWithdrawn(plan_id=plan.plan_id, silo_id=silo_id, submission_digest=digest))
     write_atomic(path, record.encode())
     return record
 

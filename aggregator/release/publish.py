@@ -11,6 +11,8 @@ from aggregator.config import Federation
 from aggregator.intake.inventory import AcceptedSilo, Inventory, take_inventory
 from aggregator.keys.silo_rotation import key_history
 from aggregator.keys.store import load_key, load_model_signing_key
+from aggregator.log.export import export_log, public_folder
+from aggregator.log.journal import sizes_given_out, stage
 from aggregator.membership.registry import card_of, signing_key
 from aggregator.pages.write import PAGE_NAMES, PageInput, write_pages
 from aggregator.release.export import copy_out, reserve
@@ -24,16 +26,18 @@ from aggregator.release.versions import (
 )
 from aggregator.router.report import RouterReport
 from aggregator.router.train import ROUTER_NAME, load_report, router_path
-from ddm.errors import BusyError, PolicyError
+from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.files import link_or_copy, read_bounded, write_atomic
 from ddm.io.space import check_writable, require_room
 from ddm.loading.ensemble import build_ensemble
+from ddm.loading.log import entry_of
 from ddm.loading.release import open_release
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_file, sha256_hex
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
 from ddm.protocol.submission import submission_path
+from ddm.trust.drafts import log_key_of
 from ddm.trust.model_signature import MODEL_SIGNATURE_NAME, sign_model
-from ddm.trust.paths import KEY_HISTORY, RELEASE_NAMES
+from ddm.trust.paths import KEY_HISTORY, LOG_NAMES, PLAN_LOG_NAMES, RELEASE_NAMES
 from ddm.trust.repository import Repository
 
 OnProgress = Callable[[int, int], None]
@@ -96,6 +100,7 @@ def publish(
             done = _next_version(source, change, reserved, passphrase, renew=renew, on_progress=on_progress)
         finally:
             shutil.rmtree(change.folder, ignore_errors=True)
+        export_log(federation, public_folder(federation))
         copy_out(release_folder(federation, done.manifest.version), reserved, out)
         return done
 
@@ -133,12 +138,35 @@ def _next_version(
     _write_pages(source, draft, targets, on_progress)
     manifest = _with_pages(draft, targets)
     write_atomic(targets / "manifest.json", manifest.encode())
+    written = _write_down(source, change, manifest, targets, passphrase)
     key = load_model_signing_key(source.federation, passphrase)
-    write_atomic(targets / MODEL_SIGNATURE_NAME, sign_model(source.plan_id, _digests(manifest), key))
+    digests = {**_digests(manifest), **written, **_plan_proofs(targets)}
+    write_atomic(targets / MODEL_SIGNATURE_NAME, sign_model(source.plan_id, digests, key))
     _sign(source, targets, change.put("tuf/metadata"), passphrase)
     _check_that_it_loads(release, source.root)
     change.commit()
     return Publication(manifest, fresh=True)
+
+
+def _write_down(
+    source: _Source, change: Change, manifest: Manifest, targets: Path, passphrase: bytes
+) -> Mapping[str, str]:
+    """Enter the manifest in the log, which grows with this change, and write the proofs; return their digests."""
+    log_key = log_key_of(Repository(source.federation.tuf).root())
+    if log_key is None:
+        raise SetupError("root", expected="the key of the federation's log, log_key", got="a root without it")
+    entry = entry_of(manifest, manifest.digest)
+    key = load_key(source.federation, "log", passphrase)
+    journal = stage(source.federation, change, log_key, key, [entry])
+    proofs = dict(zip(LOG_NAMES, journal.prove(entry, sizes_given_out(source.federation)), strict=True))
+    for name, data in proofs.items():
+        write_atomic(targets / name, data)
+    return {name: sha256_hex(data) for name, data in proofs.items()}
+
+
+def _plan_proofs(targets: Path) -> Mapping[str, str]:
+    """Return the digests of the plan's own proofs, which its role signs."""
+    return {name: sha256_file(targets / name) for name in PLAN_LOG_NAMES if (targets / name).is_file()}
 
 
 def _check_that_it_loads(release: Path, root: bytes) -> None:
@@ -168,7 +196,8 @@ def _check_quorum(inventory: Inventory, quorum: int) -> None:
 
 def _lay_out(source: _Source, targets: Path) -> None:
     inventory, bundle = source.inventory, source.federation.plan_targets(source.plan_id)
-    for name in ("plan.json", *(file.path for file in inventory.plan.files)):
+    proofs = (name for name in PLAN_LOG_NAMES if (bundle / name).is_file())
+    for name in ("plan.json", *(file.path for file in inventory.plan.files), *proofs):
         link_or_copy(bundle / name, targets / name)
     for silo_id, silo in inventory.silos.items():
         for name in _published_names(silo_id, silo):

@@ -1,4 +1,4 @@
-"""The program `ddm`: the researcher's commands verify, info, sample, distill and sample-student."""
+"""The program `ddm`: the researcher's commands verify, info, log, sample, distill and sample-student."""
 
 import json
 from typing import Annotated
@@ -6,13 +6,16 @@ from typing import Annotated
 import typer
 
 from ddm.cli.distill import distill
+from ddm.cli.log import log
 from ddm.cli.options import (
     AcceptKeyOption,
     ArchivedOption,
+    CheckpointOption,
     ReleaseArgument,
     RootOption,
     SiloKeyOption,
     StateOption,
+    compare,
     open_verified,
     pins,
     warn_if_expired,
@@ -34,9 +37,12 @@ def verify(
     silo_key: SiloKeyOption = None,
     accept_key: AcceptKeyOption = None,
     archived: ArchivedOption = False,
+    checkpoint: CheckpointOption = None,
 ) -> None:
-    """Check every signature, digest, role and version; exit 0 only if all of them hold."""
+    """Check every signature, digest, role and version, and the log's proofs; exit 0 only if all of them hold."""
     opened = open_verified(release, root, state, silo_key, accept_key, archived)
+    for path in checkpoint or []:
+        compare(opened, path, state)
     pinned = pins(silo_key)
     verified, manifest = opened.verified, opened.manifest
     total = sum(file.bytes for file in verified.files.values())
@@ -44,6 +50,10 @@ def verify(
     say(f"  root       {verified.root_fingerprint}")
     say(f"  files      {len(verified.files)} signed files, {total} bytes; none missing, none unlisted")
     say(f"  timestamp  valid until {verified.expires.isoformat()}")
+    log = opened.log.view.signed
+    say(f"  log        entry of {log.checkpoint.origin}, which has {log.size} entries, root hash {log.root.hex()}")
+    for path in checkpoint or []:
+        say(f"  checkpoint {path} is of the same history")
     for silo_id, fingerprint in sorted(verified.silo_keys.items()):
         by = "by the key you pinned" if silo_id in pinned else "by the key that targets enrolled for this silo"
         say(f"  silo {silo_id:<9} signed {by}: {fingerprint}")
@@ -104,6 +114,7 @@ def _say_lowered(opened: Release) -> None:
             say(f"  silo {silo.silo_id} counts as {silo.units} of the {stated} that it states: {silo.units_reason}")
 
 
+app.command("log")(log)
 app.command("sample")(sample)
 app.command("distill")(distill)
 app.command("sample-student")(sample_student)

@@ -46,6 +46,15 @@ AcceptKeyOption = Annotated[
 ArchivedOption = Annotated[
     bool, typer.Option("--archived", help="Accept an expired timestamp, with a warning.", rich_help_panel=TRUST)
 ]
+CheckpointOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="FILE",
+        help="A checkpoint of the log that somebody else got; repeatable.",
+        rich_help_panel=TRUST,
+    ),
+]
 DeviceOption = Annotated[
     DeviceName, typer.Option("--device", help="auto: a GPU, if there is one.", rich_help_panel=MACHINE)
 ]
@@ -134,6 +143,20 @@ def open_verified(
     for news in opened.verified.told:
         say(f"note: {news}", error=True)
     return opened
+
+
+def compare(release: "Release", path: Path, state: Path | None) -> None:
+    """Compare the log that a release shows with a checkpoint that somebody else got.
+
+    Raises:
+        SplitViewError: two histories of one log; both checkpoints are kept as evidence.
+    """
+    from ddm.io.files import read_bounded
+    from ddm.trust.log.proof import MAX_PROOF_BYTES
+    from ddm.trust.verify import default_state
+
+    memory = (state or default_state()) / release.verified.root_fingerprint
+    release.log.compare(read_bounded(path, MAX_PROOF_BYTES), path.name, memory)
 
 
 def read_memory(text: str | None) -> int | None:

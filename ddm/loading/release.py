@@ -6,16 +6,20 @@ that are then parsed.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddm.errors import DigestError, MissingFileError, ReplayError, RootError, TrustError
 from ddm.io.files import read_bounded
+from ddm.loading.log import LogView, entry_of, read_log
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.manifest import Manifest, PublishedSilo
 from ddm.protocol.plan import Plan, SiloClusterPartition
 from ddm.protocol.submission import Submission, is_expert_path
+from ddm.trust.log.memory import LogMemory
+from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, MAX_PROOF_BYTES
 from ddm.trust.model_signature import MAX_MODEL_SIGNATURE_BYTES, MODEL_SIGNATURE_NAME, check_model_signature
+from ddm.trust.paths import CONSISTENCY_NAME, LOG_NAMES, MANIFEST_PROOF_NAME, PLAN_LOG_NAMES
 from ddm.trust.verify import VerifiedRelease, verify_release
 
 MAX_ROOT_BYTES = 1 << 20
@@ -32,6 +36,7 @@ class Release:
         plan: the plan.
         manifest: the manifest.
         submissions: each silo's document, by silo id.
+        log: the federation's log, in which the manifest stands.
         folder: holds `plan.json` and the rest.
     """
 
@@ -39,6 +44,7 @@ class Release:
     plan: Plan
     manifest: Manifest
     submissions: Mapping[str, Submission]
+    log: LogView
     folder: Path
 
 
@@ -78,7 +84,8 @@ def open_release(
     Args:
         folder: the published folder.
         root: the pinned 1.root.json.
-        state: where versions and silos' keys seen before are remembered, to detect rollbacks and changed keys; None
+        state: where versions, silos' keys and the log seen before are remembered, to detect rollbacks, changed keys and
+            a second history; None
             remembers nothing.
         silo_keys: fingerprints to pin, by silo id.
         accepted_keys: fingerprints that may take the place of remembered ones, by silo id.
@@ -87,12 +94,22 @@ def open_release(
 
     Raises:
         TrustError: a signature, digest, version, role or path is wrong, or the manifest contradicts what a silo signed.
+        SplitViewError: the federation's log is not the one seen before.
         DocumentError: a document does not parse.
         ReplayError: signed documents of different plans or silos.
     """
     if not folder.is_dir():
         raise MissingFileError(str(folder), expected="a release folder", got="nothing there")
     pinned = root if isinstance(root, bytes) else read_root(root)
+    memory = LogMemory(state / sha256_hex(pinned)) if state else None
+    read: list[Release] = []
+
+    def read_documents(verified: VerifiedRelease) -> None:
+        release = _read_documents(folder, verified)
+        if memory:
+            memory.check(release.log.view, MANIFEST_PROOF_NAME)
+        read.append(release)
+
     verified = verify_release(
         folder,
         pinned,
@@ -101,21 +118,43 @@ def open_release(
         accepted_keys=accepted_keys or {},
         archived=archived,
         later=lambda name: experts_later and is_expert_path(name),
+        before_recording=read_documents,
     )
+    release = replace(read[0], verified=verified)
+    if memory:
+        memory.record(release.log.view, MANIFEST_PROOF_NAME)
+    _log.debug(
+        "verified %d files of %s, version %d",
+        len(release.verified.files),
+        release.plan.plan_id,
+        release.manifest.version,
+    )
+    return release
+
+
+def _read_documents(folder: Path, verified: VerifiedRelease) -> Release:
+    """Read the documents, which must be consistent with each other, and stand in the federation's log."""
     plan = Plan.parse(_read(verified, "plan.json"), subject="plan.json")
-    manifest = Manifest.parse(_read(verified, "manifest.json"), subject="manifest.json")
+    encoded = _read(verified, "manifest.json")
+    manifest = Manifest.parse(encoded, subject="manifest.json")
     submissions = {
         silo.silo_id: Submission.parse(_read(verified, silo.submission.path), subject=silo.submission.path)
         for silo in manifest.silos
     }
     _check_together(verified, plan, manifest, submissions)
-    num_files = len(verified.files)
-    _log.debug("verified %d files of %s, version %d", num_files, plan.plan_id, manifest.version)
+    log = read_log(
+        verified.log_keys,
+        _read(verified, MANIFEST_PROOF_NAME, MAX_PROOF_BYTES),
+        _read(verified, CONSISTENCY_NAME, MAX_CONSISTENCY_BYTES),
+        entry_of(manifest, sha256_hex(encoded)),
+        MANIFEST_PROOF_NAME,
+    )
     return Release(
         verified=verified,
         plan=plan,
         manifest=manifest,
         submissions=submissions,
+        log=log,
         folder=folder / "targets" / verified.plan_id,
     )
 
@@ -242,7 +281,9 @@ def _check_files(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
             got = f"{signed.bytes} bytes, sha256 {signed.digest[:16]}..." if signed else "no signed file of this name"
             expected = f"{file.bytes} bytes, sha256 {file.digest[:16]}..., as manifest.json or plan.json lists"
             raise DigestError(file.path, expected=expected, got=got)
-    extra = set(verified.files) - {file.path for file in listed} - {"manifest.json", MODEL_SIGNATURE_NAME}
+    # Made after the manifest, of which they speak; those of the plan are no part of it either.
+    beside = {"manifest.json", MODEL_SIGNATURE_NAME, *LOG_NAMES, *PLAN_LOG_NAMES}
+    extra = set(verified.files) - {file.path for file in listed} - beside
     if extra:
         raise DigestError(min(extra), expected="a file that the manifest lists", got=f"{len(extra)} that it does not")
 

@@ -18,6 +18,7 @@ class Invitation(Document):
     ca_certificate: Annotated[str, Field(max_length=16384)]
     root: Annotated[str, Field(max_length=65536)]
     root_digest: Digest
+    log_key: Annotated[str, Field(max_length=400)]
 
 
 class Agreed(Model):

@@ -13,7 +13,7 @@ from tuf.api.metadata import Root, Targets
 
 from ddm.errors import SignatureError
 from ddm.protocol.base import Digest, Document, KeyText, ShortText, sha256_hex
-from ddm.trust.drafts import Holders, holders_of
+from ddm.trust.drafts import Holders, holders_of, log_key_of
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.metadata import attach, parse_payload, payload_of, public_key
 
@@ -147,12 +147,15 @@ def in_words(request: Request) -> str:
     """Describe what a signature on this document approves: its whole content, and its changes."""
     signed, before = request.signed(), request.replaced()
     replaces = f"replaces version {before.version}" if before else "the first version"
+    log, log_before = (log_key_of(each) if isinstance(each, Root) else None for each in (signed, before))
     lines = [
         f"{request.role}, version {signed.version} ({replaces}), valid until {signed.expires:%Y-%m-%d}",
         f"sha256 of the bytes to sign: {sha256_hex(request.payload.encode())}",
         f"The sender says that it is for: {request.purpose}",
         "",
         *_differences(_roles(signed), _roles(before) if before else {}),
+        *([f"log: {log}{'' if log == log_before or before is None else f' (was {log_before})'}"] if log else []),
+        *([f"log: LEAVES, {log_before}"] if log_before and not log else []),
     ]
     return "\n".join(lines)
 

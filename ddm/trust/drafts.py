@@ -13,6 +13,7 @@ from ddm.trust.metadata import METADATA_LIFE, expiry, public_key
 from ddm.trust.paths import PLANS, RELEASE, delegated_paths, is_plan_id, is_silo_id, split_silo_role
 from ddm.trust.silo_role import delegation
 
+LOG_KEY_FIELD = "log_key"
 TOP_ROLES = ("root", "targets", "snapshot", "timestamp")
 
 
@@ -79,13 +80,14 @@ def holders_of(root: Root) -> dict[str, Holders]:
     }
 
 
-def draft_root(version: int, holders: Mapping[str, Holders], now: datetime) -> Root:
+def draft_root(version: int, holders: Mapping[str, Holders], now: datetime, log_key: str | None = None) -> Root:
     """Draft a root.
 
     Args:
         version: 1, or one more than the root before.
         holders: role to its holders, for each of `TOP_ROLES`.
         now: the present; the root is valid for five years.
+        log_key: the verifier key of the federation's log, ``name+hash+base64``.
     """
     keys: dict[str, Key] = {}
     roles = {}
@@ -93,7 +95,15 @@ def draft_root(version: int, holders: Mapping[str, Holders], now: datetime) -> R
         held = [key.tuf_key() for key in holders[name].keys]
         keys.update({key.keyid: key for key in held})
         roles[name] = Role(sorted(key.keyid for key in held), holders[name].threshold)
-    return Root(version, None, expiry(now, METADATA_LIFE), keys, roles, consistent_snapshot=False)
+    # A field that TUF does not know; other clients keep it, and its signature covers it.
+    added = {LOG_KEY_FIELD: log_key} if log_key else {}
+    return Root(version, None, expiry(now, METADATA_LIFE), keys, roles, False, added)
+
+
+def log_key_of(root: Root) -> str | None:
+    """Read the verifier key of the federation's log, None where the root names no log."""
+    found = root.unrecognized_fields.get(LOG_KEY_FIELD)
+    return found if isinstance(found, str) else None
 
 
 def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:

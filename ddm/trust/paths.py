@@ -14,7 +14,19 @@ from ddm.protocol.base import PLAN_ID_PATTERN, SILO_ID_PATTERN
 PLANS = "plans"
 RELEASE = "release"
 KEY_HISTORY = "key-history.json"
-RELEASE_NAMES = ("manifest.json", "router.safetensors", "README.md", "report.html", "model.sig", KEY_HISTORY)
+MANIFEST_PROOF_NAME, CONSISTENCY_NAME = "manifest.tlog-proof", "log-consistency.json"
+PLAN_PROOF_NAME, PLAN_CONSISTENCY_NAME = "plan/plan.tlog-proof", "plan/log-consistency.json"
+PLAN_LOG_NAMES = (PLAN_PROOF_NAME, PLAN_CONSISTENCY_NAME)
+LOG_NAMES = (MANIFEST_PROOF_NAME, CONSISTENCY_NAME)
+RELEASE_NAMES = (
+    "manifest.json",
+    "router.safetensors",
+    "README.md",
+    "report.html",
+    *LOG_NAMES,
+    "model.sig",
+    KEY_HISTORY,
+)
 SILO_DEPTH = 3
 
 _SILO_ROLE = re.compile(rf"({PLAN_ID_PATTERN})\.({SILO_ID_PATTERN})")

@@ -22,7 +22,7 @@ from ddm.errors import MissingFileError, RoleError, RollbackError, SetupError
 from ddm.io.files import write_atomic
 from ddm.io.paths import check_path
 from ddm.io.untrusted import read_small
-from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets, holders_of
+from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets, holders_of, log_key_of
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.metadata import (
     LIMITS,
@@ -104,10 +104,10 @@ class Repository:
         """Read the delegations of the current targets."""
         return Delegates.of(self.targets())
 
-    def next_root(self, changed: Mapping[str, Holders], now: datetime) -> Root:
-        """Draft the root that assigns roles to other holders; it is valid once both old and new holders have signed."""
+    def next_root(self, changed: Mapping[str, Holders], now: datetime, log_key: str | None = None) -> Root:
+        """Draft the root with other holders or another log key; it is valid once old and new holders have signed."""
         root = self.root()
-        return draft_root(root.version + 1, {**holders_of(root), **changed}, now)
+        return draft_root(root.version + 1, {**holders_of(root), **changed}, now, log_key or log_key_of(root))
 
     def next_targets(self, delegates: Delegates, now: datetime) -> Targets:
         """Draft the targets with these delegations."""

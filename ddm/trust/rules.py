@@ -29,6 +29,7 @@ from ddm.errors import (
     UnlistedFileError,
 )
 from ddm.io.paths import check_path
+from ddm.trust.drafts import log_key_of
 from ddm.trust.metadata import check_expiry, check_signatures, parse_metadata, public_key
 from ddm.trust.paths import PLANS, RELEASE, delegated_paths, owner, split_silo_role
 
@@ -66,6 +67,7 @@ class Resolved:
         roots: root version to its bytes, the pinned one included.
         expires: when the timestamp expires.
         expired: whether it has, which only `archived` accepts.
+        log_keys: verifier keys of the federation's log, as the roots name them, the newest last.
     """
 
     root_fingerprint: str
@@ -78,6 +80,7 @@ class Resolved:
     roots: Mapping[int, bytes]
     expires: datetime
     expired: bool
+    log_keys: tuple[str, ...] = ()
 
 
 def resolve(
@@ -131,7 +134,36 @@ def resolve(
         roots=roots,
         expires=timestamp.expires,
         expired=timestamp.is_expired(now),
+        log_keys=_log_keys(roots),
     )
+
+
+def trusted_log_keys(view: Mapping[str, bytes], pinned: bytes, remembered: Mapping[int, bytes]) -> tuple[str, ...]:
+    """Follow the roots from the pinned one, and return the verifier keys that they name for the log, the newest last.
+
+    Args:
+        view: file name to bytes, with every root there is.
+        pinned: the content of 1.root.json, known out of band.
+        remembered: later roots seen before.
+
+    Raises:
+        TrustError: a root is not signed by the holders before it, or is not the one seen before.
+        FormatError: a root does not parse.
+    """
+    return _log_keys(_root_chain(view, pinned, remembered)[1])
+
+
+def _log_keys(roots: Mapping[int, bytes]) -> tuple[str, ...]:
+    """Return the log keys of verified roots; once a root names a log, later ones must name the same log."""
+    found: list[str] = []
+    for version in sorted(roots):
+        subject = f"metadata/{version}.root.json"
+        key = log_key_of(parse_metadata(roots[version], Root, subject).signed)
+        if found and (key or "").partition("+")[0] != found[-1].partition("+")[0]:
+            expected = f"a key of the log {found[-1].partition('+')[0]}, as in the root before"
+            raise RoleError(subject, expected=expected, got="a key of another log" if key else "no log key")
+        found += [key] if key else []
+    return tuple(dict.fromkeys(found))
 
 
 def _sha256(data: bytes) -> str:

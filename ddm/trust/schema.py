@@ -18,6 +18,7 @@ _Length = Annotated[int, Field(ge=0, le=2**50)]
 _Spec = Annotated[str, StringConstraints(pattern=r"^1\.0\.[0-9]{1,3}$")]
 _Expires = Annotated[str, StringConstraints(pattern=r"^2[0-9]{3}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")]
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
+_LogKey = Annotated[str, StringConstraints(pattern=r"^[!-*,-~]{1,255}\+[0-9a-f]{8}\+[A-Za-z0-9+/]{44}$")]
 _Path = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 
 
@@ -107,6 +108,7 @@ class _Common(Model):
 class _Root(_Common):
     type: Literal["root"] = Field(alias="_type")
     consistent_snapshot: Literal[False]
+    log_key: _LogKey | None = None
     keys: dict[Digest, _Key]
     roles: _TopRoles
 

@@ -75,6 +75,7 @@ class VerifiedRelease:
         expires: when the timestamp expires.
         expired: whether it has, which only `archived` accepts.
         told: what the reader should know of silos that changed their key, vanished or appeared since the last release.
+        log_keys: verifier keys of the federation's log, as the roots name them, the newest last.
     """
 
     root_fingerprint: str
@@ -84,7 +85,12 @@ class VerifiedRelease:
     versions: Mapping[str, int]
     expires: datetime
     expired: bool
+    log_keys: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
+
+
+def _accept(verified: VerifiedRelease) -> None:
+    """Add no condition."""
 
 
 def verify_release(
@@ -96,6 +102,7 @@ def verify_release(
     accepted_keys: Mapping[str, str] = _NO_PINS,
     archived: bool = False,
     later: Callable[[str], bool] = _none,
+    before_recording: Callable[[VerifiedRelease], None] = _accept,
     now: datetime | None = None,
 ) -> VerifiedRelease:
     """Verify a whole release, from the pinned root to the last byte.
@@ -109,6 +116,7 @@ def verify_release(
         archived: accept an expired timestamp (then `expired` is true), and only that.
         later: selects files, by path below ``targets/<plan_id>/``, whose digests the caller will check when it opens
             them, so that large files are read once.
+        before_recording: what else must hold before the versions are remembered; raises what it refuses.
         now: the time to verify for; the present when None.
 
     Raises:
@@ -118,17 +126,25 @@ def verify_release(
     """
     pins = {silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in silo_keys.items()}
     accepted = {silo_id: parse_fingerprint(fingerprint) for silo_id, fingerprint in accepted_keys.items()} | pins
-    asked = _Asked(Stage.RELEASE, state, pins, accepted, archived, later)
+    asked = _Asked(Stage.RELEASE, state, pins, accepted, archived, later, before_recording)
     return _verify(folder, root, asked, now or datetime.now(UTC))
 
 
-def verify_bundle(folder: Path, root: bytes, *, state: Path | None, now: datetime | None = None) -> VerifiedRelease:
+def verify_bundle(
+    folder: Path,
+    root: bytes,
+    *,
+    state: Path | None,
+    before_recording: Callable[[VerifiedRelease], None] = _accept,
+    now: datetime | None = None,
+) -> VerifiedRelease:
     """Verify a plan's bundle: plan.json and its tensors, without any submission.
 
     Args:
         folder: holds ``metadata/`` and ``targets/``, and nothing else.
         root: the content of 1.root.json, known out of band.
         state: where to remember versions; an older plan after a newer one is a rollback too.
+        before_recording: what else must hold before the versions are remembered; raises what it refuses.
         now: the time to verify for; the present when None.
 
     Raises:
@@ -136,7 +152,8 @@ def verify_bundle(folder: Path, root: bytes, *, state: Path | None, now: datetim
         TrustError: a check failed; the subject names the file.
         FormatError: a metadata file does not parse.
     """
-    return _verify(folder, root, _Asked(Stage.BUNDLE, state), now or datetime.now(UTC))
+    asked = _Asked(Stage.BUNDLE, state, before_recording=before_recording)
+    return _verify(folder, root, asked, now or datetime.now(UTC))
 
 
 def check_bundle_metadata(
@@ -181,6 +198,7 @@ class _Asked:
     accepted: Mapping[str, str] = field(default_factory=dict)
     archived: bool = False
     later: Callable[[str], bool] = _none
+    before_recording: Callable[[VerifiedRelease], None] = _accept
 
 
 def _verify(folder: Path, root: bytes, asked: _Asked, now: datetime) -> VerifiedRelease:
@@ -207,10 +225,7 @@ def _verify(folder: Path, root: bytes, asked: _Asked, now: datetime) -> Verified
         silo_keys, found = KeyMemory(memory.folder), replace(found, unchanged=unchanged)
         silo_keys.check(found)
     files = _check_files(folder, entries, resolved, asked.later)
-    if memory:
-        memory.record(scope, resolved)
-    told = silo_keys.record(found) if silo_keys else ()
-    return VerifiedRelease(
+    verified = VerifiedRelease(
         root_fingerprint=resolved.root_fingerprint,
         plan_id=resolved.plan_id,
         files=files,
@@ -218,8 +233,12 @@ def _verify(folder: Path, root: bytes, asked: _Asked, now: datetime) -> Verified
         versions=resolved.versions,
         expires=resolved.expires,
         expired=resolved.expired,
-        told=told,
+        log_keys=resolved.log_keys,
     )
+    asked.before_recording(verified)
+    if memory:
+        memory.record(scope, resolved)
+    return replace(verified, told=silo_keys.record(found)) if silo_keys else verified
 
 
 def _read_metadata(folder: Path, entries: Mapping[str, Entry]) -> Mapping[str, bytes]:

@@ -13,13 +13,19 @@ from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place, read_bounded
 from ddm.io.locks import reading
 from ddm.io.tensors import check_file, stored_bytes
+from ddm.io.untrusted import read_small
+from ddm.loading.log import read_log
 from ddm.loading.plan import PlanFiles, sketch_noise_level
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.models.adaptation import check_trained
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, sha256_hex
 from ddm.protocol.plan import PartialAdaptation, Plan, TimmEncoder
 from ddm.trust.keys import PublicKey, group_fingerprint
-from ddm.trust.verify import MAX_METADATA_BYTES, check_bundle_metadata, verify_bundle
+from ddm.trust.log.entries import PlanSigned
+from ddm.trust.log.memory import LogMemory
+from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, MAX_PROOF_BYTES
+from ddm.trust.paths import PLAN_CONSISTENCY_NAME, PLAN_LOG_NAMES, PLAN_PROOF_NAME
+from ddm.trust.verify import MAX_METADATA_BYTES, VerifiedRelease, check_bundle_metadata, verify_bundle
 from silo.config import Policy, Site
 from silo.plan.looks import look_at
 from silo.plan.policy import check_plan
@@ -108,12 +114,20 @@ def receive_plan(
         targets = check_bundle_metadata(source, root, state=site.private / "trust", now=now).targets
         most = MAX_METADATA_BYTES + sum(target.bytes for target in targets.values())
         copy_tree_bounded(source, part, max_bytes=min(max_bytes, most))
-        verified = verify_bundle(part, root, state=site.private / "trust", now=now)
+        memory = LogMemory(site.private / "trust" / sha256_hex(root))
+        verified = verify_bundle(
+            part,
+            root,
+            state=site.private / "trust",
+            before_recording=lambda verified: _check_log(part, verified, memory),
+            now=now,
+        )
         if verified.plan_id != plan_id:
             raise ReplayError("plan bundle", expected=plan_id, got=verified.plan_id)
         accepted = _read_plan(part, plan_id, verified.files["plan.json"].digest)
         listed = {file.path: (file.bytes, file.digest) for file in accepted.plan.files}
-        signed = {name: (file.bytes, file.digest) for name, file in verified.files.items() if name != "plan.json"}
+        beside = {"plan.json", *PLAN_LOG_NAMES}
+        signed = {name: (file.bytes, file.digest) for name, file in verified.files.items() if name not in beside}
         if listed != signed:
             odd = sorted({name for name, _ in listed.items() ^ signed.items()})
             got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
@@ -169,6 +183,18 @@ def _check_agreed(plan: Plan, site: Site, silo_id: str) -> None:
             got=f"{stated}" if agreed else "no card in private/card.json",
             remedy="Give the aggregator this site's present card (silo enroll), and ask for a new plan.",
         )
+
+
+def _check_log(bundle: Path, verified: VerifiedRelease, memory: LogMemory) -> None:
+    """Check that the plan stands in the federation's log, if the root names one, and that the log only grew."""
+    if not verified.log_keys:
+        return
+    folder = bundle / "targets" / verified.plan_id
+    entry = PlanSigned(plan_id=verified.plan_id, plan_digest=verified.files["plan.json"].digest)
+    proof = read_small(folder, PLAN_PROOF_NAME, MAX_PROOF_BYTES)
+    consistency = read_small(folder, PLAN_CONSISTENCY_NAME, MAX_CONSISTENCY_BYTES)
+    shown = read_log(verified.log_keys, proof, consistency, entry, PLAN_PROOF_NAME)
+    memory.record(shown.view, PLAN_PROOF_NAME)
 
 
 def _check_noise(accepted: AcceptedPlan) -> None:

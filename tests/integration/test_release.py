@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,11 +192,13 @@ def test_ensemble_is_refused_when_its_host_swaps_a_tensor_file_after_it_was_veri
 def test_release_is_refused_when_its_host_swaps_a_document_after_it_was_verified(
     published: Published, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    def verify_then_swap(*arguments: object, **named: object) -> VerifiedRelease:
-        verified = verify_release(*arguments, **named)  # type: ignore[arg-type]
-        path = next((published.release / "targets").rglob(name))
-        path.write_bytes(path.read_bytes().replace(b'"format"', b' "format"'))
-        return verified
+    def verify_then_swap(*arguments: object, before_recording: Any, **named: object) -> VerifiedRelease:
+        def swap_then_read(verified: VerifiedRelease) -> None:
+            path = next((published.release / "targets").rglob(name))
+            path.write_bytes(path.read_bytes().replace(b'"format"', b' "format"'))
+            before_recording(verified)
+
+        return verify_release(*arguments, before_recording=swap_then_read, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ddm.loading.release, "verify_release", verify_then_swap)
     with pytest.raises(DigestError, match=name):

@@ -24,7 +24,7 @@ def parsers(folder: Path) -> dict[str, tuple[bytes, Parser]]:
     from tests.strangers.test_archives import SPEC, npz
     from tests.strangers.test_bounds import SCALAR, tensors
     from tests.strangers.test_parsers import try_door
-    from tests.support.parsers import Door, doors, messages
+    from tests.support.parsers import Door, doors, messages, texts
 
     def of_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:
         def parse(data: bytes) -> object:
@@ -43,7 +43,7 @@ def parsers(folder: Path) -> dict[str, tuple[bytes, Parser]]:
     def parser(door: Door) -> Parser:
         return lambda data: try_door(door, data)
 
-    return {name: (door.sample, parser(door)) for name, door in {**doors(), **messages(), **files}.items()}
+    return {name: (door.sample, parser(door)) for name, door in {**doors(), **messages(), **texts(), **files}.items()}
 
 
 def main(name: str = "", seconds: str = "600", folder: str = "") -> int:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from ddm.errors import DocumentError
 from ddm.protocol.base import Document, check_json
 from tests.support.case import case
-from tests.support.mutations import POISON, places, spoiled, with_text
-from tests.support.parsers import Door, doors, messages
+from tests.support.mutations import POISON, places, scrambled, spoiled, with_text
+from tests.support.parsers import Door, doors, messages, texts
 
 DOORS = {**doors(), **messages()}
 # What a program writes for itself, in a folder that is its own.
-OWN = {"CheckpointRecord", "_Record", "RouterReport", "SiloKeys", "Student"}
+OWN = {"CheckpointRecord", "LogRecord", "_Record", "RouterReport", "SiloKeys", "Student"}
 quick = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 thorough = settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 
@@ -58,6 +58,26 @@ def test_parser_refuses_strangers_as_documented(name: str, data: st.DataObject) 
 @thorough
 def test_parser_refuses_strangers_as_documented_however_long_one_tries(name: str, data: st.DataObject) -> None:
     try_door(DOORS[name], data.draw(spoiled(DOORS[name].sample)))
+
+
+@pytest.mark.parametrize("name", texts())
+@given(data=st.data())
+@quick
+def test_parser_of_the_log_refuses_strangers_as_documented(name: str, data: st.DataObject) -> None:
+    door = texts()[name]
+    try_door(door, door.sample)
+    door.parse(door.sample)
+    try_door(door, data.draw(scrambled(door.sample) | st.binary(max_size=200)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", texts())
+@given(data=st.data())
+@thorough
+def test_parser_of_the_log_refuses_strangers_as_documented_however_long_one_tries(
+    name: str, data: st.DataObject
+) -> None:
+    try_door(texts()[name], data.draw(scrambled(texts()[name].sample) | st.binary(max_size=200)))
 
 
 def every_poison(door: Door, share: int) -> None:

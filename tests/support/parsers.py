@@ -35,6 +35,12 @@ from ddm.trust.ceremony import HolderSignature, Request
 from ddm.trust.envelope import _Envelope, open_sealed, seal
 from ddm.trust.key_rotation import open_rotation, seal_rotation
 from ddm.trust.keys import SigningKey
+from ddm.trust.log.checkpoint import Checkpoint, open_checkpoint, sign_checkpoint
+from ddm.trust.log.entries import MAX_ENTRY_BYTES, SiloEnrolled, encode_entry, parse_entry
+from ddm.trust.log.merkle import inclusion_proof, leaf_hash, root_hash
+from ddm.trust.log.note import Note, VerifierKey
+from ddm.trust.log.proof import Consistency, InclusionProof
+from ddm.trust.log.tiles import encode_bundle, parse_bundle
 from ddm.trust.metadata import LIMITS, METADATA_LIFE, expiry, parse_metadata, payload_of, sign_metadata
 from ddm.trust.silo_role import delegation, sign_silo_metadata, verify_silo_metadata
 from tests.support.documents import plan_document
@@ -240,6 +246,7 @@ def doors() -> Mapping[str, Door]:
         "ca_certificate": "-----BEGIN CERTIFICATE-----",
         "root": "{}",
         "root_digest": sha256_hex(b"{}"),
+        "log_key": "tiny+00000000+AAAA",
     }
     sealed = seal(json.dumps(receipt_document()).encode(), "receipt", KEY)
     rotation = rotation_document()
@@ -264,6 +271,13 @@ def doors() -> Mapping[str, Door]:
             sealed, lambda data: open_sealed(data, "receipt", KEY.public, 65536), (DocumentError, SignatureError)
         ),
         "request to sign": Door(json.dumps(request).encode(), _sign_request),
+        "log's consistency": _document(Consistency, {"proofs": [{"size": 3, "hashes": ["A" * 43 + "="]}]}),
+        "log's entry": Door(
+            encode_entry(SiloEnrolled(silo_id="north", key_fingerprint=DIGEST)),
+            lambda data: parse_entry(data, "entry"),
+            again=encode_entry,
+            limit=MAX_ENTRY_BYTES,
+        ),
         "root": _tuf(Root, "root"),
         "targets": _tuf(Targets, "targets"),
         "snapshot": _tuf(Snapshot, "snapshot"),
@@ -271,6 +285,35 @@ def doors() -> Mapping[str, Door]:
         "silo's role": Door(
             silo_role(), lambda data: verify_silo_metadata(data, **role), (TrustError, FormatError), limit=256 * 1024
         ),
+    }
+
+
+@cache
+def texts() -> Mapping[str, Door]:
+    """Every parser of the log's own formats, which are no JSON, by name."""
+    key = VerifierKey("archipelago/digits/0123456789abcdef", KEY.public)
+    lines = [encode_entry(SiloEnrolled(silo_id=silo, key_fingerprint=DIGEST)) for silo in ("east", "north", "west")]
+    leaves = [leaf_hash(line) for line in lines]
+    signed = sign_checkpoint(Checkpoint(key.name, len(leaves), root_hash(leaves)), KEY)
+    proof = InclusionProof(1, tuple(inclusion_proof(leaves, 1)), signed.encode())
+    refusals = (FormatError, TrustError)
+
+    def checked(data: bytes) -> object:
+        return InclusionProof.parse(data, "proof").check(lines[1], [key], "proof")
+
+    return {
+        "note": Door(signed.encode(), lambda data: Note.parse(data, "note"), again=lambda note: note.encode()),
+        "checkpoint": Door(signed.encode(), lambda data: open_checkpoint(data, [key], "checkpoint"), refusals),
+        "proof": Door(
+            proof.encode(), lambda data: InclusionProof.parse(data, "proof"), again=lambda found: found.encode()
+        ),
+        "checked proof": Door(proof.encode(), checked, refusals),
+        "verifier key": Door(
+            str(key).encode(),
+            lambda data: VerifierKey.parse(data.decode("utf-8", "replace")),
+            again=lambda found: str(found).encode(),
+        ),
+        "entry bundle": Door(encode_bundle(lines), lambda data: parse_bundle(data, 3, "bundle"), again=encode_bundle),
     }
 
 

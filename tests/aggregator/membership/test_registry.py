@@ -37,6 +37,7 @@ NODE, OTHER_NODE = node_key(), node_key()
 @pytest.fixture
 def federation(tmp_path: Path) -> Federation:
     (tmp_path / "fed" / "registry").mkdir(parents=True)
+    (tmp_path / "fed" / "tuf").mkdir()
     return Federation(tmp_path / "fed")
 
 

@@ -16,14 +16,17 @@ import ddm.loading.ensemble
 from aggregator.changes import Change, is_unsettled
 from aggregator.config import FederationSettings
 from aggregator.intake.inventory import take_inventory
+from aggregator.log.export import public_folder
 from aggregator.pages.drawing import Effort
 from aggregator.release.versions import check_none_lost, is_current
 from aggregator.router.train import train_router
 from ddm.errors import BusyError, DigestError, DiskError, MissingFileError, PolicyError, RollbackError, SetupError
 from ddm.io.settings import load_settings, save_settings
+from ddm.loading.public_log import read_public_log
 from ddm.loading.release import open_release
 from ddm.models import load_expert
 from ddm.protocol.base import check_json, sha256_file, sha256_hex
+from ddm.trust.log.entries import Released
 from tests.conftest import Published
 from tests.support.federation import TinyFederation
 from tests.support.forked import ended, forked
@@ -133,6 +136,8 @@ def check_crash(published: Published, folder: Path, step: int) -> bool:
     assert files(out) == files(tiny.federation.releases / "2")
     assert not is_unsettled(tiny.federation.path)
     check_none_lost(tiny.federation)
+    log = read_public_log(public_folder(tiny.federation), there.root.read_bytes(), folder / "state")
+    assert [entry.version for entry in log.entries if isinstance(entry, Released)] == [1, 2], "once each, no orphan"
     assert {path.name for path in folder.iterdir()} == {"fed", "out"}
     assert not list(tiny.federation.path.glob("*.part"))
     return killed

@@ -27,5 +27,6 @@ def test_renewal_lasts_longer_and_shares_every_expert_and_the_router_with_the_ve
     first, second = (federation.releases / str(version) / "targets" / published.plan_id for version in (2, 3))
     names = [path.relative_to(first) for path in first.rglob("*") if path.is_file()]
     same = {name.as_posix() for name in names if (first / name).samefile(second / name)}
-    assert {name.as_posix() for name in names} - same == {"manifest.json", "model.sig", "README.md", "report.html"}
+    made = {"manifest.json", "manifest.tlog-proof", "log-consistency.json", "model.sig", "README.md", "report.html"}
+    assert {name.as_posix() for name in names} - same == made
     assert opened(published, tmp_path / "renewed", tmp_path / "state").manifest.version == 3

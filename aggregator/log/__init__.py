@@ -1,0 +1,1 @@
+"""Keeps the federation's transparency log: appends, signs, and writes its public form."""

@@ -1,0 +1,106 @@
+"""Writes the public form of the log, C2SP tlog-tiles: static files for a web server, for readers and for witnesses.
+
+Tiles and entry bundles come first and the checkpoint last, so that whoever reads meanwhile finds a whole log. The roots
+of trust lie beside them, by which a reader follows a rotated log key.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from aggregator.changes import Change
+from aggregator.config import Federation
+from aggregator.log.journal import CHECKPOINT, Journal, stage
+from ddm.errors import SetupError
+from ddm.io.files import read_bounded, write_atomic
+from ddm.trust.drafts import log_key_of
+from ddm.trust.keys import SigningKey
+from ddm.trust.log.checkpoint import Checkpoint, open_checkpoint
+from ddm.trust.log.merkle import root_hash
+from ddm.trust.log.note import MAX_NOTE_BYTES, Note, VerifierKey
+from ddm.trust.log.tiles import layout
+from ddm.trust.repository import Repository
+
+
+def public_folder(federation: Federation) -> Path:
+    """Return the folder of the public form, which the commands that sign keep up to date."""
+    return federation.path / "log" / "public"
+
+
+def sign_waiting(federation: Federation, key: SigningKey) -> Journal:
+    """Cover entries that wait unsigned with a checkpoint; return the log.
+
+    Raises:
+        SetupError: the federation's root names no log, or another key.
+        BusyError: another process signs.
+    """
+    with federation.signing_lock():
+        log_key = log_key_of(Repository(federation.tuf).root())
+        if log_key is None:
+            raise SetupError("root", expected="the key of the federation's log, log_key", got="a root without it")
+        change = Change.begin(federation.path, beside_waiting=True)
+        journal = stage(federation, change, log_key, key, [])
+        change.commit()
+        export_log(federation, public_folder(federation))
+        return journal
+
+
+def export_log(federation: Federation, out: Path) -> None:
+    """Bring a public copy of the log up to date with its last checkpoint.
+
+    Raises:
+        SetupError: the copy there is of another log, or of more entries: this folder is older than it.
+    """
+    journal = Journal.load(federation)
+    if journal.signed is None:
+        return
+    entries = journal.entries[: journal.signed.size]
+    _check_continues(out / "checkpoint", replace(journal, entries=entries))
+    for path, data in layout(entries):
+        if not (out / path).exists():
+            write_atomic(out / path, data)
+    for root in sorted(federation.tuf.glob("*.root.json")):
+        if not (out / root.name).exists():
+            write_atomic(out / root.name, root.read_bytes())
+    encoded = journal.signed.encode()
+    if not (out / "checkpoint").exists() or (out / "checkpoint").read_bytes() != encoded:
+        write_atomic(out / "checkpoint", encoded)
+
+
+def add_cosignatures(federation: Federation, cosigned: Path) -> int:
+    """Add the signatures under a copy of the last checkpoint, by witnesses, to it; return how many are new.
+
+    Raises:
+        SetupError: it is a copy of another checkpoint.
+        SignatureError: the log's own signature on it is invalid.
+    """
+    with federation.signing_lock():
+        journal = Journal.load(federation)
+        log_key = log_key_of(Repository(federation.tuf).root())
+        data = read_bounded(cosigned, MAX_NOTE_BYTES)
+        theirs = open_checkpoint(data, [VerifierKey.parse(log_key)] if log_key else [], cosigned.name)
+        if journal.signed is None or theirs.checkpoint != journal.signed.checkpoint:
+            expected = f"a copy of the last checkpoint, of {journal.signed.size if journal.signed else 0} entries"
+            raise SetupError(str(cosigned), expected=expected, got=f"one of {theirs.size} entries")
+        ours = journal.signed.note
+        new = tuple(each for each in theirs.note.signatures if each not in ours.signatures)
+        note = replace(ours, signatures=ours.signatures + new)
+        # As a reader would read it: too many signatures would make it unreadable for all.
+        write_atomic(federation.path / CHECKPOINT, Note.parse(note.encode(), "cosigned checkpoint").encode())
+        export_log(federation, public_folder(federation))
+        return len(new)
+
+
+def _check_continues(path: Path, journal: Journal) -> None:
+    """Refuse to replace a public checkpoint by one that does not continue it: readers would see two histories."""
+    if not path.exists():
+        return
+    shown = Checkpoint.parse(Note.parse(read_bounded(path, MAX_NOTE_BYTES), path.name).text, path.name)
+    leaves = journal.leaves[: shown.size]
+    if len(leaves) < shown.size or root_hash(leaves) != shown.root:
+        raise SetupError(
+            str(path),
+            expected=f"a checkpoint that the {len(journal.entries)} entries of log/entries.jsonl continue",
+            got=f"one of {shown.size} entries that they do not",
+            remedy="This federation's folder was restored from an old backup, or the path is of another log. Restore "
+            "the newest backup; publishing from an older one would show readers two histories.",
+        )

@@ -1,0 +1,53 @@
+"""The command `ddm log`: checks a whole copy of a federation's log, and compares checkpoints with it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ddm.cli.options import TRUST, CheckpointOption, RootOption, StateOption
+from ddm.system.console import say
+
+if TYPE_CHECKING:
+    from ddm.trust.log.entries import Entry
+
+
+def log(
+    folder: Annotated[Path, typer.Argument(metavar="LOG", help="A copy of the federation's public log.")],
+    root: RootOption,
+    state: StateOption = None,
+    checkpoint: CheckpointOption = None,
+    witness: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--witness", metavar="VKEY", help="A witness that must have cosigned; repeatable.", rich_help_panel=TRUST
+        ),
+    ] = None,
+) -> None:
+    """Check a whole log, compare checkpoints with it, and list its entries."""
+    from ddm.io.files import read_bounded, require_folder
+    from ddm.loading.public_log import read_public_log
+    from ddm.loading.release import read_root
+    from ddm.trust.log.note import VerifierKey
+    from ddm.trust.log.proof import MAX_PROOF_BYTES
+    from ddm.trust.verify import default_state
+
+    witnesses = [VerifierKey.parse(text) for text in witness or []]
+    found = read_public_log(require_folder(folder, "a folder"), read_root(root), state or default_state())
+    for path in checkpoint or []:
+        found.compare(read_bounded(path, MAX_PROOF_BYTES), path.name)
+    times = {each.name: found.cosigned(each) for each in witnesses}
+    say(f"Log {found.signed.checkpoint.origin}: {found.signed.size} entries, root hash {found.signed.root.hex()}")
+    for path in checkpoint or []:
+        say(f"  checkpoint {path} is of the same history")
+    for name, when in times.items():
+        say(f"  cosigned by {name} at {when.isoformat()}")
+    for number, entry in enumerate(found.entries):
+        say(f"{number:>6}  {in_words(entry)}")
+
+
+def in_words(entry: "Entry") -> str:
+    """Return an entry on one line: its kind, then its fields in full."""
+    fields = entry.model_dump(mode="json", exclude={"kind"})
+    words = [f"{name}={','.join(value) if isinstance(value, list) else value}" for name, value in fields.items()]
+    return " ".join([entry.kind, *words])

@@ -1,0 +1,85 @@
+"""Checks that a published manifest, or a signed plan, stands in the federation's log; compares it with other views."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddm.errors import RootError, TrustError
+from ddm.protocol.manifest import Manifest
+from ddm.trust.log.checkpoint import open_checkpoint
+from ddm.trust.log.entries import Entry, Released, encode_entry
+from ddm.trust.log.history import View, check_same_history
+from ddm.trust.log.memory import LogMemory
+from ddm.trust.log.note import VerifierKey
+from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, Consistency, InclusionProof, checkpoint_in
+
+
+@dataclass(frozen=True)
+class LogView:
+    """A federation's log as a release, or a plan's bundle, shows it.
+
+    Attributes:
+        view: the signed checkpoint, and proofs from earlier ones.
+        keys: those that signed for the log so far, as the roots name them, the newest last.
+    """
+
+    view: View
+    keys: tuple[VerifierKey, ...]
+
+    def compare(self, other: bytes, subject: str, state: Path | None) -> int:
+        """Compare with a checkpoint that somebody else was shown; return its size.
+
+        Args:
+            other: a checkpoint, or a ``.tlog-proof`` that ends with one.
+            subject: what to call it in errors.
+            state: the memory of this federation, where evidence is kept.
+
+        Raises:
+            SplitViewError: two histories; both signed checkpoints are kept as evidence.
+            TrustError: it is not signed by this log, or this release holds no proof from it or to it.
+            DocumentError: it does not parse.
+        """
+        signed = open_checkpoint(checkpoint_in(other, subject), self.keys, subject)
+        mine = self.view.signed
+        if signed.size > mine.size or (signed.size < mine.size and self.view.proofs.at(signed.size) is None):
+            remedy = "Compare both with the whole log: ddm log LOG --root FILE --checkpoint FILE."
+            expected = f"a checkpoint that this release, of {mine.size} entries, holds a proof for"
+            raise TrustError(subject, expected=expected, got=f"one of {signed.size} entries", remedy=remedy)
+        theirs = View(signed, Consistency())
+        if state is None:
+            check_same_history(theirs, self.view, subject)
+        else:
+            LogMemory(state).compare(theirs, self.view, subject)
+        return signed.size
+
+
+def read_log(log_keys: tuple[str, ...], proof: bytes, consistency: bytes, entry: Entry, subject: str) -> LogView:
+    """Check that an entry stands in the log.
+
+    Args:
+        log_keys: verifier keys, as the verified roots name them, the newest last; the newest one must have signed.
+        proof: the content of the ``.tlog-proof``.
+        consistency: the content of `log-consistency.json`.
+        entry: what must stand in the log.
+        subject: the proof's name, for errors.
+
+    Raises:
+        RootError: the root names no log.
+        TrustError: the checkpoint is not signed by the log, or the entry does not stand there.
+        FormatError: a file does not parse, or does not fit the checkpoint's size.
+    """
+    if not log_keys:
+        raise RootError("root", expected="the key of the federation's log, log_key", got="a root without it")
+    keys = tuple(VerifierKey.parse(key) for key in log_keys)
+    signed = InclusionProof.parse(proof, subject).check(encode_entry(entry), keys[-1:], subject)
+    proofs = Consistency.parse(consistency, subject="log-consistency.json", limit=MAX_CONSISTENCY_BYTES)
+    return LogView(View(signed, proofs), keys)
+
+
+def entry_of(manifest: Manifest, manifest_digest: str) -> Released:
+    """Return what must stand in the log for a manifest."""
+    return Released(
+        plan_id=manifest.plan_id,
+        version=manifest.version,
+        manifest_digest=manifest_digest,
+        supersedes_digest=manifest.supersedes_digest,
+    )

@@ -1,0 +1,125 @@
+"""Reads and checks a whole copy of a federation's log: entries, tiles, checkpoint, and the order of its versions."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ddm.errors import DigestError, DocumentError, RootError, SplitViewError
+from ddm.io.untrusted import read_small
+from ddm.protocol.base import sha256_hex
+from ddm.trust.log.checkpoint import SignedCheckpoint, check_cosignature, open_checkpoint
+from ddm.trust.log.entries import MAX_ENTRIES, Entry, check_history, parse_entry
+from ddm.trust.log.history import check_against_entries
+from ddm.trust.log.memory import LogMemory
+from ddm.trust.log.merkle import leaf_hash, root_hash
+from ddm.trust.log.note import MAX_NOTE_BYTES, VerifierKey
+from ddm.trust.log.proof import checkpoint_in
+from ddm.trust.log.tiles import MAX_BUNDLE_BYTES, layout, parse_bundle, tile_path, tiles_of
+from ddm.trust.metadata import LIMITS
+from ddm.trust.rules import MAX_ROOT_ROTATIONS, trusted_log_keys
+from ddm.trust.state import Memory
+
+
+@dataclass(frozen=True)
+class PublicLog:
+    """A verified copy of a log.
+
+    Attributes:
+        signed: its checkpoint.
+        lines: its entries as they are hashed.
+        entries: the same, parsed.
+        keys: those that signed for the log so far, the newest last.
+        memory: where evidence is kept.
+    """
+
+    signed: SignedCheckpoint
+    lines: tuple[bytes, ...]
+    entries: tuple[Entry, ...]
+    keys: tuple[VerifierKey, ...]
+    memory: LogMemory
+
+    def compare(self, other: bytes, subject: str) -> None:
+        """Compare with a checkpoint, of any size up to this log's, that somebody was shown.
+
+        Raises:
+            SplitViewError: two histories; both signed checkpoints are kept as evidence.
+            FormatError: the checkpoint is of more entries than this copy of the log has.
+        """
+        self._check(open_checkpoint(checkpoint_in(other, subject), self.keys, subject), subject)
+
+    def _check(self, signed: SignedCheckpoint, subject: str) -> None:
+        try:
+            check_against_entries(signed, self.lines, subject)
+        except SplitViewError as error:
+            kept = self.memory.keep_evidence(signed, self.signed)
+            error.remedy = f"{error.default_remedy} Both signed checkpoints are in {kept}."
+            raise
+
+    def cosigned(self, witness: VerifierKey) -> datetime:
+        """Return when a witness cosigned this checkpoint.
+
+        Raises:
+            SignatureError: it did not.
+            DocumentError: the time is not one.
+        """
+        seconds = check_cosignature(self.signed, witness, "checkpoint")
+        try:
+            return datetime.fromtimestamp(seconds, UTC)
+        except (ValueError, OverflowError, OSError) as error:
+            raise DocumentError("checkpoint, cosignature", expected="a time", got=f"{seconds} seconds") from error
+
+
+def read_public_log(folder: Path, root: bytes, state: Path) -> PublicLog:
+    """Read a copy of the log, check all of it, and compare it with what this state remembers.
+
+    Args:
+        folder: `checkpoint`, `tile/` and the roots, as `aggregator log` writes them.
+        root: the pinned 1.root.json.
+        state: where versions, roots and the log seen before are remembered; nothing new is.
+
+    Raises:
+        TrustError: the checkpoint is not signed by the log's key, a tile differs, or versions do not follow each other.
+        SplitViewError: the log is not the one seen before.
+        FormatError: a file does not parse, or the log has fewer entries than seen before.
+    """
+    memory = Memory.of(state, sha256_hex(root))
+    found = trusted_log_keys(_roots(folder, root), root, memory.roots())
+    if not found:
+        raise RootError("root", expected="the key of the federation's log, log_key", got="a root without it")
+    keys = tuple(VerifierKey.parse(key) for key in found)
+    signed = open_checkpoint(read_small(folder, "checkpoint", MAX_NOTE_BYTES), keys[-1:], "checkpoint")
+    lines = _lines(folder, signed)
+    entries = tuple(parse_entry(line, f"entry {number}") for number, line in enumerate(lines))
+    opened = PublicLog(signed, lines, entries, keys, LogMemory(memory.folder))
+    seen = opened.memory.seen()
+    if seen is not None:
+        opened._check(seen.signed, "the checkpoint seen before")
+    check_history(entries)
+    return opened
+
+
+def _roots(folder: Path, root: bytes) -> dict[str, bytes]:
+    view = {"1.root.json": root}
+    for version in range(2, MAX_ROOT_ROTATIONS + 2):
+        name = f"{version}.root.json"
+        if not (folder / name).exists():
+            break
+        view[name] = read_small(folder, name, LIMITS["root"])
+    return view
+
+
+def _lines(folder: Path, signed: SignedCheckpoint) -> tuple[bytes, ...]:
+    """Read the entries, which must have the root hash that is signed, and check every tile against them."""
+    if signed.size > MAX_ENTRIES:
+        raise DocumentError("checkpoint", expected=f"at most {MAX_ENTRIES} entries", got=f"{signed.size}")
+    lines: list[bytes] = []
+    for index, width in tiles_of(signed.size):
+        name = tile_path(None, index, width)
+        lines += parse_bundle(read_small(folder, name, MAX_BUNDLE_BYTES), width, name)
+    if (found := root_hash([leaf_hash(line) for line in lines])) != signed.root:
+        expected = f"entries with the signed root hash {signed.root.hex()[:16]}..."
+        raise DigestError("tile/entries", expected=expected, got=f"root hash {found.hex()[:16]}...")
+    for name, data in layout(lines):
+        if read_small(folder, name, MAX_BUNDLE_BYTES) != data:
+            raise DigestError(name, expected="the hashes of the entries", got="a tile that differs from them")
+    return tuple(lines)

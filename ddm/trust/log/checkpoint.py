@@ -1,0 +1,156 @@
+"""Checkpoints: the signed size and root hash of a log, and the cosignatures of witnesses on them; no I/O.
+
+Formats of C2SP: `tlog-checkpoint` and `tlog-cosignature` (the Ed25519 kind).
+"""
+
+import re
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from ddm.errors import DocumentError, SignatureError, TrustError
+from ddm.trust.keys import SigningKey
+from ddm.trust.log.merkle import HASH_BYTES, MAX_SIZE
+from ddm.trust.log.note import COSIGNATURE, ED25519, Note, NoteSignature, VerifierKey, decode_base64, sign_note
+
+_TIME_BYTES, _SIGNATURE_BYTES = 8, 64
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a log says of itself.
+
+    Attributes:
+        origin: the log's name.
+        size: how many entries it has.
+        root: the root hash over them.
+    """
+
+    origin: str
+    size: int
+    root: bytes
+
+    @property
+    def text(self) -> str:
+        """The three lines that are signed."""
+        return f"{self.origin}\n{self.size}\n{b64encode(self.root).decode('ascii')}\n"
+
+    @classmethod
+    def parse(cls, text: str, subject: str) -> Self:
+        """Parse the text of a note.
+
+        Raises:
+            DocumentError: a malformed line, or not three: extension lines, which no monitor can check, are refused.
+        """
+        lines = text.split("\n")
+        if len(lines) != 4 or not lines[0] or lines[3]:
+            expected = "three lines: origin, size, root hash"
+            raise DocumentError(subject, expected=expected, got=f"{len(lines) - 1} lines")
+        size = parse_number(lines[1], subject)
+        root = decode_base64(lines[2], subject)
+        if len(root) != HASH_BYTES:
+            raise DocumentError(subject, expected=f"a root hash of {HASH_BYTES} bytes", got=f"{len(root)} bytes")
+        return cls(lines[0], size, root)
+
+
+@dataclass(frozen=True)
+class SignedCheckpoint:
+    """A checkpoint whose signature by its log was verified.
+
+    Attributes:
+        checkpoint: its content.
+        note: all of it, with the signatures of others too.
+    """
+
+    checkpoint: Checkpoint
+    note: Note
+
+    @property
+    def size(self) -> int:
+        """How many entries the log has."""
+        return self.checkpoint.size
+
+    @property
+    def root(self) -> bytes:
+        """The root hash over them."""
+        return self.checkpoint.root
+
+    def encode(self) -> bytes:
+        """Return the signed bytes, which prove what the log said."""
+        return self.note.encode()
+
+
+def parse_number(text: str, subject: str) -> int:
+    """Parse a decimal number without leading zeros.
+
+    Raises:
+        DocumentError: anything else, or a number that is too large.
+    """
+    if not re.fullmatch("0|[1-9][0-9]{0,15}", text) or int(text) > MAX_SIZE:
+        expected = f"a number of at most {MAX_SIZE}, without leading zeros"
+        raise DocumentError(subject, expected=expected, got=f"{len(text)} characters that are none")
+    return int(text)
+
+
+def sign_checkpoint(checkpoint: Checkpoint, key: SigningKey) -> SignedCheckpoint:
+    """Sign as the log; the same checkpoint and key give the same bytes."""
+    return SignedCheckpoint(checkpoint, sign_note(checkpoint.text, checkpoint.origin, key))
+
+
+def open_checkpoint(data: bytes, keys: Sequence[VerifierKey], subject: str) -> SignedCheckpoint:
+    """Parse a checkpoint, whose log must have signed it.
+
+    Args:
+        data: the bytes as received.
+        keys: those that may sign for the log.
+        subject: what to call it in errors.
+
+    Raises:
+        DocumentError: it does not parse.
+        SignatureError: none of these keys signed it, or a signature of one of them is invalid.
+        TrustError: it is signed by the key of this log, and names another one.
+    """
+    note = Note.parse(data, subject)
+    logs = [key for key in keys if key.kind == ED25519]
+    note.check(logs, subject)
+    checkpoint = Checkpoint.parse(note.text, subject)
+    if checkpoint.origin not in {key.name for key in logs}:
+        raise TrustError(subject, expected=f"a checkpoint of {logs[0].name}", got="a checkpoint of another log")
+    return SignedCheckpoint(checkpoint, note)
+
+
+def check_cosignature(signed: SignedCheckpoint, witness: VerifierKey, subject: str) -> int:
+    """Check that a witness cosigned a checkpoint; return when, in seconds since the epoch.
+
+    Raises:
+        SignatureError: it did not, or its signature is invalid.
+    """
+    found = signed.note.of(witness) if witness.kind == COSIGNATURE else []
+    if not found:
+        got = f"{len(signed.note.signatures)} signatures, none by this witness"
+        raise SignatureError(subject, expected=f"a cosignature by {witness.name}", got=got)
+    times = []
+    for each in found:
+        time, signature = each.signature[:_TIME_BYTES], each.signature[_TIME_BYTES:]
+        times.append(int.from_bytes(time, "big"))
+        try:
+            if len(signature) != _SIGNATURE_BYTES or times[-1] >= 2**63:
+                raise SignatureError(subject)
+            witness.public.verify(signature, _cosigned(times[-1], signed.note.text))
+        except SignatureError as error:
+            got = "a cosignature that does not verify"
+            raise SignatureError(subject, expected=f"a valid cosignature by {witness.name}", got=got) from error
+    return max(times)
+
+
+def cosign(signed: SignedCheckpoint, name: str, key: SigningKey, time: int) -> SignedCheckpoint:
+    """Add the cosignature of a witness, who has checked that the log only grew since the last one."""
+    witness = VerifierKey(name, key.public, COSIGNATURE)
+    signature = time.to_bytes(_TIME_BYTES, "big") + key.sign(_cosigned(time, signed.note.text))
+    added = NoteSignature(name, witness.key_id, signature)
+    return replace(signed, note=replace(signed.note, signatures=(*signed.note.signatures, added)))
+
+
+def _cosigned(time: int, text: str) -> bytes:
+    return f"cosignature/v1\ntime {time}\n{text}".encode()

@@ -1,0 +1,115 @@
+"""What a reader remembers of a federation's log: the newest checkpoint, and evidence where two histories were shown."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ddm.errors import DocumentError, SetupError, SplitViewError
+from ddm.io.files import write_atomic
+from ddm.io.locks import lock_file
+from ddm.io.untrusted import read_small
+from ddm.protocol.base import Document, sha256_hex
+from ddm.trust.log.checkpoint import Checkpoint, SignedCheckpoint
+from ddm.trust.log.history import View, check_same_history
+from ddm.trust.log.note import MAX_NOTE_BYTES, Note
+from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, Consistency
+
+MAX_LOG_STATE_BYTES = MAX_CONSISTENCY_BYTES + 2 * MAX_NOTE_BYTES
+
+
+class LogRecord(Document):
+    """The newest checkpoint seen, as it was signed, and the proofs that came with it."""
+
+    format: Literal["archipelago/log-state/1"] = "archipelago/log-state/1"
+    checkpoint: Annotated[str, Field(max_length=MAX_NOTE_BYTES)]
+    consistency: Consistency
+
+
+@dataclass(frozen=True)
+class LogMemory:
+    """The memory of one federation's log.
+
+    Attributes:
+        folder: where it is kept: that of `ddm.trust.state.Memory`.
+    """
+
+    folder: Path
+
+    def seen(self) -> View | None:
+        """Return what was seen last; its signature was verified then.
+
+        Raises:
+            DocumentError: the memory itself is damaged.
+        """
+        path = self.folder / "log.json"
+        if not path.exists():
+            return None
+        subject = f"state {path}"
+        try:
+            data = read_small(self.folder, path.name, MAX_LOG_STATE_BYTES, subject=subject)
+            record = LogRecord.parse(data, subject=subject)
+            note = Note.parse(record.checkpoint.encode(), subject)
+            return View(SignedCheckpoint(Checkpoint.parse(note.text, subject), note), record.consistency)
+        except DocumentError as error:
+            error.remedy = "The memory is damaged. Delete this file only if you know that the log is the right one."
+            raise
+
+    def check(self, shown: View, subject: str) -> None:
+        """Refuse a log that is not the one seen before; keep both signed checkpoints as evidence.
+
+        Raises:
+            SplitViewError: two histories.
+            DocumentError: the memory itself is damaged.
+        """
+        seen = self.seen()
+        if seen is not None:
+            self.compare(seen, shown, subject)
+
+    def compare(self, seen: View, shown: View, subject: str) -> None:
+        """Compare two views; where they are of two histories, keep both signed checkpoints as evidence.
+
+        Raises:
+            SplitViewError: two histories.
+        """
+        try:
+            check_same_history(seen, shown, subject)
+        except SplitViewError as error:
+            kept = self.keep_evidence(seen.signed, shown.signed)
+            error.remedy = f"{error.default_remedy} Both signed checkpoints are in {kept}."
+            raise
+
+    def keep_evidence(self, seen: SignedCheckpoint, shown: SignedCheckpoint) -> Path:
+        """Write both signed checkpoints into a folder of their own, and return it."""
+        both = sha256_hex(seen.encode() + shown.encode())
+        folder = self.folder / f"split-view-{both[:16]}"
+        try:
+            write_atomic(folder / "seen.checkpoint", seen.encode())
+            write_atomic(folder / "shown.checkpoint", shown.encode())
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        return folder
+
+    def record(self, shown: View, subject: str) -> None:
+        """Remember a view that is not smaller than the one remembered, after checking it again under the lock.
+
+        Raises:
+            SplitViewError: another process has meanwhile seen another history.
+            SetupError: the folder cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with lock_file(self.folder / ".lock"):
+                self.check(shown, subject)
+                seen = self.seen()
+                if seen is None or shown.signed.size > seen.signed.size:
+                    record = LogRecord(checkpoint=shown.signed.encode().decode(), consistency=shown.proofs)
+                    write_atomic(self.folder / "log.json", record.encode())
+        except OSError as error:
+            raise _unwritable(self.folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> SetupError:
+    remedy = "Name another folder with --state; without this memory a second history cannot be detected."
+    return SetupError(str(folder), expected="a writable folder", got=str(error.strerror), remedy=remedy)

@@ -1,0 +1,192 @@
+"""Signed notes and verifier keys, as the C2SP specification `signed-note` defines them; no I/O.
+
+A note is a text with one signature a line under it. A verifier ignores signatures of keys that it does not know; one
+of a key that it knows must verify.
+"""
+
+import hashlib
+import re
+from base64 import b64decode, b64encode
+from binascii import Error as Base64Error
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from ddm.errors import DocumentError, SignatureError
+from ddm.trust.keys import PublicKey, SigningKey
+
+ED25519, COSIGNATURE = 0x01, 0x04
+MAX_NOTE_BYTES = 128 * 1024  # of sixteen signatures, each of up to 5 kB, with room to spare
+MAX_SIGNATURES = 32
+MAX_NAME = 255
+MAX_VKEY = 400
+_ID_BYTES = 4
+
+
+@dataclass(frozen=True)
+class VerifierKey:
+    """A key that signs notes, with its name.
+
+    Attributes:
+        name: of the log or the witness.
+        public: the Ed25519 key.
+        kind: `ED25519` for a log, `COSIGNATURE` for a witness.
+    """
+
+    name: str
+    public: PublicKey
+    kind: int = ED25519
+
+    def __post_init__(self) -> None:
+        _check_name(self.name, "verifier key")
+
+    @property
+    def key_id(self) -> bytes:
+        """``SHA-256(name || 0x0A || kind || public key)[:4]``."""
+        return hashlib.sha256(self.name.encode() + b"\n" + self._keyed()).digest()[:_ID_BYTES]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse ``name+hash+base64``.
+
+        Raises:
+            DocumentError: another form, another kind of key, or a hash that is not the key's.
+        """
+        parts = text.split("+", 2) if len(text) <= MAX_VKEY else []
+        if len(parts) != 3 or not re.fullmatch("[0-9a-f]{8}", parts[1]):
+            expected = "NAME+HASH+KEY, with 8 hex digits and base64"
+            raise DocumentError("verifier key", expected=expected, got=f"{len(text)} characters of another form")
+        data = decode_base64(parts[2], "verifier key")
+        if len(data) != 33 or data[0] not in (ED25519, COSIGNATURE):
+            got = f"{len(data)} bytes of kind {data[0] if data else 'unknown'}"
+            raise DocumentError("verifier key", expected="an Ed25519 key of a log or a witness", got=got)
+        key = cls(parts[0], PublicKey(data[1:]), data[0])
+        if key.key_id.hex() != parts[1]:
+            raise DocumentError("verifier key", expected=f"the hash of this key, {key.key_id.hex()}", got=parts[1])
+        return key
+
+    def __str__(self) -> str:
+        return f"{self.name}+{self.key_id.hex()}+{b64encode(self._keyed()).decode('ascii')}"
+
+    def _keyed(self) -> bytes:
+        return bytes([self.kind]) + self.public.raw
+
+
+@dataclass(frozen=True)
+class NoteSignature:
+    """One signature line: who signed, by name and key id, and the signature's bytes."""
+
+    name: str
+    key_id: bytes
+    signature: bytes
+
+    def __str__(self) -> str:
+        return f"\u2014 {self.name} {b64encode(self.key_id + self.signature).decode('ascii')}\n"
+
+
+@dataclass(frozen=True)
+class Note:
+    """A text and its signatures, none of them verified yet.
+
+    Attributes:
+        text: ends with a newline; this is what is signed.
+        signatures: at least one.
+    """
+
+    text: str
+    signatures: tuple[NoteSignature, ...]
+
+    @classmethod
+    def parse(cls, data: bytes, subject: str) -> Self:
+        """Parse a note within bounds.
+
+        Raises:
+            DocumentError: too long, not UTF-8, a control character, no signature or too many, a malformed line.
+        """
+        text, _, signed = _decode(data, subject).rpartition("\n\n")
+        lines = signed.splitlines() if signed.count("\n") <= MAX_SIGNATURES else []
+        if not text or not lines or not signed.endswith("\n"):
+            expected = f"a text, an empty line, and 1 to {MAX_SIGNATURES} signature lines"
+            raise DocumentError(subject, expected=expected, got=f"{signed.count(chr(10))} lines after the last one")
+        return cls(text + "\n", tuple(_parse_signature(line, subject) for line in lines))
+
+    def encode(self) -> bytes:
+        """Return the note's bytes."""
+        return (self.text + "\n" + "".join(map(str, self.signatures))).encode()
+
+    def of(self, key: VerifierKey) -> list[NoteSignature]:
+        """Return the signatures that name this key."""
+        return [each for each in self.signatures if (each.name, each.key_id) == (key.name, key.key_id)]
+
+    def check(self, keys: Sequence[VerifierKey], subject: str) -> None:
+        """Check that one of these keys signed, and that no signature of any of them is invalid.
+
+        Raises:
+            SignatureError: no signature by these keys, or an invalid one.
+        """
+        known = [(key, signature) for key in keys for signature in self.of(key)]
+        if not known:
+            expected = (
+                f"a signature by {' or '.join(f'{key.name} {key.key_id.hex()}' for key in keys) or 'a known key'}"
+            )
+            got = f"{len(self.signatures)} signatures by other keys"
+            raise SignatureError(subject, expected=expected, got=got)
+        for key, signature in known:
+            try:
+                key.public.verify(signature.signature, self.text.encode())
+            except SignatureError as error:
+                got = "a signature that does not verify"
+                raise SignatureError(subject, expected=f"a valid signature by {key.name}", got=got) from error
+
+
+def sign_note(text: str, name: str, key: SigningKey) -> Note:
+    """Sign a text as `name`."""
+    verifier = VerifierKey(name, key.public)
+    return Note(text, (NoteSignature(name, verifier.key_id, key.sign(text.encode())),))
+
+
+def decode_base64(text: str, subject: str) -> bytes:
+    """Decode standard base64 with padding, of which each value has one form.
+
+    Raises:
+        DocumentError: anything else.
+    """
+    try:
+        data = b64decode(text.encode("ascii"), validate=True)
+    except (Base64Error, ValueError) as error:
+        raise DocumentError(subject, expected="base64", got=f"{len(text)} characters that are not") from error
+    if b64encode(data).decode("ascii") != text:
+        raise DocumentError(subject, expected="canonical base64", got="another encoding of the same bytes")
+    return data
+
+
+def _decode(data: bytes, subject: str) -> str:
+    if len(data) > MAX_NOTE_BYTES:
+        raise DocumentError(subject, expected=f"at most {MAX_NOTE_BYTES} bytes", got=f"{len(data)} bytes")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DocumentError(subject, expected="UTF-8 text", got=f"an invalid byte at {error.start}") from error
+    # Stricter than the specification, and so that Python's other line ends cannot hide in a line.
+    if not all(line.isprintable() for line in text.split("\n")):
+        raise DocumentError(subject, expected="printable text and newlines", got="a control character")
+    return text
+
+
+def _parse_signature(line: str, subject: str) -> NoteSignature:
+    parts = line.split(" ")
+    if len(parts) != 3 or parts[0] != "\u2014":
+        expected, got = "a dash, a name and base64", f"{len(parts)} words"
+        raise DocumentError(f"{subject}, signature line", expected=expected, got=got)
+    _check_name(parts[1], f"{subject}, signature line")
+    data = decode_base64(parts[2], f"{subject}, signature line")
+    if len(data) <= _ID_BYTES:
+        expected = f"more than {_ID_BYTES} bytes"
+        raise DocumentError(f"{subject}, signature line", expected=expected, got=f"{len(data)} bytes")
+    return NoteSignature(parts[1], data[:_ID_BYTES], data[_ID_BYTES:])
+
+
+def _check_name(name: str, subject: str) -> None:
+    if not 1 <= len(name) <= MAX_NAME or "+" in name or any(each.isspace() for each in name) or not name.isprintable():
+        expected = f"a name of 1 to {MAX_NAME} characters without blanks and plus signs"
+        raise DocumentError(subject, expected=expected, got=f"{len(name)} characters of another form")
