@@ -32,7 +32,7 @@ ROOMS = {
         "encoders": "errors io protocol system",
         "models": "errors io protocol",
         "partition": "errors io protocol",
-        "transport": "errors io protocol",
+        "transport": "errors io protocol system",
         "trust": "errors io protocol",
         "io": "errors protocol",
         "privacy": "diffusion errors protocol",
@@ -76,7 +76,10 @@ ROOMS = {
 
 # Who may import a framework; everyone else goes through these files.
 DOORS = {
-    "flwr": {"ddm/transport/flower.py", "silo/client_app.py", "aggregator/server_app.py"},
+    "flwr": {
+        *("ddm/transport/flower.py", "silo/client_app.py", "aggregator/server_app.py"),
+        *("ddm/transport/superexec.py", "silo/courier/node.py", "aggregator/runtime/superlink.py"),
+    },
     "tuf": {"ddm/trust/"},
     "securesystemslib": {"ddm/trust/"},
     "safetensors": {"ddm/io/tensors.py"},

@@ -2,9 +2,13 @@
 
 Order matters: the signature before any parser, digests before tensors, shapes before values. The noised histogram is
 read before the experts, since it decides which experts there may be.
+
+`authenticate` tells what the silo signed from what merely arrived in its name. Only the former may be refused: a
+refusal uses up one of the silo's submissions, and rubbish sent in its name would use them all.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -13,7 +17,7 @@ from torch import Tensor
 
 from aggregator.intake.limits import submission_entries
 from aggregator.intake.plausibility import check_statistics
-from ddm.errors import AbsentFileError, DigestError, PolicyError, ReplayError, UnlistedFileError
+from ddm.errors import AbsentFileError, DigestError, FormatError, PolicyError, ReplayError, UnlistedFileError
 from ddm.io.files import read_bounded
 from ddm.io.tensors import check_file
 from ddm.io.untrusted import check_digest, scan
@@ -55,6 +59,26 @@ class Expectation:
 
 
 @dataclass(frozen=True)
+class Signed:
+    """What arrived, byte for byte as the silo signed it under this number; nothing is known yet about what it says.
+
+    Attributes:
+        document: submission.json, as signed.
+        listed: every other file that the silo's role lists, by its path, with bytes and digest.
+        files: all files that arrived.
+    """
+
+    document: bytes
+    listed: Mapping[str, tuple[int, str]]
+    files: Mapping[str, Path]
+
+    @property
+    def digest(self) -> str:
+        """The submission's digest, by which receipts name it."""
+        return sha256_hex(self.document)
+
+
+@dataclass(frozen=True)
 class Intake:
     """A verified submission: the document, its digest, and the files that came with it."""
 
@@ -63,17 +87,16 @@ class Intake:
     files: Mapping[str, Path]
 
 
-def verify_submission(folder: Path, expected: Expectation) -> Intake:
-    """Verify everything about one pulled submission.
+def authenticate(folder: Path, expected: Expectation) -> Signed:
+    """Check that what arrived is what the silo's key signed for this plan under this number, all of it and no more.
 
     Args:
-        folder: exactly the files that the silo sent; nobody else can write to it.
-        expected: the plan, silo and sequence that they must match.
+        folder: exactly the files that arrived; nobody else can write to it.
+        expected: the plan, silo and sequence.
 
     Raises:
-        TrustError: a signature, digest, role or path is wrong.
-        FormatError: a document or tensor file is malformed, or belongs to another plan, silo or sequence.
-        PolicyError: the submission spent or contains more than the plan allows.
+        TrustError: a signature, digest, role or path is wrong, a file is missing or was added.
+        FormatError: a file is too large, the role is malformed, or was signed for another plan or number.
     """
     files = {name: entry.path for name, entry in scan(folder, most=submission_entries(expected.plan)).items()}
     plan_id, silo_id = expected.plan.plan_id, expected.silo_id
@@ -91,14 +114,44 @@ def verify_submission(folder: Path, expected: Expectation) -> Intake:
     if document not in signed:
         raise AbsentFileError(document, expected="a submission that the silo's role lists", got="a role without it")
     data = read_bounded(files[document], MAX_DOCUMENT_BYTES, subject=document)
-    submission = Submission.parse(data, subject=document)
+    known = {role_name, *signed}
+    # The signed document names the statistics' digests. One that does not parse is the silo's own, and refused later.
+    with suppress(FormatError):
+        for file in _statistics(data, document):
+            _check_bytes(folder, files, file.path, (file.bytes, file.digest))
+            known.add(file.path)
+        if odd := sorted(files.keys() - known):
+            subject = ascii(odd[0])[1:81]
+            raise UnlistedFileError(subject, expected="only files that the submission lists", got="an unlisted file")
+    experts = {name: value for name, value in signed.items() if name != document}
+    return Signed(document=data, listed=experts, files=files)
+
+
+def verify_submission(signed: Signed, expected: Expectation) -> Intake:
+    """Verify everything about a submission that the silo is known to have signed.
+
+    Args:
+        signed: what `authenticate` returned.
+        expected: the plan, silo and sequence that it must match.
+
+    Raises:
+        DigestError: document and role disagree.
+        FormatError: a document or tensor file is malformed, or belongs to another plan, silo or sequence.
+        PolicyError: the submission spent or contains more than the plan allows.
+    """
+    document = submission_path(expected.silo_id)
+    submission = Submission.parse(signed.document, subject=document)
     _check_binding(submission, expected)
-    _check_listing(submission, signed, folder, files, role_name, document)
+    _check_experts_listed(submission, signed.listed, document)
     _check_terms(submission, expected)
-    noisy_G = check_statistics(submission, files, expected.plan, expected.files.sketch)
+    noisy_G = check_statistics(submission, signed.files, expected.plan, expected.files.sketch)
     _check_experts(submission, expected, noisy_G)
-    _check_weights(submission, files, expected.plan)
-    return Intake(submission=submission, digest=sha256_hex(data), files=files)
+    _check_weights(submission, signed.files, expected.plan)
+    return Intake(submission=submission, digest=signed.digest, files=signed.files)
+
+
+def _statistics(data: bytes, document: str) -> list[File]:
+    return [statistic.file for statistic in Submission.parse(data, subject=document).statistics]
 
 
 def _present(files: Mapping[str, Path], name: str) -> Path:
@@ -126,29 +179,13 @@ def _check_binding(submission: Submission, expected: Expectation) -> None:
         raise PolicyError("submission", expected="an approval", got="no approval")
 
 
-def _check_listing(
-    submission: Submission,
-    signed: Mapping[str, tuple[int, str]],
-    folder: Path,
-    files: Mapping[str, Path],
-    role_name: str,
-    document: str,
-) -> None:
-    """Check that the role lists the document and its experts, and that the other files are exactly its statistics."""
+def _check_experts_listed(submission: Submission, listed: Mapping[str, tuple[int, str]], document: str) -> None:
+    """Check that the role lists exactly the experts that the document names."""
     experts = {expert.file.path: (expert.file.bytes, expert.file.digest) for expert in submission.experts}
-    listed = {name: value for name, value in signed.items() if name != document}
     if listed != experts:
         odd = sorted({name for name, _ in listed.items() ^ experts.items()})
         got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
         raise DigestError(f"experts of {document}", expected="exactly those that the silo's role lists", got=got)
-    for statistic in submission.statistics:
-        file: File = statistic.file
-        _check_bytes(folder, files, file.path, (file.bytes, file.digest))
-    known = {role_name, *signed, *(statistic.file.path for statistic in submission.statistics)}
-    for name in files:
-        if name not in known:
-            subject = ascii(name)[1:81]
-            raise UnlistedFileError(subject, expected="only files that the submission lists", got="an unlisted file")
 
 
 def _check_terms(submission: Submission, expected: Expectation) -> None:

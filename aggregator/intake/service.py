@@ -1,13 +1,16 @@
 """Verifies what the ServerApp received and answers each submission with a signed receipt or refusal.
 
 The ServerApp can write to the folder of received files, so a submission is first copied to where only this process
-writes, and verified there. Once its answer is on disk, the received files are deleted: the verified copy of an accepted
-submission stays, and the receipt of a refused one. A submission that screening finds implausible, or that states more
-units than agreed, waits in quarantine, unanswered, until a person decides; an empty folder in `incoming/` marks that it
-need not be fetched again. A submission that crashes this process is refused after some attempts (`intake.attempts`).
-Withdrawals recorded by `aggregator withdraw` are carried out here.
+writes, and verified there. Nothing is answered but what the silo signed: what is not, or comes out of order, is thrown
+away, and fetched again later (`transfer.delivery`), so that nobody else uses up a silo's submissions. Once an answer is
+on disk, the received files are deleted: the verified copy of an accepted submission stays, and the receipt of a refused
+one. A submission that screening finds implausible, or that states more units than agreed, waits in quarantine,
+unanswered, until a person decides; an empty folder in `incoming/` marks that it need not be fetched again. A submission
+that crashes this process is refused after some attempts (`intake.attempts`). Withdrawals recorded by `aggregator
+withdraw` are carried out here.
 """
 
+import logging
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,7 +18,7 @@ from pathlib import Path
 
 from aggregator.config import Federation
 from aggregator.intake.attempts import Attempts
-from aggregator.intake.checks import Expectation, Intake, verify_submission
+from aggregator.intake.checks import Expectation, Intake, Signed, authenticate, verify_submission
 from aggregator.intake.claims import claim_faults
 from aggregator.intake.examination import Examiner
 from aggregator.intake.limits import submission_bytes, submission_entries
@@ -31,8 +34,8 @@ from aggregator.intake.quarantine import (
 )
 from aggregator.membership.registry import check_ledger, remember_ledger, signing_key, taking_part
 from aggregator.membership.withdrawal import finish_withdrawal, withdrawn_silos
-from aggregator.transfer.delivery import MAX_SUBMISSIONS, TOO_LARGE, TOO_MANY
-from ddm.errors import ArchipelagoError, PolicyError, RefusedError, ReplayError
+from aggregator.transfer.delivery import MAX_SUBMISSIONS, forget_unsigned, note_unsigned
+from ddm.errors import ArchipelagoError, PolicyError, RefusedError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place, read_bounded, write_atomic
 from ddm.io.locks import locked
@@ -44,6 +47,9 @@ from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 
 MAX_RECEIPT_BYTES = 65536
+# No silo's name begins so: attempts at what nobody is known to have signed.
+_UNSIGNED = "_unsigned"
+_log = logging.getLogger(__name__)
 
 
 class IntakeService:
@@ -95,26 +101,35 @@ class IntakeService:
         for silo_id in self.plan.silos:
             self._conclude(silo_id)
             for path in self._arrived(silo_id):
-                sequence = int(path.stem)
-                known = (silo_id, sequence) in waiting or self._receipt(silo_id, sequence).exists()
-                if not known:
-                    self._answer(silo_id, path)
-                    self._conclude(silo_id)
-                if self._receipt(silo_id, sequence).exists():
-                    answered += not known
-                    _discard(path)
-                elif path.is_dir() and not path.is_symlink():
-                    _empty(path)
+                is_waiting = (silo_id, int(path.name)) in waiting
+                answered += self._take(silo_id, path, is_waiting=is_waiting)
         return answered
 
     def _arrived(self, silo_id: str) -> list[Path]:
-        """List what arrived, in order: complete submissions, and markers of those that were not fetched."""
+        """List what arrived, in order."""
         incoming = self.federation.incoming / self.plan.plan_id / silo_id
-        found = [(number, kind) for kind in ("", TOO_LARGE, TOO_MANY) for number in sequences(incoming, kind)]
-        return [incoming / f"{number}{kind}" for number, kind in sorted(found)]
+        return [incoming / f"{number}" for number in sorted(sequences(incoming))]
+
+    def _take(self, silo_id: str, path: Path, *, is_waiting: bool) -> int:
+        """Deal with one folder that arrived; return the answers signed."""
+        sequence = int(path.name)
+        expected = max(sequences(self._final(silo_id).parent, ".json"), default=0) + 1
+        if sequence != expected or self._final(silo_id).exists():
+            # Answered before a crash, or not the silo's turn.
+            _discard(path)
+            return 0
+        if not is_waiting:
+            self._answer(silo_id, path)
+            self._conclude(silo_id)
+        if self._receipt(silo_id, sequence).exists():
+            _discard(path)
+            return 1
+        if path.is_dir() and not path.is_symlink():
+            _empty(path)
+        return 0
 
     def _conclude(self, silo_id: str) -> None:
-        """Mark the silo as final if its last answer is final: an acceptance, or the last possible refusal."""
+        """Mark the silo as final if its last answer is final: an acceptance, or the last refusal that there may be."""
         answered = sequences(self._final(silo_id).parent, ".json")
         if not answered or self._final(silo_id).exists():
             return
@@ -123,7 +138,7 @@ class IntakeService:
         receipt = Receipt.parse(
             open_sealed(sealed, RECEIPT_KIND, self.key.public, MAX_RECEIPT_BYTES)[0], subject="receipt"
         )
-        if isinstance(receipt.verdict, Accepted) or last > MAX_SUBMISSIONS:
+        if isinstance(receipt.verdict, Accepted) or last >= MAX_SUBMISSIONS:
             write_atomic(self._final(silo_id), b"")
 
     def _settle(self, each: Held) -> int:
@@ -146,34 +161,58 @@ class IntakeService:
             return Refused(code=RefusedError.exit_code, reason=reason)
         verified = each.submission if each.submission.is_dir() else self._accepted(silo_id)
         try:
+            expected = self._expectation(silo_id, sequence)
             with self._attempt(silo_id, sequence):
-                self._check_fetched(silo_id, each.folder, sequence)
-                self._keep(silo_id, self._verify(silo_id, verified, sequence), verified)
+                self._keep(silo_id, self._verify(authenticate(verified, expected), expected), verified)
         except ArchipelagoError as error:
-            return Refused(code=error.exit_code, reason=str(error)[:400])
+            return Refused(code=error.exit_code, reason=self._reason(error, sequence))
         return Accepted()
 
     def _answer(self, silo_id: str, path: Path) -> None:
-        """Accept, refuse or quarantine what arrived."""
-        sequence = int(path.stem)
+        """Accept, refuse or quarantine what arrived, if the silo signed it; throw away anything else."""
+        sequence = int(path.name)
+        # A folder already there was left by a crash, and never answered.
+        shutil.rmtree(self._accepted(silo_id), ignore_errors=True)
         digest = None
         verdict: Accepted | Refused
-        try:
-            self._check_fetched(silo_id, path, sequence)
-            # A folder already there was left by a crash, and never answered.
-            shutil.rmtree(self._accepted(silo_id), ignore_errors=True)
-            with aside(self._accepted(silo_id)) as part, self._attempt(silo_id, sequence):
-                most = submission_entries(self.plan)
-                copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
-                verified = self._verify(silo_id, part, sequence)
-                digest = verified.digest
-                if self._set_aside(verified, sequence, part):
+        with aside(self._accepted(silo_id)) as part:
+            try:
+                expected = self._expectation(silo_id, sequence)
+                signed = self._signed(path, part, expected)
+                if signed is None:
                     return
-                self._keep(silo_id, verified, part)
-            verdict = Accepted()
-        except ArchipelagoError as error:
-            verdict = Refused(code=error.exit_code, reason=str(error)[:400])
+                digest = signed.digest
+                with self._attempt(silo_id, sequence):
+                    verified = self._verify(signed, expected)
+                    if self._set_aside(verified, sequence, part):
+                        return
+                    self._keep(silo_id, verified, part)
+                verdict = Accepted()
+            except ArchipelagoError as error:
+                verdict = Refused(code=error.exit_code, reason=self._reason(error, sequence))
         self._sign(silo_id, sequence, digest, verdict)
+
+    def _signed(self, path: Path, part: Path, expected: Expectation) -> Signed | None:
+        """Copy what arrived to where only this process writes; None where it is not what the silo signed.
+
+        Such a folder is thrown away. One that crashes this process again and again, before its signature is known, is
+        not opened any more until the operator deletes the count of attempts.
+        """
+        silo_id, sequence = expected.silo_id, expected.sequence
+        most = submission_entries(self.plan)
+        try:
+            with self._attempt(f"{_UNSIGNED}.{silo_id}", sequence):
+                copy_tree_bounded(path, part, max_bytes=submission_bytes(self.plan), most=most)
+                return authenticate(part, expected)
+        except ArchipelagoError as error:
+            _log.warning("[%s] submission %d is not as the silo signed it: %s", silo_id, sequence, error)
+            note_unsigned(self._receipt(silo_id, sequence).parent, sequence)
+            _discard(path)
+            return None
+
+    def _reason(self, error: ArchipelagoError, sequence: int) -> str:
+        last = f"; the last of {MAX_SUBMISSIONS} submissions for a plan" if sequence >= MAX_SUBMISSIONS else ""
+        return str(error)[: 400 - len(last)] + last
 
     def _set_aside(self, verified: Intake, sequence: int, folder: Path) -> bool:
         """Move an implausible submission into quarantine, unless a person admitted it."""
@@ -214,28 +253,18 @@ class IntakeService:
             at=now_utc(),
         )
         write_atomic(self._receipt(silo_id, sequence), seal(receipt.encode(), RECEIPT_KIND, self.key))
+        forget_unsigned(self._receipt(silo_id, sequence).parent, sequence)
         self.on_verdict(receipt)
 
-    def _check_fetched(self, silo_id: str, path: Path, sequence: int) -> None:
-        if self._final(silo_id).exists():
-            expected = "no submission after the silo's final answer"
-            raise ReplayError(f"submission {sequence}", expected=expected, got=f"submission {sequence}")
-        if sequence > MAX_SUBMISSIONS:
-            expected = f"at most {MAX_SUBMISSIONS} submissions for a plan"
-            raise PolicyError(f"submission {sequence}", expected=expected, got=f"number {sequence}")
-        if path.suffix == TOO_LARGE:
-            expected = f"a size of at most {submission_bytes(self.plan)} bytes, by the plan's limits"
-            raise PolicyError(f"submission {sequence}", expected=expected, got="a larger size announced by the silo")
+    def _attempt(self, folder: str, sequence: int) -> AbstractContextManager[None]:
+        return Attempts(self.federation.attempts / self.plan.plan_id / folder).attempt(sequence)
 
-    def _attempt(self, silo_id: str, sequence: int) -> AbstractContextManager[None]:
-        return Attempts(self.federation.attempts / self.plan.plan_id / silo_id).attempt(sequence)
-
-    def _verify(self, silo_id: str, folder: Path, sequence: int) -> Intake:
+    def _expectation(self, silo_id: str, sequence: int) -> Expectation:
         card = taking_part(self.federation, self.plan).get(silo_id)
         if card is None:
             got = "a silo that was removed, or enrolled anew with another key"
             raise PolicyError(f"silo {silo_id}", expected="a silo that takes part in the plan", got=got)
-        expected = Expectation(
+        return Expectation(
             plan=self.plan,
             plan_digest=self.plan_digest,
             silo_id=silo_id,
@@ -244,8 +273,10 @@ class IntakeService:
             files=self.files,
             now=now_utc(),
         )
-        verified = verify_submission(folder, expected)
-        check_ledger(self.federation, silo_id, self.plan.plan_id, verified.submission.ledger.chain)
+
+    def _verify(self, signed: Signed, expected: Expectation) -> Intake:
+        verified = verify_submission(signed, expected)
+        check_ledger(self.federation, expected.silo_id, self.plan.plan_id, verified.submission.ledger.chain)
         return verified
 
     def _keep(self, silo_id: str, verified: Intake, part: Path) -> None:

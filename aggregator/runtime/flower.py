@@ -25,6 +25,7 @@ from ddm.io.locks import is_locked, locked
 from ddm.system.backoff import Backoff
 from ddm.system.processes import Child, file_tail, flower_environment, free_port, port_in_use, script_command, spawn
 from ddm.system.supervisor import MAX_PER_HOUR, Heartbeat, Program, Supervisor
+from ddm.transport.superexec import SERVER_APP, superexec_command
 
 _START_TIMEOUT_S = 60.0
 # After how long without an answer, or without a heartbeat, a program counts as hanging.
@@ -40,6 +41,7 @@ _MISSING_S = 3.0
 _UNFINISHED = ("pending", "starting", "running")
 _LOOPBACK = "127.0.0.1"
 _DATABASE = "superlink.db"
+_SUPERLINK = Path(__file__).with_name("superlink.py")
 
 
 class FlowerRuntime:
@@ -176,7 +178,7 @@ class FlowerRuntime:
             self._flwr.forget()
         host = _LOOPBACK if self._nginx else self._host
         command = [
-            *script_command("flower-superlink"),
+            *script_command(_SUPERLINK),
             *("--ssl-certfile", str(self._tls("server.pem"))),
             *("--ssl-keyfile", str(self._tls("server.key"))),
             *("--ssl-ca-certfile", str(self._tls("ca.pem"))),
@@ -188,12 +190,8 @@ class FlowerRuntime:
         return self._spawn("superlink", command)
 
     def _start_superexec(self) -> Child:
-        command = [
-            *script_command("flower-superexec"),
-            *("--runtime-api-address", self._address()),
-            *("--root-certificates", str(self._tls("ca.pem"))),
-            *("--superexec-auth-secret-file", str(self._flower / "superexec.secret")),
-        ]
+        secret_path = self._flower / "superexec.secret"
+        command = superexec_command(self._address(), self._tls("ca.pem"), secret_path, SERVER_APP)
         return self._spawn("superexec", command)
 
     def _start_nginx(self) -> Child:

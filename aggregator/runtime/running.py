@@ -125,8 +125,9 @@ def intake_program(federation: Federation, plan: Plan, passphrase: bytes) -> Pro
         log_path, env = flower / "logs" / "intake.log", {**os.environ, **_intake_logging().environment()}
         return spawn(command, log_path=log_path, env=env, input_bytes=passphrase)
 
-    # Every silo may use up its own attempts, and no more: all of them together do not end the others' federation.
-    most = MAX_PER_HOUR + MAX_ATTEMPTS_OF_SILO * len(plan.silos)
+    # Every silo may use up its own attempts, and who speaks in its name as many: all of them together do not end the
+    # others' federation.
+    most = MAX_PER_HOUR + 2 * MAX_ATTEMPTS_OF_SILO * len(plan.silos)
     return Program("intake", start, works=Heartbeat(flower / "intake.alive").beats, max_per_hour=most)
 
 

@@ -6,15 +6,20 @@
     incoming/<plan_id>/<silo_id>/status.json          the last status reported
     incoming/<plan_id>/<silo_id>/seen                 its time is that of the last answer
     incoming/<plan_id>/<silo_id>/<sequence>/          a whole submission; `<sequence>.part/` while it arrives
-    incoming/<plan_id>/<silo_id>/<sequence>.toolarge  an announced submission over the limit, not fetched
-    incoming/<plan_id>/<silo_id>/<sequence>.toomany   one beyond `MAX_SUBMISSIONS`, not fetched; its refusal is final
     receipts/<plan_id>/<silo_id>/<sequence>.json      delivered, then marked with `<sequence>.delivered`
+    receipts/<plan_id>/<silo_id>/<sequence>.unsigned  how often what arrived was not as the silo signed it
     receipts/<plan_id>/<silo_id>/final                nothing more is expected of this silo after its receipts
+
+Who answers here is known by its node's key, which the courier holds; the silo speaks by the key that signs. So an
+answer may delay what a silo has to say, and no more: only the submission after the last one answered is fetched, and
+what is not fetched is not held against the silo.
 """
 
 import json
+import logging
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ddm.errors import FormatError
@@ -42,8 +47,12 @@ from ddm.transport.sequences import sequences
 from ddm.transport.shards import PartFolder, list_folder, read_spans
 
 MAX_SUBMISSIONS = 20
-TOO_LARGE = ".toolarge"
-TOO_MANY = ".toomany"
+_UNSIGNED = ".unsigned"
+_MAX_COUNT_BYTES = 20
+# How long what cannot be fetched is not asked for, and what was not as signed is not fetched again: twice as long each
+# time.
+_HOLD_S = 60.0
+_LONGEST_HOLD_S = 3600.0
 _MAX_BUNDLE_BYTES = 2**40
 # A batch is read into memory when it is offered, so no more than can be under way.
 _MAX_AT_ONCE = 4
@@ -51,6 +60,7 @@ _MAX_AT_ONCE = 4
 _OFFER_BYTES = 4 * 1024 * 1024
 # What comes along with the news of a submission: enough that a small one needs no further message.
 _FIRST_BYTES = 4 * 1024 * 1024
+_log = logging.getLogger(__name__)
 
 
 def load_bundle(bundle: Path) -> tuple[FileEntry, ...]:
@@ -69,6 +79,7 @@ class SiloDelivery:
         shard_bytes: most bytes in one message.
         max_submission_bytes: most bytes of one submission.
         wait_s: for how long the silo may hold back an answer that has no news.
+        clock: seconds that only go forward.
     """
 
     def __init__(
@@ -81,6 +92,7 @@ class SiloDelivery:
         shard_bytes: int,
         max_submission_bytes: int,
         wait_s: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan_id, self.silo_id = plan_id, silo_id
         self._bundle = fed / "plans" / plan_id / "bundle"
@@ -95,6 +107,9 @@ class SiloDelivery:
         self._lacking = [] if known else [Span(path=e.path, offset=0, num_bytes=e.num_bytes) for e in index]
         self._status = Status()
         self._part: tuple[int, PartFolder] | None = None
+        self._clock = clock
+        # An announced submission that is not fetched, and until when the silo need not tell of it again.
+        self._held, self._held_until = 0, 0.0
         self._incoming.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -136,7 +151,7 @@ class SiloDelivery:
         ask = Ask(
             plan_id=self.plan_id,
             known=self._status,
-            received=self._received(),
+            received=max(self._received(), self._held if self._clock() < self._held_until else 0),
             # What arrived before a restart is on disk: the index alone is enough to go on.
             max_bytes=0 if any(self._incoming.glob("*.part")) else min(self._shard_bytes, _FIRST_BYTES),
             wait_s=self._wait_s,
@@ -233,11 +248,8 @@ class SiloDelivery:
         self._status = report.status
         if report.sequence <= self._received() or not report.files:
             return
-        if report.sequence > MAX_SUBMISSIONS:
-            write_atomic(self._incoming / f"{report.sequence}{TOO_MANY}", b"")
-            return
-        if sum(entry.num_bytes for entry in report.files) > self._max_submission_bytes:
-            write_atomic(self._incoming / f"{report.sequence}{TOO_LARGE}", b"")
+        if why := self._not_to_fetch(report):
+            _log.warning("silo %s announces submission %d: %s; not fetched", self.silo_id, report.sequence, why)
             return
         self._forget_parts(report.sequence)
         part = PartFolder(self._incoming / str(report.sequence), report.files)
@@ -251,6 +263,20 @@ class SiloDelivery:
             if path.name != f"{sequence}.part":
                 shutil.rmtree(path)
 
+    def _not_to_fetch(self, report: Report) -> str | None:
+        """Say why an announced submission is not fetched now, and hold it for a while; None for one to fetch."""
+        hold_s, why, expected = _HOLD_S, None, self._received() + 1
+        num_bytes = sum(entry.num_bytes for entry in report.files)
+        if report.sequence != expected or expected > MAX_SUBMISSIONS:
+            why = f"expected {expected}" if expected <= MAX_SUBMISSIONS else "expected no further one"
+        elif num_bytes > self._max_submission_bytes:
+            why = f"expected at most {self._max_submission_bytes} bytes, by the plan's limits, got {num_bytes}"
+        elif (hold_s := _unsigned_for_s(self._receipts, report.sequence)) > 0.0:
+            why = "expected what the silo signed, got something else the last time"
+        if why:
+            self._held, self._held_until = report.sequence, self._clock() + hold_s
+        return why
+
     def _take_shards(self, request: Pull, spans: Sequence[Span], pieces: Sequence[memoryview]) -> None:
         if self._part is None or self._part[0] != request.sequence:
             return
@@ -262,9 +288,8 @@ class SiloDelivery:
             self._part = None
 
     def _received(self) -> int:
-        """The highest sequence that is here whole, was not to be fetched, or has its answer."""
-        found = [sequences(self._incoming, suffix) for suffix in ("", TOO_LARGE, TOO_MANY)]
-        return max(set().union(*found, sequences(self._receipts, ".json")), default=0)
+        """The highest sequence that is here whole, or has its answer."""
+        return max(sequences(self._incoming) | sequences(self._receipts, ".json"), default=0)
 
     def _awaiting_receipt(self) -> bool:
         received = self._received()
@@ -273,6 +298,35 @@ class SiloDelivery:
     def _receipt(self, sequence: int) -> Envelope[Request]:
         receipt = read_bounded(self._receipts / f"{sequence}.json", MAX_RECEIPT_BYTES)
         return Envelope(Deliver(plan_id=self.plan_id, sequence=sequence), receipt)
+
+
+def note_unsigned(receipts: Path, sequence: int) -> None:
+    """Note that what arrived under this number was not as the silo signed it."""
+    path = receipts / f"{sequence}{_UNSIGNED}"
+    write_atomic(path, b"%d" % (_num_unsigned(path) + 1))
+
+
+def forget_unsigned(receipts: Path, sequence: int) -> None:
+    """Forget such notes once the silo's own submission is answered."""
+    (receipts / f"{sequence}{_UNSIGNED}").unlink(missing_ok=True)
+
+
+def _unsigned_for_s(receipts: Path, sequence: int) -> float:
+    """Return for how many seconds more a submission is not fetched again, after it was not as signed."""
+    path = receipts / f"{sequence}{_UNSIGNED}"
+    times = _num_unsigned(path)
+    if times == 0:
+        return 0.0
+    delay_s = min(_HOLD_S * 2.0 ** min(times - 1, 16), _LONGEST_HOLD_S)
+    # A clock that was set back must not hold it for longer.
+    return min(path.stat().st_mtime + delay_s - time.time(), delay_s)
+
+
+def _num_unsigned(path: Path) -> int:
+    if not path.is_file():
+        return 0
+    text = read_bounded(path, _MAX_COUNT_BYTES)
+    return int(text) if text.isdigit() else 1
 
 
 def plan_done(fed: Path, plan_id: str, silo_ids: Sequence[str]) -> bool:

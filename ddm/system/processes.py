@@ -190,9 +190,14 @@ def program(name: str) -> Path:
     return path
 
 
-def script_command(name: str) -> list[str]:
-    """Return the beginning of a command that runs an installed Python program and ends when its main thread ends."""
-    return [sys.executable, "-P", "-m", "ddm.system.reaper", "--script", str(program(name))]
+def script_command(script: str | Path) -> list[str]:
+    """Return the beginning of a command that runs a Python program and ends when its main thread ends.
+
+    Args:
+        script: its path, or the name of one that is installed beside this interpreter.
+    """
+    path = script if isinstance(script, Path) else program(script)
+    return [sys.executable, "-P", "-m", "ddm.system.reaper", "--script", str(path)]
 
 
 def flower_environment(home: Path) -> dict[str, str]:

@@ -9,25 +9,21 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
-_LISTENING = "0A"  # as the kernel writes it
+from ddm.system.peers import tcp_sockets
 
 
 def strangers() -> bool:
     """Whether a TCP connection of this process is with anybody but a process of its own user on this machine.
 
     An end that the kernel does not list counts as a stranger, and so does one whose process has yet to accept the
-    connection. Only Linux tells; elsewhere nobody is one.
+    connection, or has closed it. Only Linux tells; elsewhere nobody is one.
     """
     if sys.platform != "linux":
         return False
-    # Without IPv6 there is no second table; without the first, reading it fails.
-    tables = [Path(table) for table in _TABLES if table == _TABLES[0] or Path(table).exists()]
-    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
-    # Each connection within the machine has two rows, one for each end, with local and remote address exchanged.
-    user = {(row[1], row[2]): int(row[7]) for row in rows}
+    sockets = tcp_sockets()
+    user = {(socket.local, socket.remote): socket.user for socket in sockets}
     own = _sockets()
-    mine = [(row[1], row[2]) for row in rows if row[9] in own and row[3] != _LISTENING]
+    mine = [(socket.local, socket.remote) for socket in sockets if socket.inode in own and not socket.listening]
     return any(user.get((remote, local)) != os.getuid() for local, remote in mine)
 
 

@@ -1,9 +1,9 @@
 """A site's courier: it keeps one Flower SuperNode alive, tied to this process, and nothing more.
 
 The SuperNode connects out to the aggregator (TLS against `courier/ca.pem`, authenticated by `courier/node.key`), waits
-for as long as it takes, and starts the ClientApp for every message. Flower believes a SuperNode that was killed alive
-for up to a minute and does not let it connect again meanwhile; so the courier signs such a one off before it starts the
-next, and where that fails it tries again until it may.
+for as long as it takes, and has the ClientApp started for every message (`silo.courier.node`). Flower believes a
+SuperNode that was killed alive for up to a minute and does not let it connect again meanwhile; so the courier signs
+such a one off before it starts the next, and where that fails it tries again until it may.
 
 On a machine that was very busy for a moment, a SuperNode answers a message twice, first with an error, and from then on
 sends with every message the answer to the one before, which comes too late. It never recovers, and is started anew.
@@ -29,11 +29,14 @@ from ddm.system.supervisor import Program, Supervisor
 from silo.courier.clock import describe, seconds_ahead
 
 _NODE = "SuperNode"
+_PROGRAM = Path(__file__).with_name("node.py")
 _LONGEST_DELAY_S = 10.0
 _SETTLED_S = 30.0
 _LOOK_EVERY_S = 2.0
 _SIGN_OFF_S = 15.0
 _NODE_ID = re.compile(r"SuperNode ID: ([0-9]{1,20})\b")
+# What `silo.courier.node` logs.
+APPLICATION_REFUSED = "refused the aggregator's application"
 _STEP = re.compile(r"(Receiving|Sending): \S+ message|(Start) `flwr-clientapp`")
 _PROBLEMS = {
     "Failed to activate SuperNode": "the aggregator does not let this node in: it has not enrolled the node key, or "
@@ -41,6 +44,7 @@ _PROBLEMS = {
     "CERTIFICATE_VERIFY_FAILED": "the aggregator's certificate is not signed by courier/ca.pem",
     "Unable to parse the private key file": "courier/node.key is not a private key that Flower can read",
     "Connection attempt failed": "the aggregator cannot be reached",
+    APPLICATION_REFUSED: "the aggregator ships another application than this version of Archipelago's; it was not run",
     # Signs of a working connection.
     "SuperNode ID:": None,
     "Connection successful": None,
@@ -175,15 +179,15 @@ class Courier:
             # Flower ends without a word when the aggregator finds its signature too old or too new.
             self._wrong_clock = describe(seconds_ahead(self._address))
         self._sign_off()
+        home = self._courier / "flwr"
         command = [
-            *script_command("flower-supernode"),
+            *script_command(_PROGRAM),
+            *(str(home / "local"), str(free_port())),
             *("--superlink", self._address),
             *("--root-certificates", str(self._courier / "ca.pem")),
             *("--auth-supernode-private-key", str(self._courier / "node.key")),
             *("--node-config", self.node_config()),
-            *("--host", "127.0.0.1", "--port", str(free_port())),
         ]
-        home = self._courier / "flwr"
         return spawn(command, log_path=home / "supernode.log", env=flower_environment(home), cwd=home)
 
     def check(self) -> None:

@@ -207,7 +207,7 @@ def test_submission_is_not_fetched_when_it_is_larger_than_the_plan_allows(fed, l
     ask = Ask(plan_id=PLAN, known=Status(), received=0, max_bytes=1000, wait_s=0)
     assert aggregator.take(ask, answer(Envelope(ask), limits)) == 0
     names = {path.name for path in (fed / "incoming" / PLAN / "north").iterdir()}
-    assert names == {"status.json", "seen", "1.toolarge"}
+    assert names == {"status.json", "seen"}
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,14 @@ class Arrival:
         assert not self.accepted.exists()
         assert not list(self.accepted.parent.glob("*.part"))
 
+    def thrown_away(self, *, times: int = 1) -> None:
+        """Intake finds that the silo did not sign this: it answers nothing, keeps nothing, and ends nothing."""
+        assert self.tiny.take_in() == []
+        assert not self.folder.exists()
+        assert not self.accepted.exists()
+        assert not list(self.accepted.parent.glob("*.part"))
+        assert {path.name: path.read_bytes() for path in self.receipts.iterdir()} == {"1.unsigned": b"%d" % times}
+
 
 def arrive(sent: tuple[TinyFederation, str], folder: Path) -> Arrival:
     """Copy a federation with a submission in an outbox to `folder`, and fetch the submission there."""

@@ -14,7 +14,7 @@ import pytest
 
 from aggregator.intake import service as taking_in
 from aggregator.intake.attempts import MAX_ATTEMPTS, MAX_ATTEMPTS_OF_SILO, Attempts
-from aggregator.intake.checks import Expectation, verify_submission
+from aggregator.intake.checks import Expectation, authenticate, verify_submission
 from aggregator.runtime.running import intake_program
 from ddm.errors import PolicyError, RefusedError
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
@@ -22,6 +22,7 @@ from ddm.trust.envelope import open_sealed
 from tests.support.federation import PASSPHRASE, TinyFederation
 from tests.support.forked import ended, forked
 from tests.support.publishing import receipts_key
+from tests.support.submissions import Arrival
 
 STAYS = """
 import sys, time
@@ -29,7 +30,7 @@ from aggregator.intake import service
 from aggregator.runtime.intake_process import app
 from ddm.system.console import run_app
 
-def verify(folder, expected):
+def verify(signed, expected):
     print("in the midst of it", flush=True)
     time.sleep(600)
 
@@ -69,14 +70,13 @@ def in_another_process(act: Callable[[], object]) -> int:
     return -code
 
 
-def deadly(silo_id: str | None) -> Callable[..., object]:
+def deadly(silo_id: str | None, real: Callable[..., object] = verify_submission) -> Callable[..., object]:
     """Verify as intake does, except that one silo's submission has the process killed, as for want of memory."""
-    real = verify_submission
 
-    def verify(folder: Path, expected: Expectation) -> object:
+    def verify(arrived: object, expected: Expectation) -> object:
         if expected.silo_id == silo_id:
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(folder, expected)
+        return real(arrived, expected)
 
     return verify
 
@@ -123,11 +123,31 @@ def test_silo_that_sends_poison_again_and_again_uses_up_few_restarts(
         while in_another_process(tiny.take_in):
             deaths += 1
         assert answers(tiny, plan_id, "north")[sequence].verdict.kind == "refused"
-        tiny.federation.incoming.joinpath(plan_id, "north", str(sequence + 1)).mkdir()
+        folder = tiny.federation.incoming / plan_id / "north" / str(sequence + 1)
+        shutil.copytree(tiny.sites["north"].outbox / plan_id / "1", folder)
+        Arrival(tiny, plan_id, folder, tiny.key("north")).rewrite(lambda document: None, version=sequence + 1)
     assert deaths == MAX_ATTEMPTS_OF_SILO
     plan, _ = tiny.federation.current_plan()
     program = intake_program(tiny.federation, plan, PASSPHRASE)
-    assert program.max_per_hour > MAX_ATTEMPTS_OF_SILO * len(plan.silos), "though all silos do so"
+    assert program.max_per_hour > 2 * MAX_ATTEMPTS_OF_SILO * len(plan.silos), (
+        "though all silos do so, or others for them"
+    )
+
+
+def test_poison_that_nobody_is_known_to_have_signed_uses_up_few_restarts_and_refuses_nothing(
+    arrived: tuple[TinyFederation, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, plan_id = arrived
+    monkeypatch.setattr(taking_in, "authenticate", deadly("north", authenticate))
+    deaths = 0
+    for _ in range(3):
+        while in_another_process(tiny.take_in):
+            deaths += 1
+        assert not (tiny.federation.incoming / plan_id / "north" / "1").exists()
+        shutil.copytree(tiny.sites["north"].outbox / plan_id / "1", tiny.federation.incoming / plan_id / "north" / "1")
+    assert deaths == MAX_ATTEMPTS
+    assert answers(tiny, plan_id, "north") == {}
+    assert answers(tiny, plan_id, "south")[1].verdict.kind == "accepted"
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""What intake refuses, one test an attack, on a real submission that it otherwise accepts."""
+"""What intake refuses, one test an attack, on a real submission that it otherwise accepts.
+
+What the silo did not sign is thrown away unanswered, so that nobody uses up the silo's submissions in its name.
+"""
 
 import json
 import os
@@ -11,21 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from tuf.api.metadata import TargetFile, Targets
 
+from aggregator.intake import service as taking_in
 from aggregator.intake.bounds import cell_noise_bound
 from aggregator.membership.registry import card_of, signing_key
 from aggregator.transfer.delivery import MAX_SUBMISSIONS, plan_done
 from ddm.errors import (
-    AbsentFileError,
-    DigestError,
+    DocumentError,
     LedgerError,
     PolicyError,
     ReplayError,
-    RoleError,
     SetupError,
-    SignatureError,
     TensorFileError,
-    UnlistedFileError,
-    UnsafePathError,
 )
 from ddm.protocol.base import now_utc, sha256_file
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
@@ -60,9 +59,15 @@ def test_intake_accepts_a_document_signed_again_by_its_own_silo(arrival: Arrival
     assert arrival.verdict().verdict.kind == "accepted"
 
 
-def test_intake_refuses_a_submission_signed_by_another_silos_key(arrival: Arrival) -> None:
+def test_intake_throws_away_a_submission_signed_by_another_silos_key(
+    arrival: Arrival, caplog: pytest.LogCaptureFixture
+) -> None:
     arrival.rewrite(lambda document: None, key=arrival.tiny.key("south"))
-    arrival.refused(SignatureError)
+    arrival.thrown_away()
+    assert "[north] submission 1 is not as the silo signed it" in caplog.text
+    arrival.arrive_again(1)
+    assert arrival.verdict().verdict.kind == "accepted", "the silo's own follows"
+    assert not (arrival.receipts / "1.unsigned").exists()
 
 
 def test_intake_refuses_a_submission_for_another_plan(arrival: Arrival) -> None:
@@ -83,20 +88,41 @@ def test_intake_refuses_a_submission_that_names_another_silo(arrival: Arrival) -
 def test_intake_refuses_a_replayed_submission(arrival: Arrival) -> None:
     arrival.rewrite(lambda document: document["statistics"][0].update(epsilon=2.0))
     arrival.refused(PolicyError)
-    arrival.arrive_again(2)
-    receipts = arrival.tiny.take_in()
-    assert [receipt.verdict.kind for receipt in receipts] == ["refused"]
-    assert receipts[0].verdict.code == ReplayError.exit_code  # type: ignore[union-attr]
+    replayed = arrival.arrive_again(2)
+    assert arrival.tiny.take_in() == []
+    assert not replayed.exists()
+    assert {path.name for path in arrival.receipts.iterdir()} == {"1.json", "2.unsigned"}
 
 
-def test_intake_refuses_anything_after_an_accepted_submission(arrival: Arrival) -> None:
+def test_intake_answers_nothing_after_an_accepted_submission(arrival: Arrival) -> None:
+    """A receipt there would stand where a notice of withdrawal has to."""
     assert arrival.verdict().verdict.kind == "accepted"
-    arrival.arrive_again(2)
-    receipts = arrival.tiny.take_in()
-    assert [getattr(receipt.verdict, "code", None) for receipt in receipts] == [ReplayError.exit_code]
+    late = arrival.arrive_again(2)
+    assert arrival.tiny.take_in() == []
+    assert not late.exists()
+    assert {path.name for path in arrival.receipts.iterdir()} == {"1.json", "final"}
 
 
-def test_intake_refuses_a_role_that_lists_another_silos_files(arrival: Arrival) -> None:
+@pytest.mark.parametrize("sequence", [2, MAX_SUBMISSIONS, MAX_SUBMISSIONS + 1, 999_999])
+def test_submission_out_of_order_ends_nothing_for_the_silo(arrival: Arrival, sequence: int) -> None:
+    forged = arrival.folder.with_name(f"{sequence}")
+    shutil.copytree(arrival.folder, forged)
+    assert arrival.verdict().verdict.kind == "accepted"
+    assert not forged.exists()
+    assert {path.name for path in arrival.receipts.iterdir()} == {"1.json", "final"}
+
+
+def test_rubbish_in_a_silos_name_is_never_answered_however_often_it_comes(arrival: Arrival) -> None:
+    for times in range(1, MAX_SUBMISSIONS + 3):
+        shutil.rmtree(arrival.folder, ignore_errors=True)
+        arrival.folder.mkdir()
+        (arrival.folder / "rubbish").write_bytes(os.urandom(100))
+        arrival.thrown_away(times=times)
+    arrival.arrive_again(1)
+    assert arrival.verdict().verdict.kind == "accepted"
+
+
+def test_intake_throws_away_a_role_that_lists_another_silos_files(arrival: Arrival) -> None:
     """The attack: north, with its own key and in good form, speaks for south."""
     listed = json.loads(arrival.role_path.read_bytes())["signed"]["targets"]
     for own in listed:
@@ -104,45 +130,45 @@ def test_intake_refuses_a_role_that_lists_another_silos_files(arrival: Arrival) 
         targets = {name: TargetFile(1, {"sha256": "a" * 64}, name) for name in names}
         role = Targets(1, None, now_utc() + METADATA_LIFE, targets)
         arrival.role_path.write_bytes(sign_metadata(role, [arrival.key]))
-        arrival.refused(RoleError, "south")
+        arrival.thrown_away()
         shutil.rmtree(arrival.receipts)
         arrival.arrive_again(1)
 
 
 @pytest.mark.parametrize("name", ["document_path", "expert_path", "role_path"])
-def test_intake_refuses_a_flipped_byte(arrival: Arrival, name: str) -> None:
+def test_intake_throws_away_a_flipped_byte(arrival: Arrival, name: str) -> None:
     path: Path = getattr(arrival, name)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    assert arrival.verdict().verdict.kind == "refused"
+    arrival.thrown_away()
 
 
-def test_intake_refuses_a_flipped_byte_in_a_release(arrival: Arrival) -> None:
+def test_intake_throws_away_a_flipped_byte_in_a_release(arrival: Arrival) -> None:
     path = arrival.folder / "sketch.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    arrival.refused(DigestError, "sketch.safetensors")
+    arrival.thrown_away()
 
 
 @pytest.mark.parametrize("name", ["counts.safetensors", "metadata", "silos/north/experts/north/expert.safetensors"])
-def test_intake_refuses_a_missing_file(arrival: Arrival, name: str) -> None:
+def test_intake_throws_away_what_lacks_a_file(arrival: Arrival, name: str) -> None:
     path = arrival.folder / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    arrival.refused(AbsentFileError)
+    arrival.thrown_away()
 
 
-def test_intake_refuses_a_file_that_nobody_listed(arrival: Arrival) -> None:
+def test_intake_throws_away_what_has_a_file_that_nobody_listed(arrival: Arrival) -> None:
     (arrival.folder / "extra.bin").write_bytes(b"hello")
-    arrival.refused(UnlistedFileError)
+    arrival.thrown_away()
 
 
-def test_intake_refuses_a_symbolic_link(arrival: Arrival) -> None:
+def test_intake_throws_away_what_has_a_symbolic_link(arrival: Arrival) -> None:
     path = arrival.folder / "counts.safetensors"
     path.unlink()
     path.symlink_to("/etc/passwd")
-    arrival.refused(UnsafePathError)
+    arrival.thrown_away()
 
 
 def test_intake_refuses_a_pickle_in_place_of_weights(arrival: Arrival) -> None:
@@ -197,10 +223,9 @@ def test_intake_refuses_a_ledger_that_does_not_extend_the_one_seen(arrival: Arri
     arrival.refused(LedgerError)
 
 
-def test_intake_answers_a_submission_too_large_to_fetch(arrival: Arrival) -> None:
-    shutil.rmtree(arrival.folder)
-    arrival.folder.with_name("1.toolarge").touch()
-    arrival.refused(PolicyError, "size")
+def test_intake_refuses_a_document_of_another_form_that_the_silo_signed(arrival: Arrival) -> None:
+    arrival.rewrite(lambda document: document.update(unknown=1))
+    arrival.refused(DocumentError)
 
 
 @pytest.mark.parametrize("attack", ["the smallest integer", "below the noise", "above the noise", "units from nowhere"])
@@ -271,11 +296,11 @@ def test_refusal_is_not_the_end_when_intake_starts_again(arrival: Arrival) -> No
     assert not (arrival.receipts / "final").exists()
 
 
-def test_intake_refuses_one_submission_too_many_and_ends(arrival: Arrival) -> None:
-    shutil.rmtree(arrival.folder)
-    arrival.folder.with_name(f"{MAX_SUBMISSIONS + 1}.toomany").touch()
-    arrival.refused(PolicyError, "at most")
-    (arrival.receipts / f"{MAX_SUBMISSIONS + 1}.delivered").touch()
+def test_last_refusal_that_there_may_be_says_so_and_ends(arrival: Arrival, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taking_in, "MAX_SUBMISSIONS", 1)
+    arrival.rewrite(lambda document: document.update(approval=None))
+    arrival.refused(PolicyError, "approval", "the last of 1 submissions")
+    (arrival.receipts / "1.delivered").touch()
     assert plan_done(arrival.tiny.federation.path, arrival.plan_id, [SILO])
 
 

@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from aggregator.transfer.delivery import MAX_SUBMISSIONS, SiloDelivery
+from aggregator.transfer.delivery import MAX_SUBMISSIONS, SiloDelivery, _num_unsigned, note_unsigned
 from ddm.errors import FormatError
 from ddm.transport.messages import Ask, Envelope, FileEntry, Held, Offer, Report, Span, Status
 from tests.support.waiting import LIMIT_S
@@ -33,14 +34,58 @@ def names(tmp_path: Path) -> set[str]:
     return {path.name for path in (tmp_path / "incoming" / PLAN / "north").iterdir()} - {"status.json", "seen"}
 
 
-@pytest.mark.parametrize("sequence", [MAX_SUBMISSIONS + 1, 999_999])
-def test_submission_is_not_fetched_when_a_silo_sends_one_after_the_other(
-    delivery: SiloDelivery, tmp_path: Path, sequence: int
+def asked(delivery: SiloDelivery) -> int:
+    """Up to which submission the silo need not tell of any."""
+    delivery._bundle_complete = True
+    (envelope,) = delivery.next_requests([], 3)
+    assert isinstance(envelope.message, Ask)
+    return envelope.message.received
+
+
+@pytest.mark.parametrize("sequence", [2, MAX_SUBMISSIONS + 1, 999_999])
+def test_submission_out_of_order_is_neither_fetched_nor_held_against_the_silo(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sequence: int
 ) -> None:
-    announce(delivery, MAX_SUBMISSIONS)
-    assert names(tmp_path) == {str(MAX_SUBMISSIONS)}
+    """The attack: somebody answers in the silo's place, and the aggregator signs that it wants no more of it."""
+    now = [0.0]
+    limits = {"shard_bytes": 1000, "max_submission_bytes": 1000, "wait_s": 0}
+    delivery = SiloDelivery(tmp_path, PLAN, "north", index=(), **limits, clock=lambda: now[0])
+    assert asked(delivery) == 0
     announce(delivery, sequence)
-    assert names(tmp_path) == {str(MAX_SUBMISSIONS), f"{sequence}.toomany"}
+    assert names(tmp_path) == set()
+    assert "expected 1; not fetched" in caplog.text
+    assert asked(delivery) == sequence, "the silo need not tell of it again at once"
+    now[0] = 3600.0
+    assert asked(delivery) == 0
+    announce(delivery, 1)
+    assert names(tmp_path) == {"1"}
+
+
+def test_submission_beyond_the_last_that_may_be_refused_is_not_fetched(delivery: SiloDelivery, tmp_path: Path) -> None:
+    receipts = tmp_path / "receipts" / PLAN / "north"
+    receipts.mkdir(parents=True)
+    (receipts / f"{MAX_SUBMISSIONS}.json").write_bytes(b"refused")
+    announce(delivery, MAX_SUBMISSIONS + 1)
+    assert names(tmp_path) == set()
+
+
+def test_submission_that_was_not_as_signed_is_fetched_again_later_and_ever_more_slowly(
+    delivery: SiloDelivery, tmp_path: Path
+) -> None:
+    receipts = tmp_path / "receipts" / PLAN / "north"
+    for times, least_s in ((1, 59), (2, 119), (3, 239), (12, 3599)):
+        for _ in range(times - _num_unsigned(receipts / "1.unsigned")):
+            note_unsigned(receipts, 1)
+        announce(delivery, 1)
+        assert names(tmp_path) == set()
+        aged = time.time() - least_s
+        os.utime(receipts / "1.unsigned", (aged, aged))
+        announce(delivery, 1)
+        assert names(tmp_path) == set()
+    aged = time.time() - 3700
+    os.utime(receipts / "1.unsigned", (aged, aged))
+    announce(delivery, 1)
+    assert names(tmp_path) == {"1"}
 
 
 def test_submission_is_not_fetched_again_when_it_was_answered_and_thrown_away(

@@ -1,0 +1,42 @@
+"""The program that runs the aggregator's Flower SuperLink, closed to the other users of its machine.
+
+    python -P aggregator/runtime/superlink.py ARGUMENTS-OF-FLOWER-SUPERLINK...
+
+On one port Flower serves silos, whoever submits code, and its own programs; behind nginx, strangers on the network
+reach the first only. On loopback other users would reach all three, and submitted code runs as the user of `aggregator
+run`. So this server asks the kernel whose each connection is; only silos' requests, which Flower authenticates by their
+nodes' keys, are answered whoever brings them.
+"""
+
+import os
+import sys
+
+from flwr.superlink import extensions
+from flwr.superlink.cli.flower_superlink import flower_superlink
+from starlette.middleware import Middleware
+
+from ddm.errors import SetupError
+from ddm.transport.own_user import OwnUserOnly
+
+# The paths that nginx lets through.
+FLEET = r"/v1/fleet/[a-z-]{1,40}"
+
+
+def close_port() -> None:
+    """Let Flower put our check before all else that its server does.
+
+    Raises:
+        SetupError: this version of Flower does not ask for it.
+    """
+    if not hasattr(extensions, "get_middleware"):
+        remedy = "Install the versions of constraints.txt."
+        raise SetupError("flwr", expected="extensions.get_middleware", got="another version", remedy=remedy)
+    others = extensions.get_middleware
+    extensions.get_middleware = lambda: (Middleware(OwnUserOnly, open_to_all=FLEET), *others())
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    close_port()
+    sys.argv[0] = "flower-superlink"
+    flower_superlink()

@@ -1,0 +1,64 @@
+"""Lets a server on loopback answer its own user and nobody else on the machine.
+
+Flower's servers listen on TCP, where every user of a machine can connect. This stands in front of such a server, as
+ASGI middleware, and asks the kernel whose each connection is, before a byte of a request's body is read.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from ddm.system.peers import user_of
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# What a stranger may send to an open path: as much as the proxy before the federation's address lets through.
+MAX_BODY_BYTES = 8 * 1024 * 1024
+_LENGTH = re.compile(rb"[0-9]{1,9}")
+
+
+class OwnUserOnly:
+    """Answers 403 to a connection that is not with a process of this process's own user on this machine.
+
+    Only Linux tells whose a connection is; elsewhere everybody is answered.
+
+    Args:
+        app: the server.
+        open_to_all: a pattern of paths that anybody may post to, a bounded body at a time; none by default.
+    """
+
+    def __init__(self, app: App, open_to_all: str | None = None) -> None:
+        self._app = app
+        self._open = re.compile(open_to_all) if open_to_all else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "lifespan" or self._is_own(scope) or self._is_open(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 403, "headers": [(b"connection", b"close")]})
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await send({"type": "websocket.close"})
+
+    def _is_own(self, scope: Scope) -> bool:
+        if sys.platform != "linux":
+            return True
+        client, server = scope.get("client"), scope.get("server")
+        if not client or not server or server[1] is None:
+            return False
+        return user_of(tuple(client), tuple(server)) == os.geteuid()
+
+    def _is_open(self, scope: Scope) -> bool:
+        if self._open is None or scope["type"] != "http" or scope["method"] != "POST":
+            return False
+        # The server reads a whole body before it asks whose it is, so one of unknown length is not begun with.
+        lengths = [value for name, value in scope["headers"] if name == b"content-length"]
+        if len(lengths) != 1 or not _LENGTH.fullmatch(lengths[0]) or int(lengths[0]) > MAX_BODY_BYTES:
+            return False
+        return self._open.fullmatch(scope["path"]) is not None
