@@ -12,33 +12,35 @@ _TRIAL_BYTES = 4096
 
 
 def check_writable(folders: Iterable[Path]) -> None:
-    """Write a small file into every folder, and remove it again: permissions alone do not tell of a read-only disk.
+    """Write a small file without a name into every folder: permissions alone do not tell of a read-only disk.
 
     Raises:
         DiskError: names the first folder that refuses, and why.
     """
     for folder in folders:
-        trial = folder / f".trial.{os.getpid()}.part"
         try:
-            _write_durably(trial)
+            descriptor = _opened(folder)
+            try:
+                os.write(descriptor, bytes(_TRIAL_BYTES))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise DiskError(
                 str(folder),
                 expected="a folder that this user can write to",
                 got=error.strerror or type(error).__name__,
             ) from error
-        finally:
-            with suppress(OSError):
-                trial.unlink()
 
 
-def _write_durably(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(descriptor, bytes(_TRIAL_BYTES))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _opened(folder: Path) -> int:
+    """Open a new file that a crash cannot leave behind; where the file system knows none, one that loses its name."""
+    with suppress(OSError, AttributeError):
+        return os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    trial = folder / ".trial.part"
+    descriptor = os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    trial.unlink(missing_ok=True)
+    return descriptor
 
 
 def require_room(needed_bytes: Mapping[Path, int], purpose: str) -> None:

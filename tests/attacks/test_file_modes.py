@@ -205,7 +205,7 @@ def test_group_of_the_outbox_reads_what_a_worker_of_another_group_approved(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_nothing_private_is_exposed_when_a_whole_federation_runs_with_umask_000(tmp_path: Path) -> None:
     """Flower's own files, its database, logs and TLS keys among them."""
     before = os.umask(0)

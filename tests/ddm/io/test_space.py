@@ -62,6 +62,21 @@ def test_folder_that_refuses_a_small_file_is_named(code: int, tmp_path: Path, mo
     assert not list(tmp_path.glob("*/.*")), "nothing is left"
 
 
+def test_trial_leaves_nothing_where_the_file_system_knows_no_nameless_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def named_only(path: Path, flags: int, mode: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", named_only)
+    check_writable([tmp_path])
+    assert not list(tmp_path.iterdir())
+
+
 def test_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="No such file"):
         check_writable([tmp_path / "absent"])

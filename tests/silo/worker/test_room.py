@@ -81,7 +81,7 @@ def test_worker_ends_before_its_first_step_where_a_folder_refuses_a_write(
     (site.private / "checkpoints").mkdir(exist_ok=True)
 
     def read_only(path: object, flags: int, *rest: object, **more: object) -> int:
-        if flags & os.O_WRONLY and Path(str(path)).parent.name == name:
+        if flags & os.O_WRONLY and name in (Path(str(path)).name, Path(str(path)).parent.name):
             raise OSError(30, "Read-only file system")
         return opened(path, flags, *rest, **more)  # type: ignore[arg-type]
 
