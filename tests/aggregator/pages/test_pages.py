@@ -132,6 +132,7 @@ def test_card_and_report_say_of_every_silo_what_the_manifest_says(given: PageInp
             "id": silo.silo_id,
             "key_fingerprint": silo.key_fingerprint,
             "images": submission.num_units,
+            "counted": silo.units,
             "share": prior,
             "epsilon": silo.epsilon,
             "delta": silo.delta,
@@ -186,6 +187,21 @@ def test_expert_that_an_operator_admitted_though_screening_flagged_it_is_named_w
     assert f"expert {expert} ({words})" in pages[CARD_NAME]
     assert [entry["admitted"] for entry in front_matter(pages[CARD_NAME])["silos"]] == [False, True]  # type: ignore[attr-defined]
     assert not [page for page in whole.values() if "lagged" in page]
+
+
+def test_silo_that_counts_as_less_than_it_stated_is_named_with_both_numbers_and_the_reason(given: PageInput) -> None:
+    """The reason is the operator's free text: markup in it stays text."""
+    reason = "<script>alert(1)</script> | **129** by their own count"
+    document = json.loads(given.manifest.encode())
+    document["silos"][1] |= {"units": 30, "units_reason": reason}
+    lowered = Manifest.parse(json.dumps(document).encode(), subject="manifest")
+    pages = undrawn(replace(given, manifest=lowered))
+    silo_id, stated = lowered.silos[1].silo_id, given.inventory.silos[lowered.silos[1].silo_id].submission.num_units
+    assert f"{stated} stated, counted as 30: {reason}" in Reader(pages[REPORT_NAME]).cards[silo_id]["images"]
+    assert alive(pages[REPORT_NAME]) == []
+    assert f"{silo_id} counts as 30 of the {stated} images that it states" in pages[CARD_NAME]
+    assert "<script>" not in pages[CARD_NAME]
+    assert "stated, counted as" not in Reader(undrawn(given)[REPORT_NAME]).text
 
 
 def test_manifest_of_before_flags_is_read_and_a_flag_without_its_admission_is_refused(given: PageInput) -> None:
