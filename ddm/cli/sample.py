@@ -122,7 +122,7 @@ def sample(
     memory_bytes = None if memory is None else _bytes(memory)
     prepare(out)
 
-    from ddm.cli.conditions import encoded, holders_of, shares_of
+    from ddm.cli.conditions import condition_shares, describe_shares, encoded
     from ddm.loading.ensemble import load_ensemble
     from ddm.system.devices import device_named
 
@@ -131,7 +131,7 @@ def sample(
     condition = label if text is None or text_encoder is None else encoded(text, text_encoder, opened.plan.condition)
     ensemble = replace(load_ensemble(opened, memory_bytes=memory_bytes, device=where), chunk_size=rare.batch)
     weights, declared = _priors(opened, ensemble, prior, rare.class_prior)
-    holders = holders_of(ensemble, condition, declared)
+    class_prior = condition_shares(ensemble, condition, declared)
     with progress(f"sampling {num} with {strategy.value}") as advance:
         drawn = ensemble.sample(
             num,
@@ -141,15 +141,16 @@ def sample(
             seed=seed,
             prior=weights,
             condition=condition,
-            condition_prior=holders,
+            condition_prior=class_prior,
             guidance=guidance or 0.0,
             router_every=rare.router_every or 1,
             on_progress=advance,
         )
     written = write_samples(drawn.images, drawn.expert_N.tolist(), out)
-    say(f"{num} samples in {out} ({written}). Experts: {shares_of(ensemble, drawn.shares, weights, holders, label)}")
+    shares = describe_shares(ensemble, drawn.shares, weights, class_prior, label)
+    say(f"{num} samples in {out} ({written}). Experts: {shares}")
     if text is not None and declared is None:
-        say("Who holds images of such a text is not known: the prior is that of all images (see --set class-prior).")
+        say("No release states who holds images of this text: the prior is that of all images (or --set class-prior).")
     warn_if_expired(opened)
 
 
