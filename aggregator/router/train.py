@@ -61,7 +61,7 @@ def load_report(federation: Federation, inventory: Inventory) -> RouterReport:
         raise MissingFileError("router", expected="a trained router", got="no router/report.json", remedy=remedy)
     report = RouterReport.parse(path.read_bytes(), subject=path.name)
     if report.submissions != _digests(inventory):
-        got = f"one trained on earlier submissions of {', '.join(sorted(report.submissions))}"
+        got = f"a router trained on earlier submissions of {', '.join(sorted(report.submissions))}"
         expected = f"a router trained on the accepted submissions of {', '.join(inventory.silos)}"
         raise MissingFileError("router", expected=expected, got=got, remedy=remedy)
     file = router_path(federation, inventory.plan.plan_id)

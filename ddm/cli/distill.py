@@ -153,8 +153,8 @@ def distill(
         raise SetupError("--out", expected="a file name that ends in .safetensors", got=got)
     if data and (num or texts):
         flag, value = ("--num", num) if num else ("--texts", texts)
-        expected = "own samples, which --data takes the place of"
-        raise SetupError(str(flag), expected=expected, got=f"{value} beside --data {data}")
+        expected = f"either {flag}, for samples of the ensemble, or --data, for public images"
+        raise SetupError(str(flag), expected=expected, got=f"both, with --data {data}")
     chosen = teacher or (TeacherName.DRAWN if data else TeacherName.LABEL)
     own_network = load_settings(StudentSettings, architecture).architecture if architecture else None
     opened = open_verified(release, root, state, silo_key, archived, experts_later=True)

@@ -162,10 +162,10 @@ def _chosen(name: str, wanted: dict[str, Any]) -> "Strategy":
         if setting not in SETTINGS[name]:
             owner = next(other for other, settings in SETTINGS.items() if setting in settings)
             got = f"{value} with --strategy {name}"
-            raise SetupError(_FLAGS[setting], expected=f"--strategy {owner} beside it", got=got)
+            raise SetupError(_FLAGS[setting], expected=f"--strategy {owner}", got=got)
     if wanted.get("prefix") and wanted.get("tau", 1.0) == 1.0:
         got = "--tau 1, where lock draws its experts from the prior at once and nothing comes before"
-        raise SetupError("--prefix", expected="a --tau below 1 beside it", got=got)
+        raise SetupError("--prefix", expected="--tau below 1", got=got)
     return strategy_named(name, **wanted)
 
 
@@ -178,7 +178,7 @@ def _check_together(chosen: "Strategy", rare: SampleSettings, guidance: float | 
     alone = {"--guidance": guidance, "--set class-prior": None if rare.class_prior == "data" else rare.class_prior}
     for flag, value in alone.items():
         if value is not None and not conditioned:
-            raise SetupError(flag, expected="--class or --text beside it", got=f"{value!r} without a condition")
+            raise SetupError(flag, expected="--class or --text as well", got=f"{value!r} without a condition")
 
 
 def check_text(label: int | None, text: str | None, folder: Path | None) -> None:
@@ -188,13 +188,13 @@ def check_text(label: int | None, text: str | None, folder: Path | None) -> None
         SetupError: the options do not go together, or the text is blank.
     """
     if text is None and folder is not None:
-        raise SetupError("--text-encoder", expected="--text beside it", got=f"the folder {folder.name} without a text")
+        raise SetupError("--text-encoder", expected="--text as well", got=f"the folder {folder.name} without a text")
     if text is None:
         return
     if label is not None:
-        raise SetupError("--text", expected="a text or a class", got=f"a text beside --class {label}")
+        raise SetupError("--text", expected="either --text or --class", got=f"both, with --class {label}")
     if folder is None:
-        expected = "--text-encoder beside it, the folder of the encoder that the plan pins"
+        expected = "--text-encoder as well, the folder of the encoder that the plan pins"
         raise SetupError("--text", expected=expected, got="a text without an encoder")
     if not text.strip():
         raise SetupError("--text", expected="a text", got=f"{len(text)} blank characters")

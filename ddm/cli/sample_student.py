@@ -45,7 +45,7 @@ def sample_student(
     rare = read_settings(SampleStudentSettings, settings)
     check_text(label, text, text_encoder)
     if guidance and label is None and text is None:
-        raise SetupError("--guidance", expected="--class or --text beside it", got=f"{guidance} without a condition")
+        raise SetupError("--guidance", expected="--class or --text as well", got=f"{guidance} without a condition")
     prepare(out)
 
     from dataclasses import replace

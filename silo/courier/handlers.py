@@ -119,7 +119,7 @@ def take_bundle(offer: Offer, pieces: Sequence[memoryview], limits: SiteLimits) 
     inbox = limits.site / "inbox"
     folder = inbox / offer.plan_id
     if not folder.exists() and sum(1 for _ in inbox.iterdir()) >= _MAX_PLANS:
-        raise PolicyError("inbox", expected=f"at most {_MAX_PLANS} plans", got="one plan more")
+        raise PolicyError("inbox", expected=f"at most {_MAX_PLANS} plans", got=f"plan number {_MAX_PLANS + 1}")
     folder.mkdir(exist_ok=True)
     with locked(folder, "courier"):
         target = folder / "bundle"
@@ -170,7 +170,7 @@ def read_status(plan_id: str, limits: SiteLimits) -> Status:
     except MissingFileError:
         return Status()
     except ValidationError:
-        raise DocumentError("status.json", expected="a valid status") from None
+        raise DocumentError("status.json", expected="a valid status", got="a document of another form") from None
     if found.plan_id != plan_id:
         return Status()
     return Status(state=found.state, progress=found.progress, sequence=found.sequence)
@@ -210,7 +210,7 @@ def take_receipt(deliver: Deliver, receipt: bytes, limits: SiteLimits) -> Delive
     newest = max(sequences(limits.site / "outbox" / deliver.plan_id), default=0)
     # One more than was sent: a notice that the silo was withdrawn stands in the place of its next receipt.
     if not (limits.site / "inbox" / deliver.plan_id).is_dir() or not 1 <= deliver.sequence <= newest + 1:
-        expected, got = f"one for submission 1 to {newest + 1} of a known plan", f"one for {deliver.sequence}"
+        expected, got = f"a receipt for submission 1 to {newest + 1} of the plan", f"a receipt for {deliver.sequence}"
         raise ReplayError("receipt", expected=expected, got=got)
     path = limits.site / "inbox" / deliver.plan_id / "receipts" / f"{deliver.sequence}.json"
     if not path.exists():
