@@ -175,11 +175,15 @@ class Federation:
                 "delegations in targets.json",
                 expected=f"delegations to the silos of plan {current.plan_id}",
                 got=f"delegations for {', '.join(sorted(delegated)) or 'no silo'}",
-                remedy="Its silos were removed, or signing another plan was interrupted: sign one, aggregator plan.",
+                remedy="Silos were removed, or signing a plan was interrupted. Sign a new plan: aggregator plan.",
             )
         data = read_bounded(self.plan_targets(current.plan_id) / "plan.json", MAX_DOCUMENT_BYTES)
         if (found := sha256_hex(data)) != current.plan_digest:
-            raise DigestError("plan.json", expected=f"the signed bytes, sha256 {current.plan_digest}", got=found)
+            expected, remedy = (
+                f"the signed bytes, sha256 {current.plan_digest}",
+                "Restore plans/ from backup, or sign a new plan.",
+            )
+            raise DigestError("plan.json", expected=expected, got=f"sha256 {found}", remedy=remedy)
         return Plan.parse(data, subject="plan.json"), current.plan_digest
 
     def delegations(self) -> dict[str, str]:

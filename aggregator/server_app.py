@@ -87,7 +87,7 @@ class FlowerCarrier:
         try:
             messages = list(self._grid.pull_messages([message_id]))
         except _GARBAGE as error:
-            got = f"one that does not parse ({type(error).__name__})"
+            got = f"a reply that does not parse ({type(error).__name__})"
             raise TransportError("message", expected="a reply", got=got) from error
         if not messages:
             return None
@@ -98,7 +98,7 @@ class FlowerCarrier:
             return decode_reply(messages[0].content, max_bytes=self._max_bytes)
         except MemoryError as error:
             expected = f"a reply with at most {self._max_bytes} bytes of data"
-            raise TransportError("message", expected=expected, got="one that does not fit into memory") from error
+            raise TransportError("message", expected=expected, got="a reply that does not fit into memory") from error
 
 
 def make_dispatcher(grid: Grid, fed: Path, settings: RunSettings) -> Dispatcher:
@@ -161,7 +161,7 @@ def node_identity(openssh_key: str) -> bytes:
         key = load_ssh_public_key(openssh_key.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
         remedy = "Restore registry/ from backup: a silo's card there holds its node key."
-        got = f"{len(openssh_key)} characters that are not one"
+        got = f"{len(openssh_key)} characters that are no such key"
         raise SetupError("node key", expected="an OpenSSH public key", got=got, remedy=remedy) from error
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 

@@ -267,7 +267,7 @@ class LedgerError(RefusedError):
     """The privacy ledger is damaged, shortened or edited."""
 
     exit_code = 35
-    default_remedy = "Restore the ledger from backup. Nothing more is released until it verifies."
+    default_remedy = "Restore the ledger from backup. No statistic is drawn until it verifies."
 
 
 class SubmissionRefusedError(RefusedError):

@@ -38,7 +38,7 @@ def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
     invitation = Invitation.parse(read_bounded(path, 1 << 20), subject=path.name)
     found = sha256_hex(invitation.root.encode())
     if found != invitation.root_digest or found != parse_fingerprint(root_fingerprint):
-        raise RootError(path.name, expected=f"a root with fingerprint {root_fingerprint}", got=f"one with {found}")
+        raise RootError(path.name, expected=f"a root with fingerprint {root_fingerprint}", got=f"a root with {found}")
     root = invitation.root.encode()
     if trusted_log_keys({"1.root.json": root}, root, {}) != (invitation.log_key,):
         expected, got = "the log key that the root names", "a different one"

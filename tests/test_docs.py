@@ -27,6 +27,7 @@ from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Submission
 from ddm.transport import messages
 from silo.config import Policy, SiloSettings
+from silo.worker.state import State
 from tests.support.case import case
 from tests.test_architecture import ROOMS
 from tools import reference
@@ -137,6 +138,11 @@ def test_commands_page_names_exactly_the_flags_of_a_verb() -> None:
             assert sorted(named_in_tables(text)) == sorted(flags)
             arguments = [str(each.metavar) for each in command.params if isinstance(each, click.Argument)]
             assert f"`{' '.join([program, verb, *arguments])}`" in text
+
+
+def test_commands_page_names_exactly_what_status_prints_for_scripts() -> None:
+    (row,) = (line for line in section(COMMANDS, "### silo status").splitlines() if line.startswith("| `--json`"))
+    assert re.findall(r"`(\w+)`", row) == [name for name in State.model_fields if name != "format"]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -124,4 +124,8 @@ def _settings(name: str, address: str, passphrase_file: Path | None) -> "Federat
         )
     except ValidationError as error:
         field = str(error.errors()[0]["loc"][0])
-        raise SetupError(f"--{'name' if field == 'name' else 'address'}", got=error.errors()[0]["msg"]) from error
+        if field == "name":
+            expected, got = "a letter a-z, then up to 40 of a-z, 0-9 and hyphens", repr(name[:40])
+        else:
+            expected, got = "HOST:PORT with a port from 1 to 65535", repr(address[:100])
+        raise SetupError(f"--{'name' if field == 'name' else 'address'}", expected=expected, got=got) from error

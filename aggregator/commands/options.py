@@ -42,6 +42,6 @@ def holders_from(paths: Sequence[Path] | None, threshold: int, flag: str) -> "Ho
     if paths:
         return Holders(tuple(PublicKey.load(path) for path in paths), threshold)
     if threshold != 1:
-        expected = "the holders' public keys beside it"
+        expected = "the holders' public keys as well"
         raise SetupError(flag, expected=expected, got=f"{threshold} without a holder")
     return None

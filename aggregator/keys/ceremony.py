@@ -233,11 +233,11 @@ def _answers(change: Change, name: str) -> list[HolderSignature]:
 
 
 def _missing(change: Change, pending: Pending) -> list[str]:
-    found = []
+    found: list[str] = []
     for name in pending.documents:
         request = read_request(change.folder / name)
         found += unmet(request, check_answers(request, _answers(change, name)))
-    return found
+    return list(dict.fromkeys(found))  # a new root that keeps its holders needs the same signatures twice
 
 
 def _apply(federation: Federation, change: Change, pending: Pending, passphrase: bytes) -> None:

@@ -55,11 +55,11 @@ def read_card(data: bytes) -> Card:
     card = Card.parse(payload, subject="enrolment card", limit=MAX_CARD_BYTES)
     if str(signer) != card.signing_key:
         expected = f"a signature by the key that it names, {ascii(card.signing_key[:40])}"
-        raise DocumentError("enrolment card", expected=expected, got=f"one by {ascii(str(signer)[:40])}")
+        raise DocumentError("enrolment card", expected=expected, got=f"a signature by {ascii(str(signer)[:40])}")
     try:
         load_ssh_public_key(card.node_key.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
-        got = f"{len(card.node_key)} characters that are not one"
+        got = f"{len(card.node_key)} characters that are no such key"
         raise DocumentError("enrolment card, node_key", expected="an OpenSSH public key", got=got) from error
     return card
 

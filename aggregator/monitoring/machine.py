@@ -17,6 +17,7 @@ from aggregator.runtime.proxy import answers, find_nginx
 from ddm.errors import SetupError, TransportError
 from ddm.system.processes import port_in_use
 
+PortState = Literal["free", "ours", "taken"]
 _TIMEOUT_S = 10.0
 # A larger database takes long to read, so only its header is checked.
 _MAX_DATABASE_BYTES = 256 << 20
@@ -66,9 +67,7 @@ def clock_of(url: str) -> datetime:
         connection.close()
 
 
-def port_state(
-    federation: Federation, settings: FederationSettings, *, running: bool
-) -> Literal["free", "ours", "taken"]:
+def port_state(federation: Federation, settings: FederationSettings, *, running: bool) -> PortState:
     """Return who holds the federation's port."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     if running:

@@ -18,6 +18,7 @@ from aggregator.intake.limits import bytes_to_come
 from aggregator.membership.registry import KnownLedger, cards
 from aggregator.monitoring.doctor import Facts, ServerCertificate, Trace
 from aggregator.monitoring.machine import (
+    PortState,
     check_database,
     clock_of,
     flower_versions,
@@ -88,7 +89,7 @@ class Gathering:
             settings=settings,
             invited_host=invitation.address.rpartition(":")[0] if invitation else None,
             nginx=self._try("nginx", nginx_version),
-            port=port_state(federation, settings, running=processes.running) if settings else "free",
+            port=self._port(settings, processes) or "free",
             certificate=certificate,
             root_digest=sha256_hex(root) if root else None,
             invited_digest=invitation.root_digest if invitation else None,
@@ -122,6 +123,11 @@ class Gathering:
         if not (self._federation.path / "plans" / "current.json").exists():
             return None
         return self._federation.current_plan()[0]
+
+    def _port(self, settings: FederationSettings | None, processes: Processes) -> PortState | None:
+        if settings is None:
+            return None
+        return self._try("port", lambda: port_state(self._federation, settings, running=processes.running))
 
     def _invitation(self) -> Invitation:
         data = read_bounded(self._federation.path / "invitation.json", _MAX_SMALL_BYTES)

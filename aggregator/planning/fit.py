@@ -103,8 +103,9 @@ def _divide(public: Tensor, settings: PublicRecipe) -> tuple[Tensor, Tensor]:
     order = torch.randperm(len(public), generator=torch.Generator().manual_seed(settings.seed))
     num_holdout = int(len(public) * settings.holdout_share)
     if num_holdout < FEWEST_HELD_OUT:
-        expected = f"at least {FEWEST_HELD_OUT} to hold out, as the share public.holdout_share"
-        raise DataError("public images", expected=expected, got=f"{num_holdout} of {len(public)}")
+        expected = f"at least {FEWEST_HELD_OUT} to hold out, by public.holdout_share"
+        remedy = "Give more public images, or raise public.holdout_share in the recipe."
+        raise DataError("public images", expected=expected, got=f"{num_holdout} of {len(public)}", remedy=remedy)
     return public[order[num_holdout:]], public[order[:num_holdout]]
 
 

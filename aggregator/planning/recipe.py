@@ -165,3 +165,11 @@ class Recipe(Settings):
         if (self.base is None) != (self.expert.base is None):
             raise ValueError("base is needed where the expert is adapted from one, and only there")
         return self
+
+    @model_validator(mode="after")
+    def _training_reaches_a_checkpoint(self) -> "Recipe":
+        training = self.expert.training
+        if training.checkpoint_steps > training.num_steps:  # every silo would refuse the plan
+            wanted = f"expert.training.checkpoint_steps must be at most num_steps, {training.num_steps}"
+            raise ValueError(f"{wanted}, not {training.checkpoint_steps}")
+        return self

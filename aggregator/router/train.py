@@ -65,7 +65,7 @@ def load_report(federation: Federation, inventory: Inventory) -> RouterReport:
     report = RouterReport.parse(path.read_bytes(), subject=path.name)
     if report.submissions != _digests(inventory) or report.units != inventory.counted_units:
         trained_on = ", ".join(sorted(report.submissions))
-        got = f"one trained on earlier submissions, or with other numbers of units, of {trained_on}"
+        got = f"a router trained on earlier submissions, or with other numbers of units, of {trained_on}"
         expected = f"a router trained on the accepted submissions of {', '.join(inventory.silos)}"
         raise MissingFileError("router", expected=expected, got=got, remedy=remedy)
     file = router_path(federation, inventory.plan.plan_id)

@@ -73,7 +73,7 @@ def take_in(
     key = load_key(federation, "receipts", sys.stdin.buffer.read(_MAX_PASSPHRASE_BYTES))
     desk = IntakeService(federation, key, _log_verdict, _log_set_aside)
     if desk.plan.plan_id != plan_id:
-        raise BusyError(f"plan {desk.plan.plan_id}", expected=f"plan {plan_id}", got="another one, signed since")
+        raise BusyError(f"plan {desk.plan.plan_id}", expected=f"plan {plan_id}", got="a plan that was signed later")
     most_bytes = submission_bytes(desk.plan) * len(desk.plan.silos)
     with desk.locked(), suppress(KeyboardInterrupt):
         pulse = Pulse(federation.path / "flower" / HEARTBEAT, _STEP_S + most_bytes / _BYTES_PER_S)

@@ -212,7 +212,7 @@ def write_config(nginx: Path, flower: Path, text: str) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise SetupError("nginx -t", expected=f"an answer within {_TEST_TIMEOUT_S:.0f} s") from error
+        raise SetupError("nginx -t", expected=f"an answer within {_TEST_TIMEOUT_S:.0f} s", got="no answer") from error
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if "[emerg]" in line] or done.stderr.splitlines()
         raise SetupError(

@@ -203,7 +203,7 @@ class SiloDelivery:
     def _known_ranges(self, missing: Sequence[Span]) -> list[Span]:
         sizes = {entry.path: entry.num_bytes for entry in self._index}
         if any(span.offset + span.num_bytes > sizes.get(span.path, -1) for span in missing):
-            raise FormatError(f"answer of silo {self.silo_id}", expected="ranges of the bundle", got="one beyond it")
+            raise FormatError(f"answer of silo {self.silo_id}", expected="ranges of the bundle", got="a range beyond")
         if len(set(missing)) != len(missing) or sum(span.num_bytes for span in missing) > sum(sizes.values()):
             # Each would be read and sent.
             raise FormatError(

@@ -1,4 +1,4 @@
-"""The condition of a sample, a class or a text, and the share of the samples that each expert should have."""
+"""Turns the condition of a sample, a class or a text, into what the experts take, and into each expert's share."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from ddm.system.console import say
 
 
 def encoded(text: str, folder: Path, condition: Condition) -> ConditionValue:
-    """Return what experts are told of a text, by the encoder that the release's plan pins.
+    """Return the token embeddings of a text, by the encoder that the release's plan pins.
 
     Args:
         text: the prompt.
@@ -18,7 +18,7 @@ def encoded(text: str, folder: Path, condition: Condition) -> ConditionValue:
         condition: the plan's.
 
     Raises:
-        SetupError: these experts are told no texts, the plan pins no encoder, or nothing is left of the text.
+        SetupError: these experts take no texts, the plan pins no encoder, or the encoder knows no word of the text.
         MissingFileError, DigestError: the folder holds another encoder.
     """
     if not isinstance(condition, TextCondition):
@@ -31,35 +31,41 @@ def encoded(text: str, folder: Path, condition: Condition) -> ConditionValue:
         say(f"The text is longer than {condition.max_tokens} tokens; the rest is cut off.")
     vectors = encoder.encode([text])[0]
     if not vectors.any():  # the null condition
-        got = f"{len(text)} characters without one"
-        raise SetupError("--text", expected="words that the encoder has tokens for", got=got)
+        expected = "a text with at least one word that the encoder knows"
+        raise SetupError("--text", expected=expected, got=f"{len(text)} characters without one", remedy="Reword it.")
     return vectors
 
 
-def holders_of(ensemble: Ensemble, asked: ConditionValue | None, declared: list[float] | None) -> list[float] | None:
-    """Return every expert's share of the data with the condition: as declared, as released, of a text as of all.
+def condition_shares(
+    ensemble: Ensemble, condition: ConditionValue | None, declared: list[float] | None
+) -> list[float] | None:
+    """Return each expert's share of the data with the condition; None where it is unknown or there is no condition.
+
+    Declared shares come first, then those that the release states for a class; a text has the prior of all images.
 
     Raises:
-        MathError: these experts cannot be asked for it.
+        MathError: these experts do not take the condition.
     """
-    if asked is not None:
-        condition_and_null(ensemble.condition, asked)
-    if asked is None or declared is not None:
+    if condition is not None:
+        condition_and_null(ensemble.condition, condition)
+    if condition is None or declared is not None:
         return declared
-    if not isinstance(asked, int):
+    if not isinstance(condition, int):
         return list(ensemble.prior)
-    return list(ensemble.class_prior(asked).prior) if ensemble.class_prior else None
+    return list(ensemble.class_prior(condition).prior) if ensemble.class_prior else None
 
 
-def shares_of(
+def describe_shares(
     ensemble: Ensemble,
-    found: tuple[float, ...],
-    wanted: list[float],
-    holders: list[float] | None,
+    shares: tuple[float, ...],
+    target_prior: list[float],
+    class_prior: list[float] | None,
     label: int | None,
 ) -> str:
-    """Say what share of the samples each expert had, beside the share that it should have."""
-    prior = wanted if holders is None else conditional_log_prior(holders, ensemble.prior, wanted).exp().tolist()
+    """Describe the share of the samples that each expert had, beside its prior."""
+    prior = target_prior
+    if class_prior is not None:
+        prior = conditional_log_prior(class_prior, ensemble.prior, target_prior).exp().tolist()
     word = "prior" if label is None else f"prior given class {label}"
-    parts = zip(ensemble.expert_ids, found, prior, strict=True)
-    return ", ".join(f"{name} {share:.2f} ({word} {due:.2f})" for name, share, due in parts)
+    parts = zip(ensemble.expert_ids, shares, prior, strict=True)
+    return ", ".join(f"{expert_id} {share:.2f} ({word} {due:.2f})" for expert_id, share, due in parts)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _DEFAULT_NUM = 4096
 _SOLVER_STEPS = 50  # of own samples
 _MOST = 2**53 - 1  # the record cannot hold a larger number
-_STUDENT, _IMAGES, _TRAINING = "The student", "What it is shown", "Training"  # the panels of the help
+_STUDENT, _IMAGES, _TRAINING = "The student", "Training images", "Training"  # the panels of the help
 _WORK_SUFFIX, _SAMPLES, _CHECKPOINTS = ".work", "samples", "checkpoints"
 
 
@@ -128,10 +128,10 @@ class _Wanted:
 
     @property
     def base(self) -> "File | None":
-        """The public expert that the experts started from, and so the student where it is built and told alike."""
+        """The public expert that the experts started from, where the student has their architecture and condition."""
         plan = self.opened.plan
-        alike = (self.network, self.condition) == (plan.expert.architecture, plan.condition)
-        return plan.file(plan.expert.base) if plan.expert.base and alike else None
+        same_form = (self.network, self.condition) == (plan.expert.architecture, plan.condition)
+        return plan.file(plan.expert.base) if plan.expert.base and same_form else None
 
 
 def distill(
@@ -160,8 +160,8 @@ def distill(
         raise SetupError("--out", expected="a file name that ends in .safetensors", got=got)
     if data and (num or texts):
         flag, value = ("--num", num) if num else ("--texts", texts)
-        expected = "own samples, which --data takes the place of"
-        raise SetupError(str(flag), expected=expected, got=f"{value} beside --data {data}")
+        expected = f"either {flag}, for samples of the ensemble, or --data, for public images"
+        raise SetupError(str(flag), expected=expected, got=f"both, with --data {data}")
     chosen = teacher or (TeacherName.DRAWN if data else TeacherName.LABEL)
     memory_bytes = read_memory(memory)
     own_network = load_settings(StudentSettings, architecture).architecture if architecture else None
@@ -172,7 +172,7 @@ def distill(
         raise SetupError("--architecture", expected=misfit, got=f"shape {plan.expert_shape}, {condition.kind}")
     if texts and not isinstance(condition, TextCondition):
         raise SetupError("--texts", expected="a student with texts as its condition", got=f"condition {condition.kind}")
-    # All tokens are shown: the teacher answers about whole images.
+    # No tokens are masked: the teacher answers about whole images.
     changes = {"num_steps": steps or plan.expert.training.num_steps, "seed": seed, "mask_ratio": 0.0}
     training = plan.expert.training.model_copy(update=changes)
 
@@ -190,11 +190,11 @@ def distill(
     wanted = _Wanted(opened, ensemble, _source(opened), chosen, condition, network, training, out, device)
     wanted.work.mkdir(parents=True, exist_ok=True)
     with locked(wanted.work, "distillation"):
-        lessons, images = _given(wanted, data) if data else _own(wanted, num or _DEFAULT_NUM, texts)
-        trained = _trained(wanted, lessons)
+        dataset, images = _public_images(wanted, data) if data else _own_samples(wanted, num or _DEFAULT_NUM, texts)
+        trained = _trained(wanted, dataset)
         _keep(wanted, trained, images)
     say(
-        f"Student in {out}: {len(lessons.images)} images, teacher {chosen.value}, {training.num_steps} steps in "
+        f"Student in {out}: {len(dataset.images)} images, teacher {chosen.value}, {training.num_steps} steps in "
         f"{human_seconds(trained.seconds)}, loss {trained.loss:.4f}. From {wanted.source.plan_id}, version "
         f"{wanted.source.version}, manifest {wanted.source.manifest}."
     )
@@ -223,8 +223,8 @@ def _source(opened: "Release") -> "Source":
     return Source(plan_id=manifest.plan_id, version=manifest.version, manifest=digest, root=verified.root_fingerprint)
 
 
-def _own(wanted: _Wanted, num: int, texts: Path | None) -> "tuple[DistillationData, OwnSamples]":
-    """Draw what the student is shown from the ensemble itself."""
+def _own_samples(wanted: _Wanted, num: int, texts: Path | None) -> "tuple[DistillationData, OwnSamples]":
+    """Draw the training images from the ensemble itself."""
     from ddm.distillation.dataset import own_samples, read_labels
     from ddm.distillation.student import OwnSamples
     from ddm.protocol.base import sha256_file
@@ -244,8 +244,8 @@ def _own(wanted: _Wanted, num: int, texts: Path | None) -> "tuple[DistillationDa
     return drawn, OwnSamples(num=num, seed=seed, texts=sha256_file(texts) if texts else None)
 
 
-def _given(wanted: _Wanted, data: Path) -> "tuple[DistillationData, GivenImages]":
-    """Read what the student is shown from a file."""
+def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, GivenImages]":
+    """Read public images, and their conditions, as training images."""
     from ddm.distillation.dataset import DistillationData, by_cluster, read_labels
     from ddm.distillation.student import GivenImages
     from ddm.io.npz import read_images
@@ -254,20 +254,20 @@ def _given(wanted: _Wanted, data: Path) -> "tuple[DistillationData, GivenImages]
 
     opened, condition = wanted.opened, wanted.condition
     images, expert_N = read_images(data, opened.plan.data), None
-    told = None if isinstance(condition, NoCondition) else read_labels(data, condition)
-    if told is not None and len(told) != len(images):
-        raise DataError("labels", expected=f"{len(images)}, one per image", got=str(len(told)))
+    labels = None if isinstance(condition, NoCondition) else read_labels(data, condition)
+    if labels is not None and len(labels) != len(images):
+        raise DataError("labels", expected=f"{len(images)}, one per image", got=str(len(labels)))
     if wanted.teacher is TeacherName.LABEL:
         files = PlanFiles.load(opened.plan, opened.folder)
         known_N, expert_N = by_cluster(images, files, opened.manifest.experts, wanted.training.seed)
-        images, told = images[known_N], None if told is None else told[known_N]
+        images, labels = images[known_N], None if labels is None else labels[known_N]
     with progress("encoding images") as tell:
-        seen = wanted.ensemble.latent.encode(images, tell)
+        encoded = wanted.ensemble.latent.encode(images, tell)
     drop = 0.0 if isinstance(condition, NoCondition) else condition.drop
-    return DistillationData(seen, expert_N, told, drop), GivenImages(num=len(seen), digest=sha256_file(data))
+    return DistillationData(encoded, expert_N, labels, drop), GivenImages(num=len(encoded), digest=sha256_file(data))
 
 
-def _trained(wanted: _Wanted, lessons: "DistillationData") -> "Trained":
+def _trained(wanted: _Wanted, dataset: "DistillationData") -> "Trained":
     from ddm.distillation.distill import distill as train_student
     from ddm.models import build_expert, load_expert
 
@@ -282,17 +282,17 @@ def _trained(wanted: _Wanted, lessons: "DistillationData") -> "Trained":
             return train_student(
                 wanted.ensemble,
                 student,
-                lessons,
+                dataset,
                 wanted.training,
                 teacher=wanted.teacher.value,
                 engine=Engine(device=wanted.device),
                 source=wanted.source.manifest,
                 checkpoint_dir=wanted.work / _CHECKPOINTS,
-                on_progress=lambda told: tell(told.step, told.num_steps),
+                on_progress=lambda reached: tell(reached.step, reached.num_steps),
                 should_stop=stop.is_set,
                 t_distribution=plan.t_distribution,
             )
-    except SetupError as error:  # on an engine that asks for nothing, only the checkpoints can be refused
+    except SetupError as error:  # with an Engine of defaults only the checkpoints can be refused
         remedy = f"Give the flags of that run, or another --out, or remove {wanted.work.name}."
         expected = "checkpoints of this release, these flags and images"
         got = "checkpoints of a run with a different release, flags or images"

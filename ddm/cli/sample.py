@@ -120,7 +120,7 @@ def sample(
     memory_bytes = read_memory(memory)
     prepare(out)
 
-    from ddm.cli.conditions import encoded, holders_of, shares_of
+    from ddm.cli.conditions import condition_shares, describe_shares, encoded
     from ddm.loading.ensemble import build_ensemble
     from ddm.loading.memory import room_for_experts
     from ddm.protocol.footprint import condition_bytes, sampling_bytes
@@ -137,7 +137,7 @@ def sample(
     built = build_ensemble(plan, manifest, opened.folder, memory_bytes=room, device=where)
     ensemble = replace(built, chunk_size=rare.batch)
     weights, declared = _priors(opened, ensemble, prior, rare.class_prior)
-    holders = holders_of(ensemble, condition, declared)
+    class_prior = condition_shares(ensemble, condition, declared)
     with progress(f"sampling {num} with {strategy.value}") as advance:
         drawn = ensemble.sample(
             num,
@@ -147,15 +147,16 @@ def sample(
             seed=seed,
             prior=weights,
             condition=condition,
-            condition_prior=holders,
+            condition_prior=class_prior,
             guidance=guidance or 0.0,
             router_every=rare.router_every or 1,
             on_progress=advance,
         )
     written = write_samples(drawn.images, drawn.expert_N.tolist(), out)
-    say(f"{num} samples in {out} ({written}). Experts: {shares_of(ensemble, drawn.shares, weights, holders, label)}")
+    shares = describe_shares(ensemble, drawn.shares, weights, class_prior, label)
+    say(f"{num} samples in {out} ({written}). Experts: {shares}")
     if text is not None and declared is None:
-        say("Who holds images of such a text is not known: the prior is that of all images (see --set class-prior).")
+        say("No release states who holds images of this text: the prior is that of all images (or --set class-prior).")
     warn_if_expired(opened)
 
 
@@ -167,10 +168,10 @@ def _chosen(name: str, wanted: dict[str, Any]) -> "Strategy":
         if setting not in SETTINGS[name]:
             owner = next(other for other, settings in SETTINGS.items() if setting in settings)
             got = f"{value} with --strategy {name}"
-            raise SetupError(_FLAGS[setting], expected=f"--strategy {owner} beside it", got=got)
+            raise SetupError(_FLAGS[setting], expected=f"--strategy {owner}", got=got)
     if wanted.get("prefix") and wanted.get("tau", 1.0) == 1.0:
         got = "--tau 1, where lock draws its experts from the prior at once and nothing comes before"
-        raise SetupError("--prefix", expected="a --tau below 1 beside it", got=got)
+        raise SetupError("--prefix", expected="--tau below 1", got=got)
     return strategy_named(name, **wanted)
 
 
@@ -183,7 +184,7 @@ def _check_together(chosen: "Strategy", rare: SampleSettings, guidance: float | 
     alone = {"--guidance": guidance, "--set class-prior": None if rare.class_prior == "data" else rare.class_prior}
     for flag, value in alone.items():
         if value is not None and not conditioned:
-            raise SetupError(flag, expected="--class or --text beside it", got=f"{value!r} without a condition")
+            raise SetupError(flag, expected="--class or --text as well", got=f"{value!r} without a condition")
 
 
 def check_text(label: int | None, text: str | None, folder: Path | None) -> None:
@@ -193,13 +194,13 @@ def check_text(label: int | None, text: str | None, folder: Path | None) -> None
         SetupError: the options do not go together, or the text is blank.
     """
     if text is None and folder is not None:
-        raise SetupError("--text-encoder", expected="--text beside it", got=f"the folder {folder.name} without a text")
+        raise SetupError("--text-encoder", expected="--text as well", got=f"the folder {folder.name} without a text")
     if text is None:
         return
     if label is not None:
-        raise SetupError("--text", expected="a text or a class", got=f"a text beside --class {label}")
+        raise SetupError("--text", expected="either --text or --class", got=f"both, with --class {label}")
     if folder is None:
-        expected = "--text-encoder beside it, the folder of the encoder that the plan pins"
+        expected = "--text-encoder as well, the folder of the encoder that the plan pins"
         raise SetupError("--text", expected=expected, got="a text without an encoder")
     if not text.strip():
         raise SetupError("--text", expected="a text", got=f"{len(text)} blank characters")

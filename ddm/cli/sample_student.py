@@ -50,7 +50,7 @@ def sample_student(
     check_text(label, text, text_encoder)
     memory_bytes = read_memory(memory)
     if guidance and label is None and text is None:
-        raise SetupError("--guidance", expected="--class or --text beside it", got=f"{guidance} without a condition")
+        raise SetupError("--guidance", expected="--class or --text as well", got=f"{guidance} without a condition")
     prepare(out)
 
     from dataclasses import replace

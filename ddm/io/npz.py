@@ -47,7 +47,8 @@ def read_array(path: Path, name: str, *, max_bytes: int) -> np.ndarray:
     try:
         with path.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
             if name not in archive.files:
-                raise DataError("data file", expected=f"an array called {name}", got=f"{len(archive.files)} others")
+                got = f"{len(archive.files)} arrays with other names"
+                raise DataError("data file", expected=f"an array called {name}", got=got)
             size = next(entry.file_size for entry in archive.zip.infolist() if entry.filename in (name, f"{name}.npy"))
             if size > max_bytes:
                 raise DataError(name, expected=f"at most {max_bytes} bytes, unpacked", got=f"{size}")
@@ -55,7 +56,11 @@ def read_array(path: Path, name: str, *, max_bytes: int) -> np.ndarray:
     except ArchipelagoError:
         raise
     except Exception as error:  # whatever zip, its five compressions and the array's header may raise
-        raise DataError("data file", expected="an npz without pickled objects", got=type(error).__name__) from error
+        raise DataError(
+            "data file",
+            expected="an npz without pickled objects",
+            got=f"a file that does not read as one ({type(error).__name__})",
+        ) from error
 
 
 def count_rows(path: Path, name: str) -> int:
@@ -95,7 +100,7 @@ def _fit(array: np.ndarray, spec: DataSpec) -> np.ndarray:
     with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
         array = array.astype(np.float32)
     if not np.isfinite(array).all():
-        raise DataError("image values", expected="finite numbers", got="infinite ones or NaN")
+        raise DataError("image values", expected="finite numbers", got="NaN or infinite values")
     if array.min() < low - 1e-5 or array.max() > high + 1e-5:
-        raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got="values outside")
+        raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got="values outside this range")
     return array

@@ -95,7 +95,7 @@ def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, Tensor
     for name, spec in found.items():
         if name not in expected:
             raise TensorFileError(
-                subject, expected=f"{len(expected)} known tensors", got=f"an unknown one of {len(found)}"
+                subject, expected=f"only {len(expected)} known tensors", got=f"an unknown tensor among {len(found)}"
             )
         if spec != expected[name]:
             raise TensorFileError(f"{subject}, tensor {name}", expected=str(expected[name]), got=str(spec))
@@ -252,7 +252,7 @@ def save_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: Ma
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
     if len(encoded) > MAX_HEADER_BYTES:
-        raise TensorFileError(path.name, expected=f"a header of at most {MAX_HEADER_BYTES} bytes", got="a larger one")
+        raise TensorFileError(path.name, expected=f"header of at most {MAX_HEADER_BYTES} bytes", got="a larger header")
     _parse_header(encoded, offset, path.name)
     with replacing(path) as handle:
         handle.write(len(encoded).to_bytes(8, "little") + encoded)
@@ -295,14 +295,16 @@ def _parse_header(header: bytes, data_bytes: int, subject: str) -> Mapping[str, 
     placed: list[tuple[int, str, TensorSpec]] = []
     for number, (name, entry) in enumerate(value.items(), 1):
         if not 0 < len(name) <= MAX_NAME_LENGTH:
-            raise TensorFileError(subject, expected=f"names of 1 to {MAX_NAME_LENGTH} signs", got=f"one of {len(name)}")
+            raise TensorFileError(
+                subject, expected=f"names of 1 to {MAX_NAME_LENGTH} characters", got=f"a name of {len(name)}"
+            )
         spec, begin = _parse_entry(entry, f"{subject}, tensor {number} in its header")
         placed.append((begin, name, spec))
     end = 0
     specs: dict[str, TensorSpec] = {}
     for begin, name, spec in sorted(placed, key=lambda place: place[0]):
         if begin != end:
-            raise TensorFileError(subject, expected="tensors side by side", got="a gap or an overlap")
+            raise TensorFileError(subject, expected="tensors without gaps or overlaps", got="a gap or an overlap")
         specs[name] = spec
         end += spec.bytes
     if end != data_bytes:
@@ -340,7 +342,7 @@ def _parse_entry(entry: Any, subject: str) -> tuple[TensorSpec, int]:
     spec = TensorSpec(dtype, tuple(shape))
     begin, end = offsets
     if begin < 0 or end - begin != spec.bytes:
-        raise TensorFileError(subject, expected=f"{spec.bytes} bytes for {spec}", got="offsets of other bytes")
+        raise TensorFileError(subject, expected=f"{spec.bytes} bytes for {spec}", got="offsets that span another size")
     return spec, begin
 
 
@@ -364,7 +366,7 @@ def _check_values(block: memoryview, dtype: str, subject: str, max_abs: float | 
     if not (math.isfinite(low) and math.isfinite(high)):
         raise TensorFileError(subject, expected="finite values", got="NaN or infinity")
     if max_abs is not None and max(-low, high) > max_abs:
-        raise TensorFileError(subject, expected=f"magnitudes up to {max_abs:g}", got="a larger one")
+        raise TensorFileError(subject, expected=f"magnitudes up to {max_abs:g}", got="a larger value")
 
 
 def _raw_bytes(tensor: "torch.Tensor") -> bytes:

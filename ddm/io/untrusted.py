@@ -59,7 +59,9 @@ def walk(folder: Path, *, most: int = MAX_FILES) -> Iterator[tuple[str, Entry]]:
         for name, info in _walk(top, "", folder.name):
             num_seen += 1
             if num_seen > most:
-                raise UnsafePathError(folder.name, expected=f"at most {most} files and folders", got=f"over {most}")
+                raise UnsafePathError(
+                    folder.name, expected=f"at most {most} files and folders", got=f"more than {most}"
+                )
             if stat.S_ISREG(info.st_mode):
                 yield name, Entry(folder / name, info.st_size)
 
@@ -71,7 +73,7 @@ def _walk(folder: int, prefix: str, subject: str) -> Iterator[tuple[str, os.stat
             name = prefix + entry.name
             if not is_safe_name(entry.name) or prefix.count("/") > MAX_DEPTH:
                 # The name itself, which somebody else chose, is not repeated.
-                raise UnsafePathError(subject, expected="plain names", got="a hidden, odd or deep one")
+                raise UnsafePathError(subject, expected="plain names", got="a name that is hidden, unsafe or too deep")
             info = entry.stat(follow_symlinks=False)
             if not stat.S_ISDIR(info.st_mode) and not stat.S_ISREG(info.st_mode):
                 got = "a symbolic link" if stat.S_ISLNK(info.st_mode) else "a special file"
@@ -132,7 +134,7 @@ def open_below(folder: Path, relative: str, subject: str, *, make: bool = False)
 def _descriptor_below(folder: Path, relative: str, subject: str, make: bool) -> int:
     *parents, name = relative.split("/")
     if ".." in (*parents, name):
-        raise UnsafePathError(subject, expected="a path below its folder", got="one with `..`")
+        raise UnsafePathError(subject, expected="a path below its folder", got="a path with `..`")
     at = -1
     try:
         at = os.open(folder, _STEP)
@@ -151,7 +153,7 @@ def _descriptor_below(folder: Path, relative: str, subject: str, make: bool) -> 
     except OSError as error:
         if make and error.errno not in _OTHER_KINDS:
             raise
-        got = f"one that does not open ({error.strerror})"
+        got = f"a file that does not open ({error.strerror})"
         raise UnsafePathError(subject, expected="a regular file", got=got) from error
     finally:
         if at >= 0:

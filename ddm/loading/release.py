@@ -161,7 +161,11 @@ def _read_documents(folder: Path, verified: VerifiedRelease) -> Release:
 
 def _read(verified: VerifiedRelease, name: str, limit: int = MAX_DOCUMENT_BYTES) -> bytes:
     if name not in verified.files:
-        raise DigestError(name, expected="a signed file of this name", got="no such file among the signed ones")
+        got, remedy = (
+            "no such file among the signed ones",
+            "The release is incomplete. Fetch it again from the publisher.",
+        )
+        raise DigestError(name, expected="a signed file of this name", got=got, remedy=remedy)
     data = read_bounded(verified.files[name].path, limit, subject=name)
     if (found := sha256_hex(data)) != (wanted := verified.files[name].digest):
         remedy = (

@@ -226,7 +226,9 @@ def port_in_use(host: str, port: int) -> bool:
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise SetupError(f"host {host}", expected="a name or an address", got="an unknown name") from error
+        remedy = "Check host in federation.toml, and that this machine finds the name, in /etc/hosts or by DNS."
+        expected = "an address, or a name that this machine can resolve"
+        raise SetupError(f"host {host}", expected=expected, got="a name without an address", remedy=remedy) from error
     return any(_taken(family, place, host) for family, _, _, _, place in places)
 
 
@@ -240,7 +242,10 @@ def _taken(family: int, place: Any, host: str) -> bool:
             listener.bind(place)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                raise SetupError(f"host {host}", expected="an address of this machine", got="a foreign one") from error
+                got, remedy = "an address of another machine", "Set host in federation.toml to one of this machine."
+                raise SetupError(
+                    f"host {host}", expected="an address of this machine", got=got, remedy=remedy
+                ) from error
             return True
     return False
 

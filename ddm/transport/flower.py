@@ -57,7 +57,8 @@ def _decode(records: RecordDict, adapter: TypeAdapter[MessageT], max_bytes: int)
     head = dict(records[_HEAD])
     document = head.get(_DOCUMENT)
     if set(head) != {_DOCUMENT} or not isinstance(document, str) or len(document) > _MAX_HEAD_BYTES:
-        raise DocumentError("message head", expected="one short document")
+        expected = f"one document of at most {_MAX_HEAD_BYTES} characters"
+        raise DocumentError("message head", expected=expected, got="a record of another form")
     data = _data(records[_DATA], max_bytes) if _DATA in names else b""
     check_json(document.encode(), subject="message head", limit=_MAX_HEAD_BYTES)
     try:
@@ -79,7 +80,7 @@ def _data(record: object, max_bytes: int) -> bytes:
     array = record[_BYTES]
     data = array.data
     if array.dtype != "uint8" or array.stype != _STYPE or tuple(array.shape) != (len(data),):
-        raise DocumentError("message data", expected="a flat array of bytes")
+        raise DocumentError("message data", expected="a flat array of bytes", got="an array of another form")
     if not 0 < len(data) <= max_bytes:
         raise DocumentError("message data", expected=f"at most {max_bytes} bytes", got=str(len(data)))
     return bytes(data)

@@ -43,7 +43,9 @@ def list_folder(folder: Path, *, max_files: int, max_bytes: int, with_digest: bo
             digest = file_digest(folder, name) if with_digest else None
             entries.append(FileEntry(path=name, num_bytes=found.bytes, digest=digest))
         except ValidationError as error:
-            raise UnsafePathError(name, expected="a path that may travel", got="one too long or too deep") from error
+            raise UnsafePathError(
+                name, expected="a path that may travel", got="a path that is too long or too deep"
+            ) from error
     return tuple(sorted(entries, key=lambda entry: entry.path))
 
 
@@ -72,7 +74,9 @@ def read_spans(folder: Path, spans: Iterable[Span]) -> bytes:
                 stream.seek(span.offset)
                 parts.append(stream.read(span.num_bytes))
         except AbsentFileError as error:
-            raise FormatError("range", expected="one of a file in the folder", got="one of a file not there") from error
+            raise FormatError(
+                "range", expected="one of a file in the folder", got="a range of a missing file"
+            ) from error
         if len(parts[-1]) != span.num_bytes:
             got = f"{len(parts[-1])} bytes from byte {span.offset} on"
             raise FormatError("range", expected=f"{span.num_bytes} bytes", got=got)

@@ -118,10 +118,12 @@ def check_answers(request: Request, answers: Sequence[HolderSignature]) -> Mappi
         subject = f"signature on {request.name} by {key.short[:19]}"
         if answer.payload_digest != sha256_hex(payload):
             expected = f"a signature over sha256 {sha256_hex(payload)[:16]}..."
-            raise SignatureError(subject, expected=expected, got=f"one over sha256 {answer.payload_digest[:16]}...")
+            raise SignatureError(
+                subject, expected=expected, got=f"a signature over sha256 {answer.payload_digest[:16]}..."
+            )
         _check_holder(request, key)
         if key in found:
-            raise SignatureError(subject, expected="one signature per holder", got="two by this holder")
+            raise SignatureError(subject, expected="one signature per holder", got="two signatures by this holder")
         found[key] = bytes.fromhex(answer.signature)
         key.verify(found[key], payload)
     return found

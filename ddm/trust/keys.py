@@ -125,7 +125,7 @@ class SigningKey:
             private = load_pem_private_key(data, passphrase or b"\0")
         except (ValueError, TypeError) as error:
             raise PassphraseError(
-                path.name, expected="the passphrase of this key", got="one that does not open it"
+                path.name, expected="the passphrase of this key", got="a passphrase that does not open it"
             ) from error
         if not isinstance(private, Ed25519PrivateKey):
             raise SetupError(path.name, expected=wanted, got="a key of another algorithm")

@@ -112,11 +112,11 @@ def check_signatures(metadata: Metadata[T], role: str, delegators: Sequence[Root
     for keyid, signature in metadata.signatures.items():
         if keyid not in allowed:
             expected = f"signatures by the keys of role {role}"
-            raise SignatureError(subject, expected=expected, got=f"one by key id {keyid[:16]}")
+            raise SignatureError(subject, expected=expected, got=f"a signature by key id {keyid[:16]}")
         try:
             allowed[keyid].verify_signature(signature, payload)
         except (UnverifiedSignatureError, VerificationError) as error:
-            got = f"one by key id {keyid[:16]} that does not verify"
+            got = f"a signature by key id {keyid[:16]} that does not verify"
             raise SignatureError(subject, expected="valid signatures only", got=got) from error
     for delegator in delegators:
         try:

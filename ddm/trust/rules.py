@@ -300,7 +300,9 @@ def _roles_present(targets: Targets, snapshot: Snapshot, stage: Stage) -> list[s
     strange = live - {"targets.json", *(f"{role}.json" for role in roles)}
     if strange:
         raise RoleError(
-            "metadata/snapshot.json", expected="roles that targets delegates to", got=f"also {sorted(strange)[0]}"
+            "metadata/snapshot.json",
+            expected="roles that targets delegates to",
+            got=f"role {sorted(strange)[0]} as well",
         )
     if stage is Stage.BUNDLE:
         return [PLANS]

@@ -102,7 +102,7 @@ class Run:
 
     def _descend(self, name: str, loss: Tensor) -> None:
         self.optimizers[name].zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizers[name].step()
 
 

@@ -8,6 +8,7 @@ On a GPU bfloat16, and once more with every model compiled. Writes build/bench/d
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from support.measuring import parse, report, say
@@ -98,7 +99,7 @@ def main() -> None:
     tokens = (shape[1] // architecture.patch) * (shape[2] // architecture.patch)
     rows, targets = [], []
     for kind in kinds:
-        called = {n: m if kind == "eager" else torch.compile(m) for n, m in found.items()}
+        called: dict[str, Any] = {n: m if kind == "eager" else torch.compile(m) for n, m in found.items()}
         for what, make in (("forward", forward), ("training step", training_step)):
             works = {name: make(model, batch) for name, model in called.items()}
             # Backward, each product is followed by two of its size.

@@ -9,7 +9,9 @@ Writes build/bench/intake_size.csv.
 
 import shutil
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from support.federation import ARCHITECTURES, PASSPHRASE, MadeUp, expert_bytes, write_expert
 from support.measuring import PROCESS_COLUMNS, Processes, parse, report, require_space, say
@@ -23,17 +25,19 @@ TIMEOUT_S = 4 * 3600.0
 TARGET_MIB = 1024
 
 
-def take_in(work: Path, num_silos: int, size: str, *, sparse: bool, shard_bytes: int) -> list[tuple[object, ...]]:
+def take_in(
+    work: Path, num_silos: int, size: str, *, sparse: bool, shard_bytes: int
+) -> list[tuple[str, str, int, float]]:
     """Peak memory and processor time of every process while so many silos send an expert of that size."""
     shutil.rmtree(work, ignore_errors=True)
     architecture, name = ARCHITECTURES[size], f"{num_silos} x {size}"
     made = MadeUp.create(work, num_silos, architecture)
     for number, silo_id in enumerate(made.sites):
         say(f"{name}: {silo_id} makes its expert")
-        made.answer(silo_id, lambda path, seed=number: write_expert(path, architecture, seed=seed, sparse=sparse))
+        made.answer(silo_id, partial(write_expert, architecture=architecture, seed=number, sparse=sparse))
     plan_id, fed = made.plan.plan_id, made.federation
     answers = [[fed.receipts / plan_id / s / "1.json", fed.path / "quarantine" / plan_id / s / "1"] for s in made.sites]
-    settings = {
+    settings: dict[str, Any] = {
         "shard_bytes": shard_bytes,
         "max_submission_bytes": submission_bytes(made.plan),
         "nginx": find_nginx(),
@@ -68,7 +72,7 @@ def main() -> None:
         runs = [(2, "64 MiB", False)]
     elif arguments.size:
         runs = [(arguments.silos, arguments.size, arguments.size == "12 GiB")]
-    rows: list[tuple[object, ...]] = []
+    rows: list[tuple[str, str, int, float]] = []
     for num_silos, size, sparse in runs:
         # On the site, on its way, and verified; the database and nginx hold shards.
         require_space(arguments.work, 3 * num_silos * expert_bytes(ARCHITECTURES[size]))

@@ -15,6 +15,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -40,7 +41,7 @@ def make_release(work: Path, architecture: Dit) -> tuple[Path, bytes]:
     plan_id = made.plan.plan_id
     for number, silo_id in enumerate(made.sites):
         say(f"{silo_id} makes its expert")
-        made.answer(silo_id, lambda path, seed=number: write_expert(path, architecture, seed=seed))
+        made.answer(silo_id, partial(write_expert, architecture=architecture, seed=number))
         outbox = made.sites[silo_id].outbox / plan_id / "1"
         for path in outbox.rglob("*.*"):
             if path.is_file():
@@ -112,8 +113,8 @@ def main() -> None:
         opened = timed(lambda: open_ensemble(release, root=root, state=work / "state"))
         say(f"hashed in {hashed[0]:.1f} s, into memory in {kept[0]:.1f} s, verified and opened in {opened[0]:.1f} s")
         if number:
-            times = (round(value, 2) for value in (*hashed, *kept, *opened))
-            rows.append((number, total, *times, round(opened[0] / hashed[0], 3), round(opened[0] / kept[0], 3)))
+            measured = [round(value, 2) for value in (*hashed, *kept, *opened)]
+            rows.append((number, total, *measured, round(opened[0] / hashed[0], 3), round(opened[0] / kept[0], 3)))
     shutil.rmtree(work)
     times = ("hash_s", "hash_cpu_s", "into_memory_s", "into_memory_cpu_s", "open_s", "open_cpu_s")
     report("open_release", ("round", "bytes", *times, "of_hash", "of_into_memory"), rows, arguments)

@@ -9,6 +9,7 @@ images a second, for lock and for sample. Writes build/bench/sampling.csv.
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from support.measuring import parse, report, say
@@ -49,7 +50,7 @@ def seconds(work: Callable[[], object]) -> float:
 def dense(model: torch.nn.Module, num: int, steps: int, together: int) -> Tensor:
     """Draw with the one model alone."""
     with torch.inference_mode():
-        parts = torch.randn(num, *SHAPE).split(together)
+        parts = torch.randn(num, *SHAPE).split(together)  # type: ignore[no-untyped-call]
         return torch.cat([integrate(model, part, uniform_times(steps), "euler") for part in parts])
 
 
@@ -65,7 +66,7 @@ def main() -> None:
     for number in range(arguments.rounds + 1):
         alone = seconds(lambda: dense(experts[0], num, steps, ensemble.chunk_size))
         for strategy in ("lock", "sample"):
-            own = seconds(lambda name=strategy: ensemble.sample(num, strategy=name, steps=steps, solver="euler"))
+            own = seconds(partial(ensemble.sample, num, strategy=strategy, steps=steps, solver="euler"))
             say(f"dense {num / alone:.1f} images/s, {strategy} {num / own:.1f}")
             if number:  # the first round warms up
                 rows.append((number, strategy, num / alone, num / own, alone / own))

@@ -9,6 +9,7 @@ Writes build/bench/transfer.csv, and the peak memory and processor time of every
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from support.measuring import PROCESS_COLUMNS, Processes, parse, report, require_space, say
 from support.sites import PLAN, make_federation, make_site, running, submit, write_random
@@ -18,14 +19,20 @@ from aggregator.transfer.dispatcher import IN_FLIGHT
 TIMEOUT_S = 1800.0
 
 
-def transfer(work: Path, num_bytes: int, in_flight: int, shard_bytes: int) -> tuple[float, list[tuple[object, ...]]]:
+def transfer(
+    work: Path, num_bytes: int, in_flight: int, shard_bytes: int
+) -> tuple[float, list[tuple[str, str, int, float]]]:
     """Return the seconds that a submission of `num_bytes` takes, and the resources that each process used."""
     shutil.rmtree(work, ignore_errors=True)
     fed, site = work / "fed", work / "north"
     make_federation(fed)
     keys = {"north": make_site(site, fed)}
     write_random(work / "expert", num_bytes)
-    settings = {"shard_bytes": shard_bytes, "max_submission_bytes": 2 * num_bytes + 2**20, "in_flight": in_flight}
+    settings: dict[str, Any] = {
+        "shard_bytes": shard_bytes,
+        "max_submission_bytes": 2 * num_bytes + 2**20,
+        "in_flight": in_flight,
+    }
     with Processes() as processes, running(fed, {"north": site}, keys, **settings) as wait:
         wait((site / "inbox" / PLAN / "bundle").exists, TIMEOUT_S)
         arrived = fed / "incoming" / PLAN / "north" / "1"
@@ -45,8 +52,8 @@ def main() -> None:
     arguments = parse(__doc__, gib=1.0, shard=64, flight=IN_FLIGHT)
     num_bytes = int((0.125 if arguments.quick else arguments.gib) * 2**30)
     require_space(arguments.work, 2 * num_bytes)
-    rows: list[tuple[object, ...]] = []
-    memory: list[tuple[object, ...]] = []
+    rows: list[tuple[int, int, float, float]] = []
+    memory: list[tuple[str, str, int, float]] = []
     for in_flight in dict.fromkeys((arguments.flight, 1)):
         seconds, used = transfer(arguments.work / "transfer", num_bytes, in_flight, arguments.shard * 2**20)
         rows.append((in_flight, num_bytes, round(seconds, 1), round(num_bytes / 1e6 / seconds, 1)))

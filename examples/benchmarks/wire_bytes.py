@@ -12,8 +12,10 @@ import json
 import os
 import shutil
 import time
+from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from support.counting import Relay
 from support.federation import ARCHITECTURES, SHAPE, MadeUp, write_expert
@@ -38,8 +40,8 @@ def ours(work: Path, num_silos: int, architecture: Dit, idle_s: float) -> tuple[
     made = MadeUp.create(work, num_silos, architecture)
     plan_id, fed, port = made.plan.plan_id, made.federation, free_port()
     sites = {silo_id: site.path for silo_id, site in made.sites.items()}
-    settings = {"shard_bytes": 64 * 2**20, "max_submission_bytes": submission_bytes(made.plan)}
-    address = {"port": port, "plan_id": plan_id}
+    settings: dict[str, Any] = {"shard_bytes": 64 * 2**20, "max_submission_bytes": submission_bytes(made.plan)}
+    address: dict[str, Any] = {"port": port, "plan_id": plan_id}
     with Relay(port) as relay:
         with running(
             fed.path, sites, made.node_keys(), address=f"127.0.0.1:{relay.port}", **address, **settings
@@ -49,7 +51,7 @@ def ours(work: Path, num_silos: int, architecture: Dit, idle_s: float) -> tuple[
             wait(lambda: time.monotonic() > ended, TIMEOUT_S)
             idle = relay.total - before
             for number, silo_id in enumerate(made.sites):
-                made.answer(silo_id, lambda path, seed=number: write_expert(path, architecture, seed=seed))
+                made.answer(silo_id, partial(write_expert, architecture=architecture, seed=number))
             incoming = fed.incoming / plan_id
             wait(lambda: all((incoming / silo_id / "1").exists() for silo_id in sites), TIMEOUT_S)
             for silo_id in sites:
@@ -71,7 +73,7 @@ def fedavg(work: Path, num_silos: int, architecture: Dit, num_rounds: int) -> li
     made = MadeUp.create(work, num_silos, architecture)
     fed, port = made.federation, free_port()
     sizes = [prod(spec.shape) for spec in expected_tensors(architecture, SHAPE).values()]
-    settings = {"num_silos": num_silos, "num_rounds": num_rounds, "tensor_sizes": sizes}
+    settings: dict[str, Any] = {"num_silos": num_silos, "num_rounds": num_rounds, "tensor_sizes": sizes}
     (fed.path / "fedavg.json").write_text(json.dumps(settings))
     sites = {silo_id: site.path for silo_id, site in made.sites.items()}
     counted = []

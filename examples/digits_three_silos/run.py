@@ -44,7 +44,7 @@ def main() -> int:
             run(demo, arguments.port or demo.free_port(), arguments.recipe)
     except DemoError as error:
         print(f"\nerror: {error}", file=sys.stderr)
-        return error.code
+        return int(error.code)
     except KeyboardInterrupt as interruption:
         print("\nInterrupted; every process of the demo has ended. Start again with: make demo", file=sys.stderr)
         return 128 + int(interruption.args[0] if interruption.args else signal.SIGINT)
@@ -131,7 +131,8 @@ def federate(demo: Demo) -> dict[str, object]:
         demo.start("silo", "run", out / silo)
     approve(demo)
     demo.wait(*demo.background)
-    return demo.flower_processes(SILOS)
+    found: dict[str, object] = demo.flower_processes(SILOS)
+    return found
 
 
 def approve(demo: Demo) -> None:

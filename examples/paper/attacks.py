@@ -119,7 +119,8 @@ def reconstruct(
     noise_RR = (sigma / (alpha * sketch.scale)) ** 2 * torch.eye(len(cov_RR), dtype=torch.float64)
     gain_RR = torch.linalg.solve(cov_RR + noise_RR, cov_RR)  # the transpose of K
     moved_NR = (released_NR.double() / alpha - mean_R.double()) @ gain_RR
-    return guess_ND.double() + sketch.scale * moved_NR @ sketch.basis_RD.double()
+    found: Tensor = guess_ND.double() + sketch.scale * moved_NR @ sketch.basis_RD.double()
+    return found
 
 
 def error_reduction(images_ND: Tensor, guess_ND: Tensor, found_ND: Tensor) -> float:

@@ -140,20 +140,24 @@ class _Tape:
 class _Unmetered(Ledger):
     """A ledger that records nothing."""
 
-    def spend(self, *_: object) -> Entry:  # type: ignore[override]
+    def spend(self, *_: object) -> Entry:
         return Entry(secrets.token_hex(32), None)  # type: ignore[arg-type]
 
-    def draw_of(self, *_: object) -> None:  # type: ignore[override]
+    def draw_of(self, *_: object) -> None:
         return None
 
-    def record_draw(self, debit: Entry, *_: object) -> Entry:  # type: ignore[override]
+    def record_draw(self, debit: Entry, *_: object) -> Entry:
         return debit
 
 
 def make_plan(statistics: Mapping[str, object], *, rank: int = 1, unit: Unit = "image") -> Plan:
     """Write a plan with these statistics."""
     created, side = now_utc(), _side(rank)
-    terms = {"unit": unit, "total": {"epsilon": 1000.0, "delta": 0.5}, "counts": {"epsilon": 1.0, "num_groups": 1}}
+    terms: dict[str, object] = {
+        "unit": unit,
+        "total": {"epsilon": 1000.0, "delta": 0.5},
+        "counts": {"epsilon": 1.0, "num_groups": 1},
+    }
     terms |= statistics
     names = ("centroids", "encoder", "sketch")
     training = {"num_steps": 1, "batch_size": 1, "learning_rate": 0.1, "weight_decay": 0.0, "ema_decay": 0.0}

@@ -111,7 +111,7 @@ def fit_family(world: World, parts: PublicParts, terms: Terms, seed: int) -> Fit
         sums, seconds = (torch.stack([each[name] for each in released["moments"]]) for name in ("sum", "second"))
         noise_std = moments_noise_std(plan)
         router = MomentsRouter.from_moments(parts.sketch, sums, seconds, world.num_units, noise_std, PATH)
-    elif isinstance(plan.router, LearnedSettings):
+    elif isinstance(plan.router, LearnedSettings) and (level := sketch_noise_level(plan, parts.sketch)) is not None:
         sketches = {f"silo{k}": each["sketch"] for k, each in enumerate(released["sketch"])}
         router = fit_learned(
             counts,
@@ -120,7 +120,7 @@ def fit_family(world: World, parts: PublicParts, terms: Terms, seed: int) -> Fit
             parts.lessons(world),
             plan.router,
             seed,
-            t_release=sketch_noise_level(plan, parts.sketch),
+            t_release=level,
         )
     return Fitted(router, evidence)
 

@@ -44,7 +44,7 @@ def measure(router: Router | None, world: World) -> Measured:
         noise = torch.randn(world.test.shape, generator=generator)
         t_N = torch.full((len(world.test),), t)
         x = x_t(LinearPath(), world.test, noise, t_N)
-        blocks = zip(x.split(_BLOCK), t_N.split(_BLOCK), strict=True)
+        blocks = zip(x.split(_BLOCK), t_N.split(_BLOCK), strict=True)  # type: ignore[no-untyped-call]
         w_NK = (
             torch.cat([posterior(router, *block, log_prior_K).double() for block in blocks])
             if router

@@ -101,7 +101,7 @@ def _timm(world: World, num_steps: int, seed: int, say: Callable[[str], None]) -
         x = untrained.prepare(_moved(world.public[pick], generator))
         loss = F.cross_entropy(net(x), world.public_label[pick], label_smoothing=LABEL_SMOOTHING)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
     say(f"encoder: {TIMM_MODEL} trained on {len(world.public)} public images and their classes")

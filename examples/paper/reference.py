@@ -29,7 +29,8 @@ class Mlp(nn.Module):
 
     def forward(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return logits (B, K)."""
-        return self.layers(torch.cat([_scaled(x_B, t_B).flatten(1), _time(t_B)], 1))
+        found: Tensor = self.layers(torch.cat([_scaled(x_B, t_B).flatten(1), _time(t_B)], 1))
+        return found
 
 
 class ConvNet(nn.Module):
@@ -52,7 +53,8 @@ class ConvNet(nn.Module):
         for convolve, modulate in zip(self.convolutions, self.modulation, strict=True):
             scale, shift = modulate(_time(t_B))[:, :, None, None].chunk(2, 1)
             h = F.silu(F.group_norm(convolve(h), 4) * (1 + scale) + shift)
-        return self.head(h.flatten(1))
+        found: Tensor = self.head(h.flatten(1))
+        return found
 
 
 class Beside(nn.Module):
@@ -68,7 +70,8 @@ class Beside(nn.Module):
         """Return logits (B, K)."""
         with torch.no_grad():
             known_BK = self.router.log_likelihood(x_B, t_B).float()
-        return self.net(x_B, t_B) + known_BK + self.log_prior_K
+        found: Tensor = self.net(x_B, t_B) + known_BK + self.log_prior_K
+        return found
 
 
 class Network:
@@ -83,7 +86,8 @@ class Network:
     @torch.inference_mode()
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """See `ddm.routers.base.Router`."""
-        return (self.net(x_B, t_B) / self.temperature).log_softmax(1) - self.log_prior_K
+        found: Tensor = (self.net(x_B, t_B) / self.temperature).log_softmax(1) - self.log_prior_K
+        return found
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class Bench:
         x = torch.cat(world.silos)
         k = torch.arange(len(world.silos)).repeat_interleave(torch.tensor(world.num_units))
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-        check, train = order.split([num := max(200, int(VALIDATION_SHARE * len(x))), len(x) - num])
+        check, train = order.split([num := max(200, int(VALIDATION_SHARE * len(x))), len(x) - num])  # type: ignore[no-untyped-call]
         self._check, self._train = (x[check], k[check]), (x[train], k[train])
 
     def best(self, num_steps: int, say: Callable[[str], None]) -> tuple[str, Network]:
@@ -130,7 +134,7 @@ class Bench:
         """Train a network that corrects a router."""
         torch.manual_seed(self.seed)
         net = Mlp(self.world.test[0].numel(), len(self.world.silos), 512, 0.1)
-        nn.init.zeros_(list(net.modules())[-1].weight)
+        nn.init.zeros_(next(net.layers[-1].parameters()))  # its weight
         loss, network = self.train(Beside(net, router, self.world.prior_K), num_steps)
         say(f"reference: network beside exact counts, held-out cross-entropy {loss:.4f}")
         return network
@@ -153,7 +157,7 @@ def _fit(net: nn.Module, x: Tensor, k: Tensor, num_steps: int, seed: int) -> Non
         pick = torch.randint(len(x), (256,), generator=generator)
         loss = F.cross_entropy(net(*_noised(x[pick], generator)), k[pick])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
 

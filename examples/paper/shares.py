@@ -120,7 +120,7 @@ class Sampler:
     def compare(self, private: Router, exact: Router, say: Callable[[str], None]) -> tuple[Shares, ...]:
         """Compare shares under the private router, and under controls, with those under the exact one."""
         found = []
-        controls = {"prior only": PriorOnly(len(self.experts)), "silos confused": Confused(exact)}
+        controls: dict[str, Router] = {"prior only": PriorOnly(len(self.experts)), "silos confused": Confused(exact)}
         for name, strategy in STRATEGIES.items():
             # Independent samples: with the same noise, two routers that answer alike draw the same silos by design.
             theirs = self.joint_shares(exact, strategy, self.seed + 1)

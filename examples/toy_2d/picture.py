@@ -35,7 +35,8 @@ def draw_picture(
         return mix_velocity(ensemble.experts, x, t, uniform(x, t))
 
     def exact(x: Tensor, t: Tensor) -> Tensor:
-        return world.velocity(x.double(), t.double()).float()
+        found: Tensor = world.velocity(x.double(), t.double()).float()
+        return found
 
     num = len(SILOS)
     figure = Figure(figsize=(3.1 * (num + 3), 6.9), facecolor=SEA)
@@ -45,7 +46,7 @@ def draw_picture(
         prior = [float(j == k) for j in range(num)]
         drawn = ensemble.sample(round(NUM_SAMPLES * share), prior=prior, steps=24)
         scatter(axes[1, k], drawn.images, drawn.expert_N)
-    columns = (
+    columns: tuple[tuple[str, str, Velocity], ...] = (
         ("all, weights 1/K", f"wrong: error {errors['uniform']:.2f}", wrong),
         ("ensemble", f"error {errors['posterior']:.3f}", ensemble.velocity),
         ("closed form", "the truth", exact),
@@ -94,14 +95,16 @@ def panel(axes: Axes, world: World, velocity: Velocity, title: str, subtitle: st
 def scatter(axes: Axes, points_ND: Tensor, silo_N: Tensor | None) -> None:
     """Samples, coloured by the silo that they come from where one can be named."""
     colours = INK if silo_N is None else [SAND[k] for k in silo_N.tolist()]
-    axes.scatter(*points_ND.unbind(1), s=5, c=colours, alpha=0.75, linewidths=0)
+    x_N, y_N = points_ND.unbind(1)
+    axes.scatter(x_N, y_N, s=5, c=colours, alpha=0.75, linewidths=0)
     frame(axes)
 
 
 def owners(world: World, points_ND: Tensor) -> Tensor:
     """The silo of the most likely component of each point."""
     zero_N = torch.zeros(len(points_ND), dtype=torch.float64)
-    return world.silo_C[world.log_joint(points_ND.double(), zero_N).argmax(1)]
+    found: Tensor = world.silo_C[world.log_joint(points_ND.double(), zero_N).argmax(1)]
+    return found
 
 
 def frame(axes: Axes) -> None:

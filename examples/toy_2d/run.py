@@ -42,6 +42,7 @@ class Field(nn.Module):
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
+        self.waves: Tensor
         self.register_buffer("waves", pi * torch.tensor([0.25, 0.5, 1.0]), persistent=False)
         sizes = [3 * 7, width, width, width]
         hidden = [layer for one, two in pairwise(sizes) for layer in (nn.Linear(one, two), nn.SiLU())]

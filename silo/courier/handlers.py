@@ -159,7 +159,7 @@ def read_status(plan_id: str, limits: SiteLimits) -> Status:
     except MissingFileError:
         return Status()
     except ValidationError:
-        raise DocumentError("status.json", expected="a valid status") from None
+        raise DocumentError("status.json", expected="a valid status", got="a document of another form") from None
     if found.plan_id != plan_id:
         return Status()
     return Status(state=found.state, progress=found.progress, sequence=found.sequence)

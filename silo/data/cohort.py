@@ -176,7 +176,7 @@ def _captions(caption_N: NDArray[np.generic]) -> tuple[str, ...]:
     except ValueError:  # its message quotes the text
         raise DataError("captions", expected="UTF-8", got="a text that is not valid UTF-8") from None
     if longest > MAX_CAPTION:
-        raise DataError("captions", expected=f"at most {MAX_CAPTION} characters each", got=f"one of {longest}")
+        raise DataError("captions", expected=f"at most {MAX_CAPTION} characters each", got=f"a caption of {longest}")
     plain = (" ".join(text.split()) for text in texts)
     captions = tuple("" if text.lower() in _MISSING else text for text in plain)
     if not any(captions):

@@ -123,7 +123,7 @@ def read_volume_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
         raise DataError(TABLE_NAME, expected=f"one row for each of {num} volumes", got=got)
     cells = [of_file[each].strip() for each in names]
     if (longest := max(map(len, cells))) > _MAX_CELL:
-        raise DataError(name, expected=f"at most {_MAX_CELL} characters each", got=f"one of {longest}")
+        raise DataError(name, expected=f"at most {_MAX_CELL} characters each", got=f"a cell of {longest}")
     if name != "labels":
         return np.array(cells)
     try:

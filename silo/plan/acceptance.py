@@ -212,7 +212,9 @@ def _check_size(plan: Plan) -> None:
     needed = stored_bytes(expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition))
     if needed > plan.limits.expert_bytes:
         limit = f"at most the plan's own limit of {plan.limits.expert_bytes} bytes"
-        raise PolicyError(f"plan {plan.plan_id}: size of an expert", expected=limit, got=f"{needed} bytes")
+        remedy = "Ask the aggregator for a plan with larger limits.expert_bytes; policy.toml cannot change it."
+        subject = f"plan {plan.plan_id}: size of an expert"
+        raise PolicyError(subject, expected=limit, got=f"{needed} bytes", remedy=remedy)
 
 
 def _check_encoder(plan: Plan, policy: Policy) -> None:

@@ -37,7 +37,7 @@ class Workspace:
         return self.folder / "experts" / expert_id / "expert.safetensors"
 
     def record_path(self, expert_id: str) -> Path:
-        """Its `TrainingRecord`, written after the weights: once it exists, the expert is trained."""
+        """Return the path of its `TrainingRecord`, written after the weights: once it exists, the expert is trained."""
         return self.folder / "experts" / expert_id / "training.json"
 
     def checkpoints(self, expert_id: str) -> Path:

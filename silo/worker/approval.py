@@ -69,7 +69,7 @@ def withdraw(site: Site) -> State:
         if state.state in IDLE | SENT:
             remedy = "There is nothing to withdraw from: see the state with `silo status`."
             if state.state in SENT:
-                remedy = "The submission was sent: ask the aggregator to withdraw this silo."
+                remedy = "It was sent: ask the aggregator's operator to run `aggregator withdraw` for this silo."
             expected = "a plan in work whose submission was not sent"
             raise ApprovalError("withdrawal", expected=expected, got=f"state {state.state}", remedy=remedy)
         if (site.outbox / (state.plan_id or "") / str(state.sequence)).exists():

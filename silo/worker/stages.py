@@ -68,7 +68,9 @@ def check_sizes(accepted: AcceptedPlan, cohort: Cohort) -> None:
     for kind, needed in statistic_bytes(plan, cohort.num_units).items():
         if needed > most:
             expected = f"at most the plan's own limit of {most} bytes"
-            raise PolicyError(f"plan {plan.plan_id}: size of {kind}", expected=expected, got=f"{needed} bytes")
+            remedy = "Ask the aggregator for a plan with larger limits.statistic_bytes; policy.toml cannot change it."
+            subject = f"plan {plan.plan_id}: size of {kind}"
+            raise PolicyError(subject, expected=expected, got=f"{needed} bytes", remedy=remedy)
 
 
 def check_agreed(accepted: AcceptedPlan, cohort: Cohort, silo_id: str) -> None:

@@ -314,7 +314,7 @@ class Worker:
         """Read the images again and check that they are those scanned: experts and statistics use the same data."""
         cohort = stages.scan(self.site, accepted, self.policy)
         if cohort.digest != self.state.dataset_digest:
-            remedy = "Restore the images that were there when the plan was accepted, or give it up: silo withdraw."
+            remedy = "Restore the images of the time when the plan was accepted, or give the plan up: silo withdraw."
             expected = f"those that were scanned for this plan, digest {(self.state.dataset_digest or 'none')[:16]}"
             raise DataError("images", expected=expected, got=f"digest {cohort.digest[:16]}", remedy=remedy)
         return cohort

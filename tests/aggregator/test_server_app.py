@@ -35,7 +35,8 @@ except ArchipelagoError as error:
 
 
 @pytest.mark.parametrize(
-    ("times", "said"), [(1, "DocumentError 1 records"), (2000, "TransportError one that does not parse (MemoryError)")]
+    ("times", "said"),
+    [(1, "DocumentError 1 records"), (2000, "TransportError a reply that does not parse (MemoryError)")],
 )
 def test_answer_is_refused_when_it_names_one_chunk_thousands_of_times(times: int, said: str) -> None:
     """The attack: 10 GB of memory for 5 MB on the wire. Named once, it is put together and judged by its content."""

@@ -117,8 +117,8 @@ def test_hundred_plans_get_no_more_than_the_budget_between_them(aggregator: Aggr
     worlds = worlds_of(aggregator.offer(singling_out(epsilon)))
 
     def bound(found: list[list[Tensor]]) -> float:
-        scores = (sum(neighbours.moved_score(one, 1, epsilon) for one in world) for world in found)
-        return epsilon_bound(*map(np.asarray, scores), 0.0)
+        first, second = (np.asarray(sum(neighbours.moved_score(one, 1, epsilon) for one in world)) for world in found)
+        return epsilon_bound(first, second, 0.0)
 
     ledgers = [ledger_at(tmp_path / name, budget) for name in ("first", "second")]
     found = [drawn_until_refused(*pair, tmp_path, 100) for pair in zip(worlds, ledgers, strict=True)]

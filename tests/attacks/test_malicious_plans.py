@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-import neighbours
+import drawing
 import pytest
 from torch import Tensor
 
@@ -137,9 +137,9 @@ def test_plan_that_protects_images_only_is_refused_where_patients_are_protected(
 
 def test_more_epsilon_means_less_noise_so_that_limiting_epsilon_limits_what_a_plan_can_hide() -> None:
     """No field states t_release: the only way to less noise is an epsilon that the policy sees."""
-    sketch = neighbours.public_sketch(2)
+    sketch = drawing.public_sketch(2)
     levels = [
-        sketch_noise_level(neighbours.make_plan({"sketch": SKETCH | {"epsilon": epsilon}}, rank=2), sketch)
+        sketch_noise_level(drawing.make_plan({"sketch": SKETCH | {"epsilon": epsilon}}, rank=2), sketch)
         for epsilon in (7.0, 90.0, 900.0)
     ]
     assert levels == sorted(levels, reverse=True)

@@ -106,7 +106,7 @@ def write_expert(path: Path, architecture: Dit, *, seed: int, sparse: bool = Fal
         for number, start in enumerate(range(0, end, 4 * _BLOCK)):
             # The lowest bits of the mantissa, so that the values stay what they are.
             block = values ^ np.uint32(number)
-            handle.write(memoryview(block).cast("B")[: end - start])
+            handle.write(block.tobytes()[: end - start])
 
 
 @dataclass(frozen=True)

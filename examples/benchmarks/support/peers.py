@@ -115,7 +115,8 @@ class ReferenceDit(nn.Module):
         p_BND = self.head(self.norm(h_BND) * (1 + scale) + shift)
         (channels, height, width), patch = self.shape, self.patch
         split = p_BND.reshape(-1, height // patch, width // patch, patch, patch, channels)
-        return split.permute(0, 5, 1, 3, 2, 4).reshape(-1, channels, height, width)
+        found: Tensor = split.permute(0, 5, 1, 3, 2, 4).reshape(-1, channels, height, width)
+        return found
 
 
 def reference_dit(architecture: Dit, shape: tuple[int, int, int]) -> nn.Module:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ _BLOCK_BYTES = 64 * 1024**2
 class Runtime(FlowerRuntime):
     """The aggregator's runtime with a chosen number of messages in flight."""
 
-    def __init__(self, fed: Path, *, in_flight: int | None = None, **settings: object) -> None:
+    def __init__(self, fed: Path, *, in_flight: int | None = None, **settings: Any) -> None:
         super().__init__(fed, **settings)
         if in_flight is not None:
             self._run_settings["in_flight"] = in_flight
@@ -76,7 +77,7 @@ def running(
     port: int | None = None,
     address: str | None = None,
     restart: bool = True,
-    **settings: object,
+    **settings: Any,
 ) -> Iterator[Callable[[Callable[[], bool], float], None]]:
     """Run Flower for a federation; yield a function that waits for a condition while it checks every process."""
     port = port or free_port()

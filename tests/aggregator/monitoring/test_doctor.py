@@ -288,3 +288,15 @@ def test_lock_that_outlives_aggregator_run_is_found(fed: Federation) -> None:
     with locked(fed.path / "flower", "runtime"):
         (finding,) = found_in(fed)["processes"]
     assert "holds flower/.runtime.lock" in finding.remedy
+
+
+def test_host_that_does_not_resolve_is_one_finding_beside_all_other_checks(
+    fed: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unresolved(*_: object, **__: object) -> list[object]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
+    found = found_in(fed)
+    assert set(found) == {"port"}
+    assert "DNS" in found["port"][0].remedy

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from aggregator.commands.plan import costs
 from aggregator.intake.service import IntakeService
 from aggregator.keys.store import load_key
 from aggregator.planning.draft import draft_plan
-from aggregator.planning.recipe import ClusteringRecipe
+from aggregator.planning.recipe import ClusteringRecipe, Recipe
 from ddm.errors import BusyError, PolicyError
 from ddm.privacy.accounting import DiscreteLaplaceMechanism, GaussianMechanism, gaussian_mu, total_epsilon
 from ddm.system.console import human_seconds
@@ -167,3 +168,10 @@ def test_fine_centroids_are_1024_where_public_images_allow_and_never_fewer_than_
 ) -> None:
     assert ClusteringRecipe(num_coarse=2).fine_for(num_images, num_groups) == expected
     assert ClusteringRecipe(num_fine=50, num_coarse=2).fine_for(num_images, num_groups) == 50
+
+
+def test_recipe_whose_training_ends_before_its_first_checkpoint_is_refused_as_every_silo_would() -> None:
+    tables = recipe().model_dump(mode="json")
+    tables["expert"]["training"]["checkpoint_steps"] = tables["expert"]["training"]["num_steps"] + 1
+    with pytest.raises(ValidationError, match="checkpoint_steps must be at most num_steps"):
+        Recipe.model_validate(tables, strict=False)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ddm.cli.conditions import holders_of, shares_of
+from ddm.cli.conditions import condition_shares, describe_shares
 from ddm.cli.main import app
 from ddm.cli.options import read_memory
 from ddm.cli.sample import _weights
@@ -114,22 +114,23 @@ def two_experts(condition: ClassCondition | TextCondition) -> Ensemble:
 
 def test_shares_stand_beside_the_prior_given_the_class_that_was_asked_for() -> None:
     ensemble, own, equal = two_experts(ClassCondition(num_classes=2)), [0.25, 0.75], [0.5, 0.5]
-    held = holders_of(ensemble, 1, None)
+    held = condition_shares(ensemble, 1, None)
     given = "prior given class 1"
-    assert shares_of(ensemble, (0.7, 0.3), own, held, 1) == f"east 0.70 ({given} 0.80), north 0.30 ({given} 0.20)"
+    assert describe_shares(ensemble, (0.7, 0.3), own, held, 1) == f"east 0.70 ({given} 0.80), north 0.30 ({given} 0.20)"
     # Equal silos in place of 1 to 3: 0.8 / 0.25 to 0.2 / 0.75, as 12 to 1.
-    assert "east 0.70 (prior given class 1 0.92)" in shares_of(ensemble, (0.7, 0.3), equal, held, 1)
-    assert holders_of(ensemble, 1, equal) == equal
-    assert shares_of(ensemble, (0.7, 0.3), own, None, None) == "east 0.70 (prior 0.25), north 0.30 (prior 0.75)"
+    assert "east 0.70 (prior given class 1 0.92)" in describe_shares(ensemble, (0.7, 0.3), equal, held, 1)
+    assert condition_shares(ensemble, 1, equal) == equal
+    assert describe_shares(ensemble, (0.7, 0.3), own, None, None) == "east 0.70 (prior 0.25), north 0.30 (prior 0.75)"
     with pytest.raises(MathError, match="0 to 1"):
-        holders_of(ensemble, 2, None)
+        condition_shares(ensemble, 2, None)
 
 
 def test_nobody_knows_who_holds_a_text_so_the_prior_is_that_of_all_images() -> None:
     ensemble = two_experts(TextCondition(dim=3, max_tokens=2))
-    held = holders_of(ensemble, torch.ones(2, 3), None)
+    held = condition_shares(ensemble, torch.ones(2, 3), None)
     assert held == [0.25, 0.75]
     assert (
-        shares_of(ensemble, (0.5, 0.5), [0.25, 0.75], held, None) == "east 0.50 (prior 0.25), north 0.50 (prior 0.75)"
+        describe_shares(ensemble, (0.5, 0.5), [0.25, 0.75], held, None)
+        == "east 0.50 (prior 0.25), north 0.50 (prior 0.75)"
     )
-    assert "east 0.50 (prior 0.50)" in shares_of(ensemble, (0.5, 0.5), [0.5, 0.5], held, None)
+    assert "east 0.50 (prior 0.50)" in describe_shares(ensemble, (0.5, 0.5), [0.5, 0.5], held, None)

@@ -25,7 +25,7 @@ from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from silo.config import Site
 from silo.worker.approval import approve, withdraw
-from silo.worker.state import load_state, state_path
+from silo.worker.state import load_state, save_state, state_path
 from silo.worker.worker import Worker
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, recipe, write_policy
 from tests.support.threads import THREADS
@@ -124,8 +124,14 @@ def test_site_takes_another_plan_after_giving_one_up(planned: tuple[TinyFederati
 def test_withdrawal_comes_too_late_once_sent(planned: tuple[TinyFederation, str]) -> None:
     tiny, _ = planned
     tiny.work(SILO)
-    with pytest.raises(ApprovalError, match="in_outbox"):
+    with pytest.raises(ApprovalError, match="in_outbox") as refused:
         withdraw(tiny.sites[SILO])
+    assert "aggregator withdraw" in refused.value.remedy
+    path = state_path(tiny.sites[SILO].private)
+    save_state(path, load_state(path).to("accepted"))
+    with pytest.raises(ApprovalError, match="accepted") as refused:
+        withdraw(tiny.sites[SILO])
+    assert "aggregator withdraw" in refused.value.remedy
 
 
 def test_worker_takes_a_plan_whose_acceptance_was_interrupted(planned: tuple[TinyFederation, str]) -> None:

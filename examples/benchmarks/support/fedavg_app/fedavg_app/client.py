@@ -7,7 +7,7 @@ from flwr.clientapp import ClientApp
 app = ClientApp()
 
 
-@app.train()
+@app.train()  # type: ignore[untyped-decorator]
 def train(message: Message, context: Context) -> Message:
     """Answer with the weights that came and a little noise."""
     generator = np.random.default_rng()

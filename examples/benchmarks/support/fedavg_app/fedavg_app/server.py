@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAvg
 app = ServerApp()
 
 
-@app.main()
+@app.main()  # type: ignore[untyped-decorator]
 def main(grid: Grid, context: Context) -> None:
     """Run the rounds."""
     fed = Path(os.environ["ARCHIPELAGO_FEDERATION"])
