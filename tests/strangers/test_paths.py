@@ -86,6 +86,7 @@ FREE_TEXT = {
     # `ddm.trust.paths` judges these after the signature: see the tests of listed paths below.
     *("_Targets.targets", "_DelegatedRole.paths"),
     "_Record.roles",  # this computer's own memory
+    "PublishedSilo.units_reason",  # printed and escaped
     "PartialAdaptation.trained",  # beginnings of weights' names, compared with those of the expert
 }
 INSIDE = ("ddm.protocol.", "ddm.transport.messages", "ddm.trust.", "ddm.transport.shards")
