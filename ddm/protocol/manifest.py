@@ -22,7 +22,19 @@ from ddm.protocol.base import (
 )
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-Flag = Literal["answers_zero", "copy", "high_loss", "large_weights", "not_learnt", "stands_apart"]
+Flag = Literal[
+    "alike_images",
+    "answers_zero",
+    "broken_images",
+    "copy",
+    "far_images",
+    "high_loss",
+    "high_loss_once",
+    "large_weights",
+    "not_learnt",
+    "refused_before",
+    "stands_apart",
+]
 
 
 class PublishedSilo(Model):
