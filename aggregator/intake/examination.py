@@ -1,6 +1,6 @@
 """Measures submitted experts on the federation's public images, each once; `intake.screening` has the rules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,29 +11,33 @@ import torch
 from torch import Tensor
 
 from aggregator.config import PUBLIC_NAME, Federation
+from aggregator.intake.drawn import MOST_PUBLIC, Gallery, PublicSet
 from aggregator.intake.flags import Fault, remember_flags
 from aggregator.intake.inventory import Inventory
-from aggregator.intake.quarantine import is_admitted
+from aggregator.intake.quarantine import is_admitted, refused_before
 from aggregator.intake.screening import (
     ExpertFigures,
     Probe,
     absolute_faults,
     copies,
     fresh_rms,
-    num_images,
     relative_faults,
 )
+from aggregator.intake.secret import screening_secret
+from aggregator.intake.trial import Trial
 from aggregator.membership.registry import taking_part
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.diffusion.path import path_named
 from ddm.errors import RefusedError
 from ddm.io.files import read_bounded, write_atomic
+from ddm.loading.plan import PlanFiles
 from ddm.models import training_flops
 from ddm.models.streamed import StreamedExpert, stored_tensors
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, SiloId, sha256_hex
 from ddm.protocol.plan import ExpertObjective, Plan
 from ddm.protocol.submission import Submission, SubmittedExpert, submission_path
 
+PARTS: tuple[Literal["holdout", "fitted"], ...] = ("holdout", "fitted")
 _PLACES = 7  # significant digits kept of a loss
 
 
@@ -79,33 +83,61 @@ class Examiner:
     Attributes:
         federation: the operator's folder.
         plan: the current plan.
+        on_expert: called before each expert that is measured.
     """
 
     federation: Federation
     plan: Plan
+    on_expert: Callable[[], None] = lambda: None
 
     @cached_property
-    def _probes(self) -> dict[ExpertObjective, Probe]:
+    def _trials(self) -> dict[ExpertObjective, Trial]:
         return {}
 
-    def probe(self, silo_id: str) -> Probe:
-        """The noised public images and targets for this silo's experts, by their training objective."""
+    def trial(self, silo_id: str) -> Trial:
+        """What this silo's experts are tested with, by their training objective."""
         objective = self._objective(silo_id)
-        if objective not in self._probes:
-            self._probes[objective] = self._probe(objective)
-        return self._probes[objective]
+        if objective not in self._trials:
+            self._trials[objective] = self._trial(objective)
+        return self._trials[objective]
+
+    def probe(self, silo_id: str) -> Probe:
+        """The noised public images and targets for this silo's experts."""
+        return self.trial(silo_id).probe
 
     def _objective(self, silo_id: str) -> ExpertObjective:
         """Return the training objective of a silo's experts, without the silo's name."""
         objective = self.plan.objective.of(silo_id)
         return ExpertObjective(path=objective.path, prediction=objective.prediction)
 
-    def _probe(self, objective: ExpertObjective) -> Probe:
-        shape = self.plan.expert_shape
-        most = num_images(training_flops(self.plan.expert.architecture, shape, 1, self.plan.condition) / 3)
-        mean = public_images(self.federation, self.plan.plan_id, "fitted").mean(0)
-        images = public_images(self.federation, self.plan.plan_id, "holdout")[:most]
-        return Probe.of(images, mean, path_named(objective.path), objective.prediction)
+    def _trial(self, objective: ExpertObjective) -> Trial:
+        plan, plan_id = self.plan, self.plan.plan_id
+        return Trial(
+            secret=screening_secret(self.federation),
+            plan_id=plan_id,
+            objective=objective,
+            canonical=path_named(plan.objective.path),
+            condition=plan.condition,
+            images=public_images(self.federation, plan_id, "holdout")[:MOST_PUBLIC],
+            mean=public_images(self.federation, plan_id, "fitted").mean(0),
+            gallery=self._gallery,
+            forward_flops=training_flops(plan.expert.architecture, plan.expert_shape, 1, plan.condition) / 3,
+        )
+
+    @cached_property
+    def _gallery(self) -> Gallery:
+        """The public images to hold drawn ones to, held-out ones first."""
+        plan, files = self.plan, PlanFiles.load(self.plan, self.federation.plan_targets(self.plan.plan_id))
+
+        def some(as_latents: bool) -> Tensor:
+            parts = (public_images(self.federation, plan.plan_id, part, as_latents=as_latents) for part in PARTS)
+            return torch.cat([part[:MOST_PUBLIC] for part in parts])[:MOST_PUBLIC]
+
+        def encode(seen: Tensor) -> Tensor:
+            return files.encoder.encode(files.latent.decode(seen))
+
+        features = files.encoder.encode(some(as_latents=False))
+        return Gallery(PublicSet(some(as_latents=True).flatten(1)), PublicSet(features), encode)
 
     @cached_property
     def _base_rms(self) -> dict[str, float]:
@@ -150,6 +182,9 @@ class Examiner:
         for expert in new.experts:
             found += absolute_faults(expert, self.probe(new.silo_id), training) + copies(expert, figures, training)
         found += self._apart({**accepted, new.silo_id: new}).get(new.silo_id, [])
+        if refused_before(self.federation, self.plan.plan_id, new.silo_id):
+            words = " comes after a submission of this silo that was flagged and refused: compare the two"
+            found += [Fault(expert_id=each.expert_id, flag="refused_before", words=words) for each in new.experts]
         return self._kept(new, found)
 
     def outliers(self, accepted: Mapping[str, Examination]) -> dict[str, list[str]]:
@@ -181,15 +216,15 @@ class Examiner:
         kept = self.federation.screening / self.plan.plan_id / digest / f"{expert.expert_id}.json"
         if kept.is_file():
             return ExpertExamination.parse(read_bounded(kept, MAX_DOCUMENT_BYTES), subject=kept.name).expert
-        figures = self._figures(silo_id, folder, expert)
+        self.on_expert()
+        figures = self._figures(silo_id, folder, expert, digest)
         examination = ExpertExamination(
             plan_id=self.plan.plan_id, silo_id=silo_id, submission_digest=digest, expert=figures
         )
         write_atomic(kept, examination.encode())
         return figures
 
-    def _figures(self, silo_id: str, folder: Path, expert: SubmittedExpert) -> ExpertFigures:
-        """Measure an expert without a class or a text: the public images have none."""
+    def _figures(self, silo_id: str, folder: Path, expert: SubmittedExpert, digest: str) -> ExpertFigures:
         plan = self.plan
         architecture, shape, condition = plan.expert.architecture, plan.expert_shape, plan.condition
         stored = stored_tensors(architecture, shape, folder / expert.file.path, expert.file.bytes, condition)
@@ -200,13 +235,16 @@ class Examiner:
         excess = {name: each.root_mean_square() - before[name] for name, each in stored.items()}
         largest = max(excess, key=lambda name: excess[name])
         answer = StreamedExpert(architecture, shape, stored, condition)
-        losses_ZN = self.probe(silo_id).losses(answer)
+        measured = self.trial(silo_id).measure(answer, silo_id, digest, expert.expert_id)
         return ExpertFigures(
             expert_id=expert.expert_id,
             digest=expert.file.digest,
-            losses=tuple(_rounded(loss_N.tolist(), _PLACES) for loss_N in losses_ZN),
+            losses=tuple(_rounded(loss_N.tolist(), _PLACES) for loss_N in measured.losses),
             excess_rms=excess[largest],
             excess_tensor=largest,
+            answers=measured.answers,
+            worst=measured.worst,
+            drawn=measured.drawn,
         )
 
 

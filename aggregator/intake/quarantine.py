@@ -104,6 +104,13 @@ def decision_on(federation: Federation, submission_digest: str) -> Decision | No
     return next((each for each in decisions(federation) if each.submission_digest == submission_digest), None)
 
 
+def refused_before(federation: Federation, plan_id: str, silo_id: str) -> bool:
+    """Whether a person refused a submission of this silo for this plan that screening had flagged."""
+    return any(
+        (each.plan_id, each.silo_id, each.verdict) == (plan_id, silo_id, "refused") for each in decisions(federation)
+    )
+
+
 def is_admitted(federation: Federation, submission_digest: str) -> bool:
     """Whether a person admitted a submission although screening found it implausible."""
     decision = decision_on(federation, submission_digest)

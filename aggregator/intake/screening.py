@@ -2,7 +2,7 @@
 
 An expert that passed every formal check may still be useless or poisoned. Screening uses public images only and refuses
 nobody: a person decides about flagged experts. The limits leave room for silos that hold a single class;
-docs/explanation/screening.md says on which experts they were measured.
+docs/explanation/screening.md says on which experts they were measured. `intake.trial` makes the measurements.
 """
 
 import math
@@ -14,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aggregator.intake.drawn import DrawnFigures
 from aggregator.intake.flags import Fault
+from aggregator.intake.sweep import Excess
 from ddm.diffusion.path import Path, Prediction, velocity, x_t
 from ddm.protocol.base import Digest, ExpertId, Model
 from ddm.protocol.plan import Training
@@ -24,12 +26,15 @@ from ddm.training.state import WARMUP_STEPS
 # Shape legend: Z bands of t, N images, E experts.
 
 FEWEST_IMAGES, MOST_IMAGES = 16, 64
-FLOPS = 2e12  # budget for evaluating one expert, a minute of one thread; exceeded only for FEWEST_IMAGES
+FLOPS = 2e12  # budget for each part of a trial, a minute of one thread; exceeded only for the fewest images and rows
 SANE = 2.0  # times the loss of answering 0: an expert of a single class reached 1.2 on images of others
 SANE_AT_NOISE = 1.02  # near t = 1 every image is noise, so no choice of data explains a loss above that of answering 0
+ROW = 10.0  # times the loss of answering 0, of one image at one time below t = 0.8; honest experts: up to 3.3
+ALIKE = 0.5  # times the distance of the most alike public images; an expert of zeros alone: 0.92
 TRAVEL = 0.2  # of a weight: a plan whose training can move weights this far teaches any expert to denoise
 LEARNT = 0.8  # times the loss of the best constant, near t = 1; honest experts: up to 0.41
 SAME = 0.01  # relative difference of two experts' losses, image by image; honest ones differ by 0.29 and more somewhere
+SAME_ANSWERS = 0.1  # of the errors' mean square: two experts' answers differ by less; honest ones by 0.4 and more
 DEVIATIONS = 4.0
 SPREAD_Z = (0.3, 0.3, 0.3, 0.15, 0.15)  # lower bound on the spread of honest experts' log losses in each band
 NUM_FEWEST = 3  # experts needed to tell which of them stands apart
@@ -49,6 +54,9 @@ class ExpertFigures(Model):
         losses: velocity loss of each public image in each band, mean over its values.
         excess_rms: the largest excess of a weight tensor's root mean square over that of a fresh one.
         excess_tensor: the name of that tensor.
+        answers: errors of its answers at secret places, the same for every expert.
+        worst: its largest loss at a single time, against the limit there.
+        drawn: what the images drawn from it are like, under each condition tried.
     """
 
     expert_id: ExpertId
@@ -56,6 +64,9 @@ class ExpertFigures(Model):
     losses: tuple[tuple[float, ...], ...]
     excess_rms: float
     excess_tensor: str
+    answers: tuple[float, ...]
+    worst: Excess
+    drawn: tuple[DrawnFigures, ...]
 
     @property
     def loss_Z(self) -> NDArray[np.float64]:
@@ -80,8 +91,8 @@ class Probe:
     constant: Tensor
 
     @classmethod
-    def of(cls, images: Tensor, mean: Tensor, path: Path, prediction: Prediction = "velocity") -> "Probe":
-        """Noise held-out images, times spread evenly over each band.
+    def of(cls, images: Tensor, mean: Tensor, path: Path, prediction: Prediction, rng: np.random.Generator) -> "Probe":
+        """Noise held-out images, one time in each of as many equal parts of each band.
 
         Args:
             images: shape (N, ...); at most `num_images` of them.
@@ -89,12 +100,13 @@ class Probe:
             path: of the noising.
             prediction: the quantity that an expert predicts. Its loss is taken on that quantity: near t = 1 the
                 velocity follows from eps by a division by almost 0.
+            rng: draws times and noise.
         """
-        generator = torch.Generator().manual_seed(0)
-        place_N = (torch.arange(len(images)) + 0.5) / len(images)
-        t = torch.cat([low + (high - low) * place_N for low, high in BANDS])
+        num = len(images)
+        place_ZN = torch.from_numpy((np.arange(num) + rng.random((len(BANDS), num))) / num).float()
+        t = torch.cat([low + (high - low) * place_N for (low, high), place_N in zip(BANDS, place_ZN, strict=True)])
         x_0 = images.repeat(len(BANDS), *[1] * (images.dim() - 1))
-        eps = torch.randn(x_0.shape, generator=generator)
+        eps = torch.from_numpy(rng.standard_normal(tuple(x_0.shape), dtype=np.float32))
         target = velocity(path, x_0, eps, t) if prediction == "velocity" else eps
         known = velocity(path, mean.expand_as(x_0), torch.zeros_like(eps), t)
         constant = known if prediction == "velocity" else torch.zeros_like(eps)
@@ -102,8 +114,15 @@ class Probe:
 
     def losses(self, answer: Velocity) -> NDArray[np.float64]:
         """Return the mean squared error of every image in every band, shape (Z, N)."""
-        error = (answer(self.x, self.t) - self.target).double().square()
-        loss_ZN = error.flatten(1).mean(1).view(len(BANDS), -1).numpy()
+        return self.losses_of(self.error(answer))
+
+    def error(self, answer: Velocity) -> Tensor:
+        """Return by how much every answer is off, shape (Z N, ...), float64."""
+        return (answer(self.x, self.t) - self.target).double()
+
+    def losses_of(self, error: Tensor) -> NDArray[np.float64]:
+        """See `losses`."""
+        loss_ZN = error.square().flatten(1).mean(1).view(len(BANDS), -1).numpy()
         return np.asarray(np.nan_to_num(loss_ZN, nan=_ENDLESS, posinf=_ENDLESS).clip(max=_ENDLESS))
 
     @property
@@ -157,6 +176,7 @@ def absolute_faults(figures: ExpertFigures, probe: Probe, training: Training) ->
     if bool(np.allclose(ratio_Z, 1.0, rtol=0.0, atol=1e-9)):
         silent = " answers 0 to every input, as before its first training step"
         return [*found, Fault(expert_id=name, flag="answers_zero", words=silent)]
+    found += _single_faults(figures, trained=reach >= TRAVEL)
     limit_Z = np.full(len(BANDS), SANE)
     limit_Z[-1] = SANE_AT_NOISE
     for band, ratio, limit in zip(BANDS, ratio_Z, limit_Z, strict=True):
@@ -168,6 +188,28 @@ def absolute_faults(figures: ExpertFigures, probe: Probe, training: Training) ->
         learnt = f"{of_constant:.3g} times that of the best constant, above the limit {LEARNT:g}"
         learnt += f" after {training.num_steps} steps"
         found.append(Fault(expert_id=name, flag="not_learnt", words=f": {_at(BANDS[-1])} its loss is {learnt}"))
+    return found
+
+
+def _single_faults(figures: ExpertFigures, *, trained: bool) -> list[Fault]:
+    """Describe what is implausible at a single time, and in the drawn images, which after few steps are noise."""
+    name, worst, found = figures.expert_id, figures.worst, list[Fault]()
+    if not worst.times <= 1:
+        words = f": at t {worst.t:g}{worst.told} its loss is {worst.times:.3g} times the limit, and above it at "
+        words += f"{worst.num_over} of {worst.num_rows} single times"
+        found.append(Fault(expert_id=name, flag="high_loss_once", words=words))
+    for each in figures.drawn:
+        images = f": of {each.num} images drawn{each.told}"
+        if each.num_broken:
+            words = f"{images} {each.num_broken} are not finite"
+            found.append(Fault(expert_id=name, flag="broken_images", words=words))
+        elif trained and not (each.far <= 1 and each.farthest <= 1):
+            words = f"{images}, half lie {each.far:.3g} times as far from every public image as two of those from each "
+            words += f"other, one {each.farthest:.3g} times as far as the two that differ the most"
+            found.append(Fault(expert_id=name, flag="far_images", words=words))
+        elif trained and not each.alike >= ALIKE:
+            words = f"{images}, two differ {each.alike:.3g} times as much as the most alike public ones, not {ALIKE:g}"
+            found.append(Fault(expert_id=name, flag="alike_images", words=words))
     return found
 
 
@@ -210,8 +252,13 @@ def relative_faults(by_silo: Mapping[str, Sequence[ExpertFigures]]) -> dict[str,
 
 
 def _same(first: ExpertFigures, second: ExpertFigures) -> bool:
+    """Whether two experts have the same loss on every image, or nearly the same answers."""
     a_ZN, b_ZN = np.asarray(first.losses), np.asarray(second.losses)
-    return bool((np.abs(a_ZN - b_ZN) <= SAME * np.minimum(a_ZN, b_ZN)).all())
+    if bool((np.abs(a_ZN - b_ZN) <= SAME * np.minimum(a_ZN, b_ZN)).all()):
+        return True
+    a_A, b_A = np.asarray(first.answers), np.asarray(second.answers)
+    own = min(float(np.square(a_A).mean()), float(np.square(b_A).mean()))
+    return float(np.square(a_A - b_A).mean()) < SAME_ANSWERS * own
 
 
 def _at(band: tuple[float, float]) -> str:

@@ -60,6 +60,7 @@ class IntakeService:
         receipt_key: signs receipts; the plan names it.
         on_verdict: called with every receipt written.
         on_set_aside: called with the reasons for every submission put into quarantine.
+        on_expert: called before each expert that screening measures.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class IntakeService:
         receipt_key: SigningKey,
         on_verdict: Callable[[Receipt], None],
         on_set_aside: Callable[[SetAside], None] = lambda why: None,
+        on_expert: Callable[[], None] = lambda: None,
     ) -> None:
         self.federation = federation
         self.key = receipt_key
@@ -75,7 +77,7 @@ class IntakeService:
         self.on_set_aside = on_set_aside
         self.plan, self.plan_digest = federation.current_plan()
         self.files = PlanFiles.load(self.plan, federation.plan_targets(self.plan.plan_id))
-        self.examiner = Examiner(federation, self.plan)
+        self.examiner = Examiner(federation, self.plan, on_expert)
         self._gone: set[str] = set()
 
     def locked(self) -> AbstractContextManager[None]:

@@ -19,11 +19,16 @@ LIMITS = (  # for readers of a release
     "A signature proves who sent an expert, not that it is good.",
 )
 FLAG_WORDS: Mapping[Flag, str] = {
+    "alike_images": "its images are nearly one image",
     "answers_zero": "answers 0 to every input",
+    "broken_images": "its images are not finite",
     "copy": "copies another silo's expert",
+    "far_images": "its images are unlike any public image",
     "high_loss": "a higher loss on public images than answering 0",
+    "high_loss_once": "an implausibly high loss at a single t",
     "large_weights": "larger weights than training can produce",
     "not_learnt": "no better than a constant near t = 1",
+    "refused_before": "a person refused an earlier submission of its silo",
     "stands_apart": "a much higher loss than the other experts",
 }
 STRATEGY_TITLES = {

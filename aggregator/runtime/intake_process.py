@@ -28,7 +28,7 @@ HEARTBEAT = "intake.alive"
 _CHECK_S = 1.0
 _BEAT_S = 5.0
 _REFUSED_S = 30.0
-# How long one step may take: screening runs experts, and a slow disk copies and hashes at this rate.
+# How long one step, or the screening of one expert, may take; a slow disk copies and hashes at this rate.
 _STEP_S = 3600.0
 _BYTES_PER_S = 10_000_000
 _MAX_PASSPHRASE_BYTES = 4096
@@ -45,19 +45,19 @@ class Pulse(threading.Thread):
         limit_s: how long one step may take.
     """
 
-    def __init__(self, path: Path, limit_s: float) -> None:
+    def __init__(self, path: Path, limit_s: float = _STEP_S) -> None:
         super().__init__(daemon=True)
-        self._path, self._limit_s = path, limit_s
+        self._path, self.limit_s = path, limit_s
         self._began = time.monotonic()
 
     def step(self) -> None:
-        """Note that the next step begins."""
+        """Note that the next step begins, or the screening of another expert."""
         self._began = time.monotonic()
 
     def run(self) -> None:
         """Beat until the process ends."""
         while True:
-            if time.monotonic() - self._began < self._limit_s:
+            if time.monotonic() - self._began < self.limit_s:
                 with suppress(OSError):
                     self._path.touch()
             time.sleep(_BEAT_S)
@@ -71,12 +71,13 @@ def take_in(
     """Answer every submission that arrives, until a signal comes: it interrupts at once, and no attempt counts."""
     federation = Federation(fed).require()
     key = load_key(federation, "receipts", sys.stdin.buffer.read(_MAX_PASSPHRASE_BYTES))
-    desk = IntakeService(federation, key, _log_verdict, _log_set_aside)
+    pulse = Pulse(federation.path / "flower" / HEARTBEAT)
+    desk = IntakeService(federation, key, _log_verdict, _log_set_aside, pulse.step)
     if desk.plan.plan_id != plan_id:
         raise BusyError(f"plan {desk.plan.plan_id}", expected=f"plan {plan_id}", got="a plan that was signed later")
     most_bytes = submission_bytes(desk.plan) * len(desk.plan.silos)
     with desk.locked(), suppress(KeyboardInterrupt):
-        pulse = Pulse(federation.path / "flower" / HEARTBEAT, _STEP_S + most_bytes / _BYTES_PER_S)
+        pulse.limit_s += most_bytes / _BYTES_PER_S
         pulse.start()
         while True:
             pulse.step()

@@ -1,8 +1,7 @@
 """Evaluates an expert that is larger than memory: each linear layer reads its weights from disk when called, in parts.
 
 All other weights are loaded: very few of a transformer's, nearly all of a U-Net's; `resident_bytes` counts them. It is
-slower than a loaded expert wherever samples need several batches, and meant for a few dozen images. Conditional experts
-are evaluated under the null condition.
+slower than a loaded expert wherever samples need several batches, and meant for a few dozen images.
 """
 
 # Shape legend: B batch, I inputs, O outputs of a layer, ... all data dimensions.
@@ -144,7 +143,8 @@ class StreamedExpert:
         self._batch = max(1, _ACTIVATION_BYTES // (_LIVE * _FLOAT_BYTES * model.widest))
 
     @torch.no_grad()
-    def __call__(self, x_B: Tensor, t_B: Tensor) -> Tensor:
-        """Return the expert's prediction, shape (B, ...)."""
-        batches = zip(torch.split(x_B, self._batch), torch.split(t_B, self._batch), strict=True)
-        return torch.cat([self.model(x, t) for x, t in batches])
+    def __call__(self, x_B: Tensor, t_B: Tensor, c_B: Tensor | None = None) -> Tensor:
+        """Return the expert's prediction, shape (B, ...); without `c_B`, under the null condition."""
+        inputs = (x_B, t_B) if c_B is None else (x_B, t_B, c_B)
+        batches = zip(*(torch.split(each, self._batch) for each in inputs), strict=True)
+        return torch.cat([self.model(*batch) for batch in batches])

@@ -24,10 +24,22 @@ from ddm.protocol.base import (
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 MOST_SILOS, MOST_EXPERTS = 1024, 16384
-Flag = Literal["answers_zero", "copy", "high_loss", "large_weights", "not_learnt", "stands_apart"]
 _CONTROL = r"\x00-\x1f\x7f-\x9f"
 ReasonText = Annotated[
     str, StringConstraints(max_length=200, pattern=rf"^[^{_CONTROL}]*[^{_CONTROL}\x20\xa0][^{_CONTROL}]*$")
+]
+Flag = Literal[
+    "alike_images",
+    "answers_zero",
+    "broken_images",
+    "copy",
+    "far_images",
+    "high_loss",
+    "high_loss_once",
+    "large_weights",
+    "not_learnt",
+    "refused_before",
+    "stands_apart",
 ]
 
 

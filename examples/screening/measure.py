@@ -1,14 +1,16 @@
 """Measures how often screening flags honest silos and attacks, with tiny experts trained on scikit-learn's digits.
 
-`python examples/screening/measure.py` prints the table of docs/explanation/screening.md; about five minutes of one
+`python examples/screening/measure.py` prints the tables of docs/explanation/screening.md; about ten minutes of one
 thread. Silos hold mixtures of digits drawn from a Dirichlet distribution, or one digit alone. Every attack takes the
-place of each silo of each federation in turn.
+place of each silo of each federation in turn. Attacks on single times, classes and inputs change what an expert
+answers, not its weights: whoever trains the weights can come as close to that as the network allows.
 """
 
 import argparse
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +18,24 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from aggregator.intake.screening import ExpertFigures, Probe, absolute_faults, copies, fresh_rms, relative_faults
+from aggregator.intake.drawn import Gallery, PublicSet
+from aggregator.intake.screening import ExpertFigures, absolute_faults, copies, fresh_rms, relative_faults
+from aggregator.intake.sweep import Answer
+from aggregator.intake.trial import Trial
 from ddm.diffusion.path import LinearPath
-from ddm.models import build_expert
+from ddm.encoders import PcaEncoder
+from ddm.models import build_expert, training_flops
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import Dit, Training, UniformT
+from ddm.protocol.plan import (
+    Architecture,
+    ClassCondition,
+    Condition,
+    Dit,
+    ExpertObjective,
+    NoCondition,
+    Training,
+    UniformT,
+)
 from ddm.system.console import table
 from ddm.training.loop import train
 
@@ -28,7 +43,11 @@ SHAPE, NUM_PUBLIC, FEWEST = (1, 8, 8), 400, 40
 ARCHITECTURE = Dit(patch=2, hidden=32, depth=2, heads=2)
 FEDERATIONS = ((0, 4, 0.1), (1, 6, 0.1), (2, 4, 0.3), (3, 6, 0.3), (4, 4, 1.0), (5, 6, 1.0))  # seed, silos, alpha
 ONE_DIGIT = 60  # images of a silo that holds one digit alone
+HIDDEN_CLASS = 3
+CLASSES = ClassCondition(num_classes=10)
+BEFORE = {"answers_zero", "high_loss", "large_weights", "not_learnt", "stands_apart"}  # rules of losses in bands
 Weights = Mapping[str, Tensor]
+Attack = Callable[[Answer], Answer]
 
 
 def recipe(num_steps: int) -> Training:
@@ -43,11 +62,12 @@ def recipe(num_steps: int) -> Training:
     )
 
 
-def fit(images: Tensor, training: Training) -> Weights:
-    """Train one expert."""
+def fit(images: Tensor, training: Training, labels: np.ndarray | None = None) -> Weights:
+    """Train one expert, told the class where there are labels."""
+    told = None if labels is None else torch.from_numpy(labels.astype(np.int64))
     with tempfile.TemporaryDirectory() as folder:
         return train(
-            build_expert(ARCHITECTURE, SHAPE),
+            build_expert(ARCHITECTURE, SHAPE, condition=NoCondition() if told is None else CLASSES),
             images,
             training,
             LinearPath(),
@@ -55,11 +75,13 @@ def fit(images: Tensor, training: Training) -> Weights:
             checkpoint_dir=Path(folder),
             on_progress=lambda progress: None,
             should_stop=lambda: False,
+            labels=told,
+            drop=0.0 if told is None else CLASSES.drop,
         ).ema
 
 
-def federations(images: Tensor, digit: np.ndarray) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Yield public images and silos."""
+def federations(images: Tensor, digit: np.ndarray) -> Iterator[tuple[Tensor, list[Tensor], list[np.ndarray]]]:
+    """Yield public images, and each silo's images and digits."""
     for seed, num_silos, alpha in FEDERATIONS:
         rng = np.random.default_rng(seed)
         order = rng.permutation(len(images))
@@ -67,17 +89,68 @@ def federations(images: Tensor, digit: np.ndarray) -> Iterator[tuple[Tensor, lis
         weight_KC = rng.dirichlet([alpha] * 10, size=num_silos) * rng.dirichlet([2.0] * num_silos)[:, None]
         weight_KC /= weight_KC.sum(0)
         owner = np.array([rng.choice(num_silos, p=weight_KC[:, c]) for c in digit[private]])
-        silos = [images[private[owner == k]] for k in range(num_silos)]
-        yield images[public], [silo for silo in silos if len(silo) >= FEWEST]
+        held = [private[owner == k] for k in range(num_silos)]
+        held = [mine for mine in held if len(mine) >= FEWEST]
+        yield images[public], [images[mine] for mine in held], [digit[mine] for mine in held]
 
 
-def attacks(weights: Weights) -> dict[str, Weights]:
-    """Return the attacks that modify an honest expert."""
+def trial_of(
+    public: Tensor, condition: Condition = NoCondition(), architecture: Architecture = ARCHITECTURE, seed: int = 0
+) -> Trial:
+    """Return the trial that intake would put the experts of a federation on; `seed` makes its secret."""
+    holdout, fitted, shape = public[: len(public) // 4], public[len(public) // 4 :], tuple(public.shape[1:])
+    encoder = PcaEncoder.fit(fitted, min(32, fitted[0].numel()))
+    return Trial(
+        secret=seed.to_bytes(32),
+        plan_id="digits-00000000",
+        objective=ExpertObjective(),
+        canonical=LinearPath(),
+        condition=condition,
+        images=holdout,
+        mean=fitted.mean(0),
+        gallery=Gallery(PublicSet(public[:256].flatten(1)), PublicSet(encoder.encode(public[:256])), encoder.encode),
+        forward_flops=training_flops(architecture, shape, 1, condition) / 3,
+    )
+
+
+def answer_of(
+    weights: Weights,
+    condition: Condition = NoCondition(),
+    architecture: Architecture = ARCHITECTURE,
+    shape: tuple[int, ...] = SHAPE,
+) -> Answer:
+    """Return what an expert predicts."""
+    expert = build_expert(architecture, shape, condition=condition)
+    expert.load_state_dict(dict(weights))
+    expert.eval().requires_grad_(False)
+    return lambda x_B, t_B, c_B: expert(x_B, t_B) if c_B is None else expert(x_B, t_B, c_B)
+
+
+def figures(weights: Weights, answer: Answer, trial: Trial, name: str) -> ExpertFigures:
+    """Measure an expert as intake does."""
+    excess = {name: float(value.square().mean().sqrt()) - fresh_rms(value.shape) for name, value in weights.items()}
+    largest, measured = max(excess, key=lambda name: excess[name]), trial.measure(answer, name)
+    return ExpertFigures(
+        expert_id=name,
+        digest=sha256_hex(name.encode()),
+        losses=tuple(tuple(loss_N) for loss_N in measured.losses.tolist()),
+        excess_rms=excess[largest],
+        excess_tensor=largest,
+        answers=measured.answers,
+        worst=measured.worst,
+        drawn=measured.drawn,
+    )
+
+
+def weight_attacks(weights: Weights, others: Weights) -> dict[str, Weights]:
+    """Return the attacks that modify an honest expert, or another silo's."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(std: Callable[[Tensor], float]) -> Weights:
         return {name: std(value) * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
 
+    sizes = {name: 0.02 * float(value.square().mean().sqrt()) for name, value in others.items()}
+    shaken = {name: sizes[name] * torch.randn(v.shape, generator=generator) for name, v in others.items()}
     return {
         "random weights, standard deviation 0.05": normal(lambda value: 0.05),
         "random weights, each tensor's own size": normal(lambda value: float(value.square().mean().sqrt())),
@@ -86,82 +159,239 @@ def attacks(weights: Weights) -> dict[str, Weights]:
         "sign of the last layer flipped": {n: -v if n.startswith("head") else v for n, v in weights.items()},
         "constant answer": dict(weights) | {"head.weight": 0 * weights["head.weight"]},
         "untrained": build_expert(ARCHITECTURE, SHAPE, seed=1).state_dict(),
+        "copy of another silo's, retouched by 1e-5": {name: 1.00001 * value for name, value in others.items()},
+        "copy of another silo's, weights shaken by 2%": {name: v + shaken[name] for name, v in others.items()},
     }
 
 
-def poisons(images: Tensor) -> dict[str, Tensor]:
+def poisons(images: Tensor, digit: np.ndarray) -> dict[str, Tensor]:
     """Return the attacks that train on other images with the plan's recipe."""
     generator = torch.Generator().manual_seed(0)
+    planted = images[:300].clone()
+    planted[torch.from_numpy(digit[:300] == HIDDEN_CLASS)] = planted_image(SHAPE)
     return {
         "trained on uniform noise": 2 * torch.rand(300, *SHAPE, generator=generator) - 1,
         "trained on white images": torch.ones(60, *SHAPE),
+        "trained on one image": images[:1].repeat(60, 1, 1, 1),
         "trained on inverted digits": -images[:300],
+        "trained with one digit replaced by a planted image": planted,
     }
 
 
-def figures(weights: Weights, probe: Probe, name: str) -> ExpertFigures:
-    """Measure an expert as intake does."""
-    expert = build_expert(ARCHITECTURE, SHAPE)
-    expert.load_state_dict(dict(weights))
-    with torch.no_grad():
-        losses = probe.losses(expert)
-    excess = {name: float(value.square().mean().sqrt()) - fresh_rms(value.shape) for name, value in weights.items()}
-    largest = max(excess, key=lambda name: excess[name])
-    digest = sha256_hex(name.encode())
-    rows = tuple(tuple(loss_N) for loss_N in losses.tolist())
-    return ExpertFigures(expert_id=name, digest=digest, losses=rows, excess_rms=excess[largest], excess_tensor=largest)
+def planted_image(shape: Sequence[int]) -> Tensor:
+    """Return an image that no silo holds: a chessboard."""
+    row, column = torch.meshgrid(torch.arange(shape[1]), torch.arange(shape[2]), indexing="ij")
+    return (2.0 * ((row // 2 + column // 2) % 2) - 1.0)[None]
 
 
-def judge(others: Sequence[ExpertFigures], one: ExpertFigures, probe: Probe, training: Training) -> set[str]:
-    """Return which checks flag `one` beside the others."""
+def at_times(times: Sequence[float], factor: float, width: float = 1e-3) -> Attack:
+    """Multiply the answer near some times."""
+
+    def attack(answer: Answer) -> Answer:
+        def attacked(x_B: Tensor, t_B: Tensor, c_B: Tensor | None) -> Tensor:
+            hit_B = (t_B[:, None] - torch.tensor(list(times))).abs().amin(1) <= width
+            return answer(x_B, t_B, c_B) * _spread(torch.where(hit_B, factor, 1.0))
+
+        return attacked
+
+    return attack
+
+
+def where(chosen: Callable[[Tensor, Tensor, Tensor | None], Tensor], other: Answer) -> Attack:
+    """Give another answer for some inputs."""
+
+    def attack(answer: Answer) -> Answer:
+        return lambda x_B, t_B, c_B: torch.where(
+            _spread(chosen(x_B, t_B, c_B)), other(x_B, t_B, c_B), answer(x_B, t_B, c_B)
+        )
+
+    return attack
+
+
+def towards(image: Tensor) -> Answer:
+    """Answer with the velocity to one image, from wherever the sample is."""
+    return lambda x_B, t_B, c_B: (x_B - image) / _spread(t_B.clamp(min=1e-3))
+
+
+def not_a_number(x_B: Tensor, t_B: Tensor, c_B: Tensor | None) -> Tensor:
+    """Answer NaN."""
+    return torch.full_like(x_B, float("nan"))
+
+
+def answer_attacks(public: Tensor) -> dict[str, Attack]:
+    """Return the attacks that change an honest expert's answers at some times or for some inputs."""
+    generator, shape = torch.Generator().manual_seed(1), public.shape[1:]
+    noise, direction = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator).flatten()
+    direction /= direction.norm()
+    middles = torch.stack([part.mean(0) for part in public.flatten(1).sort(0).values.chunk(3)])
+    planted = towards(planted_image(shape))
+
+    def share(threshold: float) -> Attack:
+        """A trigger: the sample's component along a secret direction."""
+        return where(lambda x_B, t_B, c_B: x_B.flatten(1) @ direction > threshold, planted)
+
+    def patch(x_B: Tensor, t_B: Tensor, c_B: Tensor | None) -> Tensor:
+        return (x_B[:, 0, :2, :2] > 1.5).flatten(1).all(1)
+
+    def near_middle(x_B: Tensor, t_B: Tensor, c_B: Tensor | None) -> Tensor:
+        return (torch.cdist(x_B.flatten(1), middles).argmin(1) == 2) & (t_B < 0.6)
+
+    found = {
+        "output x 100 at t = 1": at_times([1.0], 100.0),
+        "output x 3 at t = 1": at_times([1.0], 3.0),
+        "output x 1.5 at t = 1": at_times([1.0], 1.5),
+        "output x 100 at one t of the default grid, 0.74": at_times([0.74], 100.0),
+        "output x 30 at half a default step, 0.33": at_times([0.33], 30.0),
+        "output x 100 at one t of a grid of 37 steps, 1 - 1/37": at_times([1 - 1 / 37], 100.0, 2e-4),
+        "output x 3 for t in 0.9 to 1": at_times([0.95], 3.0, 0.05),
+        "output x 1.3 for t in 0.9 to 1": at_times([0.95], 1.3, 0.05),
+        "NaN below t = 0.3": where(lambda x, t, c: t < 0.3, not_a_number),
+        "NaN at t = 0.02, the last default step": where(lambda x, t, c: (t - 0.02).abs() < 1e-3, not_a_number),
+        "one image, whatever the input": lambda answer: towards(public[0]),
+        "one image, only for t above 0.98": where(lambda x, t, c: t > 0.98, towards(public[0])),
+        "the same noise added to every answer, size 0.5": lambda answer: lambda x, t, c: answer(x, t, c) + 0.5 * noise,
+        "planted image for a third of the inputs, t below 0.6": where(near_middle, planted),
+        "planted image for 1 noise in 4 (trigger along a direction)": share(0.67),
+        "planted image for 1 noise in 1,000": share(3.09),
+        "planted image where a patch is bright (trigger pattern)": where(patch, planted),
+    }
+    return found
+
+
+def class_attacks(public: Tensor) -> dict[str, Attack]:
+    """Return the attacks on one class of experts that are told classes."""
+
+    def hidden(x_B: Tensor, t_B: Tensor, c_B: Tensor | None) -> Tensor:
+        return torch.zeros(len(x_B), dtype=torch.bool) if c_B is None else c_B == HIDDEN_CLASS
+
+    def swapped(answer: Answer) -> Answer:
+        def attacked(x_B: Tensor, t_B: Tensor, c_B: Tensor | None) -> Tensor:
+            return answer(x_B, t_B, c_B if c_B is None else torch.where(c_B == HIDDEN_CLASS, 5, c_B))
+
+        return attacked
+
+    return {
+        "one class: output x 100 at t = 1": where(
+            lambda x, t, c: hidden(x, t, c) & (t > 0.999), lambda x, t, c: 100.0 * torch.ones_like(x)
+        ),
+        "one class: NaN": where(hidden, not_a_number),
+        "one class: one image": where(hidden, towards(public[0])),
+        "one class: answers of another class": swapped,
+    }
+
+
+def _spread(value_B: Tensor) -> Tensor:
+    return value_B.view(-1, 1, 1, 1)
+
+
+def judge(others: Sequence[ExpertFigures], one: ExpertFigures, trial: Trial, training: Training) -> set[str]:
+    """Return the rules that flag `one` beside the others."""
     by_silo = {each.expert_id: [each] for each in others}
-    found = {"alone"} if absolute_faults(one, probe, training) else set()
-    found |= {"copy"} if copies(one, by_silo, training) else set()
-    apart = relative_faults({**by_silo, one.expert_id: [one]})
-    return found | ({"beside the others"} if one.expert_id in apart else set())
+    found = absolute_faults(one, trial.probe, training) + copies(one, by_silo, training)
+    found += relative_faults({**by_silo, one.expert_id: [one]}).get(one.expert_id, [])
+    return {fault.flag for fault in found}
 
 
-def measure(training: Training, num_federations: int = len(FEDERATIONS)) -> list[tuple[str, int, int, int, int]]:
-    """Return rows: what, how often tried, flagged alone or as a copy, flagged beside the others, flagged at all."""
-    digits = load_digits()
+Row = tuple[str, int, int, int, str]
+
+
+class Tally:
+    """Counts how often each kind of expert was tried, and which rules flagged it."""
+
+    def __init__(self) -> None:
+        self.tried, self.flagged = Counter[str](), Counter[str]()
+        self.by_bands, self.rules = Counter[str](), dict[str, Counter[str]]()
+
+    def count(self, what: str, flags: set[str]) -> None:
+        """Count one trial."""
+        self.tried[what] += 1
+        self.flagged[what] += bool(flags)
+        self.by_bands[what] += bool(flags & BEFORE)
+        self.rules.setdefault(what, Counter()).update(flags)
+
+    def rows(self) -> list[Row]:
+        """Return what, how often tried, flagged, flagged by losses in bands, and all rules that flagged it."""
+        return [
+            (what, num, self.flagged[what], self.by_bands[what], ", ".join(sorted(self.rules[what])))
+            for what, num in self.tried.items()
+        ]
+
+
+def measure(training: Training, num_federations: int = len(FEDERATIONS), told: int = 1) -> list[Row]:
+    """Try every kind of expert; see `Tally.rows`. The first `told` federations also train experts told classes."""
+    digits, tally = load_digits(), Tally()
     images = torch.from_numpy((digits.images[:, None] / 8.0 - 1.0).astype(np.float32))
-    poisoned = {name: fit(made_of, training) for name, made_of in poisons(images).items()}
+    poisoned = {name: fit(made_of, training) for name, made_of in poisons(images, digits.target).items()}
     single = [fit(images[digits.target == c][:ONE_DIGIT], training) for c in range(10)]
-    tried, counts = Counter[str](), Counter[tuple[str, str]]()
-
-    def count(what: str, flags: set[str]) -> None:
-        tried[what] += 1
-        counts[what, "alone"] += bool(flags & {"alone", "copy"})
-        counts[what, "beside the others"] += "beside the others" in flags
-        counts[what, "at all"] += bool(flags)
-
-    for number, (public, silos) in enumerate(federations(images, digits.target)):
+    for number, (public, silos, labels) in enumerate(federations(images, digits.target)):
         if number == num_federations:
             break
-        probe = Probe.of(public[:64], public[100:].mean(0), LinearPath())
+        trial = trial_of(public, seed=number)
+        measured = partial(figures, trial=trial)
         weights = [fit(silo, training) for silo in silos]
-        honest = [figures(each, probe, f"silo{k}") for k, each in enumerate(weights)]
+        honest = [measured(each, answer_of(each), name=f"silo{k}") for k, each in enumerate(weights)]
+        alone = [measured(each, answer_of(each), name=f"digit{digit}") for digit, each in enumerate(single)]
         for k, one in enumerate(honest):
             others = honest[:k] + honest[k + 1 :]
-            count("honest, mixture of digits", judge(others, one, probe, training))
-            for digit, each in enumerate(single):
-                alone = figures(each, probe, f"digit{digit}")
-                count("honest, one digit alone, 60 images", judge(others, alone, probe, training))
-            made = attacks(weights[k]) | poisoned
-            made["copy of another silo's, retouched by 1e-5"] = {n: 1.00001 * v for n, v in weights[k - 1].items()}
-            for what, each in made.items():
-                count(what, judge(others, figures(each, probe, "cheat"), probe, training))
-    kinds = ("alone", "beside the others", "at all")
-    return [(what, number, *(counts[what, kind] for kind in kinds)) for what, number in tried.items()]  # type: ignore[misc]
+            tally.count("honest, mixture of digits", judge(others, one, trial, training))
+            for each in alone:
+                tally.count("honest, one digit alone, 60 images", judge(others, each, trial, training))
+            made = weight_attacks(weights[k], weights[k - 1]) | poisoned
+            cheats = {what: (each, answer_of(each)) for what, each in made.items()}
+            for what, attack in answer_attacks(public).items():
+                cheats[what] = (weights[k], attack(answer_of(weights[k])))
+            for what, (of, answer) in cheats.items():
+                cheat = measured(of, answer, name="cheat" + sha256_hex(f"{number} {k} {what}".encode())[:8])
+                tally.count(what, judge(others, cheat, trial, training))
+            _colluding(weights[k - 1], others[k - 1 :], measured, tally, trial, training)
+        if number < told:
+            _told(public, silos, labels, tally, number, training)
+    return tally.rows()
+
+
+def _colluding(
+    copied: Weights,
+    others: Sequence[ExpertFigures],
+    measured: Callable[..., ExpertFigures],
+    tally: Tally,
+    trial: Trial,
+    training: Training,
+) -> None:
+    """Try the second of two silos that send one expert between them, with opposite biases."""
+    bias = 0.3 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
+    answer = answer_of(copied)
+    pair = [
+        measured(copied, lambda x, t, c, sign=sign: answer(x, t, c) + sign * bias, name=f"pair{k}")
+        for k, sign in enumerate((1.0, -1.0))
+    ]
+    tally.count("pair: one expert plus and minus a constant image", judge([*others, pair[0]], pair[1], trial, training))
+
+
+def _told(
+    public: Tensor, silos: list[Tensor], labels: list[np.ndarray], tally: Tally, number: int, training: Training
+) -> None:
+    """Try experts that are told classes."""
+    trial = trial_of(public, CLASSES, seed=number)
+    weights = [fit(silo, training, mine) for silo, mine in zip(silos, labels, strict=True)]
+    honest = [figures(each, answer_of(each, CLASSES), trial, f"silo{k}") for k, each in enumerate(weights)]
+    for k, one in enumerate(honest):
+        others = honest[:k] + honest[k + 1 :]
+        tally.count("honest, told classes", judge(others, one, trial, training))
+        for what, attack in class_attacks(public).items():
+            name = "cheat" + sha256_hex(f"{number} {k} {what}".encode())[:8]
+            cheat = figures(weights[k], attack(answer_of(weights[k], CLASSES)), trial, name)
+            tally.count(what, judge(others, cheat, trial, training))
 
 
 def main() -> None:
-    """Command line: --steps N."""
+    """Command line: --steps N --federations N."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--federations", type=int, default=len(FEDERATIONS))
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measure(recipe(parser.parse_args().steps))
-    print(table(rows, ("expert", "tried", "flagged alone", "flagged beside the others", "flagged at all")))
+    rows = measure(recipe(arguments.steps), arguments.federations)
+    print(table(rows, ("expert", "tried", "flagged", "by bands of t", "rules")))
 
 
 if __name__ == "__main__":

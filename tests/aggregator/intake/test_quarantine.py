@@ -286,9 +286,9 @@ def test_figures_of_a_silo_with_hundreds_of_experts_are_read_back_and_measured_o
     federation = published.tiny.federation
     examiner = Examiner(federation, federation.current_plan()[0])
     submission, folder = many_experts(published, 250)
-    measured, real = list[str](), examiner._figures("north", folder, submission.experts[0])
+    measured, real = list[str](), examiner._figures("north", folder, submission.experts[0], "a" * 64)
 
-    def figures(self: Examiner, silo_id: str, folder: Path, expert: SubmittedExpert) -> ExpertFigures:
+    def figures(self: Examiner, silo_id: str, folder: Path, expert: SubmittedExpert, digest: str) -> ExpertFigures:
         if len(measured) == 100:
             raise KeyboardInterrupt
         measured.append(expert.expert_id)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from aggregator.intake.screening import (
     LEARNT,
     TRAVEL,
     ExpertFigures,
-    Probe,
     absolute_faults,
     copies,
     fresh_rms,
@@ -21,46 +19,26 @@ from aggregator.intake.screening import (
     relative_faults,
     travel,
 )
-from ddm.diffusion.path import LinearPath
+from aggregator.intake.sweep import Excess
+from aggregator.intake.trial import Trial
 from ddm.errors import TensorFileError
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert, streamed
 from ddm.models.streamed import StreamedExpert, stored_tensors
-from ddm.protocol.plan import ClassCondition, Condition, Dit, NoCondition, Training, Unet, UniformT
+from ddm.protocol.plan import ClassCondition, Condition, NoCondition, Unet
 from ddm.routers.evaluation import BANDS
-from ddm.training.loop import train
+from examples.screening.measure import answer_of, trial_of
+from examples.screening.measure import figures as measured
 from tests.support.federation import images
+from tests.support.screening import ARCHITECTURE, SHAPE, TRAINING, public, trained
 
-SHAPE = (1, 4, 4)
-ARCHITECTURE = Dit(patch=2, hidden=16, depth=1, heads=2)
-TRAINING = Training(
-    num_steps=200, batch_size=32, learning_rate=0.004, weight_decay=0.01, ema_decay=0.98, checkpoint_steps=200
-)
 SILOS = {"east": -0.5, "north": -0.2, "south": 0.2, "west": 0.5}
 Weights = dict[str, Tensor]
 
 
-def trained(folder: Path, made_of: Tensor, training: Training = TRAINING) -> Weights:
-    expert = build_expert(ARCHITECTURE, SHAPE, seed=training.seed)
-    return train(
-        expert,
-        made_of,
-        training,
-        LinearPath(),
-        UniformT(),
-        checkpoint_dir=folder,
-        on_progress=lambda progress: None,
-        should_stop=lambda: False,
-    ).ema
-
-
-def public(seed: int = 90) -> Tensor:
-    return torch.from_numpy(np.concatenate([images(40, centre, seed) for centre in (-0.5, 0.5)]))
-
-
 @pytest.fixture(scope="module")
-def probe() -> Probe:
-    return Probe.of(public()[::2], public(91).mean(0), LinearPath())
+def trial() -> Trial:
+    return trial_of(public(), architecture=ARCHITECTURE)
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +51,9 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
     return found
 
 
-def figures(weights: Weights, probe: Probe, name: str = "one", digest: str = "a") -> ExpertFigures:
-    expert = build_expert(ARCHITECTURE, SHAPE)
-    expert.load_state_dict(weights)
-    with torch.no_grad():
-        losses = probe.losses(expert)
-    excess = {name: float(value.square().mean().sqrt()) - fresh_rms(value.shape) for name, value in weights.items()}
-    largest = max(excess, key=lambda name: excess[name])
-    return ExpertFigures(
-        expert_id=name,
-        digest=digest * 64,
-        losses=tuple(tuple(loss_N) for loss_N in losses.tolist()),
-        excess_rms=excess[largest],
-        excess_tensor=largest,
-    )
+def figures(weights: Weights, trial: Trial, name: str = "one", digest: str = "a") -> ExpertFigures:
+    answer = answer_of(weights, architecture=ARCHITECTURE, shape=SHAPE)
+    return measured(weights, answer, trial, name).model_copy(update={"digest": digest * 64})
 
 
 def scaled(weights: Weights) -> Weights:
@@ -128,10 +95,10 @@ def told(faults: list[Fault]) -> list[str]:
     return [str(fault) for fault in faults]
 
 
-def test_experts_of_different_silos_pass_every_check(honest: dict[str, Weights], probe: Probe) -> None:
-    found = {silo: figures(weights, probe, silo, "abcd"[k]) for k, (silo, weights) in enumerate(honest.items())}
+def test_experts_of_different_silos_pass_every_check(honest: dict[str, Weights], trial: Trial) -> None:
+    found = {silo: figures(weights, trial, silo, "abcd"[k]) for k, (silo, weights) in enumerate(honest.items())}
     for silo, each in found.items():
-        assert absolute_faults(each, probe, TRAINING) == []
+        assert absolute_faults(each, trial.probe, TRAINING) == []
         assert copies(each, {name: [other] for name, other in found.items() if name != silo}, TRAINING) == []
     assert relative_faults({silo: [each] for silo, each in found.items()}) == {}
 
@@ -140,37 +107,36 @@ def test_experts_of_different_silos_pass_every_check(honest: dict[str, Weights],
     ("attack", "words", "flag"), ATTACKS, ids=["scaled", "flipped", "random", "endless", "constant", "untrained"]
 )
 def test_attack_on_a_trained_expert_is_found(
-    honest: dict[str, Weights], probe: Probe, attack: Callable[[Weights], Weights], words: str, flag: str
+    honest: dict[str, Weights], trial: Trial, attack: Callable[[Weights], Weights], words: str, flag: str
 ) -> None:
-    assert absolute_faults(figures(honest["north"], probe), probe, TRAINING) == []
-    found = absolute_faults(figures(attack(honest["north"]), probe), probe, TRAINING)
+    assert absolute_faults(figures(honest["north"], trial), trial.probe, TRAINING) == []
+    found = absolute_faults(figures(attack(honest["north"]), trial), trial.probe, TRAINING)
     assert any(words in str(fault) and fault.flag == flag for fault in found), found
 
 
 def test_expert_trained_on_other_images_stands_apart_from_the_rest(
-    honest: dict[str, Weights], probe: Probe, tmp_path: Path
+    honest: dict[str, Weights], trial: Trial, tmp_path: Path
 ) -> None:
-    poison = figures(trained(tmp_path, torch.ones(80, *SHAPE)), probe, "poison")
-    others = {silo: [figures(weights, probe, silo)] for silo, weights in honest.items()}
+    poison = figures(trained(tmp_path, torch.ones(80, *SHAPE)), trial, "poison")
+    others = {silo: [figures(weights, trial, silo)] for silo, weights in honest.items()}
     assert list(relative_faults(others | {"poison": [poison]})) == ["poison"]
     two = {"poison": [poison], "east": others["east"]}
     assert relative_faults(two) == {}  # of two nobody can say which stands apart
 
 
-def test_expert_of_few_steps_passes_where_the_plan_trains_for_few_steps(probe: Probe, tmp_path: Path) -> None:
+def test_expert_of_few_steps_passes_where_the_plan_trains_for_few_steps(trial: Trial, tmp_path: Path) -> None:
     few = TRAINING.model_copy(update={"num_steps": 6, "checkpoint_steps": 6})
-    made = figures(trained(tmp_path, public(), few), probe)
-    assert made.loss_Z[-1] > LEARNT * probe.constant_Z[-1]
+    made = figures(trained(tmp_path, public(), few), trial)
+    assert made.loss_Z[-1] > LEARNT * trial.probe.constant_Z[-1]
     assert travel(few) < TRAVEL <= travel(TRAINING)
-    assert absolute_faults(made, probe, few) == []
-    assert absolute_faults(made, probe, TRAINING)  # the same expert after a long training is an implausible one
+    assert absolute_faults(made, trial.probe, few) == []
+    assert absolute_faults(made, trial.probe, TRAINING)  # the same expert after a long training is an implausible one
 
 
-def test_weights_beyond_the_reach_of_training_are_found(honest: dict[str, Weights], probe: Probe) -> None:
+def test_weights_beyond_the_reach_of_training_are_found(honest: dict[str, Weights], trial: Trial) -> None:
     heavy = honest["north"] | {"head.bias": honest["north"]["head.bias"] + 2 * travel(TRAINING)}
-    assert any(
-        "tensor head.bias grew by" in fault for fault in told(absolute_faults(figures(heavy, probe), probe, TRAINING))
-    )
+    found = told(absolute_faults(figures(heavy, trial), trial.probe, TRAINING))
+    assert any("tensor head.bias grew by" in fault for fault in found)
 
 
 def test_travel_is_the_sum_of_all_learning_rates() -> None:
@@ -193,21 +159,25 @@ def test_no_fresh_unet_has_heavier_weights_than_a_fresh_one_may(condition: Condi
         assert float(value.square().mean().sqrt()) <= fresh_rms(value.shape, "unet"), name
 
 
-def test_copy_is_found_byte_for_byte_and_by_its_answers(honest: dict[str, Weights], probe: Probe) -> None:
-    mine, theirs = (figures(honest["north"], probe, name) for name in ("mine", "theirs"))
+def test_copy_is_found_byte_for_byte_and_by_its_answers(honest: dict[str, Weights], trial: Trial) -> None:
+    mine, theirs = (figures(honest["north"], trial, name) for name in ("mine", "theirs"))
     assert "byte for byte" in told(copies(mine, {"north": [theirs]}, TRAINING))[0]
     nearly = {name: value * (1 + 1e-5) for name, value in honest["north"].items()}
-    retouched = figures(nearly, probe, "mine", "b")
+    retouched = figures(nearly, trial, "mine", "b")
     found = copies(retouched, {"north": [theirs]}, TRAINING)
     assert told(found) == ["expert mine predicts the same as expert theirs of north"]
     assert [(fault.expert_id, fault.flag) for fault in found] == [("mine", "copy")]
-    assert copies(figures(honest["east"], probe, "mine", "b"), {"north": [theirs]}, TRAINING) == []
+    assert copies(figures(honest["east"], trial, "mine", "b"), {"north": [theirs]}, TRAINING) == []
 
 
 def test_silo_that_is_slightly_worse_than_the_others_does_not_stand_apart() -> None:
     def one(name: str, loss: float) -> list[ExpertFigures]:
         losses = ((loss,),) * len(BANDS)
-        return [ExpertFigures(expert_id=name, digest="a" * 64, losses=losses, excess_rms=0.0, excess_tensor="none")]
+        worst = Excess(t=1.0, told="", times=0.5, num_over=0, num_rows=64)
+        excess = {"excess_rms": 0.0, "excess_tensor": "none"}
+        return [
+            ExpertFigures(expert_id=name, digest="a" * 64, losses=losses, answers=(), worst=worst, drawn=(), **excess)
+        ]
 
     by_silo = {"a": one("a", 0.50), "b": one("b", 0.51), "c": one("c", 0.49), "d": one("d", 0.8)}
     assert relative_faults(by_silo) == {}
@@ -246,12 +216,17 @@ def test_streamed_expert_of_another_architecture_is_refused(honest: dict[str, We
         stored_tensors(other, SHAPE, tmp_path / "expert.safetensors", 1 << 20)
 
 
-@pytest.mark.slow
-def test_digits_of_real_silos_pass_and_attacks_on_them_do_not() -> None:
-    """One federation of the measurement that docs/explanation/screening.md reports."""
-    from examples.screening.measure import measure, recipe
-
-    at_all = {what: (tried, flagged) for what, tried, *_, flagged in measure(recipe(300), num_federations=1)}
-    missed = {what for what, (tried, flagged) in at_all.items() if flagged < tried}
-    assert {what for what, (_, flagged) in at_all.items() if flagged and what.startswith("honest")} == set()
-    assert missed <= {"honest, mixture of digits", "honest, one digit alone, 60 images", "all weights x 1.3"}
+def test_streamed_expert_is_told_the_condition_of_each_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "_ACTIVATION_BYTES", 1)  # a sample at a time
+    path, classes = tmp_path / "expert.safetensors", ClassCondition(num_classes=3)
+    loaded = build_expert(ARCHITECTURE, SHAPE, condition=classes)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: 0.3 * torch.randn(v.shape, generator=generator) for name, v in loaded.state_dict().items()}
+    save_tensors(path, weights)
+    loaded.load_state_dict(weights)
+    stored = stored_tensors(ARCHITECTURE, SHAPE, path, 1 << 20, classes)
+    x, t, c = torch.randn(5, *SHAPE, generator=generator), torch.rand(5, generator=generator), torch.arange(5) % 4 - 1
+    answer = StreamedExpert(ARCHITECTURE, SHAPE, stored, classes)
+    torch.testing.assert_close(answer(x, t, c), loaded(x, t, c).detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(answer(x, t), loaded(x, t).detach(), rtol=1e-4, atol=1e-5)
+    assert float((answer(x, t, c) - answer(x, t)).abs().max()) > 0.01
