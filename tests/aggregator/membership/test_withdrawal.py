@@ -119,12 +119,15 @@ def test_silo_is_withdrawn_while_intake_is_at_work_and_intake_carries_it_out(
         desk.step()
         assert (folder / "submission" / "silos").is_dir()
         assert not (tiny.federation.accepted / plan_id / "north").exists()
-        shutil.copytree(tiny.sites["north"].outbox / plan_id / "1", tiny.federation.incoming / plan_id / "north" / "3")
+        late = tiny.federation.incoming / plan_id / "north" / "3"
+        shutil.copytree(tiny.sites["north"].outbox / plan_id / "1", late)
         desk.step()
+        assert not late.exists(), "thrown away: the notice was the last answer"
+        assert not (tiny.federation.accepted / plan_id / "north").exists()
         take_out(published)
         desk.step()
     IntakeService(tiny.federation, receipts_key(tiny), lambda receipt: None).step()
-    assert [receipt.verdict.kind for receipt in receipts(published)] == ["accepted", "withdrawn", "refused"]
+    assert [receipt.verdict.kind for receipt in receipts(published)] == ["accepted", "withdrawn"]
 
 
 def test_submission_accepted_while_its_silo_is_withdrawn_is_taken_out_again(late: tuple[TinyFederation, str]) -> None:

@@ -3,9 +3,10 @@
 import ssl
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from flwr.cli.build import build_fab_from_disk
@@ -25,19 +26,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
 FOLDER = Path(aggregator.runtime.__file__).parent / "flower_app"
 
 
-def connection(content: bytes) -> object:
+def connection(content: bytes) -> AbstractContextManager[Any]:
     """Connect as Flower does; the application is `content`."""
 
     @contextmanager
     def connect(address: str, *, insecure: bool) -> Iterator[tuple[object, ...]]:
         yield (42, "receive", "send", "get_run", lambda digest, run_id: Fab(digest, content, {}), address, insecure)
 
-    return node.pin_application(connect)("host:1", insecure=False)
+    made: AbstractContextManager[Any] = node.pin_application(connect)("host:1", insecure=False)
+    return made
 
 
 def test_supernode_takes_the_package_s_own_application_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
     own = build_fab_from_disk(FOLDER)
-    with connection(own) as (node_id, receive, _, _, get_fab, address, insecure):  # type: ignore[attr-defined]
+    with connection(own) as (node_id, receive, _, _, get_fab, address, insecure):
         assert (node_id, receive, address, insecure) == (42, "receive", "host:1", False)
         assert get_fab("digest", 1).content == own
     caplog.set_level("ERROR", logger="flwr")
