@@ -49,6 +49,7 @@ GUIDES = [
     if not DECISIONS_AND_RESULTS & set(page.relative_to(ROOT).parts)
 ]
 PROGRAMS = {"silo": silo.cli.app, "aggregator": aggregator.cli.app, "ddm": ddm.cli.main.app}
+THREATS = ROOT / "docs" / "explanation" / "threat-model.md"
 ADRS = sorted((ROOT / "docs" / "adr").glob("*.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -423,3 +424,17 @@ def test_a_step_along_no_arrow_is_noticed() -> None:
     assert not follows(Step("silo/privacy/ledger.py", "call", None, "silo/courier/handlers.py"))
     assert not follows(Step("silo/courier/handlers.py", "message", "Telegram", "aggregator/transfer/delivery.py"))
     assert not follows(Step("silo/worker/worker.py", "file", "attic/<plan>/", "silo/courier/handlers.py"))
+
+
+def test_each_row_of_the_threat_model_names_a_test_that_exists() -> None:
+    rows = [line.strip("| ").split(" | ") for line in THREATS.read_text("utf-8").splitlines() if line.startswith("| ")][
+        2:
+    ]
+    assert rows
+    for row in rows:
+        with case(row[2]):
+            assert len(row) == 5 and all(row)
+            path, _, test = row[4].strip("`").partition("::")
+            source = ast.parse((ROOT / path).read_text("utf-8"))
+            assert test in {node.name for node in ast.walk(source) if isinstance(node, ast.FunctionDef)}
+    assert len({tuple(row) for row in rows}) == len(rows)
