@@ -174,7 +174,7 @@ class FlowerRuntime:
         return spawn(command, log_path=log_path, env=self._environment(), cwd=self._flower / "home")
 
     def _start_superlink(self) -> Child:
-        if move_aside_if_damaged(self._flower / _DATABASE):
+        if move_aside_if_damaged(self._flower / _DATABASE) or not (self._flower / _DATABASE).exists():
             self._flwr.forget()
         host = _LOOPBACK if self._nginx else self._host
         command = [

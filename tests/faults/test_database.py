@@ -14,6 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def truncate(database: Path) -> None:
+    """Without its journal, from which SQLite would repair it."""
+    for suffix in ("-wal", "-shm"):
+        database.with_name(database.name + suffix).unlink(missing_ok=True)
     os.truncate(database, database.stat().st_size // 2 + 100)
 
 

@@ -95,6 +95,24 @@ def test_journal_of_a_dead_process_is_played_back(tmp_path: Path) -> None:
         assert connection.execute("SELECT key FROM node ORDER BY id").fetchall() == before
 
 
+def test_truncated_database_is_repaired_from_its_write_ahead_log(tmp_path: Path) -> None:
+    """Such a log is what Flower keeps; nothing is lost, so nothing is moved."""
+    database = tmp_path / "superlink.db"
+
+    def killed() -> None:
+        connection = sqlite3.connect(database, isolation_level=None)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("CREATE TABLE node (id INTEGER PRIMARY KEY, key BLOB)")
+        connection.executemany("INSERT INTO node (key) VALUES (?)", [(bytes(200),)] * 100)
+        os._exit(9)
+
+    assert ended(forked(killed)) == 9
+    os.truncate(database, database.stat().st_size // 2 + 100)
+    assert move_aside_if_damaged(database) is None
+    with closing(sqlite3.connect(database)) as connection:
+        assert connection.execute("SELECT count(*) FROM node").fetchone() == (100,)
+
+
 def test_journal_that_cannot_be_played_back_goes_aside_with_its_database(tmp_path: Path) -> None:
     database = make(tmp_path / "superlink.db")
     assert ended(forked(lambda: killed_in_a_transaction(database))) == 9
