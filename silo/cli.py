@@ -92,6 +92,7 @@ def rotate(
     secret = _passphrase(place, passphrase_file)
     key = rotate_key(place, SigningKey.load(place.key_path, secret), secret)
     write_atomic(out, with_rotations(make_card(place, key), published_rotations(place)))
+    open_to_everyone(out)
     say(f"Rotated. The new signing key: {key.public.fingerprint}")
     say(f"Give {out} to the aggregator, for `aggregator enroll`. It is in force from the next plan on.")
 

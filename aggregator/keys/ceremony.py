@@ -14,7 +14,7 @@ from typing import Literal
 from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.intake.quarantine import held
-from aggregator.keys.silo_rotation import enrolled_with
+from aggregator.keys.silo_rotation import check_cards
 from aggregator.keys.store import MODEL_PUBLIC
 from aggregator.log.export import export_log, public_folder
 from aggregator.log.journal import Journal, sizes_given_out, stage
@@ -347,13 +347,5 @@ def _start_plan(
         online_key=key("online"),
         now=now_utc(),
     )
-    enrolled = enrolled_with(federation, change)
-    for silo_id, delegated in repository.delegates().silos.items():
-        if enrolled.get(silo_id) != delegated:
-            raise PolicyError(
-                f"plan {plan_id}",
-                expected=f"silo {silo_id} enrolled with the key that this plan names",
-                got="a silo enrolled with another key" if silo_id in enrolled else "a silo that is not enrolled",
-                remedy="Discard this plan and sign a new one: aggregator complete --abandon, then aggregator plan.",
-            )
+    check_cards(federation, plan, repository.delegates().silos)
     repository.export_bundle(bundle)

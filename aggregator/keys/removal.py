@@ -72,15 +72,19 @@ def remove(federation: Federation, silo_id: str, reason: str, passphrase: bytes)
 
 
 def _remove_card(federation: Federation, silo_id: str, reason: str) -> None:
-    """Move the card: first write the record, then delete the card, so that no crash loses the removal."""
+    """Move the card: first write the record, which lets it in no more, and last delete the card.
+
+    After a crash the removal has not begun, or can only be finished: the log never says of an enrolled silo that it was
+    removed.
+    """
     path = federation.registry / f"{silo_id}.json"
     card = read_bounded(path, MAX_CARD_BYTES)
-    append(federation, SiloRemoved(silo_id=silo_id, key_fingerprint=signing_key(read_card(card)).fingerprint))
     known = {record.card for record in removed(federation)}
     if card.decode() not in known:
         rotations = rotations_of(federation).get(silo_id, ())
         record = Removed(silo_id=silo_id, reason=reason, at=now_utc(), card=card.decode(), rotations=rotations)
         name = f"{silo_id}.{sha256_hex(card)[:16]}.json"
         write_atomic(federation.registry / "removed" / name, record.encode())
+    append(federation, SiloRemoved(silo_id=silo_id, key_fingerprint=signing_key(read_card(card)).fingerprint))
     forget_rotations(federation, silo_id)
     path.unlink()

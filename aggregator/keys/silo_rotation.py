@@ -19,10 +19,11 @@ from aggregator.membership.registry import (
     read_card,
     signing_key,
 )
-from ddm.errors import BusyError, DocumentError, MissingFileError, RollbackError
+from ddm.errors import BusyError, DocumentError, MissingFileError, PolicyError, RollbackError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import sha256_file
 from ddm.protocol.enrolment import MAX_ROTATIONS, Card, KeyHistory, RotatedCard
+from ddm.protocol.plan import Plan
 from ddm.trust.key_rotation import open_chain
 from ddm.trust.keys import PublicKey
 from ddm.trust.log.entries import SiloRotated
@@ -54,8 +55,8 @@ def take_rotation(federation: Federation, received: RotatedCard) -> Card:
         if waiting is not None and read_card(waiting.card.encode()).signing_key not in _keys(federation, received):
             expected = "every rotation taken in before, and those after them"
             raise RollbackError(f"rotations of {card.silo_id}", expected=expected, got="fewer rotations")
+        check_unused(federation, card)
         if card.signing_key != present.signing_key:
-            check_unused(federation, card)
             old, new = signing_key(present).fingerprint, signing_key(card).fingerprint
             append(federation, SiloRotated(silo_id=card.silo_id, old_fingerprint=old, key_fingerprint=new))
         write_atomic(_waiting_path(federation, card.silo_id), _joined(federation, present, received).encode())
@@ -85,13 +86,31 @@ def use_rotated_cards(federation: Federation, change: Change, silos: Iterable[st
             write_atomic(change.put(f"registry/rotations/{silo_id}.json"), waiting.encode())
 
 
-def enrolled_with(federation: Federation, change: Change) -> Mapping[str, PublicKey]:
-    """Return the keys of enrolled silos as they are once a change is in force; a silo removed meanwhile stays away."""
-    enrolled = {silo_id: signing_key(card) for silo_id, card in cards(federation).items()}
-    for path in change.put("registry").glob("*.json"):
-        if path.stem in enrolled and _waiting_path(federation, path.stem).exists():
-            enrolled[path.stem] = signing_key(read_card(path.read_bytes()))
-    return enrolled
+def check_cards(federation: Federation, plan: Plan, keys: Mapping[str, PublicKey]) -> None:
+    """Refuse a plan that waited for signatures while a silo was removed, or its key or its agreed size changed.
+
+    Args:
+        federation: whose registry the plan must follow, as it is now.
+        plan: about to start.
+        keys: its silos', as signed.
+
+    Raises:
+        PolicyError: names the silo; the silo would refuse this plan, or is no silo of the federation any more.
+    """
+    enrolled = cards(federation)
+    following = cards_for_next_plan(federation, (silo_id for silo_id in plan.silos if silo_id in enrolled))
+    for silo_id in plan.silos:
+        card = following.get(silo_id)
+        if card is None or signing_key(card) != keys.get(silo_id):
+            expected = f"silo {silo_id} enrolled with the key that this plan names"
+            got = "a silo enrolled with another key" if card else "a silo that is not enrolled"
+        elif card.agreed != plan.agreed[silo_id]:
+            expected = f"the agreed size of {silo_id} that its present card states, {card.agreed}"
+            got = f"{plan.agreed[silo_id]}"
+        else:
+            continue
+        remedy = "Discard this plan and sign a new one: aggregator complete --abandon, then aggregator plan."
+        raise PolicyError(f"plan {plan.plan_id}", expected=expected, got=got, remedy=remedy)
 
 
 def key_history(federation: Federation, silos: Iterable[str]) -> KeyHistory | None:

@@ -92,7 +92,8 @@ def enroll(federation: Federation, card_path: Path, *, images: int | None = None
         patients: the most patients.
 
     Raises:
-        BusyError: this silo is enrolled with another key, or one of these keys belongs to another silo.
+        BusyError: this silo is enrolled with another key, or has a rotated card, which a plain one does not replace; or
+            one of these keys belongs to another silo.
         PolicyError: one of these keys belonged to a silo that was removed; or the card states more than was agreed.
         BusyError: another process signs.
     """
@@ -103,6 +104,7 @@ def enroll(federation: Federation, card_path: Path, *, images: int | None = None
     with federation.signing_lock():
         check_unused(federation, card)
         _check_new(federation, card)
+        _check_not_rotated(federation, card)
         if card.silo_id not in cards(federation):
             append(federation, SiloEnrolled(silo_id=card.silo_id, key_fingerprint=signing_key(card).fingerprint))
         write_atomic(federation.registry / f"{card.silo_id}.json", data)
@@ -120,6 +122,17 @@ def _check_new(federation: Federation, card: Card) -> None:
                 got="a silo already enrolled with another key" if other_id == card.silo_id else f"a key of {other_id}",
                 remedy="Check the fingerprint with the silo; to replace a key, `aggregator remove` the silo first.",
             )
+
+
+def _check_not_rotated(federation: Federation, card: Card) -> None:
+    """Refuse a card alone where the next plan follows one with rotations: its size would not count."""
+    if (federation.registry / "rotated" / f"{card.silo_id}.json").exists():
+        raise BusyError(
+            f"silo {card.silo_id}",
+            expected="a card with the rotations of this silo's key, as the one taken in before",
+            got="a card alone",
+            remedy="Ask the silo for what `silo enroll` writes now.",
+        )
 
 
 def check_unused(federation: Federation, card: Card) -> None:

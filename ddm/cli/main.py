@@ -15,7 +15,6 @@ from ddm.cli.options import (
     RootOption,
     SiloKeyOption,
     StateOption,
-    compare,
     open_verified,
     pins,
     warn_if_expired,
@@ -40,9 +39,7 @@ def verify(
     checkpoint: CheckpointOption = None,
 ) -> None:
     """Check every signature, digest, role and version, and the log's proofs; exit 0 only if all of them hold."""
-    opened = open_verified(release, root, state, silo_key, accept_key, archived)
-    for path in checkpoint or []:
-        compare(opened, path, state)
+    opened = open_verified(release, root, state, silo_key, accept_key, archived, checkpoints=checkpoint or ())
     pinned = pins(silo_key)
     verified, manifest = opened.verified, opened.manifest
     total = sum(file.bytes for file in verified.files.values())

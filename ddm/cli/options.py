@@ -126,9 +126,12 @@ def open_verified(
     archived: bool,
     *,
     experts_later: bool = False,
+    checkpoints: Sequence[Path] = (),
 ) -> "Release":
     """Verify a release, read its documents, and tell what changed; see `ddm.loading.release.open_release`."""
+    from ddm.io.files import read_bounded
     from ddm.loading.release import open_release
+    from ddm.trust.log.proof import MAX_PROOF_BYTES
     from ddm.trust.verify import default_state
 
     opened = open_release(
@@ -139,24 +142,11 @@ def open_verified(
         accepted_keys=pins(accept_key, "--accept-key"),
         archived=archived,
         experts_later=experts_later,
+        checkpoints={str(path): read_bounded(path, MAX_PROOF_BYTES) for path in checkpoints},
     )
     for news in opened.verified.told:
         say(f"note: {news}", error=True)
     return opened
-
-
-def compare(release: "Release", path: Path, state: Path | None) -> None:
-    """Compare the log that a release shows with a checkpoint that somebody else got.
-
-    Raises:
-        SplitViewError: two histories of one log; both checkpoints are kept as evidence.
-    """
-    from ddm.io.files import read_bounded
-    from ddm.trust.log.proof import MAX_PROOF_BYTES
-    from ddm.trust.verify import default_state
-
-    memory = (state or default_state()) / release.verified.root_fingerprint
-    release.log.compare(read_bounded(path, MAX_PROOF_BYTES), path.name, memory)
 
 
 def read_memory(text: str | None) -> int | None:

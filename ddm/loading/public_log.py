@@ -51,8 +51,7 @@ class PublicLog:
         try:
             check_against_entries(signed, self.lines, subject)
         except SplitViewError as error:
-            kept = self.memory.keep_evidence(signed, self.signed)
-            error.remedy = f"{error.default_remedy} Both signed checkpoints are in {kept}."
+            self.memory.keep_evidence(error, signed, self.signed)
             raise
 
     def cosigned(self, witness: VerifierKey) -> datetime:

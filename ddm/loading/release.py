@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ddm.errors import DigestError, MissingFileError, ReplayError, RootError, TrustError
 from ddm.io.files import read_bounded
@@ -24,6 +25,7 @@ from ddm.trust.verify import VerifiedRelease, verify_release
 
 MAX_ROOT_BYTES = 1 << 20
 PRIOR_TOLERANCE = 1e-9
+_NO_CHECKPOINTS: Mapping[str, bytes] = MappingProxyType({})
 _log = logging.getLogger(__name__)
 
 
@@ -78,6 +80,7 @@ def open_release(
     accepted_keys: Mapping[str, str] | None = None,
     archived: bool = False,
     experts_later: bool = False,
+    checkpoints: Mapping[str, bytes] = _NO_CHECKPOINTS,
 ) -> Release:
     """Verify a release and read its documents.
 
@@ -91,10 +94,12 @@ def open_release(
         accepted_keys: fingerprints that may take the place of remembered ones, by silo id.
         archived: accept an expired timestamp.
         experts_later: do not read the experts yet; `load_expert` checks each one's digest on the bytes that it loads.
+        checkpoints: checkpoints of the log that others were shown, by what to call them; nothing is remembered of a
+            release whose log is not theirs.
 
     Raises:
         TrustError: a signature, digest, version, role or path is wrong, or the manifest contradicts what a silo signed.
-        SplitViewError: the federation's log is not the one seen before.
+        SplitViewError: the federation's log is not the one seen before, or not the one that others were shown.
         DocumentError: a document does not parse.
         ReplayError: signed documents of different plans or silos.
     """
@@ -108,6 +113,8 @@ def open_release(
         release = _read_documents(folder, verified)
         if memory:
             memory.check(release.log.view, MANIFEST_PROOF_NAME)
+        for subject, checkpoint in checkpoints.items():
+            release.log.compare(checkpoint, subject, memory.folder if memory else None)
         read.append(release)
 
     verified = verify_release(

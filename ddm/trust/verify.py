@@ -236,9 +236,11 @@ def _verify(folder: Path, root: bytes, asked: _Asked, now: datetime) -> Verified
         log_keys=resolved.log_keys,
     )
     asked.before_recording(verified)
+    # The keys first: what `unchanged` lets pass must be of a release whose keys were remembered.
+    told = silo_keys.record(found) if silo_keys else ()
     if memory:
         memory.record(scope, resolved)
-    return replace(verified, told=silo_keys.record(found)) if silo_keys else verified
+    return replace(verified, told=told)
 
 
 def _read_metadata(folder: Path, entries: Mapping[str, Entry]) -> Mapping[str, bytes]:

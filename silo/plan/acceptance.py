@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ddm.errors import AbsentFileError, DigestError, NumericalError, PolicyError, ReplayError, SignatureError
+from ddm.errors import AbsentFileError, BusyError, DigestError, NumericalError, PolicyError, ReplayError, SignatureError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place, read_bounded
 from ddm.io.locks import reading
@@ -106,6 +106,7 @@ def receive_plan(
         TrustError: the bundle is not signed as the pinned root demands.
         FormatError: the bundle or a document in it is malformed, or reading it failed in a way that nobody foresaw.
         PolicyError: the plan requires more than this site allows.
+        BusyError: the courier holds the bundle just now; it says nothing about the plan.
         OSError: a fault of this machine, such as a full disk.
     """
     source, root = site.inbox / plan_id / "bundle", site.root_path.read_bytes()
@@ -149,11 +150,15 @@ def _kept(folder: Path) -> Iterator[None]:
     """Keep the courier from tidying a plan away while it is copied.
 
     Raises:
+        BusyError: it is tidying there just now.
         AbsentFileError: it did so already.
     """
     with ExitStack() as stack:
         try:
             stack.enter_context(reading(folder))
+        except BlockingIOError as error:
+            expected, got = "a bundle that nobody else holds", "one that the courier is looking after"
+            raise BusyError("plan bundle", expected=expected, got=got, remedy="Look again in a moment.") from error
         except OSError as error:
             remedy = "Nothing to do: the courier puts another one in its place."
             got = f"a folder that is going ({error.strerror})"

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ddm.errors import ArchipelagoError, DocumentError, PlanFailedError
+from ddm.errors import ArchipelagoError, DocumentError, PlanFailedError, SetupError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import Document, PlanId
 from silo.config import Site
@@ -49,16 +49,19 @@ def look_at(site: Site, plan_id: str) -> Iterator[None]:
         PlanFailedError: the block failed in another way, or took its process with it too often.
         OSError: a fault of this machine, such as a full disk, which says nothing about the plan.
     """
-    note = site.private / "look.json"
+    note = site.private / "looks" / f"{plan_id}.json"  # of each plan, lest another one makes this one be forgotten
     lost = _lost(note, plan_id)
     if lost >= MOST_LOST:
-        remedy = f"To look at it again, remove {note.name} from the site's folder private and restart the worker."
+        remedy = f"To look at it again, remove private/looks/{note.name} from the site and restart the worker."
         got = f"{lost} looks at it that each ended the process"
         raise PlanFailedError(f"plan {plan_id}", expected="a plan that can be looked at", got=got, remedy=remedy)
     write_atomic(note, Look(plan_id=plan_id, lost=lost + 1).encode())
     try:
         yield
-    except ArchipelagoError:
+    except ArchipelagoError as error:
+        fault = error.__cause__ if isinstance(error, SetupError) else None
+        if isinstance(fault, OSError) and fault.errno in _OWN_FAULTS:
+            raise fault from error
         raise
     except OSError as error:
         if error.errno in _OWN_FAULTS:

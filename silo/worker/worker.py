@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ddm.errors import ArchipelagoError, DataError, SubmissionRefusedError
+from ddm.errors import ArchipelagoError, BusyError, DataError, SubmissionRefusedError
 from ddm.io.files import write_atomic, write_for_group
 from ddm.io.locks import locked
 from ddm.privacy.plan_cost import Kind, mechanisms
@@ -139,6 +139,8 @@ class Worker:
                     now=now_utc(),
                     parts=self._parts,
                 )
+            except BusyError:
+                continue  # the courier holds it for a moment
             except ArchipelagoError as error:
                 self._refused_now.add(mark)
                 refused = State(state="plan_refused", plan_id=plan_id, problem=_problem(error))

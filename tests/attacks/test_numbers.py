@@ -205,7 +205,7 @@ def refusals(site: Site, plan_ids: list[str]) -> dict[str, Problem]:
     assert (done.error, done.message) == (None, "")
     assert done.mib <= MIB
     assert done.cpu_s <= CPU_S
-    assert not (site.private / "look.json").exists()
+    assert not list((site.private / "looks").iterdir())
     assert not list((site.private / "plans").iterdir())
     found: dict[str, str] = json.loads(told.read_text())
     assert list(found) == plan_ids
@@ -327,7 +327,7 @@ def test_plan_that_takes_the_process_with_it_each_time_is_refused_without_anothe
     assert problem is not None
     assert problem.code == 24
     assert "looks at it that each ended the process" in problem.message
-    (site.private / "look.json").unlink()
+    (site.private / "looks" / f"{HONEST}.json").unlink()
     assert worked(site, "plan_accepted", restarts=0).state == "plan_accepted"
 
 

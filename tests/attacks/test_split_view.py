@@ -194,6 +194,16 @@ def test_two_readers_who_compare_catch_two_histories_whoever_has_which(histories
     assert same is None, "the control: one history, as far as these two go"
 
 
+def test_history_that_a_comparison_refused_is_not_remembered(histories: Histories, tmp_path: Path) -> None:
+    """The attack: a first visit to the forked log, where nothing but another reader's checkpoint tells."""
+    state = tmp_path / "reader"
+    found = verify(histories, "forked", state, "--checkpoint", histories.proof("honest"))
+    assert isinstance(found, SplitViewError)
+    assert not list(state.glob("*/*.json"))
+    assert verify(histories, "honest", state) is None
+    assert isinstance(verify(histories, "forked", state), SplitViewError)
+
+
 def test_whole_log_is_held_against_any_checkpoint(histories: Histories, tmp_path: Path) -> None:
     asked = ("log", histories.log, "--root", histories.root, "--state", tmp_path)
     assert ddm(*asked, "--checkpoint", histories.proof("first"), "--checkpoint", histories.proof("honest")) is None

@@ -76,20 +76,21 @@ class LogMemory:
         try:
             check_same_history(seen, shown, subject)
         except SplitViewError as error:
-            kept = self.keep_evidence(seen.signed, shown.signed)
-            error.remedy = f"{error.default_remedy} Both signed checkpoints are in {kept}."
+            self.keep_evidence(error, seen.signed, shown.signed)
             raise
 
-    def keep_evidence(self, seen: SignedCheckpoint, shown: SignedCheckpoint) -> Path:
-        """Write both signed checkpoints into a folder of their own, and return it."""
+    def keep_evidence(self, error: SplitViewError, seen: SignedCheckpoint, shown: SignedCheckpoint) -> None:
+        """Write both signed checkpoints into a folder of their own, and tell so in the error, which stands without."""
         both = sha256_hex(seen.encode() + shown.encode())
         folder = self.folder / f"split-view-{both[:16]}"
         try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomic(folder / "seen.checkpoint", seen.encode())
             write_atomic(folder / "shown.checkpoint", shown.encode())
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-        return folder
+            error.remedy = f"{error.default_remedy} Both signed checkpoints are in {folder}."
+        except OSError as fault:
+            error.remedy = f"{error.default_remedy} Keep a copy of what you were shown: {folder} cannot be written."
+            error.add_note(f"{fault.strerror}")
 
     def record(self, shown: View, subject: str) -> None:
         """Remember a view that is not smaller than the one remembered, after checking it again under the lock.
