@@ -9,13 +9,12 @@ from pathlib import Path
 
 from aggregator.changes import Change
 from aggregator.config import Federation
-from aggregator.log.journal import CHECKPOINT, Journal, stage
+from aggregator.log.journal import CHECKPOINT, PUBLIC, Journal, check_continues, stage
 from ddm.errors import SetupError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import SigningKey
-from ddm.trust.log.checkpoint import Checkpoint, open_checkpoint
-from ddm.trust.log.merkle import root_hash
+from ddm.trust.log.checkpoint import open_checkpoint
 from ddm.trust.log.note import MAX_NOTE_BYTES, Note, VerifierKey
 from ddm.trust.log.tiles import layout
 from ddm.trust.repository import Repository
@@ -23,7 +22,7 @@ from ddm.trust.repository import Repository
 
 def public_folder(federation: Federation) -> Path:
     """Return the folder of the public form, which the commands that sign keep up to date."""
-    return federation.path / "log" / "public"
+    return federation.path / PUBLIC
 
 
 def sign_waiting(federation: Federation, key: SigningKey) -> Journal:
@@ -54,7 +53,7 @@ def export_log(federation: Federation, out: Path) -> None:
     if journal.signed is None:
         return
     entries = journal.entries[: journal.signed.size]
-    _check_continues(out / "checkpoint", replace(journal, entries=entries))
+    check_continues(out / "checkpoint", replace(journal, entries=entries))
     for path, data in layout(entries):
         if not (out / path).exists():
             write_atomic(out / path, data)
@@ -88,19 +87,3 @@ def add_cosignatures(federation: Federation, cosigned: Path) -> int:
         write_atomic(federation.path / CHECKPOINT, Note.parse(note.encode(), "cosigned checkpoint").encode())
         export_log(federation, public_folder(federation))
         return len(new)
-
-
-def _check_continues(path: Path, journal: Journal) -> None:
-    """Refuse to replace a public checkpoint by one that does not continue it: readers would see two histories."""
-    if not path.exists():
-        return
-    shown = Checkpoint.parse(Note.parse(read_bounded(path, MAX_NOTE_BYTES), path.name).text, path.name)
-    leaves = journal.leaves[: shown.size]
-    if len(leaves) < shown.size or root_hash(leaves) != shown.root:
-        raise SetupError(
-            str(path),
-            expected=f"a checkpoint that the {len(journal.entries)} entries of log/entries.jsonl continue",
-            got=f"one of {shown.size} entries that they do not",
-            remedy="This federation's folder was restored from an old backup, or the path is of another log. Restore "
-            "the newest backup; publishing from an older one would show readers two histories.",
-        )

@@ -24,7 +24,7 @@ from ddm.trust.log.merkle import inclusion_proof, leaf_hash, root_hash
 from ddm.trust.log.note import MAX_NOTE_BYTES, Note, VerifierKey
 from ddm.trust.log.proof import MAX_CONSISTENCY_PROOFS, Consistency, InclusionProof
 
-ENTRIES, CHECKPOINT = "log/entries.jsonl", "log/signed-checkpoint"
+ENTRIES, CHECKPOINT, PUBLIC = "log/entries.jsonl", "log/signed-checkpoint", "log/public"
 _RESTORE = "Restore log/ from the public copy of the log, or from the newest backup; never from an older one."
 
 
@@ -134,17 +134,40 @@ def stage(federation: Federation, change: Change, log_key: str, key: SigningKey,
         entries: what to write down.
 
     Raises:
-        SetupError: the key is not the one that the root names, or the log on disk is damaged.
+        SetupError: the key is not the one that the root names; or the log on disk is damaged, or older than its public
+            copy.
     """
     verifier = VerifierKey.parse(log_key)
     if verifier.public != key.public:
         expected = f"the key that the newest root names, {verifier.public.short[:19]}"
         raise SetupError("keys/log.key", expected=expected, got=key.public.short[:19])
-    journal = Journal.load(federation).extended(entries).sign(verifier.name, key)
+    journal = Journal.load(federation).extended(entries)
+    check_continues(federation.path / PUBLIC / "checkpoint", journal)  # before anything is signed that forks it
+    journal = journal.sign(verifier.name, key)
     if journal.signed is not None:
         write_atomic(change.put(ENTRIES), journal.encode())
         write_atomic(change.put(CHECKPOINT), journal.signed.encode())
     return journal
+
+
+def check_continues(path: Path, journal: Journal) -> None:
+    """Refuse to replace a public checkpoint by one that does not continue it: readers would see two histories.
+
+    Raises:
+        SetupError: the log is not the continuation of the one in the public copy.
+    """
+    if not path.exists():
+        return
+    shown = Checkpoint.parse(Note.parse(read_bounded(path, MAX_NOTE_BYTES), path.name).text, path.name)
+    leaves = journal.leaves[: shown.size]
+    if len(leaves) < shown.size or root_hash(leaves) != shown.root:
+        raise SetupError(
+            str(path),
+            expected=f"a checkpoint that the {len(journal.entries)} entries of log/entries.jsonl continue",
+            got=f"one of {shown.size} entries that they do not",
+            remedy="This federation's folder was restored from an old backup, or the path is of another log. Restore "
+            "the newest backup; publishing from an older one would show readers two histories.",
+        )
 
 
 def sizes_given_out(federation: Federation) -> list[int]:

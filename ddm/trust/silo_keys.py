@@ -12,13 +12,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddm.errors import DocumentError, SetupError, SignatureError, TrustError
+from ddm.errors import DocumentError, SignatureError, TrustError
 from ddm.io.files import write_atomic
-from ddm.io.locks import lock_file
 from ddm.io.untrusted import read_small
 from ddm.protocol.base import Digest, Document, Model, SiloId
 from ddm.protocol.enrolment import KeyRotation
 from ddm.trust.keys import PublicKey, group_fingerprint
+from ddm.trust.remembering import remembering
 
 KEYS_NAME = "silos.json"
 MAX_KEYS_BYTES = 4 * 1024 * 1024
@@ -153,18 +153,12 @@ class KeyMemory:
             SignatureError: another process has remembered another key meanwhile.
             SetupError: the folder cannot be written.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with lock_file(self.folder / ".lock"):
-                before = self._load()
-                after, told = judge(before, found)
-                if after != before:
-                    write_atomic(self.folder / KEYS_NAME, after.encode())
-                return told
-        except OSError as error:
-            remedy = "Name another folder with --state; without this memory a changed key cannot be noticed."
-            expected, got = "a writable folder", str(error.strerror)
-            raise SetupError(str(self.folder), expected=expected, got=got, remedy=remedy) from error
+        with remembering(self.folder, "a changed key cannot be noticed"):
+            before = self._load()
+            after, told = judge(before, found)
+            if after != before:
+                write_atomic(self.folder / KEYS_NAME, after.encode())
+            return told
 
     def _load(self) -> SiloKeys:
         path = self.folder / KEYS_NAME

@@ -17,12 +17,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddm.errors import DocumentError, RollbackError, SetupError
+from ddm.errors import DocumentError, RollbackError
 from ddm.io.files import write_atomic
-from ddm.io.locks import lock_file
 from ddm.io.untrusted import read_small
 from ddm.protocol.base import Digest, Document, Model, PositiveInt
 from ddm.trust.metadata import LIMITS
+from ddm.trust.remembering import remembering
 from ddm.trust.rules import MAX_ROOT_ROTATIONS, Resolved
 
 MAX_STATE_BYTES = 1024 * 1024
@@ -93,28 +93,21 @@ class Memory:
             RollbackError: another process has.
             SetupError: the folder cannot be written.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # Two verifications at once are no mistake: each waits for the other.
-            with lock_file(self.folder / ".lock"):
-                loaded = self._load(scope)
-                before = still_trusted(loaded, resolved)
-                check_not_older(before, resolved)
-                now = {
-                    role: _Seen(version=version, digest=resolved.digests[role], keys=resolved.keys.get(role, ()))
-                    for role, version in resolved.versions.items()
-                }
-                for version, data in resolved.roots.items():
-                    path = self.folder / f"{version}.root.json"
-                    if version > 1 and not path.exists():
-                        write_atomic(path, data)
-                record = _Record(roles={**before, **now})
-                if record.roles != loaded:
-                    write_atomic(self._path(scope), record.encode())
-        except OSError as error:
-            remedy = "Name another folder with --state; without this memory an old release cannot be detected."
-            expected, got = "a writable folder", str(error.strerror)
-            raise SetupError(str(self.folder), expected=expected, got=got, remedy=remedy) from error
+        with remembering(self.folder, "an old release cannot be noticed"):
+            loaded = self._load(scope)
+            before = still_trusted(loaded, resolved)
+            check_not_older(before, resolved)
+            now = {
+                role: _Seen(version=version, digest=resolved.digests[role], keys=resolved.keys.get(role, ()))
+                for role, version in resolved.versions.items()
+            }
+            for version, data in resolved.roots.items():
+                path = self.folder / f"{version}.root.json"
+                if version > 1 and not path.exists():
+                    write_atomic(path, data)
+            record = _Record(roles={**before, **now})
+            if record.roles != loaded:
+                write_atomic(self._path(scope), record.encode())
 
     def unchanged(self, scope: str, resolved: Resolved) -> frozenset[str]:
         """Return the roles whose metadata are, to the byte, those seen before."""

@@ -17,7 +17,7 @@ from aggregator.keys.removal import remove
 from aggregator.keys.silo_rotation import cards_for_next_plan, take_rotation
 from aggregator.log.journal import Journal
 from aggregator.membership.registry import card_of, enroll, read_card, signing_key
-from ddm.errors import ArchipelagoError, BusyError, PolicyError
+from ddm.errors import ArchipelagoError, BusyError, PolicyError, SetupError
 from ddm.io.locks import unread
 from ddm.protocol.enrolment import CARD_KIND, Agreed, RotatedCard
 from ddm.trust.envelope import seal
@@ -152,6 +152,24 @@ def said(keyed: KeyedFederation, silo_id: str) -> list[str]:
     """What the log says of a silo, entry after entry."""
     entries = [parse_entry(line, "log") for line in Journal.load(keyed.federation).entries]
     return [entry.kind for entry in entries if topic(entry) == ("silo", silo_id)]
+
+
+def test_folder_older_than_its_public_log_starts_no_plan_that_silos_would_see_as_a_second_history(
+    keyed: KeyedFederation,
+) -> None:
+    """An honest operator restores an old backup beside a public copy of the log that went on."""
+    backup = shutil.copytree(keyed.federation.path, keyed.path / "backup")
+    start(keyed, 1)
+    public = keyed.federation.path / "log" / "public"
+    shutil.rmtree(backup / "log" / "public")
+    shutil.copytree(public, backup / "log" / "public")
+    shutil.rmtree(keyed.federation.path)
+    backup.rename(keyed.federation.path)
+    keyed.plan(2)
+    keyed.sign("targets", "dan")
+    with pytest.raises(SetupError, match="checkpoint"):
+        keyed.complete()
+    assert not (keyed.federation.path / "plans" / "current.json").exists()
 
 
 # A reader's memories

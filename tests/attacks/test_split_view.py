@@ -4,6 +4,7 @@ The attacker holds every key of the federation. Each fork is published by the fe
 folder, with version numbers of TUF that are higher than the honest ones, so that only the log tells them apart.
 """
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -202,6 +203,22 @@ def test_history_that_a_comparison_refused_is_not_remembered(histories: Historie
     assert not list(state.glob("*/*.json"))
     assert verify(histories, "honest", state) is None
     assert isinstance(verify(histories, "forked", state), SplitViewError)
+
+
+def test_second_history_is_refused_as_such_although_its_evidence_cannot_be_kept(
+    histories: Histories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is told to name another memory instead would accept it there."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert verify(histories, "honest", tmp_path) is None
+    monkeypatch.setattr("ddm.trust.log.memory.write_atomic", full)
+    found = verify(histories, "forked", tmp_path)
+    assert isinstance(found, SplitViewError)
+    assert "Keep a copy" in found.remedy
+    assert "--state" not in found.remedy
 
 
 def test_whole_log_is_held_against_any_checkpoint(histories: Histories, tmp_path: Path) -> None:

@@ -6,15 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddm.errors import DocumentError, SetupError, SplitViewError
+from ddm.errors import DocumentError, SplitViewError
 from ddm.io.files import write_atomic
-from ddm.io.locks import lock_file
 from ddm.io.untrusted import read_small
 from ddm.protocol.base import Document, sha256_hex
 from ddm.trust.log.checkpoint import Checkpoint, SignedCheckpoint
 from ddm.trust.log.history import View, check_same_history
 from ddm.trust.log.note import MAX_NOTE_BYTES, Note
 from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, Consistency
+from ddm.trust.remembering import remembering
 
 MAX_LOG_STATE_BYTES = MAX_CONSISTENCY_BYTES + 2 * MAX_NOTE_BYTES
 
@@ -99,18 +99,9 @@ class LogMemory:
             SplitViewError: another process has meanwhile seen another history.
             SetupError: the folder cannot be written.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with lock_file(self.folder / ".lock"):
-                self.check(shown, subject)
-                seen = self.seen()
-                if seen is None or shown.signed.size > seen.signed.size:
-                    record = LogRecord(checkpoint=shown.signed.encode().decode(), consistency=shown.proofs)
-                    write_atomic(self.folder / "log.json", record.encode())
-        except OSError as error:
-            raise _unwritable(self.folder, error) from error
-
-
-def _unwritable(folder: Path, error: OSError) -> SetupError:
-    remedy = "Name another folder with --state; without this memory a second history cannot be detected."
-    return SetupError(str(folder), expected="a writable folder", got=str(error.strerror), remedy=remedy)
+        with remembering(self.folder, "a second history cannot be noticed"):
+            self.check(shown, subject)
+            seen = self.seen()
+            if seen is None or shown.signed.size > seen.signed.size:
+                record = LogRecord(checkpoint=shown.signed.encode().decode(), consistency=shown.proofs)
+                write_atomic(self.folder / "log.json", record.encode())
