@@ -554,7 +554,7 @@ def test_make_explains_an_old_and_a_missing_python(tmp_path: Path) -> None:
     old = tmp_path / "python3.8"
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.8.1" || exit 1\n')
     old.chmod(0o755)
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", "requirements.lock", "torch.lock", "torch-cpu.lock"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     for python, says in ((old, "Python 3.8.1"), ("python-that-is-not-there", "not there")):
         done = subprocess.run(

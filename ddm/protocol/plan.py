@@ -268,7 +268,7 @@ class Plan(Document):
     created_at: Time
     expires_at: Time
     silos: Annotated[tuple[SiloId, ...], Field(min_length=1, max_length=1024)]
-    agreed: dict[SiloId, Agreed]
+    agreed: Annotated[dict[SiloId, Agreed], Field(max_length=1024)]
     receipt_key: KeyText
     files: Annotated[tuple[File, ...], Field(min_length=1, max_length=64)]
     data: DataSpec

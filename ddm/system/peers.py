@@ -34,15 +34,19 @@ class TcpSocket:
     user: int | None
 
 
-def tcp_sockets() -> list[TcpSocket]:
+def tcp_sockets(ends: str = "") -> list[TcpSocket]:
     """List the TCP sockets of this machine, or of this process's network namespace.
+
+    Args:
+        ends: only those with this local and remote address, as the kernel writes them. Others are not parsed: who
+            opens thousands of connections would make each look at the table slow.
 
     Raises:
         OSError: there is no such table.
     """
     # Without IPv6 there is no second table; without the first, reading it fails.
     tables = [Path(table) for table in _TABLES if table == _TABLES[0] or Path(table).exists()]
-    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:] if ends in line]
     return [
         TcpSocket(row[1], row[2], row[3] == _LISTENING, row[9], None if row[9] == _NO_INODE else int(row[7]))
         for row in rows
@@ -58,7 +62,7 @@ def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     """
     try:
         ends = (_written(*client), _written(*server))
-        users = {socket.user for socket in tcp_sockets() if (socket.local, socket.remote) == ends}
+        users = {socket.user for socket in tcp_sockets(" ".join(ends)) if (socket.local, socket.remote) == ends}
     except (OSError, ValueError):
         return None
     return users.pop() if len(users) == 1 else None

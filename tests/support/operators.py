@@ -109,8 +109,21 @@ class Operators:
         return found
 
 
-def found_federation(operators: Operators, *, host: str = "127.0.0.1", num_steps: int | None = None) -> None:
-    """Make the federation, its silos and a signed plan; every silo's policy approves by itself."""
+def found_federation(
+    operators: Operators,
+    *,
+    host: str = "127.0.0.1",
+    num_steps: int | None = None,
+    architecture: Mapping[str, int] | None = None,
+) -> None:
+    """Make the federation, its silos and a signed plan; every silo's policy approves by itself.
+
+    Args:
+        operators: who do it.
+        host: the address that the aggregator announces.
+        num_steps: of the training; few by default.
+        architecture: numbers of the expert that differ; an expert above 1 MiB may be sent then.
+    """
     folder = operators.folder
     (folder / "pass").write_text("correct horse\n")
     secret = ("--passphrase-file", folder / "pass")
@@ -128,6 +141,9 @@ def found_federation(operators: Operators, *, host: str = "127.0.0.1", num_steps
         operators.call("aggregator", "enroll", operators.fed, folder / f"{silo}.card.json")
     tables = recipe().model_dump(mode="json", exclude_none=True)
     tables["expert"]["architecture"] |= {"hidden": 64, "heads": 4}
+    if architecture:
+        tables["expert"]["architecture"] |= architecture
+        tables["limits"]["expert_bytes"] = 256 << 20
     if num_steps:
         tables["expert"]["training"] |= {"num_steps": num_steps, "checkpoint_steps": 2}
     (folder / "plan.toml").write_bytes(tomli_w.dumps(tables).encode())

@@ -250,7 +250,7 @@ def test_prompt_of_which_the_tokenizer_leaves_nothing_is_refused_and_not_drawn_w
     tokenizer.save(str(mine / "tokenizer.json"))
     condition = pin(mine, max_tokens=L, drop=0.0)
     assert isinstance(found := encoded("~bright", mine, condition), torch.Tensor) and found.any()
-    with pytest.raises(SetupError, match="words that the encoder has tokens for"):
+    with pytest.raises(SetupError, match="at least one word that the encoder knows"):
         encoded("~~", mine, condition)
 
 

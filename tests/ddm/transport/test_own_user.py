@@ -10,6 +10,7 @@ import httpx
 import pytest
 import uvicorn
 
+from ddm.transport import own_user
 from ddm.transport.own_user import MAX_BODY_BYTES, OwnUserOnly, Receive, Scope, Send
 from tests.support.waiting import wait_until
 
@@ -76,6 +77,17 @@ def test_other_user_is_answered_where_all_are_and_sends_no_large_body(port: int)
     command = [sys.executable, "-c", POST, str(port), ",".join(expected), str(MAX_BODY_BYTES + 1)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert dict(zip(expected, map(int, said), strict=True)) == expected
+
+
+def test_open_path_is_answered_without_a_look_at_everybodys_connections(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(own_user, "user_of", lambda *ends: asked.append(ends))
+    assert httpx.post(f"http://127.0.0.1:{port}/v1/fleet/get-fab", content=b"x").status_code == 200
+    assert not asked, "the table is as long as strangers make it"
+    assert httpx.post(f"http://127.0.0.1:{port}/v1/runtime/get-fab", content=b"x").status_code == 403
+    assert len(asked) == 1
 
 
 def test_request_that_no_address_is_known_of_is_refused() -> None:

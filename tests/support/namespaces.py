@@ -1,0 +1,76 @@
+"""Hosts in network namespaces of their own, joined by a switch: what one hears of another comes over its cable."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+AVAILABLE = os.geteuid() == 0 and shutil.which("ip") is not None
+
+
+class Switch:
+    """A bridge in a namespace of its own, and a host at the other end of each cable.
+
+    Args:
+        addresses: of each host, in one /24.
+    """
+
+    def __init__(self, addresses: Mapping[str, str]) -> None:
+        self.addresses = dict(addresses)
+        self._names = {host: f"arch{os.getpid()}{host}" for host in ("switch", *addresses)}
+
+    def lay(self) -> None:
+        """Make the hosts, and plug them in."""
+        for name in self._names.values():
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        switch = self._names["switch"]
+        _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge0", "up")
+        for number, (host, address) in enumerate(self.addresses.items()):
+            name, port = self._names[host], f"port{number}"
+            _ip("link", "add", "cable0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+            _ip("-n", switch, "link", "set", port, "master", "bridge0", "up")
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable0")
+            _ip("-n", name, "link", "set", "cable0", "up")
+
+    def remove(self) -> None:
+        """Take everything away; a cable goes with its ends."""
+        for name in self._names.values():
+            with suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", name)
+
+    def inside(self, host: str) -> list[str]:
+        """What a command begins with that runs on a host."""
+        return ["ip", "netns", "exec", self._names[host]]
+
+    def reachable(self, host: str) -> list[str]:
+        """Every address of a host that the others may try, link-local ones of IPv6 with the asker's interface."""
+        links: list[dict[str, Any]] = json.loads(_ip("-j", "-n", self._names[host], "address", "show", "dev", "cable0"))
+        found = [entry for link in links for entry in link.get("addr_info", [])]
+        return [f"{each['local']}%cable0" if each["scope"] == "link" else each["local"] for each in found]
+
+    def sockets(self, host: str, kind: str) -> list[str]:
+        """The local ends of a host's listening (TCP) or open (UDP) sockets that are not bound to loopback."""
+        option = {"tcp": "-Hlnt", "udp": "-Hanu"}[kind]
+        done = subprocess.run([*self.inside(host), "ss", option], check=True, capture_output=True, text=True)
+        local = [line.split()[3] for line in done.stdout.splitlines()]
+        return [end for end in local if not end.startswith(("127.", "[::1]", "[::ffff:127."))]
+
+
+@contextmanager
+def switched(addresses: Mapping[str, str]) -> Iterator[Switch]:
+    """Such hosts, which are gone afterwards."""
+    found = Switch(addresses)
+    try:
+        found.lay()
+        yield found
+    finally:
+        found.remove()
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
