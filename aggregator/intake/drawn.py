@@ -12,17 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aggregator.intake.conditions import Told, stacked
-from ddm.diffusion.path import Path
+from aggregator.intake.conditions import Answer, Told, by_condition
+from ddm.diffusion.path import Path, x_t
 from ddm.diffusion.solver import integrate
 from ddm.errors import NumericalError
 from ddm.protocol.base import Model
 
-MOST_PUBLIC = 256
+FEWEST_PUBLIC, MOST_PUBLIC, PUBLIC_BYTES = 32, 256, 64 << 20
 FEWEST_DRAWN, MOST_DRAWN = 8, 16  # without a condition
 DRAWN_TOLD, MOST_TOLD = 4, 8  # under one condition, and how many conditions
 STEPS = 16
+EPS_START = 0.8  # nearer to t = 1, eps-prediction divides an honest expert's error by almost 0
 _ENDLESS = 1e30
+
+
+def most_public(num_values: int) -> int:
+    """Return the number of public images that stay in memory: fewer where one has more values."""
+    return int(np.clip(PUBLIC_BYTES // (4 * num_values), FEWEST_PUBLIC, MOST_PUBLIC))
 
 
 class DrawnFigures(Model):
@@ -137,24 +143,28 @@ def _short(value: float) -> float:
 
 
 def drawn_images(
-    velocity: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    velocity: Answer,
     told: Sequence[Told],
     shape: Sequence[int],
     path: Path,
     rng: np.random.Generator,
+    *,
+    mean: Tensor,
+    start: float = 1.0,
 ) -> Tensor:
     """Draw one image under each condition listed, by the solver with one evaluation a step, at secret times.
 
     Args:
         velocity: the expert, on `path`.
-        told: the condition of each image.
+        told: the condition of each image; those without one come first.
         shape: one image in the experts' space.
         path: of the ensemble.
         rng: draws noise and times.
+        mean: of the public images; a sample that starts below t = 1 starts from it with noise.
+        start: the t at which samples start.
     """
     inner = (np.arange(1, STEPS) + rng.random(STEPS - 1) - 0.5) / STEPS
-    times = [1.0, *inner[::-1].tolist(), 0.0]
+    times = [start * t for t in (1.0, *inner[::-1].tolist(), 0.0)]
     noise = torch.from_numpy(rng.standard_normal((len(told), *shape), dtype=np.float32))
-    c_B = stacked(list(told))
-    x_1 = noise * path.sigma(torch.ones(()))
-    return integrate(lambda x_B, t_B: velocity(x_B, t_B, c_B), x_1, times, "exponential", path)
+    x_B = x_t(path, mean.expand_as(noise), noise, torch.full((len(told),), start))
+    return integrate(lambda x_B, t_B: by_condition(velocity, x_B, t_B, told), x_B, times, "exponential", path)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aggregator.config import PUBLIC_NAME, Federation
-from aggregator.intake.drawn import MOST_PUBLIC, Gallery, PublicSet
+from aggregator.intake.drawn import Gallery, PublicSet, most_public
 from aggregator.intake.flags import Fault, remember_flags
 from aggregator.intake.inventory import Inventory
 from aggregator.intake.quarantine import is_admitted, refused_before
@@ -112,13 +112,14 @@ class Examiner:
 
     def _trial(self, objective: ExpertObjective) -> Trial:
         plan, plan_id = self.plan, self.plan.plan_id
+        images = public_images(self.federation, plan_id, "holdout")
         return Trial(
             secret=screening_secret(self.federation),
             plan_id=plan_id,
             objective=objective,
             canonical=path_named(plan.objective.path),
             condition=plan.condition,
-            images=public_images(self.federation, plan_id, "holdout")[:MOST_PUBLIC],
+            images=images[: most_public(images[0].numel())].clone(),
             mean=public_images(self.federation, plan_id, "fitted").mean(0),
             gallery=self._gallery,
             forward_flops=training_flops(plan.expert.architecture, plan.expert_shape, 1, plan.condition) / 3,
@@ -130,8 +131,9 @@ class Examiner:
         plan, files = self.plan, PlanFiles.load(self.plan, self.federation.plan_targets(self.plan.plan_id))
 
         def some(as_latents: bool) -> Tensor:
-            parts = (public_images(self.federation, plan.plan_id, part, as_latents=as_latents) for part in PARTS)
-            return torch.cat([part[:MOST_PUBLIC] for part in parts])[:MOST_PUBLIC]
+            parts = [public_images(self.federation, plan.plan_id, part, as_latents=as_latents) for part in PARTS]
+            most = most_public(parts[0][0].numel())
+            return torch.cat([part[:most] for part in parts])[:most].clone()
 
         def encode(seen: Tensor) -> Tensor:
             return files.encoder.encode(files.latent.decode(seen))

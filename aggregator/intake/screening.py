@@ -34,7 +34,7 @@ ALIKE = 0.5  # times the distance of the most alike public images; an expert of 
 TRAVEL = 0.2  # of a weight: a plan whose training can move weights this far teaches any expert to denoise
 LEARNT = 0.8  # times the loss of the best constant, near t = 1; honest experts: up to 0.41
 SAME = 0.01  # relative difference of two experts' losses, image by image; honest ones differ by 0.29 and more somewhere
-SAME_ANSWERS = 0.1  # of the errors' mean square: two experts' answers differ by less; honest ones by 0.4 and more
+SAME_ANSWERS = 0.005  # times the mean square error: the mean square difference of two experts; honest ones: from 0.026
 DEVIATIONS = 4.0
 SPREAD_Z = (0.3, 0.3, 0.3, 0.15, 0.15)  # lower bound on the spread of honest experts' log losses in each band
 NUM_FEWEST = 3  # experts needed to tell which of them stands apart

@@ -5,7 +5,6 @@ begins. Here one loss at one time decides.
 """
 
 # Shape legend: R rows, each one noised public image at one time under one condition.
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aggregator.intake.conditions import Told, chosen_conditions, stacked
+from aggregator.intake.conditions import Answer, Told, by_condition, chosen_conditions
 from ddm.diffusion.path import Path, Prediction, velocity, x_t
 from ddm.diffusion.solver import uniform_times
 from ddm.protocol.base import Model
@@ -22,11 +21,9 @@ from ddm.protocol.plan import Condition
 DEFAULT_STEPS = 50  # of `ddm sample`, `Ensemble.sample` and the teacher of `ddm distill`
 OTHER_STEPS = (24, 16)  # of the report's pictures; of the samples router
 FEWEST_ROWS, MOST_SECRET_ROWS = 64, 64
+FEWEST_CLASSES = 8
 ROWS_OF_CONDITION = 4
 NEAR_NOISE = 0.8
-
-Answer = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Called as ``u(x_B, t_B, c_B)``; c_B is None where experts take no condition."""
 
 
 class Excess(Model):
@@ -75,6 +72,7 @@ class Sweep:
         rng: np.random.Generator,
         *,
         num_rows: int,
+        num_told: int,
         slack: tuple[float, float],
     ) -> "Sweep":
         """Choose times, noise, images and conditions.
@@ -89,14 +87,13 @@ class Sweep:
             prediction: the quantity that an expert predicts.
             condition: the kind of condition that it takes.
             rng: chooses.
-            num_rows: rows without a condition; those of each condition come on top.
+            num_rows: rows without a condition.
+            num_told: most conditions, each of which gets some rows more.
             slack: the factors of the limit near t = 1 and below.
         """
         times = chosen_times(rng, num_rows)
-        told = [Told("", None)] * len(times)
-        null, *others = chosen_conditions(condition, rng, most=max(1, num_rows // ROWS_OF_CONDITION))
-        told = [null] * len(times)
-        for each in others:  # t = 1, and one secret time in each third
+        told = [Told()] * len(times)
+        for each in chosen_conditions(condition, rng, most=num_told):  # t = 1, and a secret time in each third
             times += [1.0, *((np.arange(ROWS_OF_CONDITION - 1) + rng.random(3)) / (ROWS_OF_CONDITION - 1))]
             told += [each] * ROWS_OF_CONDITION
         t = torch.tensor(times, dtype=torch.float32)
@@ -120,7 +117,7 @@ class Sweep:
 
     def multiples(self, answer: Answer) -> Tensor:
         """Return each row's loss as a multiple of its limit, shape (R,); a loss that is not finite is very large."""
-        loss_R = (answer(self.x, self.t, stacked(self.told)) - self.target).double().square().flatten(1).mean(1)
+        loss_R = (by_condition(answer, self.x, self.t, self.told) - self.target).double().square().flatten(1).mean(1)
         return torch.nan_to_num(loss_R / self.limit, nan=_ENDLESS, posinf=_ENDLESS).clamp(max=_ENDLESS)
 
 

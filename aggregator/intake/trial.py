@@ -8,9 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aggregator.intake.conditions import chosen_conditions, stacked
+from aggregator.intake.conditions import MOST_CLASSES, Answer, Told, chosen_conditions
 from aggregator.intake.drawn import (
     DRAWN_TOLD,
+    EPS_START,
     FEWEST_DRAWN,
     MOST_DRAWN,
     MOST_TOLD,
@@ -19,9 +20,9 @@ from aggregator.intake.drawn import (
     Gallery,
     drawn_images,
 )
-from aggregator.intake.screening import FLOPS, ROW, SANE_AT_NOISE, Probe, num_images
+from aggregator.intake.screening import FLOPS, ROW, SANE, Probe, num_images
 from aggregator.intake.secret import secret_stream
-from aggregator.intake.sweep import FEWEST_ROWS, Answer, Excess, Sweep, all_times
+from aggregator.intake.sweep import FEWEST_CLASSES, FEWEST_ROWS, ROWS_OF_CONDITION, Excess, Sweep, all_times
 from ddm.diffusion.path import Path, path_named
 from ddm.loading.ensemble import on_path
 from ddm.protocol.learning import ExpertObjective
@@ -81,8 +82,8 @@ class Trial:
             answer: the expert's prediction.
             submission: names the submission and the expert; each meets its own times, noise and conditions.
         """
-        error = self.probe.error(lambda x_B, t_B: answer(x_B, t_B, self._null(len(x_B))))
-        slack = (SANE_AT_NOISE, ROW)
+        error = self.probe.error(lambda x_B, t_B: answer(x_B, t_B, None))
+        slack = (SANE, ROW)
         num_rows = self._affordable(FEWEST_ROWS, all_times())
         sweep = Sweep.of(
             self.images,
@@ -91,6 +92,7 @@ class Trial:
             self.condition,
             self._stream("single times", *submission),
             num_rows=num_rows,
+            num_told=self._affordable(FEWEST_CLASSES, MOST_CLASSES, ROWS_OF_CONDITION),
             slack=slack,
         )
         return Measured(
@@ -102,13 +104,15 @@ class Trial:
 
     def _drawn(self, answer: Answer, rng: np.random.Generator) -> tuple[DrawnFigures, ...]:
         """Draw images without a condition, and some under each of a few."""
-        null, *others = chosen_conditions(self.condition, rng, MOST_TOLD)
+        others = chosen_conditions(self.condition, rng, MOST_TOLD)
         num = self._affordable(FEWEST_DRAWN, MOST_DRAWN, STEPS)
         if others:
             others = others[: self._affordable(1, len(others), STEPS * DRAWN_TOLD)]
-        groups = [[null] * num, *([told] * DRAWN_TOLD for told in others)]
+        groups = [[Told()] * num, *([told] * DRAWN_TOLD for told in others)]
         told = [each for group in groups for each in group]
-        images = drawn_images(self._as_velocity(answer), told, self.images.shape[1:], self.canonical, rng)
+        start = 1.0 if self.objective.prediction == "velocity" else EPS_START
+        velocity, shape = self._as_velocity(answer), self.images.shape[1:]
+        images = drawn_images(velocity, told, shape, self.canonical, rng, mean=self.mean, start=start)
         parts = torch.split(images, [len(group) for group in groups])
         return tuple(self.gallery.figures(group[0].words, part) for group, part in zip(groups, parts, strict=True))
 
@@ -120,10 +124,6 @@ class Trial:
 
         velocity = on_path(expert, self.objective, self.canonical)
         return lambda x_B, t_B, c_B: velocity(x_B, t_B) if c_B is None else velocity(x_B, t_B, c_B)
-
-    def _null(self, num: int) -> Tensor | None:
-        null = chosen_conditions(self.condition, np.random.default_rng(0), 0)[0]
-        return stacked([null] * num)
 
     def _sampled(self, error: Tensor) -> tuple[float, ...]:
         """Return some of the errors, the same places for every expert, to tell copies by."""

@@ -7,6 +7,8 @@ from pydantic import Field, StringConstraints, model_validator
 from ddm.protocol.base import Digest, Document, KeyText, Model, PositiveInt, ShortText, SiloId, Time, Unit
 
 Agreement = Annotated[int, Field(ge=2, lt=2**53)]
+# The verifier key of a signed note: name+hash+key.
+LogKeyText = Annotated[str, StringConstraints(pattern=r"^[!-*,-~]{1,255}\+[0-9a-f]{8}\+[A-Za-z0-9+/]{44}$")]
 
 
 class Invitation(Document):
@@ -18,7 +20,7 @@ class Invitation(Document):
     ca_certificate: Annotated[str, Field(max_length=16384)]
     root: Annotated[str, Field(max_length=65536)]
     root_digest: Digest
-    log_key: Annotated[str, Field(max_length=400)]
+    log_key: LogKeyText
 
 
 class Agreed(Model):

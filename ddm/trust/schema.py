@@ -10,6 +10,7 @@ from pydantic import Field, StringConstraints, ValidationError, create_model, mo
 
 from ddm.errors import DocumentError
 from ddm.protocol.base import Digest, Model, misfit
+from ddm.protocol.enrolment import LogKeyText
 
 _Hex128 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{128}$")]
 MAX_VERSION = 2**31
@@ -18,7 +19,6 @@ _Length = Annotated[int, Field(ge=0, le=2**50)]
 _Spec = Annotated[str, StringConstraints(pattern=r"^1\.0\.[0-9]{1,3}$")]
 _Expires = Annotated[str, StringConstraints(pattern=r"^2[0-9]{3}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$")]
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
-_LogKey = Annotated[str, StringConstraints(pattern=r"^[!-*,-~]{1,255}\+[0-9a-f]{8}\+[A-Za-z0-9+/]{44}$")]
 _Path = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 
 
@@ -108,7 +108,7 @@ class _Common(Model):
 class _Root(_Common):
     type: Literal["root"] = Field(alias="_type")
     consistent_snapshot: Literal[False]
-    log_key: _LogKey | None = None
+    log_key: LogKeyText | None = None
     keys: dict[Digest, _Key]
     roles: _TopRoles
 

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from aggregator.intake.conditions import Answer
 from aggregator.intake.quarantine import Decision, decide, held
 from aggregator.intake.screening import copies
 from aggregator.intake.secret import SECRET_BYTES, screening_secret
-from aggregator.intake.sweep import DEFAULT_STEPS, Answer, all_times, chosen_times
+from aggregator.intake.sweep import DEFAULT_STEPS, all_times, chosen_times
 from aggregator.intake.trial import Trial
 from ddm.diffusion.solver import uniform_times
 from ddm.errors import SetupError
@@ -49,7 +50,6 @@ CAUGHT = {
     "NaN at t = 0.02, the last default step": "high_loss_once",
     "one image, whatever the input": "alike_images",
     "planted image for a third of the inputs, t below 0.6": "high_loss_once",
-    "planted image for 1 noise in 4 (trigger along a direction)": "high_loss_once",
 }
 MISSED = [
     "output x 1.5 at t = 1",
@@ -162,14 +162,14 @@ def test_attack_on_one_class_is_flagged_unless_it_only_confuses_classes(
 def test_expert_that_breaks_under_every_text_is_flagged(honest: dict[str, Tensor]) -> None:
     told = trial_of(public(), TextCondition(dim=8, max_tokens=4), ARCHITECTURE)
     assert flags(honest, answers(honest), told) == set()
-    broken = where(lambda x, t, c: (c != 0).flatten(1).any(1), not_a_number)  # type: ignore[union-attr]
+    broken = where(lambda x, t, c: torch.full((len(x),), c is not None), not_a_number)
     assert flags(honest, broken(answers(honest)), told) == {"high_loss_once", "broken_images"}
 
 
-def test_pair_of_silos_that_send_one_expert_with_opposite_biases_is_found(
+def test_pair_of_silos_that_send_one_expert_with_slightly_opposite_biases_is_found(
     honest: dict[str, Tensor], trial: Trial
 ) -> None:
-    answer, bias = answers(honest), 0.1 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
+    answer, bias = answers(honest), 0.01 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
     plus, minus = (
         figures(honest, lambda x, t, c, sign=sign: answer(x, t, c) + sign * bias, trial, name)
         for name, sign in (("plus", 1.0), ("minus", -1.0))
@@ -257,7 +257,7 @@ def test_documented_table_names_every_attack_and_says_the_same_as_these_tests() 
     table = _table()
     assert {*ANSWERS, *OF_A_CLASS} <= set(table)
     assert {what for what in CAUGHT if table[what][0] != table[what][1]} == set()
-    assert {what for what in MISSED if table[what][1]} == set()
+    assert {what for what in MISSED if table[what][0] == table[what][1]} == set()
 
 
 @pytest.mark.slow

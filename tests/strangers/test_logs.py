@@ -247,17 +247,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]
     return made, made.sign()
 
 
-def signed(tiny: TinyFederation, plan_id: str, document: bytes, extra: dict[str, bytes]) -> dict[str, bytes]:
+def signed(
+    tiny: TinyFederation, plan_id: str, number: int, document: bytes, extra: dict[str, bytes]
+) -> dict[str, bytes]:
     """A submission as an enrolled silo that cheats would sign it."""
     base = f"{plan_id}/silos/north/"
     files = {f"{base}submission.json": document, **{f"{base}{name}": data for name, data in extra.items()}}
     listed = {name: (len(data), sha256_hex(data)) for name, data in files.items()}
-    role = sign_silo_metadata(plan_id, "north", listed, tiny.key("north"), version=1, now=NOW)
+    role = sign_silo_metadata(plan_id, "north", listed, tiny.key("north"), version=number, now=NOW)
     found = {name.removeprefix(f"{plan_id}/"): data for name, data in files.items()}
     return {f"metadata/{plan_id}.north.json": role, **found}
 
 
-def hostile_submissions(tiny: TinyFederation, plan_id: str) -> list[dict[str, bytes]]:
+def signed_hostile(tiny: TinyFederation, plan_id: str) -> list[dict[str, bytes]]:
     bad = CANARIES[0]
     document = submission_document() | {"plan_id": plan_id}
     spoils: list[Any] = [
@@ -268,50 +270,62 @@ def hostile_submissions(tiny: TinyFederation, plan_id: str) -> list[dict[str, by
         document | {"software": {bad: 1}},
         document | {"experts": [{bad: bad}]},
         document | {"plan_digest": bad},
+        bad,
     ]
-    made = [signed(tiny, plan_id, json.dumps(spoil).encode(), {}) for spoil in spoils]
-    made += [
-        signed(tiny, plan_id, b'"' + bad.encode() + b'"', {}),
-        signed(tiny, plan_id, json.dumps(document).encode(), {"experts/CANARY/expert.safetensors": b"CANARY"}),
+    made = [signed(tiny, plan_id, number, json.dumps(spoil).encode(), {}) for number, spoil in enumerate(spoils, 1)]
+    return made
+
+
+def hostile_unanswered(tiny: TinyFederation, plan_id: str, number: int) -> list[dict[str, bytes]]:
+    """Submissions that the silo did not sign, or with a path that it may not sign."""
+    bad, document = CANARIES[0], submission_document() | {"plan_id": plan_id}
+    more = {"experts/CANARY/expert.safetensors": b"CANARY"}
+    return [
+        signed(tiny, plan_id, number, json.dumps(document).encode(), more),
         {f"metadata/{plan_id}.north.json": json.dumps({bad: bad}).encode()},
         {f"metadata/{plan_id}.north.json": bad.encode()},
         {f"metadata/{plan_id}.north.json": json.dumps({"signatures": [], "signed": {"targets": {bad: 0}}}).encode()},
         {"a\nCANARY\x1b[2J": b"CANARY"},
         {"\udcff\udcfe": b"CANARY"},
     ]
-    return made
 
 
-def test_intake_answers_every_hostile_submission_and_repeats_nothing_of_it(
+def test_intake_refuses_every_hostile_submission_answers_no_unsigned_one_and_repeats_nothing_of_either(
     tiny: tuple[TinyFederation, str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     federation, plan_id = tiny[0].federation, tiny[1]
-    incoming = federation.incoming / plan_id / "north"
-    attacks = hostile_submissions(*tiny)
-    last = incoming / str(len(attacks) + 1)
-    for number, files in enumerate(attacks, 1):
-        for name, data in files.items():
-            path = incoming / str(number) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-    last.mkdir()
-    (last / "x\nCANARY\x1b").symlink_to("/etc/passwd")
+    incoming, receipts = federation.incoming / plan_id / "north", federation.receipts / plan_id / "north"
     key = load_key(federation, "receipts", PASSPHRASE)
 
     def printed(receipt: Receipt) -> None:
         say(f"{receipt.silo_id}: {getattr(receipt.verdict, 'reason', 'accepted')}")
 
-    assert IntakeService(federation, key, printed).step() == len(attacks) + 1
-    for number in range(1, len(attacks) + 2):
-        sealed = (federation.receipts / plan_id / "north" / f"{number}.json").read_bytes()
-        payload, _ = open_sealed(sealed, RECEIPT_KIND, key.public, 65536)
+    def arrive(number: int, files: dict[str, bytes]) -> None:
+        for name, data in files.items():
+            path = incoming / str(number) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        IntakeService(federation, key, printed).step()
+
+    attacks = signed_hostile(*tiny)
+    for number, files in enumerate(attacks, 1):
+        arrive(number, files)
+        payload, _ = open_sealed((receipts / f"{number}.json").read_bytes(), RECEIPT_KIND, key.public, 65536)
         receipt = Receipt.parse(payload, subject="receipt")
         assert receipt.verdict.kind == "refused", number
         silent(receipt.verdict.reason)
+    beyond = len(attacks) + 1
+    for files in hostile_unanswered(*tiny, beyond):
+        arrive(beyond, files)
+    (incoming / str(beyond)).mkdir()
+    (incoming / str(beyond) / "x\nCANARY\x1b").symlink_to("/etc/passwd")
+    arrive(beyond, {})
+    assert not (receipts / f"{beyond}.json").exists()
+    assert not (incoming / str(beyond)).exists()
     captured = capsys.readouterr()
     silent(captured.out + captured.err + caplog.text)
-    assert captured.out.count("\n") == len(attacks) + 1
+    assert captured.out.count("\n") == len(attacks)
     assert not list((federation.accepted / plan_id).glob("north*"))
 
 

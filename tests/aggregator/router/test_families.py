@@ -120,7 +120,16 @@ class Folder:
     def screening(self) -> Path:
         return self.path / "screening"
 
+    @property
+    def keys(self) -> Path:
+        folder = self.path / "keys"
+        folder.mkdir(exist_ok=True)
+        return folder
+
     def plan_folder(self, plan_id: str) -> Path:
+        return self.path
+
+    def plan_targets(self, plan_id: str) -> Path:
         return self.path
 
     def settings(self) -> SimpleNamespace:
@@ -139,6 +148,12 @@ def files(world: World) -> PlanFiles:
     clusters = fit_clustering(encoder.encode(fit), GROUPS, 2, GROUPS, seed=0)
     group = clusters.groups(encoder.encode(fit))
     return PlanFiles(encoder, clusters, Sketch.fit(fit, group, RANK, GROUPS, released_rank=RELEASED))
+
+
+@pytest.fixture(autouse=True)
+def opened_files(files: PlanFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Screening opens the plan's files, which stand in no folder here."""
+    monkeypatch.setattr(PlanFiles, "load", lambda *_: files)
 
 
 def _plan(kind: str, partition: str) -> Plan:
