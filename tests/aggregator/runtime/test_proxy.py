@@ -305,8 +305,9 @@ def test_header_bomb_is_refused(door: Proxy, bomb: str) -> None:
 def test_body_without_a_length_is_cut_off_at_the_limit(door: Proxy) -> None:
     piece = b"%x\r\n" % 50_000 + b"b" * 50_000 + b"\r\n"
     head = f"POST {FLEET} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    # The upstream may have answered what it got before nginx cut it off; it never gets more than the limit.
-    assert door.ask(head + piece * 50) in (0, 200, 413)
+    # The upstream may have answered what it got before nginx cut it off, or closed on it (502); it never gets more than
+    # the limit.
+    assert door.ask(head + piece * 50) in (0, 200, 413, 502)
     assert sum(len(body) for *_, body in door.upstream.requests) <= LIMITS.body_bytes
 
 
