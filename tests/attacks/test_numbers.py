@@ -154,6 +154,7 @@ WRITTEN: dict[str, bytes] = {
 @pytest.fixture(scope="module")
 def hostile(aggregator: Aggregator) -> Aggregator:
     """A federation whose site can run its worker."""
+    aggregator.keys[SILO] = KEY
     settings = f'silo_id = "{SILO}"\ndata = "none.npz"\nfederation = "digits"\naddress = "localhost:1"\n'
     (aggregator.site.path / "silo.toml").write_text(settings + f'root_digest = "{"0" * 64}"\n')
     (aggregator.site.path / "policy.toml").write_text('[training]\narchitectures = ["dit", "mmdit", "unet"]\n')
@@ -317,7 +318,7 @@ def test_plan_that_takes_the_process_with_it_each_time_is_refused_without_anothe
     hostile: Aggregator, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the kernel does where memory runs out leaves no exception behind."""
-    hostile.deliver(HONEST)
+    plan_id = hostile.deliver(HONEST)
     with monkeypatch.context() as broken:
         broken.setattr(silo.plan.acceptance, "check_plan", lambda *given, **named: os._exit(9))
         for _ in range(MOST_LOST):
@@ -327,7 +328,7 @@ def test_plan_that_takes_the_process_with_it_each_time_is_refused_without_anothe
     assert problem is not None
     assert problem.code == 24
     assert "looks at it that each ended the process" in problem.message
-    (site.private / "looks" / f"{HONEST}.json").unlink()
+    (site.private / "looks" / f"{plan_id}.json").unlink()
     assert worked(site, "plan_accepted", restarts=0).state == "plan_accepted"
 
 
