@@ -154,6 +154,7 @@ WRITTEN: dict[str, bytes] = {
 @pytest.fixture(scope="module")
 def hostile(aggregator: Aggregator) -> Aggregator:
     """A federation whose site can run its worker."""
+    aggregator.keys[SILO] = KEY
     settings = f'silo_id = "{SILO}"\ndata = "none.npz"\nfederation = "digits"\naddress = "localhost:1"\n'
     (aggregator.site.path / "silo.toml").write_text(settings + f'root_digest = "{"0" * 64}"\n')
     aggregator.keys[SILO] = KEY

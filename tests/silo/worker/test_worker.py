@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from aggregator.keys.store import load_key
+from aggregator.membership.registry import remember_ledger
 from aggregator.planning.recipe import Recipe
 from ddm.errors import ApprovalError, AuditError, BudgetError, DataError, SubmissionRefusedError
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
@@ -252,9 +253,11 @@ def test_worker_resubmits_after_a_refusal_with_a_new_sequence_and_a_person(plann
     tiny, plan_id = planned
     site = tiny.sites[SILO]
     tiny.work(SILO)
-    arrived = tiny.collect(SILO, plan_id)
-    (arrived / "extra").write_bytes(b"x")
+    tiny.collect(SILO, plan_id)
+    known = tiny.federation.registry / "ledgers" / f"{SILO}.json"
+    remember_ledger(tiny.federation, SILO, "earlier-00000001", ("0" * 64,))  # which this site's ledger does not extend
     tiny.take_in()
+    known.unlink()
     tiny.deliver_receipt(SILO, plan_id)
     with pytest.raises(SubmissionRefusedError):
         tiny.work(SILO, until="accepted")
