@@ -246,7 +246,7 @@ def doors() -> Mapping[str, Door]:
         "ca_certificate": "-----BEGIN CERTIFICATE-----",
         "root": "{}",
         "root_digest": sha256_hex(b"{}"),
-        "log_key": "tiny+00000000+AAAA",
+        "log_key": "tiny+00000000+" + "A" * 44,
     }
     sealed = seal(json.dumps(receipt_document()).encode(), "receipt", KEY)
     rotation = rotation_document()
