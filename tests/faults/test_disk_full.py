@@ -72,7 +72,7 @@ def test_silo_whose_disk_fills_up_during_training_goes_on_when_there_is_room(ope
 
 def test_aggregator_whose_disk_fills_up_during_a_transfer_goes_on_when_there_is_room(operators: Operators) -> None:
     found_federation(operators)
-    with small_disk(operators.fed / "incoming", 4 << 20) as incoming:
+    with small_disk(operators.fed / "incoming", 64 << 20) as incoming:
         serve_everything(operators)
         operators.wait_until(lambda: any(incoming.rglob("status.json")), "a first answer")
         ballast = fill(incoming)
