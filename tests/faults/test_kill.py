@@ -17,11 +17,11 @@ import pytest
 from tests.support.operators import SILOS, Operators, everyone_is_done, found_federation, serve_everything
 
 VICTIMS: dict[str, tuple[str, str]] = {
-    "SuperLink": ("aggregator", "flower-superlink"),
-    "superexec": ("aggregator", "flower-superexec"),
-    "ServerApp": ("aggregator", "flwr-serverapp"),
+    "SuperLink": ("aggregator", "runtime/superlink.py"),
+    "superexec": ("aggregator", "ddm.transport.superexec"),
+    "ServerApp": ("aggregator", "bin/flwr-serverapp"),
     "intake": ("aggregator", "aggregator.runtime.intake_process"),
-    "SuperNode": ("north-courier", "flower-supernode"),
+    "SuperNode": ("north-courier", "courier/node.py"),
     "courier": ("north-courier", ""),
     "worker": ("north-worker", ""),
 }

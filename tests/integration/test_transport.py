@@ -396,7 +396,7 @@ def one_silo(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["flower-superlink", "flwr-serverapp"])
+@pytest.mark.parametrize("pattern", ["runtime/superlink.py", "bin/flwr-serverapp"])
 def test_plan_completes_when_a_program_lives_on_without_working(pattern, tmp_path, monkeypatch):
     for name in ("_SUPERLINK_SILENT_S", "_SERVER_APP_SILENT_S"):
         monkeypatch.setattr(f"aggregator.runtime.flower.{name}", 30.0)
@@ -410,7 +410,7 @@ def test_plan_completes_when_a_program_lives_on_without_working(pattern, tmp_pat
         intake(fed, "north")
         wait_until(lambda: runtime.finished, check=check)
         restarts, num_runs = runtime.num_restarts(), runtime.info()["num_runs"]
-    if pattern == "flower-superlink":
+    if pattern == "runtime/superlink.py":
         assert restarts["superlink"] == 1
     else:
         assert (restarts["superexec"], restarts["superlink"], num_runs) == (1, 0, 2)

@@ -15,11 +15,11 @@ from ddm.system.reaper import descendants
 
 # Part of a command line -> what the process is called; the first that fits.
 _ROLES = (
-    ("flwr-serverapp", "ServerApp"),
-    ("flwr-clientapp", "courier"),
-    ("flower-supernode", "SuperNode"),
-    ("flower-superlink", "SuperLink"),
-    ("flower-superexec", "superexec"),
+    ("ddm.transport.superexec", "superexec"),
+    ("bin/flwr-serverapp", "ServerApp"),
+    ("bin/flwr-clientapp", "courier"),
+    ("courier/node.py", "SuperNode"),
+    ("runtime/superlink.py", "SuperLink"),
     ("nginx", "proxy"),
     ("intake", "intake"),
 )
