@@ -146,7 +146,8 @@ class Training(Model):
             again.
         flip: whether images are mirrored from left to right at random.
         crop: pixels by which images are moved at random in each direction; their edges are repeated.
-        precision: precision of the arithmetic; weights stay float32.
+        precision: precision of the arithmetic, auto being bf16 where the machine multiplies in it (GPUs, AMX,
+            avx512_bf16) and fp32 elsewhere; weights stay float32.
         checkpoint_steps: steps between checkpoints.
         seed: seed of initial weights, batches, times and noise.
         mask_ratio: share of an image's tokens that a step masks; only for the architecture dit.
@@ -170,7 +171,7 @@ class Training(Model):
     order: Literal["drawn", "epochs"] = "drawn"
     flip: Annotated[bool, Field(exclude_if=lambda flips: not flips)] = False
     crop: Annotated[int, Field(ge=0, le=64, exclude_if=lambda pixels: pixels == 0)] = 0
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
     checkpoint_steps: NumSteps
     seed: NaturalInt = 0
     mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0, exclude_if=lambda ratio: ratio == 0.0)] = 0.0

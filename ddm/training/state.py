@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ddm.diffusion.path import Path, Prediction, velocity, x_t
 from ddm.errors import NumericalError, SetupError
 from ddm.protocol.plan import Training
+from ddm.system.devices import computes_in_bf16
 from ddm.training.averages import KEPT_WIDTHS, averaging_weight, exponent_of, keep, newest_weight, power_weight
 from ddm.training.batches import Batch, Teach
 from ddm.training.checkpoints import Checkpoints
@@ -39,6 +40,7 @@ class State:
     def __init__(self, model: nn.Module, settings: Training, machine: Machine, accumulate: int) -> None:
         self.model, self.settings, self.machine = model.train(), settings, machine
         self.call = machine.prepare(model)
+        self.in_bf16 = computes_in_bf16(settings.precision, machine.device)
         self.accumulate = accumulate
         self.named = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.weights: list[Tensor] = list(self.named.values())
@@ -82,7 +84,7 @@ class State:
         inputs = (x_t(path, part.x_0, part.eps, part.t_B), part.t_B)
         condition = () if part.condition is None else (part.condition,)
         kept = {} if part.kept_BM is None else {"kept_BM": part.kept_BM}
-        with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+        with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=self.in_bf16):
             prediction_B = self.call(*inputs, *condition, **kept)
         if part.kept_BM is not None:
             target = kept_patches(self.model, target, part.kept_BM)
