@@ -22,7 +22,7 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 ROOMS = {
     "ddm": {
         "cli": "distillation encoders ensemble errors io loading models protocol sampling system training trust",
-        "distillation": "diffusion encoders ensemble errors io loading models protocol routers sampling training",
+        "distillation": "diffusion encoders ensemble errors io loading models protocol routers sampling system training",
         "loading": "diffusion encoders ensemble errors io models partition privacy protocol routers sampling "
         "system trust",
         "ensemble": "diffusion encoders errors protocol routers sampling",
@@ -31,7 +31,7 @@ ROOMS = {
         "training": "diffusion errors io models protocol system",
         "encoders": "errors io protocol system",
         "models": "errors io protocol",
-        "partition": "errors io protocol",
+        "partition": "errors io protocol system",
         "transport": "errors io protocol system",
         "trust": "errors io protocol",
         "io": "errors protocol",

@@ -21,7 +21,7 @@ from ddm.diffusion.path import Path, Prediction, velocity, x_t
 from ddm.protocol.base import Digest, ExpertId, Model
 from ddm.protocol.plan import Training
 from ddm.routers.evaluation import BANDS
-from ddm.training.state import WARMUP_STEPS
+from ddm.training.schedule import travel
 
 # Shape legend: Z bands of t, N images, E experts.
 
@@ -144,12 +144,6 @@ class Probe:
 def num_images(forward_flops: float) -> int:
     """Return the number of public images on which an expert is measured: fewer where an evaluation costs more."""
     return int(np.clip(FLOPS / (forward_flops * len(BANDS)), FEWEST_IMAGES, MOST_IMAGES))
-
-
-def travel(training: Training) -> float:
-    """Return how far training can move a weight: Adam moves each by about the learning rate a step."""
-    warmup = min(WARMUP_STEPS, training.num_steps)
-    return training.learning_rate * (training.num_steps - warmup + warmup * (warmup + 1) / (2 * WARMUP_STEPS))
 
 
 def fresh_rms(shape: Sequence[int], kind: str = "dit") -> float:

@@ -35,6 +35,7 @@ from ddm.ensemble import Ensemble, mix_velocity
 from ddm.errors import MathError, ShapeError
 from ddm.protocol.plan import TDistribution, Training, UniformT
 from ddm.sampling.strategies import draw_expert
+from ddm.system.devices import Precision, computes_in_bf16
 from ddm.training.batches import Batch
 from ddm.training.config import Engine
 from ddm.training.loop import Progress, Trained, train
@@ -112,7 +113,7 @@ class Teaching:
     ensemble: Ensemble
     weights: ExpertWeights
     digest: str
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = "fp32"
 
     def __call__(self, part: Batch) -> Batch:
         """Return the part with the x_0 and eps whose velocity at the same x_t is the teacher's."""
@@ -131,7 +132,8 @@ class Teaching:
 
     def _in_precision(self, k: int) -> Expert:
         def velocity(x_B: Tensor, *rest_B: Tensor) -> Tensor:
-            with torch.autocast(x_B.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            in_bf16 = computes_in_bf16(self.precision, x_B.device)
+            with torch.autocast(x_B.device.type, torch.bfloat16, enabled=in_bf16):
                 return self.ensemble.experts[k](x_B, *rest_B).to(x_B)
 
         return velocity
@@ -143,7 +145,7 @@ def teaching(
     teacher: Teacher,
     *,
     source: str,
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Precision = "fp32",
 ) -> Teaching:
     """Return the teacher, after checking that the ensemble and the data have what it needs; see `distill`."""
     if tuple(data.images.shape[1:]) != tuple(ensemble.shape):

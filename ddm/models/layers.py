@@ -1,7 +1,7 @@
 """Layers shared by the transformers: patches, positions, times, modulation, attention, initial weights."""
 
 # Shape legend: B batch, C channels, H height, W width, N tokens, D hidden width, A attention heads, P patch.
-from math import log
+from math import inf, log
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from ddm.protocol.architecture import Architecture, Condition
 
 TIME_FEATURES = 256
 MLP_RATIO = 4
+_FEW_TOKENS = 8
 
 
 class TimeEmbedding(nn.Module):
@@ -122,5 +123,21 @@ def heads_of(h_BND: Tensor, heads: int) -> Tensor:
 
 def attend(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attend, and concatenate the heads again, shape (B, N, D); `mask` is False for tokens to ignore."""
-    mixed = F.scaled_dot_product_attention(q_BAND, k_BAND, v_BAND, attn_mask=mask)
+    if _trains_few_tokens_in_bf16(q_BAND, k_BAND):
+        scores = (q_BAND * q_BAND.shape[-1] ** -0.5) @ k_BAND.transpose(-1, -2)
+        weights = torch.softmax(scores if mask is None else scores.masked_fill(~mask, -inf), -1)
+        mixed = weights @ v_BAND
+    else:
+        mixed = F.scaled_dot_product_attention(q_BAND, k_BAND, v_BAND, attn_mask=mask)
     return mixed.transpose(1, 2).flatten(2)
+
+
+def _trains_few_tokens_in_bf16(q_BAND: Tensor, k_BAND: Tensor) -> bool:
+    """Whether products written out beat torch's fused attention, whose backward pass in bf16 is slow on CPUs.
+
+    They are one and a half to five times as fast, up to about eight tokens for each number of a head
+    (`examples/benchmarks/attention.py`). What they keep for the gradient is then less than a block keeps besides.
+    """
+    if not (q_BAND.dtype == torch.bfloat16 and q_BAND.device.type == "cpu" and torch.is_grad_enabled()):
+        return False
+    return q_BAND.requires_grad and k_BAND.shape[-2] <= _FEW_TOKENS * q_BAND.shape[-1]

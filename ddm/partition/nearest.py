@@ -1,8 +1,9 @@
 """Exact nearest-centroid search: a fast matrix product with bounded rounding, then exact comparison of candidates.
 
-Half the squared distances come from one product in float32, or many times as fast in bfloat16 where the processor has
-AMX tiles. Every centroid that may be the nearest within the rounding bound is a candidate, on average one to three.
-Candidates are compared in float32, and those still undecided in float64, so the result is that of float64 anywhere.
+Half the squared distances come from one product in float32, or twice to many times as fast in bfloat16 where the
+processor multiplies in it. Every centroid that may be the nearest within the rounding bound is a candidate, on average
+one to three. Candidates are compared in float32, and those still undecided in float64, so the result is that of float64
+anywhere.
 """
 
 import warnings
@@ -11,9 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from ddm.errors import NumericalError
+from ddm.system.devices import computes_in_bf16
 
 # Shape legend: B features of one block, F centroids, D values of one feature, E four more, P candidate pairs.
 
@@ -43,8 +46,8 @@ class Nearest:
     """
 
     def __init__(self, centroids_FD: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
-        tiles = torch.cpu._is_amx_tile_supported()  # without them bfloat16 is no faster than float32
-        self.dtypes = dtypes or ((torch.bfloat16, torch.float32) if tiles else (torch.float32,))
+        in_bf16 = computes_in_bf16("auto", torch.device("cpu"))
+        self.dtypes = dtypes or ((torch.bfloat16, torch.float32) if in_bf16 else (torch.float32,))
         self.centroids_FD = centroids_FD
         self.centre_D = centroids_FD.mean(0)
         self.centred_FD = centroids_FD - self.centre_D  # far from the origin, |c|^2 - 2 x.c would cancel
@@ -81,7 +84,8 @@ class Nearest:
                 nearest_N[start : start + _BLOCK] = torch.from_numpy(self._settle(block_BD, scratch))
 
         try:
-            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            workers = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+            with threadpool_limits(1, user_api="blas"), workers as pool:
                 list(pool.map(work, range(threads)))
         finally:
             torch.set_num_threads(threads)
@@ -118,7 +122,10 @@ class Nearest:
         columns_BE, half_BF = scratch.columns[dtype][:num], scratch.half[dtype][:num]
         columns_BE[:, :dim] = x_BD
         columns_BE[:, dim : dim + 2] = _in_two(energy_B, dtype)
-        torch.mm(columns_BE, self.tables[dtype], out=half_BF)
+        if dtype == torch.float32:  # by numpy's OpenBLAS, which is faster than torch's MKL on AMD's processors
+            np.matmul(columns_BE.numpy(), self.tables[dtype].numpy(), out=half_BF.numpy())
+        else:
+            torch.mm(columns_BE, self.tables[dtype], out=half_BF)
         bits_BF = half_BF.view(_BITS[dtype])  # distances are not negative, so their bits have their order
         least_B = bits_BF.amin(1).clamp(min=0).view(dtype).float()
         unit, error_B = _UNITS[dtype], self._rounding(energy_B, dim, dtype)

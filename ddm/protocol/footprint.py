@@ -119,7 +119,9 @@ def training_bytes(plan: Plan, parts: int = 1) -> int:
     batch, shape = ceil(plan.expert.training.batch_size / parts), plan.expert_shape
     factors = lora_parameters(plan.expert.adaptation, plan.expert.architecture, shape, plan.condition)
     size = expert_size(plan)
-    return size.training_bytes(batch) + NetworkSize(factors, 0, 0, 0).training_bytes(0)
+    averages = 4 if plan.expert.training.ema_snapshots else 0  # two more, and both as they are written
+    kept = averages * FLOAT_BYTES * size.parameters
+    return size.training_bytes(batch) + NetworkSize(factors, 0, 0, 0).training_bytes(0) + kept
 
 
 def router_bytes(plan: Plan, num_experts: int) -> int:

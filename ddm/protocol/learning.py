@@ -117,16 +117,37 @@ class PartialAdaptation(Model):
 Adaptation = Annotated[FullAdaptation | LoraAdaptation | PartialAdaptation, Field(discriminator="kind")]
 
 
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
 class Training(Model):
-    """How an expert is trained. `seed` covers training only, never the noise of a statistic.
+    """How an expert is trained, by AdamW. `seed` covers training only, never the noise of a statistic.
 
     Attributes:
         num_steps: training steps.
         batch_size: images in a step.
-        learning_rate: AdamW's learning rate.
+        learning_rate: the highest of the run.
+        schedule: how the learning rate falls: not at all, to `final_rate` along half a cosine, or along a line.
+        warmup_steps: steps over which it rises from 0 first; the fall has begun by then.
+        final_rate: the share of the learning rate that is left at the end; not for the schedule constant.
+        betas: decay per step of AdamW's means of the gradient and of its square.
         weight_decay: AdamW's weight decay.
+        max_gradient_norm: gradients with a larger norm are scaled down to it.
         ema_decay: decay per step of the averaged weights, which are the ones published.
-        precision: precision of the arithmetic; weights stay float32.
+        ema_half_life: the average's half-life in images, in place of `ema_decay`.
+        ema_width: the average's width as a share of the run, in place of both, so that it grows with the run (Karras et
+            al. 2024).
+        ema_snapshots: how many times in the run averages of two widths are kept, from which `ddm.training.averages`
+            finds that of any other width afterwards; needs `ema_width`, and memory for two more copies of the weights.
+        loss_weighting: the weight of a time in the loss: none, min_snr (Hang et al. 2023) or sigmoid (Hoogeboom et al.
+            2024).
+        order: whether a step draws its images anew, or all images are used once, in random order, before any is used
+            again.
+        flip: whether images are mirrored from left to right at random.
+        crop: pixels by which images are moved at random in each direction; their edges are repeated.
+        precision: precision of the arithmetic, auto being bf16 where the machine multiplies in it (GPUs, AMX,
+            avx512_bf16) and fp32 elsewhere; weights stay float32.
         checkpoint_steps: steps between checkpoints.
         seed: seed of initial weights, batches, times and noise.
         mask_ratio: share of an image's tokens that a step masks; only for the architecture dit.
@@ -136,13 +157,40 @@ class Training(Model):
     num_steps: NumSteps
     batch_size: Annotated[int, Field(gt=0, le=2**20)]
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0)]
-    weight_decay: Annotated[float, Field(ge=0.0, le=1.0)]
-    ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)]
-    precision: Literal["fp32", "bf16"] = "fp32"
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9)] = 100
+    final_rate: Annotated[Share, Field(exclude_if=lambda share: share == 0.0)] = 0.0
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    weight_decay: Share
+    max_gradient_norm: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
+    ema_decay: Annotated[Beta | None, Field(exclude_if=lambda decay: decay is None)] = None
+    ema_half_life: Annotated[float | None, Field(gt=0.0, le=1e12, exclude_if=lambda images: images is None)] = None
+    ema_width: Annotated[float | None, Field(ge=0.01, le=0.25, exclude_if=lambda width: width is None)] = None
+    ema_snapshots: Annotated[int, Field(ge=0, le=1024, exclude_if=lambda number: number == 0)] = 0
+    loss_weighting: Literal["none", "min_snr", "sigmoid"] = "none"
+    order: Literal["drawn", "epochs"] = "drawn"
+    flip: Annotated[bool, Field(exclude_if=lambda flips: not flips)] = False
+    crop: Annotated[int, Field(ge=0, le=64, exclude_if=lambda pixels: pixels == 0)] = 0
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
     checkpoint_steps: NumSteps
     seed: NaturalInt = 0
     mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0, exclude_if=lambda ratio: ratio == 0.0)] = 0.0
-    unmasked_share: Annotated[float, Field(ge=0.0, le=1.0, exclude_if=lambda share: share == 0.1)] = 0.1
+    unmasked_share: Annotated[Share, Field(exclude_if=lambda share: share == 0.1)] = 0.1
+
+    @model_validator(mode="after")
+    def _one_average(self) -> "Training":
+        given = [name for name in ("ema_decay", "ema_half_life", "ema_width") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"one of ema_decay, ema_half_life and ema_width is needed, not {len(given)}")
+        if self.ema_snapshots and (self.ema_width is None or self.ema_snapshots > self.num_steps):
+            raise ValueError("ema_snapshots needs ema_width, and at least as many steps")
+        return self
+
+    @model_validator(mode="after")
+    def _only_a_falling_rate_has_an_end(self) -> "Training":
+        if self.final_rate and self.schedule == "constant":
+            raise ValueError("final_rate needs the schedule cosine or linear")
+        return self
 
 
 class Expert(Model):

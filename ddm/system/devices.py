@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     import torch
 
 DeviceName = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "fp32", "bf16"]
 
 
 def device_named(name: DeviceName = "auto", *, setting: str = "device") -> "torch.device":
@@ -26,3 +27,20 @@ def device_named(name: DeviceName = "auto", *, setting: str = "device") -> "torc
     if name == "cuda" and not found:
         raise SetupError(setting, expected="a GPU that torch sees", got="no GPU", remedy="Set it to auto or cpu.")
     return torch.device("cuda" if found and name != "cpu" else "cpu")
+
+
+def computes_in_bf16(precision: Precision, device: "torch.device") -> bool:
+    """Whether a recipe's precision means bfloat16 on this device: auto means it where the hardware multiplies in it.
+
+    Args:
+        precision: the recipe's.
+        device: where the recipe is followed.
+    """
+    import torch
+
+    if precision != "auto":
+        return precision == "bf16"
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("amx_bf16") or has.get("avx512_bf16"))

@@ -11,7 +11,9 @@ from torch import Tensor
 from ddm.diffusion.rng import stream
 from ddm.errors import DataError, ShapeError
 from ddm.protocol.plan import LogitNormalT, TDistribution, Training, UniformT
+from ddm.training.augmentation import augmented
 from ddm.training.masking import draw_kept, leaves_out
+from ddm.training.order import in_epochs
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,10 @@ def draw_batch(
         num_tokens: of one image; used where the recipe masks tokens.
     """
     random, num = stream("train", settings.seed, step), settings.batch_size
-    chosen = torch.from_numpy(random.integers(len(examples.images), size=num))
+    if settings.order == "epochs":
+        chosen = torch.from_numpy(in_epochs(settings.seed, step, num, len(examples.images)))
+    else:
+        chosen = torch.from_numpy(random.integers(len(examples.images), size=num))
     x_0 = examples.images[chosen]
     eps = torch.from_numpy(random.standard_normal(tuple(x_0.shape), dtype=np.float32))
     t_B = draw_times(distribution, num, random)
@@ -98,7 +103,8 @@ def draw_batch(
         hidden_B = torch.from_numpy(random.random(num) < examples.drop)
         condition = hide(examples.labels[chosen], hidden_B)
     kept_BM = draw_kept(num, num_tokens, settings.mask_ratio, random) if leaves_out(settings, step) else None
-    return Batch(x_0, eps, t_B, condition, kept_BM, chosen, torch.from_numpy(random.random(num)))
+    uniform_B = torch.from_numpy(random.random(num))
+    return Batch(augmented(x_0, settings, random), eps, t_B, condition, kept_BM, chosen, uniform_B)
 
 
 def hide(labels: Tensor, hidden_B: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddm.diffusion.path import Path, Prediction
 from ddm.errors import SetupError
 from ddm.protocol.plan import TDistribution, Training
+from ddm.training.averages import kept_steps
 from ddm.training.batches import Examples, Teach, draw_batch
 from ddm.training.checkpoints import Checkpoints
 from ddm.training.config import Engine
@@ -125,6 +126,7 @@ def train(
     flops = _flops(model, examples, settings, num_tokens)
     state = State(model, settings, machine, engine.accumulate)
     state.restore(checkpoints)
+    kept = kept_steps(settings)
     started, first, before = time.monotonic(), state.step, state.seconds
 
     while state.step < settings.num_steps:
@@ -144,6 +146,8 @@ def train(
             progress = Progress(state.step, settings.num_steps, state.finite_loss(), rate, state.seconds)
             if machine.rank == 0:
                 on_progress(progress)
+        if state.step in kept:
+            state.keep_averages(checkpoint_dir)
         if done or state.step % settings.checkpoint_steps == 0:
             state.save(checkpoints)
 

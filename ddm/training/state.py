@@ -1,6 +1,7 @@
 """The state of a training run: weights, averages, optimiser; how a step changes it, and how checkpoints store it."""
 
 from collections.abc import Mapping
+from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,27 +11,20 @@ from torch import Tensor, nn
 from ddm.diffusion.path import Path, Prediction, velocity, x_t
 from ddm.errors import NumericalError, SetupError
 from ddm.protocol.plan import Training
+from ddm.system.devices import computes_in_bf16
+from ddm.training.averages import KEPT_WIDTHS, averaging_weight, exponent_of, keep, newest_weight, power_weight
 from ddm.training.batches import Batch, Teach
 from ddm.training.checkpoints import Checkpoints
 from ddm.training.distributed import Machine
 from ddm.training.masking import kept_patches
+from ddm.training.schedule import learning_rate
+from ddm.training.weighting import loss_weights, weighted_mean
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-MAX_GRADIENT_NORM = 1.0
-WARMUP_STEPS = 100
 LOSS_DECAY = 0.99
-
-
-def averaging_weight(decay: float, n: int) -> float:
-    """Return the weight of the n-th value, n >= 1, with which a running average is the exact decayed mean of n values.
-
-    ``mean_n = sum_i decay^(n-i) v_i / sum_i decay^(n-i)``: the first value has the weight 1, so the
-    initial value of the average does not count.
-    """
-    return float((1 - decay) / (1 - decay**n))
 
 
 class State:
@@ -46,14 +40,17 @@ class State:
     def __init__(self, model: nn.Module, settings: Training, machine: Machine, accumulate: int) -> None:
         self.model, self.settings, self.machine = model.train(), settings, machine
         self.call = machine.prepare(model)
+        self.in_bf16 = computes_in_bf16(settings.precision, machine.device)
         self.accumulate = accumulate
         self.named = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.weights: list[Tensor] = list(self.named.values())
         # The implementation is fixed, since the default depends on the device and on the version of torch.
         self.optimizer = torch.optim.AdamW(
-            self.weights, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+            self.weights, settings.learning_rate, settings.betas, weight_decay=settings.weight_decay, fused=True
         )
         self.ema = [weight.detach().clone() for weight in self.weights]
+        widths = KEPT_WIDTHS if settings.ema_snapshots else ()
+        self.kept = {width: [weight.detach().clone() for weight in self.weights] for width in widths}
         self.loss = torch.zeros((), device=machine.device)
         self.step = 0
         self.seconds = 0.0
@@ -70,27 +67,29 @@ class State:
                 # Processes average their gradients, but their shares of the loss add up.
                 torch.autograd.backward(loss * self.machine.num_processes)
             share += loss.detach()
-        norm = whole(nn.utils.clip_grad_norm_(self.weights, MAX_GRADIENT_NORM))
-        warmup = min(1.0, (self.step + 1) / WARMUP_STEPS)
-        self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * warmup
+        norm = whole(nn.utils.clip_grad_norm_(self.weights, self.settings.max_gradient_norm))
+        self.optimizer.param_groups[0]["lr"] = learning_rate(self.settings, self.step)
         self.optimizer.step()
         self.step += 1
         with torch.no_grad():
-            torch._foreach_lerp_(self.ema, self.weights, averaging_weight(self.settings.ema_decay, self.step))
+            torch._foreach_lerp_(self.ema, self.weights, newest_weight(self.settings, self.step))
+            for width, average in self.kept.items():
+                torch._foreach_lerp_(average, self.weights, power_weight(exponent_of(width), self.step))
             # A gradient that is not finite makes the loss NaN for good, so checking the loss now and then is enough.
             self.loss.lerp_(share + 0.0 * norm, averaging_weight(LOSS_DECAY, self.step))
 
     def _loss(self, part: Batch, path: Path, prediction: Prediction) -> Tensor:
-        """Return the mean squared error per value, of the kept tokens only where tokens are masked."""
+        """Return the weighted mean squared error per value, of the kept tokens only where tokens are masked."""
         target = velocity(path, part.x_0, part.eps, part.t_B) if prediction == "velocity" else part.eps
         inputs = (x_t(path, part.x_0, part.eps, part.t_B), part.t_B)
         condition = () if part.condition is None else (part.condition,)
         kept = {} if part.kept_BM is None else {"kept_BM": part.kept_BM}
-        with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+        with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=self.in_bf16):
             prediction_B = self.call(*inputs, *condition, **kept)
         if part.kept_BM is not None:
             target = kept_patches(self.model, target, part.kept_BM)
-        return (prediction_B.float() - target).square().mean()
+        weights_B = loss_weights(self.settings.loss_weighting, path, prediction, part.t_B)
+        return weighted_mean((prediction_B.float() - target).square(), weights_B)
 
     @property
     def _first(self) -> bool:
@@ -113,9 +112,18 @@ class State:
 
         All processes must call it together; it returns an empty mapping in all but the first.
         """
-        state, first = dict(self.model.state_dict()) | dict(zip(self.named, self.ema, strict=True)), self._first
+        return self._with(self.ema)
+
+    def _with(self, average: list[Tensor]) -> dict[str, Tensor]:
+        state, first = dict(self.model.state_dict()) | dict(zip(self.named, average, strict=True)), self._first
         found = {name: gathered(value.detach(), keep=first) for name, value in state.items()}
         return {name: value.to("cpu", copy=True) for name, value in found.items()} if first else {}
+
+    def keep_averages(self, folder: FilePath) -> None:
+        """Keep the averages from which others are found after the run, in the first process."""
+        averages = [self._with(average) for average in self.kept.values()]
+        if self._first:
+            keep(folder, self.step, averages)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a later step depends on, by name; views, not copies."""
@@ -124,7 +132,7 @@ class State:
             "ema": self.ema,
             "first_moment": [each["exp_avg"] for each in moments],
             "second_moment": [each["exp_avg_sq"] for each in moments],
-        }
+        } | {f"average_{width:g}": average for width, average in self.kept.items()}
         named = {f"model/{name}": value for name, value in self.model.state_dict().items()}
         for part, values in parts.items():
             named |= {f"{part}/{name}": value for name, value in zip(self.named, values, strict=True)}

@@ -17,7 +17,6 @@ from aggregator.intake.screening import (
     fresh_rms,
     num_images,
     relative_faults,
-    travel,
 )
 from aggregator.intake.sweep import Excess
 from aggregator.intake.trial import Trial
@@ -27,6 +26,7 @@ from ddm.models import build_expert, streamed
 from ddm.models.streamed import StreamedExpert, stored_tensors
 from ddm.protocol.plan import ClassCondition, Condition, NoCondition, Unet
 from ddm.routers.evaluation import BANDS
+from ddm.training.schedule import travel
 from examples.screening.measure import answer_of, trial_of
 from examples.screening.measure import figures as measured
 from tests.support.federation import images
@@ -137,13 +137,6 @@ def test_weights_beyond_the_reach_of_training_are_found(honest: dict[str, Weight
     heavy = honest["north"] | {"head.bias": honest["north"]["head.bias"] + 2 * travel(TRAINING)}
     found = told(absolute_faults(figures(heavy, trial), trial.probe, TRAINING))
     assert any("tensor head.bias grew by" in fault for fault in found)
-
-
-def test_travel_is_the_sum_of_all_learning_rates() -> None:
-    rates = [0.004 * min(1.0, (step + 1) / 100) for step in range(200)]
-    assert travel(TRAINING) == pytest.approx(sum(rates))
-    few = TRAINING.model_copy(update={"num_steps": 6})
-    assert travel(few) == pytest.approx(sum(rates[:6]))
 
 
 def test_no_fresh_expert_has_heavier_weights_than_a_fresh_one_may() -> None:

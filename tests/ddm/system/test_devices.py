@@ -33,7 +33,7 @@ from ddm.protocol.plan import (
     Unet,
 )
 from ddm.routers.samples import draw_from_experts, fit_samples
-from ddm.system.devices import device_named
+from ddm.system.devices import computes_in_bf16, device_named
 from ddm.training.config import Engine
 from tests.conftest import Published
 from tests.ddm.cli.test_distill import distilled
@@ -236,3 +236,17 @@ def test_samples_router_is_trained_on_a_gpu_as_on_a_cpu() -> None:
         there = fitted("cuda")
         assert all(gpu.device_of(each).type == "cpu" for each in there.values())
     assert same_bytes(here, there)
+
+
+@pytest.mark.parametrize(
+    ("has", "expected"),
+    [({}, False), ({"avx512_f": True}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True)],
+)
+def test_auto_is_bf16_where_the_processor_multiplies_in_it(
+    has: dict[str, bool], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    cpu = torch.device("cpu")
+    assert computes_in_bf16("auto", cpu) is expected
+    assert computes_in_bf16("bf16", cpu)
+    assert not computes_in_bf16("fp32", cpu)

@@ -1,6 +1,7 @@
 """The training loop against a plain one, its averages against sums, and its checkpoints against kill -9 and damage."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ddm.diffusion.path import CosinePath, LinearPath
-from ddm.errors import DataError, NumericalError, SetupError, ShapeError
+from ddm.errors import DataError, MathError, NumericalError, SetupError, ShapeError
 from ddm.models import build_expert, training_flops
 from ddm.protocol.plan import Dit, LogitNormalT, Training, UniformT
+from ddm.training.averages import average_of_width, averaging_weight
 from ddm.training.batches import Examples, draw_batch, draw_times
 from ddm.training.config import Engine
 from ddm.training.loop import Progress, Trained, train
-from ddm.training.state import WARMUP_STEPS, averaging_weight
 from tests.support.threads import THREADS
 
 SMALL = Dit(patch=2, hidden=16, depth=1, heads=2)
@@ -157,8 +159,13 @@ def test_finished_run_is_returned_without_another_step(tmp_path: Path) -> None:
     assert again.told == []
 
 
-def test_training_equals_a_plain_loop_written_out(tmp_path: Path) -> None:
-    recipe = settings(num_steps=12)
+OTHER = {"schedule": "cosine", "warmup_steps": 4, "betas": (0.8, 0.95), "max_gradient_norm": 0.1}
+
+
+@pytest.mark.parametrize("changes", [{}, OTHER, OTHER | {"loss_weighting": "min_snr", "order": "epochs"}])
+def test_training_equals_a_plain_loop_written_out(tmp_path: Path, changes: dict[str, Any]) -> None:
+    recipe = settings(num_steps=12, **changes)
+    decay_1, decay_2 = recipe.betas
     found = Run(tmp_path, recipe)()
     model = build_expert(SMALL, SHAPE, seed=3)
     weights = dict(model.named_parameters())
@@ -168,16 +175,22 @@ def test_training_equals_a_plain_loop_written_out(tmp_path: Path) -> None:
     for n in range(12):
         batch = draw_batch(Examples(images()), recipe, n, UniformT())
         x_0, eps, t_B, t = batch.x_0, batch.eps, batch.t_B, batch.t_B[:, None, None, None]
-        loss = (model((1 - t) * x_0 + t * eps, t_B) - (eps - x_0)).square().mean()
+        squares = (model((1 - t) * x_0 + t * eps, t_B) - (eps - x_0)).square()
+        if recipe.loss_weighting == "min_snr":  # min(snr, 5) / snr of eps, whose error is 1 - t of the velocity's
+            squares = squares * torch.minimum((1 - t).square(), 5 * t.square())
+        loss = squares.mean()
         gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
         norm = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
-        rate = 0.01 * (n + 1) / WARMUP_STEPS
+        rate = 0.01 * min(1.0, (n + 1) / recipe.warmup_steps)
+        if recipe.schedule == "cosine":
+            rate *= (1 + math.cos(math.pi * n / 12)) / 2
         with torch.no_grad():
             for name, weight in weights.items():
-                gradient = gradients[name] / max(1.0, norm)
-                mean[name] = 0.9 * mean[name] + 0.1 * gradient
-                square[name] = 0.999 * square[name] + 0.001 * gradient.square()
-                step = (mean[name] / (1 - 0.9 ** (n + 1))) / ((square[name] / (1 - 0.999 ** (n + 1))).sqrt() + 1e-8)
+                gradient = gradients[name] / max(1.0, norm / recipe.max_gradient_norm)
+                mean[name] = decay_1 * mean[name] + (1 - decay_1) * gradient
+                square[name] = decay_2 * square[name] + (1 - decay_2) * gradient.square()
+                unbiased = square[name] / (1 - decay_2 ** (n + 1))
+                step = (mean[name] / (1 - decay_1 ** (n + 1))) / (unbiased.sqrt() + 1e-8)
                 weight.copy_(weight * (1 - rate * 0.01) - rate * step)
         history.append({name: weight.detach().clone() for name, weight in weights.items()})
     decay = [0.9 ** (11 - n) for n in range(12)]
@@ -185,6 +198,25 @@ def test_training_equals_a_plain_loop_written_out(tmp_path: Path) -> None:
         expected = sum(d * step[name] for d, step in zip(decay, history, strict=True)) / sum(decay)
         assert torch.allclose(value, expected, atol=2e-5), name
         assert not torch.allclose(value, history[0][name], atol=2e-5), name
+
+
+def test_average_of_another_width_is_found_after_an_interrupted_run(tmp_path: Path) -> None:
+    recipe = settings(num_steps=40, checkpoint_steps=10, ema_decay=None, ema_width=0.1, ema_snapshots=8)
+    with pytest.raises(KeyboardInterrupt):
+        Run(tmp_path, recipe)(stop_at(17))
+    found = Run(tmp_path, recipe)()
+    assert same_bytes(found.ema, Run(tmp_path / "whole", recipe)().ema)
+    for width in (0.1, 0.08):  # the average changes nothing about the training itself
+        other = Run(tmp_path / f"{width}", settings(num_steps=40, ema_decay=None, ema_width=width))
+        expected, last = flat(other().ema), flat(other.model.state_dict())
+        afterwards = flat(average_of_width(tmp_path, recipe, width, found.ema))
+        assert (afterwards - expected).norm() < 0.05 * (expected - last).norm()
+    with pytest.raises(MathError, match="ema_snapshots"):
+        average_of_width(tmp_path / "0.1", settings(), 0.1, found.ema)
+
+
+def flat(state: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.flatten() for value in state.values()])
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])

@@ -1,0 +1,42 @@
+"""Changes of an image that leave it as probable as it was: mirrored from left to right, moved by a few pixels."""
+
+# Shape legend: B batch, C channels, H height, W width.
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddm.errors import ShapeError
+from ddm.protocol.plan import Training
+
+
+def augmented(x_BCHW: Tensor, settings: Training, random: np.random.Generator) -> Tensor:
+    """Return the images, each changed at random as the recipe says; nothing is drawn where it says nothing.
+
+    Args:
+        x_BCHW: images, shape (B, C, H, W), or volumes (B, C, D, H, W).
+        settings: the recipe.
+        random: decides for each image.
+
+    Raises:
+        ShapeError: samples without height and width.
+    """
+    if not (settings.flip or settings.crop):
+        return x_BCHW
+    if x_BCHW.dim() < 4:
+        raise ShapeError("augmentation", expected="images or volumes", got=f"samples {tuple(x_BCHW.shape[1:])}")
+    if settings.flip:
+        mirrored_B = torch.from_numpy(random.random(len(x_BCHW)) < 0.5)
+        x_BCHW = torch.where(mirrored_B.view(-1, *[1] * (x_BCHW.dim() - 1)), x_BCHW.flip(-1), x_BCHW)
+    for axis in range(2, x_BCHW.dim()) if settings.crop else ():
+        x_BCHW = _moved(x_BCHW, axis, random.integers(-settings.crop, settings.crop, len(x_BCHW), endpoint=True))
+    return x_BCHW
+
+
+def _moved(x: Tensor, axis: int, by_B: NDArray[np.int64]) -> Tensor:
+    """Move each sample along an axis; what comes in is its edge."""
+    side = x.shape[axis]
+    index = torch.from_numpy((np.arange(side) - by_B[:, None]).clip(0, side - 1))
+    view = [len(x), *[1] * (x.dim() - 1)]
+    view[axis] = side
+    return x.gather(axis, index.view(view).expand_as(x))

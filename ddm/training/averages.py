@@ -1,0 +1,155 @@
+"""The running average of the weights, which is what leaves; and any other average of the same run, afterwards.
+
+The average of a run of T steps is a weighted mean of the weights after each step. With `ema_decay` and `ema_half_life`
+a step counts for half of one a half-life later. With `ema_width` step t counts as ``t^gamma``: the average widens with
+the run, and its relative width, the standard deviation of t over T, is
+
+    width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3))
+
+Averages of two widths, kept at a few steps of the run, hold nearly all that averages of other widths need: `average_of`
+finds the mean of the kept ones whose weights over the steps are closest, by least squares.
+
+Source:
+    Karras et al. 2024, Analyzing and improving the training dynamics of diffusion models, arXiv 2312.02696, section 3.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddm.errors import MathError
+from ddm.io.tensors import TensorSpec, load_tensors, save_tensors, spec_of
+from ddm.protocol.plan import Training
+
+KEPT_WIDTHS = (0.05, 0.10)
+_FOLDER = "averages"
+_MAX_HEADER_BYTES = 1 << 20
+WIDEST = sqrt(1 / 12)  # of gamma = 0, the plain mean
+
+
+def averaging_weight(decay: float, n: int) -> float:
+    """Return the weight of the n-th value, n >= 1, with which a running average is the exact decayed mean of n values.
+
+    ``mean_n = sum_i decay^(n-i) v_i / sum_i decay^(n-i)``: the first value has the weight 1, so the
+    initial value of the average does not count.
+    """
+    return float((1 - decay) / (1 - decay**n))
+
+
+def newest_weight(settings: Training, step: int) -> float:
+    """Return how much the weights after a step, counted from 1, weigh in the recipe's average of all steps so far."""
+    if settings.ema_width is not None:
+        return power_weight(exponent_of(settings.ema_width), step)
+    if settings.ema_half_life is not None:
+        return averaging_weight(0.5 ** (settings.batch_size / settings.ema_half_life), step)
+    return averaging_weight(settings.ema_decay or 0.0, step)
+
+
+def power_weight(exponent: float, n: int) -> float:
+    """Return the weight of the n-th value, n >= 1, in an average in which the i-th counts about as ``i^exponent``."""
+    return float(1 - (1 - 1 / n) ** (exponent + 1))
+
+
+def exponent_of(width: float) -> float:
+    """Return the exponent gamma of an average of a relative width.
+
+    Raises:
+        MathError: a width that no average has.
+    """
+    if not 0 < width < WIDEST:
+        raise MathError("width of an average", expected=f"above 0 and below {WIDEST:.4f}", got=f"{width:g}")
+    # width^2 (g + 2)^2 (g + 3) = g + 1 has one root g > 0: the left side grows faster.
+    of_width = 1 / width**2
+    roots = np.roots([1.0, 7.0, 16.0 - of_width, 12.0 - of_width])
+    return float(roots.real.max())
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How much each step counts in an average: as ``t^exponent`` until `step`, and not at all afterwards.
+
+    Args:
+        exponent: gamma.
+        step: the last step that counts.
+    """
+
+    exponent: float
+    step: float
+
+
+def average_of(kept: Sequence[Profile], wanted: Profile) -> NDArray[np.float64]:
+    """Return the factors with which the sum of kept averages is closest to the wanted one, shape (number of kept,).
+
+    Closest in the square of the difference of their profiles over the run, which has a closed form.
+    """
+    products = np.array([[_product(a, b) for b in kept] for a in kept])
+    target = np.array([_product(a, wanted) for a in kept])
+    factors = np.linalg.lstsq(products, target, rcond=1e-12)[0]
+    return np.asarray(factors, dtype=np.float64)
+
+
+def _product(a: Profile, b: Profile) -> float:
+    """Integrate the product of two profiles, each of integral 1."""
+    first, last = (a, b) if a.step <= b.step else (b, a)
+    ratio = (first.step / last.step) ** last.exponent
+    return float((a.exponent + 1) * (b.exponent + 1) * ratio / ((a.exponent + b.exponent + 1) * last.step))
+
+
+def kept_steps(settings: Training) -> tuple[int, ...]:
+    """Return the steps after which averages of `KEPT_WIDTHS` are kept, evenly spaced, the last of the run included."""
+    num = settings.ema_snapshots
+    return tuple(settings.num_steps * (each + 1) // num for each in range(num))
+
+
+def keep(folder: Path, step: int, averages: Sequence[Mapping[str, Tensor]]) -> None:
+    """Keep the averages of `KEPT_WIDTHS` after a step, beside the run's checkpoints.
+
+    Raises:
+        OSError: the disk is full or the folder not writable.
+    """
+    for number, average in enumerate(averages):
+        path = _kept_path(folder, step, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(path, average)
+
+
+def average_of_width(folder: Path, settings: Training, width: float, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the average of a finished run with another width than the recipe's, from the averages that it kept.
+
+    Args:
+        folder: of the run's checkpoints.
+        settings: the run's recipe.
+        width: relative, usually between 0.02 and 0.2.
+        like: the expert's tensors, for names, dtypes and shapes.
+
+    Raises:
+        MathError: a width that no average has, or a recipe without `ema_snapshots`.
+        MissingFileError: an average is not there; the run has not ended.
+        TensorFileError: a file is not one of this expert.
+    """
+    steps = kept_steps(settings)
+    if not steps:
+        raise MathError("ema_snapshots", expected="a run that kept averages", got="a recipe with 0 ema_snapshots")
+    kept = [Profile(exponent_of(each), float(step)) for step in steps for each in KEPT_WIDTHS]
+    factors = average_of(kept, Profile(exponent_of(width), float(settings.num_steps)))
+    specs = {name: spec_of(value) for name, value in like.items()}
+    found = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in like.items()}
+    for index, factor in enumerate(factors):
+        path = _kept_path(folder, steps[index // len(KEPT_WIDTHS)], index % len(KEPT_WIDTHS))
+        for name, value in load_tensors(path, specs, max_bytes=_bytes(specs)).items():
+            found[name] += float(factor) * value.double()
+    return {name: value.to(like[name].dtype) for name, value in found.items()}
+
+
+def _bytes(specs: Mapping[str, TensorSpec]) -> int:
+    return sum(spec.bytes for spec in specs.values()) + _MAX_HEADER_BYTES
+
+
+def _kept_path(folder: Path, step: int, number: int) -> Path:
+    return folder / _FOLDER / f"step-{step:010d}-{number}.safetensors"

@@ -1,0 +1,36 @@
+"""The learning rate of every step."""
+
+from math import cos, pi
+from typing import assert_never
+
+import numpy as np
+
+from ddm.protocol.plan import Training
+
+
+def learning_rate(settings: Training, step: int) -> float:
+    """Return the learning rate of a step, counted from 0: the recipe's, warming up and falling at the same time."""
+    warmup = min(1.0, (step + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
+    return settings.learning_rate * warmup * _left(settings, step / settings.num_steps)
+
+
+def _left(settings: Training, done: float) -> float:
+    """Return the share of the learning rate that is left when a share of the run is done."""
+    match settings.schedule:
+        case "constant":
+            return 1.0
+        case "cosine":
+            fallen = (1 - cos(pi * done)) / 2
+        case "linear":
+            fallen = done
+        case _:
+            assert_never(settings.schedule)
+    return 1 - (1 - settings.final_rate) * fallen
+
+
+def travel(settings: Training) -> float:
+    """Return how far training can move a weight: Adam moves each by about the learning rate a step."""
+    # A run has up to a billion steps; the rate is smooth, so a sum over a grid of them is as good.
+    steps = np.unique(np.linspace(0, settings.num_steps - 1, 10_000).astype(np.int64))
+    mean = np.mean([learning_rate(settings, int(step)) for step in steps])
+    return float(mean * settings.num_steps)

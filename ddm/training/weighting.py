@@ -1,0 +1,55 @@
+"""Weights of the times in the loss. They decide where an expert spends its effort, not what it is to predict.
+
+At every (x, t) the best prediction is the same whatever the weight of t, so experts of different weightings mix.
+"""
+
+# Shape legend: B batch.
+from math import exp
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+from ddm.diffusion.path import Path, Prediction
+
+MIN_SNR_GAMMA = 5.0
+SIGMOID_BIAS = -1.0
+
+Weighting = Literal["none", "min_snr", "sigmoid"]
+
+
+def loss_weights(kind: Weighting, path: Path, prediction: Prediction, t_B: Tensor) -> Tensor | None:
+    """Return the weight of each time in the squared error of the prediction, shape (B,); None for equal weights.
+
+    With ``snr = alpha^2 / sigma^2`` the weights of the squared error of eps are
+
+    - min_snr: ``min(snr, gamma) / snr`` with gamma = 5 (Hang et al. 2023, arXiv 2303.09556);
+    - sigmoid: ``sigmoid(b - log snr)`` with b = -1 (Hoogeboom et al. 2024, arXiv 2410.19324).
+
+    A velocity that is off by d implies an eps that is off by ``d alpha / D``, ``D = alpha d_sigma - sigma d_alpha``, so
+    its weights are these times ``(alpha / D)^2``.
+
+    Source:
+        Kingma and Gao 2023, arXiv 2303.00848, for one weighting in terms of several predictions.
+    """
+    alpha, sigma = path.alpha(t_B), path.sigma(t_B)
+    match kind:
+        case "none":
+            return None
+        case "min_snr":
+            of_eps = (MIN_SNR_GAMMA * sigma.square() / alpha.square()).clamp(max=1.0)
+        case "sigmoid":
+            of_eps = sigma.square() / (sigma.square() + exp(-SIGMOID_BIAS) * alpha.square())
+        case _:
+            assert_never(kind)
+    if prediction == "eps":
+        return of_eps
+    determinant = alpha * path.d_sigma(t_B) - sigma * path.d_alpha(t_B)
+    return of_eps * (alpha / determinant).square()
+
+
+def weighted_mean(squares: Tensor, weights_B: Tensor | None) -> Tensor:
+    """Return the mean of squared errors, shape (B, ...), each sample's times its weight; a scalar."""
+    if weights_B is None:
+        return squares.mean()
+    return torch.dot(squares.flatten(1).mean(1), weights_B.to(squares)) / len(squares)

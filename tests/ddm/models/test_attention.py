@@ -1,0 +1,65 @@
+"""Attention in bf16 on a CPU is written out while training; here it is held against torch's fused one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ddm.models.layers import attend
+
+B, A, HEAD = 3, 2, 16
+
+
+def inputs(tokens: int, others: int, dtype: torch.dtype) -> list[Tensor]:
+    random = torch.Generator().manual_seed(0)
+    sizes = (tokens, others, others)
+    return [torch.randn(B, A, n, HEAD, generator=random).to(dtype).requires_grad_() for n in sizes]
+
+
+def keep_some(tokens: int, others: int) -> Tensor:
+    mask = torch.rand(B, 1, tokens, others, generator=torch.Generator().manual_seed(1)) < 0.6
+    mask[..., 0] = True  # a token that may look at nothing has no answer
+    return mask
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether torch's fused attention answered, call by call."""
+    calls: list[bool] = []
+    real = F.scaled_dot_product_attention
+
+    def watched(*arguments: Tensor, **options: Tensor | None) -> Tensor:
+        calls.append(True)
+        return real(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    return calls
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("tokens", "others"), [(9, 9), (9, 5), (1, 1), (128, 128)])
+def test_products_written_out_are_attention(tokens: int, others: int, masked: bool, fused: list[bool]) -> None:
+    mask = keep_some(tokens, others) if masked else None
+    found, exact = inputs(tokens, others, torch.bfloat16), inputs(tokens, others, torch.bfloat16)
+    out = attend(found[0], found[1], found[2], mask)
+    assert not fused, "the products were not written out"
+    wide = [each.double() for each in exact]
+    expected = F.scaled_dot_product_attention(*wide, attn_mask=mask).transpose(1, 2).flatten(2)
+    assert out.shape == (B, tokens, A * HEAD)
+    assert torch.allclose(out.double(), expected, atol=0.03, rtol=0.02)
+    towards = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).double()
+    (out.double() * towards).sum().backward()
+    (expected * towards).sum().backward()
+    for mine, theirs in zip(found, exact, strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        error = (mine.grad.double() - theirs.grad.double()).norm() / theirs.grad.double().norm().clamp(min=1e-3)
+        assert error < 0.03
+
+
+def test_fused_attention_answers_elsewhere(fused: list[bool]) -> None:
+    attend(*inputs(9, 9, torch.float32))
+    with torch.no_grad():
+        attend(*inputs(9, 9, torch.bfloat16))
+    attend(*inputs(9, 8 * HEAD + 1, torch.bfloat16))
+    assert len(fused) == 3
