@@ -17,7 +17,7 @@ from torch import Tensor
 from aggregator.intake.drawn import DrawnFigures
 from aggregator.intake.flags import Fault
 from aggregator.intake.sweep import Excess
-from ddm.diffusion.path import Path, Prediction, velocity, x_t
+from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.protocol.base import Digest, ExpertId, Model
 from ddm.protocol.plan import Training
 from ddm.routers.evaluation import BANDS
@@ -112,9 +112,8 @@ class Probe:
         t = torch.cat([low + (high - low) * place_N for (low, high), place_N in zip(BANDS, place_ZN, strict=True)])
         x_0 = images.repeat(len(BANDS), *[1] * (images.dim() - 1))
         eps = torch.from_numpy(rng.standard_normal(tuple(x_0.shape), dtype=np.float32))
-        target = velocity(path, x_0, eps, t) if prediction == "velocity" else eps
-        known = velocity(path, mean.expand_as(x_0), torch.zeros_like(eps), t)
-        constant = known if prediction == "velocity" else torch.zeros_like(eps)
+        target = target_of(path, prediction, x_0, eps, t)
+        constant = target_of(path, prediction, mean.expand_as(x_0), torch.zeros_like(eps), t)
         return cls(x_t(path, x_0, eps, t), t, target, constant, prediction)
 
     def losses(self, answer: Velocity) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aggregator.intake.conditions import Answer, Told, by_condition, chosen_conditions
-from ddm.diffusion.path import Path, Prediction, velocity, x_t
+from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.diffusion.solver import uniform_times
 from ddm.protocol.base import Model
 from ddm.protocol.plan import Condition
@@ -99,7 +99,7 @@ class Sweep:
         t = torch.tensor(times, dtype=torch.float32)
         x_0 = images[torch.from_numpy(rng.integers(len(images), size=len(times)))]
         eps = torch.from_numpy(rng.standard_normal(tuple(x_0.shape), dtype=np.float32))
-        target = velocity(path, x_0, eps, t) if prediction == "velocity" else eps
+        target = target_of(path, prediction, x_0, eps, t)
         limit = _limits(images, x_0, target, t, path, prediction, slack)
         return cls(x_t(path, x_0, eps, t), t, target, limit, told)
 

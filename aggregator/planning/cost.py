@@ -80,6 +80,7 @@ def _measure_training(plan: Plan, seen: Tensor) -> float:
                 on_progress=lambda progress: None,
                 should_stop=lambda: False,
                 labels=labels,
+                prediction=plan.objective.prediction,
                 engine=Engine(device="cpu"),
             )
     finally:

@@ -320,7 +320,7 @@ def _keep(wanted: _Wanted, trained: "Trained", images: "OwnSamples | GivenImages
         autoencoder=autoencoder,
         condition=wanted.condition,
         architecture=wanted.network,
-        path=plan.objective.path,
+        path=plan.objective.ensemble_path,
         t_distribution=plan.t_distribution,
         training=wanted.training,
         base=wanted.base.digest if wanted.base else None,

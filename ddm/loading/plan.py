@@ -81,4 +81,6 @@ def sketch_noise_level(plan: Plan, sketch: Sketch) -> float | None:
     terms = plan.statistics.sketch
     if terms is None:
         return None
-    return t_release(gaussian_mu(terms.epsilon, terms.delta), sketch.scale, path_named(plan.objective.path), terms.rank)
+    return t_release(
+        gaussian_mu(terms.epsilon, terms.delta), sketch.scale, path_named(plan.objective.ensemble_path), terms.rank
+    )
