@@ -160,10 +160,8 @@ def _limits(
     farthest_R = torch.cdist(x_0.flatten(1).double(), images.flatten(1).double()).max(1).values
     t_R = t.double()
     alpha_R, sigma_R = path.alpha(t_R), path.sigma(t_R).clamp(min=1e-9)
-    # x_t fixes eps once x_0 is chosen: eps_hat = (x_t - alpha x_0_hat) / sigma.
-    per_x_0_R = alpha_R / sigma_R
-    if prediction == "velocity":
-        per_x_0_R = path.d_alpha(t_R) - path.d_sigma(t_R) * per_x_0_R
+    # x_t fixes eps once x_0 is chosen, eps_hat = (x_t - alpha x_0_hat) / sigma, and both fix the prediction.
+    per_x_0_R = target_of(path, prediction, torch.ones_like(t_R), -alpha_R / sigma_R, t_R)
     another_R = farthest_R.square() / x_0[0].numel() * per_x_0_R.square()
     near, below = slack
     return torch.where(t_R >= NEAR_NOISE, near * torch.maximum(silent_R, another_R), below * silent_R)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from ddm.diffusion.path import (
     target_of,
     velocity,
     x_0_and_eps_of,
+    x_t,
 )
 from ddm.diffusion.schedules import DiscretePath, KarrasPath
 from ddm.encoders.timm import import_torchvision
@@ -33,7 +34,7 @@ PREDICTIONS: list[Prediction] = list(get_args(Prediction))
 INNER = torch.linspace(0.02, 0.97, 41, dtype=torch.float64)
 
 
-def scheduler(name: str, kind: str = "DDPMScheduler", **changes: object) -> object:
+def scheduler(name: str, kind: str = "DDPMScheduler", **changes: object) -> Any:
     """What diffusers calls the schedule."""
     pytest.importorskip("diffusers", reason="needs diffusers: pip install archipelago[diffusers]")
     import_torchvision()
@@ -150,10 +151,11 @@ def test_velocity_is_finite_and_close_to_the_truth_where_the_schedule_ends(
     name: PathName, prediction: Prediction
 ) -> None:
     path = path_named(name)
-    for canonical, t in itertools.product((LinearPath(), CosinePath()), (0.0, 1e-4, 0.9999, 1.0)):
+    canonicals: list[Path] = [LinearPath(), CosinePath()]
+    for canonical, t in itertools.product(canonicals, (0.0, 1e-4, 0.9999, 1.0)):
         t_B = torch.full((50,), t, dtype=torch.float64)
         x_0, eps = (four_silos().draw(50, seed=0), torch.randn(50, 2, generator=torch.Generator().manual_seed(1)))
-        x = expand_time(canonical.alpha(t_B), x_0) * x_0 + expand_time(canonical.sigma(t_B), x_0) * eps
+        x = x_t(canonical, x_0, eps, t_B)
         truth = four_silos(canonical).velocity(x, t_B)
         found = as_velocity(exact(four_silos(path), prediction), prediction, path, canonical)(x, t_B)
         # scaled_linear ends at alpha = 0.07, so its experts take pure noise for a twentieth of an image
