@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ddm.diffusion.path import CosinePath, LinearPath, path_named, x_0_and_eps
+from ddm.diffusion.schedules import DiscretePath
 from ddm.encoders.timm import import_torchvision
 from ddm.ensemble import Ensemble
 from ddm.models import build_expert
@@ -144,7 +145,7 @@ def test_mixture_with_a_known_posterior_is_exact_with_experts_numbered_in_ddpm_s
 
     log_ratio = DDPMScheduler().alphas_cumprod.double()
     log_ratio = ((1 - log_ratio) / log_ratio).sqrt().log().numpy()
-    path, mixture = path_named("ddpm_linear"), four_silos()
+    path, mixture = DiscretePath("linear"), four_silos()
 
     class Ratio(LinearPath):
         """The mixture noised to a ratio of sigma and alpha, as its own coefficients: x = x_0 + s eps at t = s."""

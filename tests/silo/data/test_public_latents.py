@@ -7,7 +7,6 @@ import torch
 
 from aggregator.intake.inventory import take_inventory
 from aggregator.planning.fit import fit_public
-from aggregator.planning.recipe import Recipe
 from ddm import open_ensemble
 from ddm.encoders.public_autoencoder import WEIGHTS
 from ddm.loading.plan import PlanFiles
@@ -30,7 +29,7 @@ def asked(folder: Path) -> dict[str, object]:
 
 def test_plan_takes_the_file_as_it_was_published_and_the_factors_from_its_configuration(tmp_path: Path) -> None:
     theirs = write_autoencoder(tmp_path / "vae", LAYOUT, channels=(8, 8), images=1)
-    wanted = Recipe.model_validate(recipe(latent=asked(tmp_path / "vae")))
+    wanted = recipe(latent=asked(tmp_path / "vae"))
     public = torch.from_numpy(images(120, 0.1, seed=0))
     fitted = fit_public(wanted, public, tmp_path / "plan-files")
     assert isinstance(fitted.latent, DiffusersKlLatent)
