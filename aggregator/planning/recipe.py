@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PlainSerializer, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from aggregator.planning.architectures import ExpertRecipe
 from ddm.io.settings import Settings
@@ -168,9 +168,7 @@ class Recipe(Settings):
     t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")] = UniformT()
     condition: Annotated[NoCondition | ClassCondition | TextRecipe, Field(discriminator="kind")] = NoCondition()
     objective: Objective = Objective()
-    expert: Annotated[
-        ExpertRecipe, AfterValidator(ExpertRecipe.plain), PlainSerializer(lambda plain: plain.model_dump())
-    ]
+    expert: Annotated[ExpertRecipe, AfterValidator(ExpertRecipe.plain), SerializeAsAny()]
     base: PathText | None = None
     statistics: Statistics
     router: Router
