@@ -9,7 +9,7 @@ import typer
 from aggregator.commands.keys import confirm, say_missing
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
 from aggregator.config import Federation
-from ddm.system.console import human_bytes, human_seconds, progress, say, table
+from ddm.system.console import human_bytes, human_flops, human_seconds, progress, say, table
 
 if TYPE_CHECKING:
     from aggregator.planning.draft import Draft
@@ -60,6 +60,7 @@ def costs(draft: "Draft") -> str:
     made, cost = draft.plan, draft.cost
     training, statistics = made.expert.training, made.statistics
     per_unit = f"per {statistics.unit}, {statistics.relation.replace('_', '-')}"
+    measured = f"one thread of this machine, from {'a few steps' if cost.timed else 'its rate of matrix products'}"
     rows = [
         ("silos", ", ".join(made.silos)),
         (f"agreed {statistics.unit}s", _agreed(made)),
@@ -67,7 +68,8 @@ def costs(draft: "Draft") -> str:
         *_condition(made),
         ("experts a silo", _experts(draft)),
         ("an expert", f"{made.expert.architecture.kind}, {human_bytes(cost.expert_bytes)}, {training.num_steps} steps"),
-        ("training", f"about {human_seconds(cost.train_s)} a silo (one thread of this machine, from a few steps)"),
+        *_network(draft),
+        ("training", f"about {human_seconds(cost.train_s)} a silo ({measured})"),
         ("total, stated", f"epsilon {statistics.total.epsilon:g}, delta {statistics.total.delta:g} {per_unit}"),
         ("total, composed", f"epsilon {cost.epsilon:.4g} at that delta"),
         *_statistics(draft),
@@ -75,6 +77,22 @@ def costs(draft: "Draft") -> str:
         ("valid until", made.expires_at.isoformat()),
     ]
     return f"Plan {made.plan_id}\n" + table(rows, ("what", "value"))
+
+
+def _network(draft: "Draft") -> list[tuple[str, str]]:
+    """Return the size of an expert's network, and what it takes to train and to evaluate."""
+    cost, training = draft.cost, draft.plan.expert.training
+    whole = cost.training_flops * training.batch_size * training.num_steps
+    step = f"{human_flops(cost.training_flops)} an image, {human_flops(whole)} in all"
+    evaluated = f"{human_flops(cost.forward_flops)}, {human_bytes(cost.sampling_bytes)} of memory an image, in float32"
+    return [
+        ("  parameters", f"{cost.parameters:,}"),
+        (
+            "  a training step",
+            f"{step}, {human_bytes(cost.training_bytes)} of memory in batches of {training.batch_size}",
+        ),
+        ("  an evaluation", evaluated),
+    ]
 
 
 def _agreed(plan: "Plan") -> str:

@@ -117,7 +117,7 @@ class Examiner:
             secret=screening_secret(self.federation),
             plan_id=plan_id,
             objective=objective,
-            canonical=path_named(plan.objective.path),
+            canonical=path_named(plan.objective.ensemble_path),
             condition=plan.condition,
             images=images[: most_public(images[0].numel())].clone(),
             mean=public_images(self.federation, plan_id, "fitted").mean(0),

@@ -87,7 +87,10 @@ def _check_moments(sum_R: Tensor, second_RR: Tensor, plan: Plan, num_units: int,
 
 
 def _check_sketches(sketch_NR: Tensor, plan: Plan, sketch: Sketch, name: str) -> None:
-    path, t_r = path_named(plan.objective.path), torch.tensor(sketch_noise_level(plan, sketch), dtype=torch.float64)
+    path, t_r = (
+        path_named(plan.objective.ensemble_path),
+        torch.tensor(sketch_noise_level(plan, sketch), dtype=torch.float64),
+    )
     num_rows, rank = sketch_NR.shape
     most = sketch_norm_bound(float(path.alpha(t_r)), float(path.sigma(t_r)), sketch.scale, rank, num_rows)
     if (norm := float(sketch_NR.double().norm(dim=1).max())) > most:

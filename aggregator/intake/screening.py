@@ -17,7 +17,7 @@ from torch import Tensor
 from aggregator.intake.drawn import DrawnFigures
 from aggregator.intake.flags import Fault
 from aggregator.intake.sweep import Excess
-from ddm.diffusion.path import Path, Prediction, velocity, x_t
+from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.protocol.base import Digest, ExpertId, Model
 from ddm.protocol.plan import Training
 from ddm.routers.evaluation import BANDS
@@ -28,12 +28,18 @@ from ddm.training.schedule import travel
 FEWEST_IMAGES, MOST_IMAGES = 16, 64
 FLOPS = 2e12  # budget for each part of a trial, a minute of one thread; exceeded only for the fewest images and rows
 SANE = 2.0  # times the loss of answering 0: an expert of a single class reached 1.2 on images of others
-SANE_AT_NOISE = 1.02  # near t = 1 every image is noise, so no choice of data explains a loss above that of answering 0
+# Near t = 1 every image is noise: where the prediction holds it, no choice of data explains a loss above answering 0.
+SANE_AT_NOISE = 1.02
 ROW = 10.0  # times the loss of answering 0, of one image at one time below t = 0.8; honest experts: up to 3.3
 ALIKE = 0.5  # times the distance of the most alike public images; an expert of zeros alone: 0.92
 # The median and the largest distance of drawn images from the public set, in those among public images. An error of eps
 # grows on the way to t = 0; honest ones: up to 0.64 and 0.7 for velocity, 0.73 and 1.6 for eps.
-FAR: dict[Prediction, tuple[float, float]] = {"velocity": (1.0, 1.0), "eps": (2.0, 4.0)}
+FAR: dict[Prediction, tuple[float, float]] = {
+    "velocity": (1.0, 1.0),
+    "eps": (2.0, 4.0),
+    "v": (1.0, 1.0),
+    "x_0": (1.0, 1.0),
+}
 TRAVEL = 0.2  # of a weight: a plan whose training can move weights this far teaches any expert to denoise
 LEARNT = 0.8  # times the loss of the best constant, near t = 1; honest experts: up to 0.41
 SAME = 0.01  # relative difference of two experts' losses, image by image; honest ones differ by 0.29 and more somewhere
@@ -87,6 +93,7 @@ class Probe:
         target: the prediction that an expert learns there.
         constant: the best prediction that depends on t alone.
         prediction: the quantity that an expert predicts.
+        holds_noise: whether that quantity holds the noise at t = 1, which every expert can see there.
     """
 
     x: Tensor
@@ -94,6 +101,7 @@ class Probe:
     target: Tensor
     constant: Tensor
     prediction: Prediction = "velocity"
+    holds_noise: bool = True
 
     @classmethod
     def of(cls, images: Tensor, mean: Tensor, path: Path, prediction: Prediction, rng: np.random.Generator) -> "Probe":
@@ -112,10 +120,11 @@ class Probe:
         t = torch.cat([low + (high - low) * place_N for (low, high), place_N in zip(BANDS, place_ZN, strict=True)])
         x_0 = images.repeat(len(BANDS), *[1] * (images.dim() - 1))
         eps = torch.from_numpy(rng.standard_normal(tuple(x_0.shape), dtype=np.float32))
-        target = velocity(path, x_0, eps, t) if prediction == "velocity" else eps
-        known = velocity(path, mean.expand_as(x_0), torch.zeros_like(eps), t)
-        constant = known if prediction == "velocity" else torch.zeros_like(eps)
-        return cls(x_t(path, x_0, eps, t), t, target, constant, prediction)
+        target = target_of(path, prediction, x_0, eps, t)
+        constant = target_of(path, prediction, mean.expand_as(x_0), torch.zeros_like(eps), t)
+        one = torch.ones(1)
+        holds_noise = float(target_of(path, prediction, 0 * one, one, one)) > 0.5
+        return cls(x_t(path, x_0, eps, t), t, target, constant, prediction, holds_noise)
 
     def losses(self, answer: Velocity) -> NDArray[np.float64]:
         """Return the mean squared error of every image in every band, shape (Z, N)."""
@@ -177,13 +186,14 @@ def absolute_faults(figures: ExpertFigures, probe: Probe, training: Training) ->
         return [*found, Fault(expert_id=name, flag="answers_zero", words=silent)]
     found += _single_faults(figures, FAR[probe.prediction], trained=reach >= TRAVEL)
     limit_Z = np.full(len(BANDS), SANE)
-    limit_Z[-1] = SANE_AT_NOISE
+    if probe.holds_noise:
+        limit_Z[-1] = SANE_AT_NOISE
     for band, ratio, limit in zip(BANDS, ratio_Z, limit_Z, strict=True):
         if not ratio <= limit:
             words = f": {_at(band)} its loss is {ratio:.3g} times that of answering 0, above the limit {limit:g}"
             found.append(Fault(expert_id=name, flag="high_loss", words=words))
     of_constant = float(figures.loss_Z[-1] / probe.constant_Z[-1])
-    if reach >= TRAVEL and not of_constant <= LEARNT:
+    if probe.holds_noise and reach >= TRAVEL and not of_constant <= LEARNT:
         learnt = f"{of_constant:.3g} times that of the best constant, above the limit {LEARNT:g}"
         learnt += f" after {training.num_steps} steps"
         found.append(Fault(expert_id=name, flag="not_learnt", words=f": {_at(BANDS[-1])} its loss is {learnt}"))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aggregator.intake.conditions import Answer, Told, by_condition, chosen_conditions
-from ddm.diffusion.path import Path, Prediction, velocity, x_t
+from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.diffusion.solver import uniform_times
 from ddm.protocol.base import Model
 from ddm.protocol.plan import Condition
@@ -99,7 +99,7 @@ class Sweep:
         t = torch.tensor(times, dtype=torch.float32)
         x_0 = images[torch.from_numpy(rng.integers(len(images), size=len(times)))]
         eps = torch.from_numpy(rng.standard_normal(tuple(x_0.shape), dtype=np.float32))
-        target = velocity(path, x_0, eps, t) if prediction == "velocity" else eps
+        target = target_of(path, prediction, x_0, eps, t)
         limit = _limits(images, x_0, target, t, path, prediction, slack)
         return cls(x_t(path, x_0, eps, t), t, target, limit, told)
 
@@ -160,10 +160,8 @@ def _limits(
     farthest_R = torch.cdist(x_0.flatten(1).double(), images.flatten(1).double()).max(1).values
     t_R = t.double()
     alpha_R, sigma_R = path.alpha(t_R), path.sigma(t_R).clamp(min=1e-9)
-    # x_t fixes eps once x_0 is chosen: eps_hat = (x_t - alpha x_0_hat) / sigma.
-    per_x_0_R = alpha_R / sigma_R
-    if prediction == "velocity":
-        per_x_0_R = path.d_alpha(t_R) - path.d_sigma(t_R) * per_x_0_R
+    # x_t fixes eps once x_0 is chosen, eps_hat = (x_t - alpha x_0_hat) / sigma, and both fix the prediction.
+    per_x_0_R = target_of(path, prediction, torch.ones_like(t_R), -alpha_R / sigma_R, t_R)
     another_R = farthest_R.square() / x_0[0].numel() * per_x_0_R.square()
     near, below = slack
     return torch.where(t_R >= NEAR_NOISE, near * torch.maximum(silent_R, another_R), below * silent_R)

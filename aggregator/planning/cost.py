@@ -1,7 +1,9 @@
 """Work out what a plan costs: privacy, bytes, and seconds of training."""
 
 import tempfile
+import time
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import torch
@@ -9,14 +11,16 @@ from torch import Tensor
 
 from ddm.diffusion.path import path_named
 from ddm.loading.plan import sketch_noise_level
-from ddm.models import build_expert, empty_expert, num_parameters
+from ddm.models import build_expert, count_flops, empty_expert, num_parameters
 from ddm.privacy.plan_cost import plan_epsilon
+from ddm.protocol.footprint import expert_size, training_bytes
 from ddm.protocol.plan import Plan, TextCondition, most_experts
 from ddm.routers.sketch import Sketch
 from ddm.training.config import Engine
 from ddm.training.loop import train
 
 TIMED_STEPS = 12
+MOST_TIMED_FLOPS = 10**13  # about two minutes of one thread: a larger expert need not even fit this machine's memory
 
 
 @dataclass(frozen=True)
@@ -27,15 +31,28 @@ class Cost:
         t_release: noise level at which sketches leave; None where none do.
         epsilon: what all statistics cost together at the total's delta.
         expert_bytes: size of one expert.
+        parameters: its trained numbers.
+        forward_flops: operations of evaluating one sample.
+        training_flops: operations of one sample of a training step.
+        training_bytes: estimated memory of a training step, weights and optimiser included.
+        sampling_bytes: estimated memory of evaluating one sample, weights included.
         num_experts: most experts that a silo may have.
-        train_s: seconds that training all of these would take here, one thread, measured on a few steps.
+        train_s: seconds that training all of these would take here, one thread.
+        timed: whether a few training steps were measured for it; else it follows from the operations, and from the
+            rate of this machine's matrix products.
     """
 
     t_release: float | None
     epsilon: float
     expert_bytes: int
+    parameters: int
+    forward_flops: int
+    training_flops: int
+    training_bytes: int
+    sampling_bytes: int
     num_experts: int
     train_s: float
+    timed: bool
 
 
 def cost_of(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
@@ -46,15 +63,39 @@ def cost_of(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
         sketch: the plan's sketch.
         seen: public images as experts see them, to time training on.
     """
-    expert = empty_expert(plan.expert.architecture, plan.expert_shape, plan.condition)
-    num_experts = most_experts(plan)
+    parameters = num_parameters(empty_expert(plan.expert.architecture, plan.expert_shape, plan.condition))
+    forward, both = count_flops(plan.expert.architecture, plan.expert_shape, plan.condition)
+    size, num_experts, training = expert_size(plan), most_experts(plan), plan.expert.training
+    timed = both * training.batch_size * TIMED_STEPS <= MOST_TIMED_FLOPS
+    one_s = _measure_training(plan, seen) if timed else both * training.batch_size * training.num_steps / _rate()
     return Cost(
         t_release=sketch_noise_level(plan, sketch),
         epsilon=plan_epsilon(plan),
-        expert_bytes=4 * num_parameters(expert),
+        expert_bytes=4 * parameters,
+        parameters=parameters,
+        forward_flops=forward,
+        training_flops=both,
+        training_bytes=training_bytes(plan),
+        sampling_bytes=size.bytes + size.forward_bytes(1),
         num_experts=num_experts,
-        train_s=num_experts * _measure_training(plan, seen),
+        train_s=num_experts * one_s,
+        timed=timed,
     )
+
+
+def _rate() -> float:
+    """Return the operations a second of a product of large matrices here, one thread, the best of a few."""
+    threads, side = torch.get_num_threads(), 1024
+    torch.set_num_threads(1)
+    try:
+        left, right, best = torch.ones(side, side), torch.ones(side, side), inf
+        for _ in range(5):
+            start = time.perf_counter()
+            left @ right
+            best = min(best, time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * side**3 / best
 
 
 def _measure_training(plan: Plan, seen: Tensor) -> float:
@@ -80,6 +121,7 @@ def _measure_training(plan: Plan, seen: Tensor) -> float:
                 on_progress=lambda progress: None,
                 should_stop=lambda: False,
                 labels=labels,
+                prediction=plan.objective.prediction,
                 engine=Engine(device="cpu"),
             )
     finally:

@@ -1,22 +1,23 @@
 """Fit what a plan makes public: the encoder, the latents, the clusters and the sketch, all from public images."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from aggregator.planning.recipe import AutoencoderKlRecipe, PcaRecipe, PublicRecipe, Recipe, TextRecipe
+from aggregator.planning.recipe import DiffusersKlRecipe, PcaRecipe, PublicRecipe, Recipe, TextRecipe
 from ddm.encoders import Encoder, PcaEncoder, Progress
-from ddm.encoders.autoencoder import AutoencoderKl, Identity, Latent, open_weights, spread
+from ddm.encoders.autoencoder import open_latent, open_weights, spread
 from ddm.errors import DataError
-from ddm.io.files import require_file
+from ddm.io.files import replacing, require_file
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.plan import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.clustering import fit_clustering
 from ddm.protocol.latent import AUTOENCODER_PATH, AutoencoderSize
-from ddm.protocol.plan import AutoencoderKlLatent, Condition, IdentityLatent, TimmEncoder
+from ddm.protocol.plan import Autoencoder, AutoencoderKlLatent, Condition, IdentityLatent, TimmEncoder
 from ddm.protocol.plan import PcaEncoder as PcaSpec
 from ddm.routers.sketch import Sketch
 
@@ -60,7 +61,7 @@ class Fitted:
     images: PublicImages
     paths: tuple[str, ...]
     encoder: PcaSpec | TimmEncoder
-    latent: IdentityLatent | AutoencoderKlLatent
+    latent: IdentityLatent | Autoencoder
     num_fine: int
     condition: Condition
     sketch: Sketch
@@ -77,7 +78,7 @@ def fit_public(recipe: Recipe, public: Tensor, folder: Path, on_progress: Progre
 
     Raises:
         MissingFileError: a file of weights that the recipe names is not there.
-        SetupError: the folder of the text encoder that the recipe names holds none.
+        SetupError: the folder of the text encoder, or of the autoencoder, that the recipe names holds none.
         TensorFileError: the autoencoder's weights are not what the recipe's sizes imply.
         DataError: too few public images for the recipe.
     """
@@ -85,12 +86,11 @@ def fit_public(recipe: Recipe, public: Tensor, folder: Path, on_progress: Progre
     condition = _condition(recipe)
     encoder, encoder_spec = _open_encoder(recipe, fitted)
     num_fine = recipe.clustering.fine_for(len(fitted), recipe.statistics.counts.num_groups)
-    latent, latent_spec, latents = _open_latent(recipe, fitted, holdout, on_progress)
+    latent_spec, latents = _encode(recipe, fitted, holdout, folder, on_progress)
     images = PublicImages(fitted, holdout, latents)
     sketch = _fit_partition(recipe, encoder, num_fine, images, folder, on_progress)
     paths = [CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH]
-    if isinstance(latent, AutoencoderKl):
-        save_tensors(folder / AUTOENCODER_PATH, latent.tensors())
+    if latents is not None:
         paths.append(AUTOENCODER_PATH)
     if recipe.base and recipe.expert.base:
         save_tensors(folder / recipe.expert.base, _open_base(recipe, recipe.base, images.seen, condition))
@@ -134,19 +134,34 @@ def _open_encoder(recipe: Recipe, fitted: Tensor) -> tuple[Encoder, PcaSpec | Ti
     return network, network.spec
 
 
-def _open_latent(
-    recipe: Recipe, fitted: Tensor, holdout: Tensor, on_progress: Progress | None
-) -> tuple[Latent, IdentityLatent | AutoencoderKlLatent, tuple[Tensor, Tensor] | None]:
-    """Open the autoencoder, measure how wide its latents are on the images that the plan is fitted on, encode all."""
-    wanted = recipe.latent
-    if not isinstance(wanted, AutoencoderKlRecipe):
-        return Identity(), wanted, None
-    weights = require_file(Path(wanted.weights), "the weights of the autoencoder")
-    opened = open_weights(weights, wanted, recipe.data.shape)
+def _encode(
+    recipe: Recipe, fitted: Tensor, holdout: Tensor, folder: Path, on_progress: Progress | None
+) -> tuple[IdentityLatent | Autoencoder, tuple[Tensor, Tensor] | None]:
+    """Open the autoencoder if there is one, encode all images, and write its weights where the plan has them.
+
+    Latents of MONAI's are divided by how wide they are on the images that the plan is fitted on; a published one brings
+    its factors along.
+    """
+    wanted, target = recipe.latent, folder / AUTOENCODER_PATH
+    if isinstance(wanted, IdentityLatent):
+        return wanted, None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(wanted, DiffusersKlRecipe):
+        from ddm.encoders.public_autoencoder import describe  # takes seconds, and most recipes do without
+
+        spec, weights = describe(Path(wanted.folder), recipe.data.shape, wanted.tile)
+        with replacing(target) as copy, weights.open("rb") as published_file:
+            shutil.copyfileobj(published_file, copy)
+        published = open_latent(spec, recipe.data.shape, None, folder)
+        return spec, (published.encode(fitted, on_progress), published.encode(holdout, on_progress))
+    opened = open_weights(
+        require_file(Path(wanted.weights), "the weights of the autoencoder"), wanted, recipe.data.shape
+    )
     raw_fitted, raw_holdout = opened.encode(fitted, on_progress), opened.encode(holdout, on_progress)
     scale = spread(raw_fitted)
     sizes = {name: getattr(wanted, name) for name in AutoencoderSize.model_fields}
-    return opened, AutoencoderKlLatent(**sizes, scale=scale), (raw_fitted / scale, raw_holdout / scale)
+    save_tensors(target, opened.tensors())
+    return AutoencoderKlLatent(**sizes, scale=scale), (raw_fitted / scale, raw_holdout / scale)
 
 
 def _open_base(recipe: Recipe, weights: str, seen: Tensor, condition: Condition) -> dict[str, Tensor]:

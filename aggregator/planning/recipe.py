@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
+from aggregator.planning.architectures import ExpertRecipe
 from ddm.io.settings import Settings
 from ddm.protocol.architecture import MaxTokens, Probability
 from ddm.protocol.base import NaturalInt
@@ -12,7 +13,6 @@ from ddm.protocol.plan import (
     Audit,
     ClassCondition,
     DataSpec,
-    Expert,
     Limits,
     LogitNormalT,
     NoCondition,
@@ -75,6 +75,19 @@ class AutoencoderKlRecipe(AutoencoderSize):
 
     kind: Literal["autoencoder_kl"] = "autoencoder_kl"
     weights: PathText
+
+
+class DiffusersKlRecipe(Settings):
+    """A published autoencoder, as of Stable Diffusion, SDXL or FLUX, from a folder in the layout of diffusers.
+
+    Attributes:
+        folder: holds `config.json` and `diffusion_pytorch_model.safetensors`, which say its sizes and factors.
+        tile: side in pixels of the overlapping tiles that larger images are cut into; 0 for whole images.
+    """
+
+    kind: Literal["diffusers_kl"]
+    folder: PathText
+    tile: Annotated[int, Field(ge=0, le=65536)] = 0
 
 
 class TextRecipe(Settings):
@@ -145,7 +158,9 @@ class Recipe(Settings):
     valid_days: Annotated[int, Field(gt=0, le=90)] = 90
     public: PublicRecipe = PublicRecipe()
     data: DataSpec
-    latent: Annotated[IdentityLatent | AutoencoderKlRecipe, Field(discriminator="kind")] = IdentityLatent()
+    latent: Annotated[IdentityLatent | AutoencoderKlRecipe | DiffusersKlRecipe, Field(discriminator="kind")] = (
+        IdentityLatent()
+    )
     encoder: Annotated[PcaRecipe | TimmRecipe, Field(discriminator="kind")]
     clustering: ClusteringRecipe
     sketch: SketchRecipe
@@ -153,7 +168,7 @@ class Recipe(Settings):
     t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")] = UniformT()
     condition: Annotated[NoCondition | ClassCondition | TextRecipe, Field(discriminator="kind")] = NoCondition()
     objective: Objective = Objective()
-    expert: Expert
+    expert: Annotated[ExpertRecipe, AfterValidator(ExpertRecipe.plain), SerializeAsAny()]
     base: PathText | None = None
     statistics: Statistics
     router: Router

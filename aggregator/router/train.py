@@ -94,12 +94,12 @@ def train_router(
         federation, inventory.counted_units, [name for name, each in inventory.silos.items() if each.admitted]
     )
     plan, layout = inventory.plan, inventory.layout()
-    path = path_named(plan.objective.path)
+    path = path_named(plan.objective.ensemble_path)
     noisy_KG = torch.stack(list(inventory.counts().values()))
     num_units, epsilon = list(inventory.num_units.values()), plan.statistics.counts.epsilon
     share_K = capped_shares(counted, federation.settings().max_influence)
     by_silo = CountsRouter.from_counts(
-        inventory.files.sketch, noisy_KG, num_units, epsilon, path_named(plan.objective.path)
+        inventory.files.sketch, noisy_KG, num_units, epsilon, path_named(plan.objective.ensemble_path)
     )
     public = PublicData(
         *_public_images(federation, inventory, "holdout"),
@@ -159,7 +159,7 @@ def _fit(
     on_progress: Progress | None,
 ) -> tuple[AnyRouter, HeldOut | None]:
     """Fit the plan's family; return it with the held-out sketches."""
-    plan, path, layout = inventory.plan, path_named(inventory.plan.objective.path), inventory.layout()
+    plan, path, layout = inventory.plan, path_named(inventory.plan.objective.ensemble_path), inventory.layout()
     num_units, sketches, settings = list(inventory.num_units.values()), inventory.sketches(), plan.router
     t_release = inventory.t_release()
     if isinstance(settings, LearnedSettings) and t_release is not None:
@@ -245,7 +245,7 @@ def _expert_priors(counts: CountsRouter, weight_K: Sequence[float], layout: Layo
 def _experts(inventory: Inventory, device: torch.device) -> LazyExperts:
     """Return every accepted expert, in the manifest's order, with one in memory at a time."""
     plan = inventory.plan
-    architecture, shape, path = plan.expert.architecture, plan.expert_shape, path_named(plan.objective.path)
+    architecture, shape, path = plan.expert.architecture, plan.expert_shape, path_named(plan.objective.ensemble_path)
     sent = [(silo_id, each) for silo_id, silo in inventory.silos.items() for each in silo.submission.experts]
 
     def load(number: int) -> Expert:

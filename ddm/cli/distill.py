@@ -25,7 +25,7 @@ from ddm.cli.options import (
 from ddm.errors import DataError, SetupError
 from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
-from ddm.protocol.plan import Architecture, AutoencoderKlLatent, Condition, NoCondition, TextCondition
+from ddm.protocol.plan import Architecture, Autoencoder, Condition, NoCondition, TextCondition
 from ddm.system.console import human_seconds, progress, say
 from ddm.system.devices import DeviceName
 from ddm.system.signals import stop_on_first_signal
@@ -307,7 +307,7 @@ def _keep(wanted: _Wanted, trained: "Trained", images: "OwnSamples | GivenImages
     from ddm.protocol.base import File
 
     plan, out, autoencoder = wanted.opened.plan, wanted.out, None
-    if isinstance(plan.latent, AutoencoderKlLatent):
+    if isinstance(plan.latent, Autoencoder):
         autoencoder = plan.file(plan.latent.path)
         write_atomic(autoencoder_beside(out), (wanted.opened.folder / autoencoder.path).read_bytes())
     save_tensors(out, trained.ema)
@@ -320,7 +320,7 @@ def _keep(wanted: _Wanted, trained: "Trained", images: "OwnSamples | GivenImages
         autoencoder=autoencoder,
         condition=wanted.condition,
         architecture=wanted.network,
-        path=plan.objective.path,
+        path=plan.objective.ensemble_path,
         t_distribution=plan.t_distribution,
         training=wanted.training,
         base=wanted.base.digest if wanted.base else None,

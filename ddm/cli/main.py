@@ -23,7 +23,8 @@ from ddm.cli.sample import sample
 from ddm.cli.sample_student import sample_student
 from ddm.loading.release import Release
 from ddm.protocol.architecture import TextCondition
-from ddm.system.console import new_program, run_app, say, table
+from ddm.protocol.plan import Plan
+from ddm.system.console import human_bytes, human_flops, new_program, run_app, say, table
 
 app = new_program("Verify a published ensemble of diffusion experts, and sample from it.")
 
@@ -80,6 +81,7 @@ def info(
     say(f"  images {shape}, {len(manifest.experts)} experts of kind {plan.expert.architecture.kind}")
     if isinstance(plan.condition, TextCondition) and plan.condition.encoder:
         say(f"  condition: a text, through your copy of the encoder {plan.condition.encoder.name}")
+    say(_network(plan))
     say(f"  router {manifest.router.kind}, licence {manifest.licence}\n")
     priors: dict[str, list[float]] = {}
     for expert in manifest.experts:
@@ -101,6 +103,20 @@ def info(
     _say_lowered(opened)
     say("\nThe experts' weights were trained without differential privacy; epsilon covers the router's inputs only.")
     warn_if_expired(opened)
+
+
+def _network(plan: Plan) -> str:
+    """Return the size of an expert's network, and what it takes to evaluate and to train."""
+    from ddm.models import count_flops
+    from ddm.protocol.footprint import expert_size, training_bytes
+
+    size, batch = expert_size(plan), plan.expert.training.batch_size
+    forward, both = count_flops(plan.expert.architecture, plan.expert_shape, plan.condition)
+    memory = human_bytes(size.bytes + size.forward_bytes(1))
+    return (
+        f"  an expert: {size.parameters:,} parameters, {human_flops(forward)} and {memory} to evaluate one image,"
+        f"\n  {human_flops(both)} to train on one, {human_bytes(training_bytes(plan))} in batches of {batch} (float32)"
+    )
 
 
 def _say_lowered(opened: Release) -> None:

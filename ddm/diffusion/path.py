@@ -1,8 +1,8 @@
 """Probability paths from data to noise, and conversions between predictions and between paths.
 
 Every path writes ``x_t = alpha_t x_0 + sigma_t eps`` with t = 0 data and t = 1 noise, and its velocity is
-``u_t = d_alpha_t x_0 + d_sigma_t eps``. Given x_t and t, any one of u, eps, x_0 and the score fixes the others:
-the definitions of x_t and u_t are two linear equations in x_0 and eps.
+``u_t = d_alpha_t x_0 + d_sigma_t eps``. Given x_t and t, any one of u, eps, x_0, ``v = alpha_t eps - sigma_t x_0`` and
+the score fixes the others: the definitions of x_t and u_t are two linear equations in x_0 and eps.
 """
 
 # Shape legend: B batch, ... all data dimensions.
@@ -14,6 +14,7 @@ from typing import Literal, Protocol, assert_never
 import torch
 from torch import Tensor
 
+from ddm.diffusion.schedules import DiscretePath, KarrasPath
 from ddm.errors import ShapeError
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
@@ -22,8 +23,8 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 Expert = Callable[..., Tensor]
 """Called as ``expert(x_B, t_B)``, or as ``expert(x_B, t_B, c_B)`` where experts take a condition."""
 
-PathName = Literal["linear", "cosine_vp"]
-Prediction = Literal["velocity", "eps"]
+PathName = Literal["linear", "cosine_vp", "ddpm_linear", "ddpm_cosine", "scaled_linear", "edm"]
+Prediction = Literal["velocity", "eps", "v", "x_0"]
 
 
 class Experts(Protocol):
@@ -38,11 +39,11 @@ class Path(Protocol):
     """The coefficients of ``x_t = alpha_t x_0 + sigma_t eps`` and their derivatives in t, element by element."""
 
     def alpha(self, t: Tensor) -> Tensor:
-        """Weight of the data: 1 at t = 0, 0 at t = 1."""
+        """Weight of the data: 1 at t = 0, 0 at t = 1; nearly so on the paths of `ddm.diffusion.schedules`."""
         ...
 
     def sigma(self, t: Tensor) -> Tensor:
-        """Weight of the noise: 0 at t = 0, 1 at t = 1."""
+        """Weight of the noise: 0 at t = 0, 1 at t = 1; nearly so on the paths of `ddm.diffusion.schedules`."""
         ...
 
     def d_alpha(self, t: Tensor) -> Tensor:
@@ -125,6 +126,14 @@ def path_named(name: PathName) -> Path:
             return LinearPath()
         case "cosine_vp":
             return CosinePath()
+        case "ddpm_linear":
+            return DiscretePath("linear")
+        case "ddpm_cosine":
+            return DiscretePath("cosine")
+        case "scaled_linear":
+            return DiscretePath("scaled_linear", 0.00085, 0.012)
+        case "edm":
+            return KarrasPath()
         case _:
             assert_never(name)
 
@@ -154,7 +163,7 @@ def velocity(path: Path, x_0: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
 
 
 def x_0_and_eps(path: Path, x: Tensor, u: Tensor, t_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Solve x_t and u for data and noise; nowhere singular on either path.
+    """Solve x_t and u for data and noise; nowhere singular on any path.
 
     ``x_0 = (d_sigma x - sigma u) / D``, ``eps = (alpha u - d_alpha x) / D``, ``D = alpha d_sigma - sigma d_alpha``;
     on the linear path D = 1 and these are ``x - t u`` and ``x + (1 - t) u``.
@@ -172,6 +181,57 @@ def x_0_and_eps(path: Path, x: Tensor, u: Tensor, t_B: Tensor) -> tuple[Tensor, 
     alpha, sigma, d_alpha, d_sigma = path.alpha(t), path.sigma(t), path.d_alpha(t), path.d_sigma(t)
     determinant = alpha * d_sigma - sigma * d_alpha
     return (d_sigma * x - sigma * u) / determinant, (alpha * u - d_alpha * x) / determinant
+
+
+def target_of(path: Path, prediction: Prediction, x_0: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
+    """Return the quantity that an expert learns to predict, shape (B, ...)."""
+    match prediction:
+        case "velocity":
+            return velocity(path, x_0, eps, t_B)
+        case "eps":
+            return eps
+        case "v":
+            t = expand_time(t_B, x_0)
+            return path.alpha(t) * eps - path.sigma(t) * x_0
+        case "x_0":
+            return x_0
+        case _:
+            assert_never(prediction)
+
+
+def x_0_and_eps_of(path: Path, prediction: Prediction, x: Tensor, answer: Tensor, t_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Solve x_t and a prediction for data and noise.
+
+    Singular for eps at alpha = 0 and for x_0 at sigma = 0, and nowhere for velocity and v:
+    ``x_0 = (alpha x - sigma v) / (alpha^2 + sigma^2)``, ``eps = (sigma x + alpha v) / (alpha^2 + sigma^2)``.
+
+    Args:
+        path: the path that the prediction lives on.
+        prediction: what `answer` is.
+        x: noised samples, shape (B, ...).
+        answer: the prediction at (x, t), same shape.
+        t_B: times in [0, 1], shape (B,).
+
+    Returns:
+        x_0 and eps, each of the shape of `x`.
+
+    Source:
+        Salimans and Ho 2022, appendix D, for v on variance-preserving paths.
+    """
+    if prediction == "velocity":
+        return x_0_and_eps(path, x, answer, t_B)
+    t = expand_time(t_B, x)
+    alpha, sigma = path.alpha(t), path.sigma(t)
+    match prediction:
+        case "eps":
+            return (x - sigma * answer) / alpha, answer
+        case "x_0":
+            return answer, (x - alpha * answer) / sigma
+        case "v":
+            power = alpha.square() + sigma.square()
+            return (alpha * x - sigma * answer) / power, (sigma * x + alpha * answer) / power
+        case _:
+            assert_never(prediction)
 
 
 def velocity_from_eps(path: Path, x: Tensor, eps: Tensor, t_B: Tensor) -> Tensor:
@@ -197,44 +257,49 @@ def velocity_from_score(path: Path, x: Tensor, score: Tensor, t_B: Tensor) -> Te
 
 
 def as_velocity(
-    expert: Velocity, prediction: Prediction, path: Path, canonical: Path, *, t_max: float = 0.99
-) -> Velocity:
-    """Convert an expert that was trained on another path, or predicts eps, to velocities on the canonical path.
+    expert: Expert, prediction: Prediction, path: Path, canonical: Path, *, t_min: float = 0.01, t_max: float = 0.99
+) -> Expert:
+    """Convert an expert that was trained on another path, or predicts something else, to the canonical velocity.
 
     The expert is called at t', where its path (a', s') has the canonical ratio ``a'/s' = alpha/sigma``, on
     ``x' = c x`` with ``c = hypot(a', s') / hypot(alpha, sigma)``: the same x_0 and eps, at the same signal-to-noise
-    ratio. The x_0 and eps that it predicts are then written as a canonical velocity.
+    ratio. The x_0 and eps that it predicts are then written as a canonical velocity. Where the expert's path has no
+    such t', because its noise begins above 0 or ends below pure noise, and where its prediction is singular, it is
+    called at the nearest t': with more noise than there, the estimate of x_0 is kept and eps follows from x_t; with
+    less, eps is kept and x_0 follows.
 
     Args:
-        expert: predicts `prediction` on `path`, as ``expert(x_B, t_B)``.
+        expert: predicts `prediction` on `path`, as ``expert(x_B, t_B)``, or with the condition as third.
         prediction: what it predicts.
         path: the path it was trained on.
         canonical: the ensemble's path.
+        t_min: for x_0-prediction only, which is singular at sigma = 0: the smallest t' at which the expert is called,
+            on a path that begins there.
         t_max: for eps-prediction only, which is singular at alpha = 0 and near it divides the expert's error by alpha:
-            beyond this t' the estimate of x_0 is the one at t_max, and eps follows from x_t.
+            the largest t' at which the expert is called.
 
     Returns:
-        The velocity on the canonical path.
+        The velocity on the canonical path, called as the expert is.
 
     Source:
         Karras et al. 2022, for the equivalence of paths up to time and scale.
     """
+    singular_at_data = prediction == "x_0" and float(path.sigma(torch.zeros(()))) == 0.0
+    lowest, highest = t_min if singular_at_data else 0.0, t_max if prediction == "eps" else 1.0
 
-    def on_canonical(x_B: Tensor, t_B: Tensor) -> Tensor:
+    def on_canonical(x_B: Tensor, t_B: Tensor, *condition: Tensor) -> Tensor:
         t_B = t_B.to(x_B)
         alpha_B, sigma_B = canonical.alpha(t_B), canonical.sigma(t_B)
         other_B = path.time_of(alpha_B, sigma_B)
-        called_B = other_B.clamp(max=t_max) if prediction == "eps" else other_B
+        called_B = other_B.clamp(lowest, highest)
         scale_B = torch.hypot(path.alpha(called_B), path.sigma(called_B)) / torch.hypot(alpha_B, sigma_B)
         x_other = expand_time(scale_B, x_B) * x_B
-        answer = expert(x_other, called_B)
-        if prediction == "velocity":
-            return velocity(canonical, *x_0_and_eps(path, x_other, answer, called_B), t_B)
-        called = expand_time(called_B, x_B)
-        x_0 = (x_other - path.sigma(called) * answer) / path.alpha(called)
+        answer = expert(x_other, called_B, *condition)
+        x_0, eps = x_0_and_eps_of(path, prediction, x_other, answer, called_B)
         alpha, sigma = expand_time(alpha_B, x_B), expand_time(sigma_B, x_B)
-        beyond = expand_time(other_B, x_B) > called
-        eps = torch.where(beyond, (x_B - alpha * x_0) / torch.where(beyond, sigma, 1.0), answer)
-        return velocity(canonical, x_0, eps, t_B)
+        above, below = (expand_time(beyond_B, x_B) > 0 for beyond_B in (other_B - called_B, called_B - other_B))
+        kept_eps = torch.where(above, (x_B - alpha * x_0) / torch.where(above, sigma, 1.0), eps)
+        kept_x_0 = torch.where(below, (x_B - sigma * eps) / torch.where(below, alpha, 1.0), x_0)
+        return velocity(canonical, kept_x_0, kept_eps, t_B)
 
     return on_canonical

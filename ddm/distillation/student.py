@@ -28,7 +28,7 @@ from ddm.protocol.base import (
 from ddm.protocol.footprint import drawing_bytes
 from ddm.protocol.plan import (
     Architecture,
-    AutoencoderKlLatent,
+    Autoencoder,
     Condition,
     DataSpec,
     IdentityLatent,
@@ -123,7 +123,7 @@ class Student(Document):
 
     @model_validator(mode="after")
     def _latents_are_decoded(self) -> "Student":
-        if isinstance(self.latent, AutoencoderKlLatent) != (self.autoencoder is not None):
+        if isinstance(self.latent, Autoencoder) != (self.autoencoder is not None):
             needed = "an autoencoder" if self.autoencoder is None else "no autoencoder"
             raise ValueError(f"the latent {self.latent.kind} needs {needed} beside it")
         if misfit := self.latent.misfit(self.data.shape):
@@ -165,7 +165,7 @@ def load_student(
     shape, latent = record.latent.shape(record.data.shape), record.latent
     # The files may have been renamed together with the record; the digests identify them.
     file = record.file.model_copy(update={"path": weights.name})
-    if isinstance(latent, AutoencoderKlLatent):
+    if isinstance(latent, Autoencoder):
         beside = require_file(autoencoder_beside(weights), "a student's autoencoder")
         latent = latent.model_copy(update={"path": beside.name})
     try:

@@ -1,8 +1,9 @@
-"""The space that experts work in: samples themselves, or their latents under a frozen public AutoencoderKL of MONAI.
+"""The space that experts work in: samples themselves, or their latents under a frozen public AutoencoderKL.
 
 Clustering uses features of pixels, and samples are decoded at the end; everything in between, the experts, the routers
 and the sketches, works on latents. A sample's latent is the mean of the autoencoder's posterior, not a draw from it, so
-it is unique; it is divided by the plan's `scale`, so that the experts' data have about the variance of their noise.
+it is unique; it is divided by the plan's `scale`, so that the experts' data have about the variance of their noise. The
+autoencoder is one of MONAI, or a published one of diffusers (`ddm.encoders.public_autoencoder`).
 """
 
 # Shape legend: N samples, B samples of one block, ... sample dimensions (C, H, W) or (C, D, H, W).
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,12 @@ from ddm.encoders import Progress
 from ddm.errors import NumericalError, SetupError, ShapeError
 from ddm.io.tensors import load_tensors, spec_of
 from ddm.protocol.base import File
-from ddm.protocol.latent import AutoencoderKlLatent, AutoencoderSize, IdentityLatent
+from ddm.protocol.latent import AutoencoderKlLatent, AutoencoderSize, DiffusersKlLatent, IdentityLatent
 from ddm.protocol.latent import Latent as Spec
 from ddm.system.devices import device_named
+
+if TYPE_CHECKING:
+    from ddm.encoders.public_autoencoder import PublicAutoencoder
 
 MAX_FILE_BYTES = 8 * 1024**3
 MAX_WEIGHT = 1e4
@@ -61,17 +65,23 @@ class AutoencoderKl:
     the number of others. Computes on a GPU where there is one.
 
     Args:
-        net: MONAI's network, from `build_autoencoder`.
+        net: MONAI's network, from `build_autoencoder`, or a published one, which scales latents itself.
         size: its sizes.
         shape: one sample, (C, H, W) or (C, D, H, W).
         scale: the divisor of latents.
     """
 
-    def __init__(self, net: nn.Module, size: AutoencoderSize, shape: tuple[int, ...], scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        net: "nn.Module | PublicAutoencoder",
+        size: AutoencoderSize | DiffusersKlLatent,
+        shape: tuple[int, ...],
+        scale: float = 1.0,
+    ) -> None:
         self.net = net.eval().requires_grad_(False)
         self.size, self.shape, self.scale = size, shape, scale
         self.device = device_named()
-        self.block = max(1, min(_MOST_AT_ONCE, _BLOCK_BYTES // (4 * size.channels[0] * prod(shape[1:]))))
+        self.block = max(1, min(_MOST_AT_ONCE, _BLOCK_BYTES // (4 * size.channels[0] * prod(size.at_once(shape)[1:]))))
 
     def encode(self, samples: Tensor, on_progress: Progress | None = None) -> Tensor:
         """Return latents over `scale`, shape (N, latent channels, ...), float32 on the CPU.
@@ -167,6 +177,12 @@ def open_latent(spec: Spec, shape: tuple[int, ...], file: File | None, folder: P
         case AutoencoderKlLatent(path=path, scale=scale):
             bounds = (file.bytes, file.digest) if file else (MAX_FILE_BYTES, None)
             return _open(folder / path, spec, shape, scale, *bounds)
+        case DiffusersKlLatent(path=path):
+            from ddm.encoders.public_autoencoder import load  # takes seconds, and most plans do without
+
+            max_bytes, digest = (file.bytes, file.digest) if file else (MAX_FILE_BYTES, None)
+            net = load(folder / path, spec, shape, max_bytes=max_bytes, max_abs=MAX_WEIGHT, digest=digest)
+            return AutoencoderKl(net, spec, shape)
         case _:
             assert_never(spec)
 

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path as FilePath
 
 import torch
-from torch import Tensor
 
 from ddm.diffusion.path import Expert, Experts, Path, as_velocity, path_named
 from ddm.ensemble import Ensemble
@@ -126,7 +125,7 @@ def build_ensemble(
         TensorFileError: a tensor file is not what the plan implies.
         SetupError: `memory_bytes` is less than the largest expert needs.
     """
-    shape, condition, path = plan.expert_shape, plan.condition, path_named(plan.objective.path)
+    shape, condition, path = plan.expert_shape, plan.condition, path_named(plan.objective.ensemble_path)
     files = PlanFiles.load(plan, folder)
     sketch = files.sketch
     router = load_router(manifest.router, folder, plan=plan, sketch=sketch, experts=manifest.experts)
@@ -163,11 +162,7 @@ def on_path(expert: Expert, learned: ExpertObjective, canonical: Path) -> Expert
     own = path_named(learned.path)
     if own == canonical and learned.prediction == "velocity":
         return expert
-
-    def velocity(x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> Tensor:
-        return as_velocity(lambda x, t: expert(x, t, *condition_B), learned.prediction, own, canonical)(x_B, t_B)
-
-    return velocity
+    return as_velocity(expert, learned.prediction, own, canonical)
 
 
 def _class_priors(router: Calibrated, sketch: Sketch, path: Path) -> ClassPriors | None:

@@ -11,7 +11,7 @@ from ddm.encoders.autoencoder import Identity, Latent, open_latent
 from ddm.io.tensors import TensorSpec, load_tensors
 from ddm.partition.clustering import Clusters, cluster_specs
 from ddm.privacy.accounting import gaussian_mu, t_release
-from ddm.protocol.plan import AutoencoderKlLatent, Plan
+from ddm.protocol.plan import Autoencoder, Plan
 from ddm.protocol.plan import PcaEncoder as PcaSpec
 from ddm.routers.sketch import Sketch, sketch_specs
 
@@ -72,7 +72,7 @@ class PlanFiles:
     @staticmethod
     def load_latent(plan: Plan, folder: Path) -> Latent:
         """Open the plan's latent alone; see `ddm.encoders.autoencoder.open_latent`."""
-        listed = plan.file(plan.latent.path) if isinstance(plan.latent, AutoencoderKlLatent) else None
+        listed = plan.file(plan.latent.path) if isinstance(plan.latent, Autoencoder) else None
         return open_latent(plan.latent, plan.data.shape, listed, folder)
 
 
@@ -81,4 +81,6 @@ def sketch_noise_level(plan: Plan, sketch: Sketch) -> float | None:
     terms = plan.statistics.sketch
     if terms is None:
         return None
-    return t_release(gaussian_mu(terms.epsilon, terms.delta), sketch.scale, path_named(plan.objective.path), terms.rank)
+    return t_release(
+        gaussian_mu(terms.epsilon, terms.delta), sketch.scale, path_named(plan.objective.ensemble_path), terms.rank
+    )

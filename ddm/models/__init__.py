@@ -25,7 +25,15 @@ from ddm.protocol.plan import (
     Unet,
 )
 
-__all__ = ["build_expert", "empty_expert", "expected_tensors", "load_expert", "num_parameters", "training_flops"]
+__all__ = [
+    "build_expert",
+    "count_flops",
+    "empty_expert",
+    "expected_tensors",
+    "load_expert",
+    "num_parameters",
+    "training_flops",
+]
 
 MAX_WEIGHT = 1e4
 
@@ -118,7 +126,18 @@ def training_flops(
 ) -> int:
     """Return the operations of all matrix products and convolutions, forward and backward, over so many samples.
 
-    Counted by torch on the meta device, with texts of full length.
+    Raises:
+        ShapeError, SetupError: see `build_expert`.
+    """
+    return count_flops(architecture, shape, condition)[1] * num_images_seen
+
+
+def count_flops(
+    architecture: Architecture, shape: Sequence[int], condition: Condition = NoCondition()
+) -> tuple[int, int]:
+    """Return the operations of one sample: of evaluating it, and of evaluation and gradient together.
+
+    Counted by torch on the meta device, matrix products and convolutions only, with texts of full length.
 
     Raises:
         ShapeError, SetupError: see `build_expert`.
@@ -132,8 +151,10 @@ def training_flops(
             case TextCondition(dim=dim, max_tokens=max_tokens):
                 inputs = (*inputs, torch.empty(1, max_tokens, dim))
         with FlopCounterMode(display=False) as counter:
-            torch.autograd.backward(expert(*inputs).sum())
-    return int(counter.get_total_flops()) * num_images_seen
+            answer = expert(*inputs)
+            forward = int(counter.get_total_flops())
+            torch.autograd.backward(answer.sum())
+    return forward, int(counter.get_total_flops())
 
 
 def _build(

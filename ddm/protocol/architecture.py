@@ -164,6 +164,11 @@ Architecture = Annotated[Dit | Mmdit | Unet, Field(discriminator="kind")]
 
 # Widths, depths and heads as published (Peebles and Xie 2023, table 1).
 _DIT_SIZES = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 16)}
+# Depths d of Esser et al. 2024, whose width is 64 d and whose heads are d.
+_MMDIT_DEPTHS = (15, 18, 21, 24, 30, 38)
+# The width and depth of McAllister et al. 2025, which come to 3B parameters in shared blocks only.
+_MMDIT_3B = (2560, 30, 20)
+_PATCHES = ("2", "4", "8")
 
 
 def dit_size(name: str) -> Dit:
@@ -173,7 +178,30 @@ def dit_size(name: str) -> Dit:
         ShapeError: there is no published size of this name.
     """
     letter, _, patch = name.partition("/")
-    if letter not in _DIT_SIZES or patch not in ("2", "4", "8"):
+    if letter not in _DIT_SIZES or patch not in _PATCHES:
         raise ShapeError("size of a DiT", expected="S, B, L or XL, then /2, /4 or /8", got=repr(name[:40]))
     hidden, depth, heads = _DIT_SIZES[letter]
     return Dit(patch=int(patch), hidden=hidden, depth=depth, heads=heads)
+
+
+def mmdit_size(name: str) -> Mmdit:
+    """Return a published size by its name: d15 to d38, or 3B, then the side of a patch, as in ``d24/2``.
+
+    ``d24`` is that of Stable Diffusion 3 medium. ``3B`` has the paper's width and depth, every block shared.
+
+    Raises:
+        ShapeError: there is no published size of this name.
+
+    Source:
+        Esser et al. 2024, section 5.3; McAllister et al. 2025.
+    """
+    stem, _, patch = name.partition("/")
+    depths = {f"d{depth}": depth for depth in _MMDIT_DEPTHS}
+    if (stem not in depths and stem != "3B") or patch not in _PATCHES:
+        expected = f"{', '.join(depths)} or 3B, then /2, /4 or /8"
+        raise ShapeError("size of an MMDiT", expected=expected, got=repr(name[:40]))
+    if stem == "3B":
+        hidden, depth, heads = _MMDIT_3B
+        return Mmdit(patch=int(patch), hidden=hidden, depth=depth, heads=heads, shared_depth=depth)
+    depth = depths[stem]
+    return Mmdit(patch=int(patch), hidden=64 * depth, depth=depth, heads=depth)

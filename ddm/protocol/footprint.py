@@ -7,9 +7,10 @@ estimates for float32 on a CPU; nothing here reads a file, builds a network, or 
 from math import ceil, prod
 
 from ddm.protocol.plan import (
-    AutoencoderKlLatent,
+    Autoencoder,
     ClassCondition,
     Condition,
+    DiffusersKlLatent,
     Latent,
     LearnedRouter,
     PcaEncoder,
@@ -33,6 +34,7 @@ _INTEGER_BYTES = _DOUBLE_BYTES = 8
 _ENCODED_AT_ONCE = 64  # images that a network of timm gets at once
 _PCA_AT_ONCE = 1024
 _TIME_FEATURES = 4  # of the learned router
+_IMAGES_ALIVE = 8  # images beside each that is encoded or decoded: itself, its tiles, which overlap, and its copies
 _DECODED_BYTES, _MOST_DECODED = 1 << 26, 64  # of the widest layer of an autoencoder; samples at once
 _IN_FLIGHT_BYTES = 1 << 26
 _SOLVER_COPIES = 12  # states, velocities and guesses of the samples that are integrated together
@@ -47,7 +49,7 @@ def expert_size(plan: Plan) -> NetworkSize:
 def widest_layer(plan: Plan) -> tuple[str, int]:
     """Return which network has the layer with the most values for one sample, and their number."""
     found = {f"expert ({plan.expert.architecture.kind})": expert_size(plan).widest}
-    if isinstance(plan.latent, AutoencoderKlLatent):
+    if isinstance(plan.latent, Autoencoder):
         found["autoencoder"] = autoencoder_size(plan.latent, plan.data.shape).widest
     if isinstance(plan.router, SamplesRouter):
         found["router (samples)"] = token_router_size(plan.router, plan.expert_shape, 1).widest
@@ -70,8 +72,9 @@ def file_bytes(plan: Plan) -> dict[str, int]:
         sizes[plan.encoder.path] = FLOAT_BYTES * (1 + features) * dim
     else:
         sizes[plan.encoder.path] = plan.file(plan.encoder.path).bytes
-    if isinstance(plan.latent, AutoencoderKlLatent):
-        sizes[plan.latent.path] = autoencoder_size(plan.latent, plan.data.shape).bytes
+    if isinstance(plan.latent, Autoencoder):
+        weights = autoencoder_size(plan.latent, plan.data.shape).bytes
+        sizes[plan.latent.path] = weights if _in_float32(plan.latent) else weights // 2
     if plan.expert.base is not None:
         sizes[plan.expert.base] = expert_size(plan).bytes
     return {path: size + HEADER_BYTES for path, size in sizes.items()}
@@ -96,6 +99,8 @@ def looking_bytes(plan: Plan) -> int:
     opened = sum(size for path, size in sizes.items() if path != plan.expert.base)
     if isinstance(plan.encoder, TimmEncoder):
         opened += 2 * sizes[plan.encoder.path]  # the network's own weights, and its state beside the loaded ones
+    if isinstance(plan.latent, Autoencoder) and not _in_float32(plan.latent):
+        opened += autoencoder_size(plan.latent, plan.data.shape).bytes  # beside the file, what it becomes in float32
     # Checked in double precision: the rows of the sketch's basis, and the eigenvalues of its covariances.
     covariances = plan.statistics.counts.num_groups * plan.sketch.rank**2
     return opened + _DOUBLE_BYTES * (plan.sketch.rank * prod(plan.expert_shape) + 4 * covariances)
@@ -214,11 +219,16 @@ def labels_bytes(condition: Condition, num: int) -> int:
 
 def _autoencoder_bytes(latent: Latent, shape: tuple[int, ...]) -> int:
     """Return the bytes of one block of samples that an autoencoder encodes or decodes."""
-    if not isinstance(latent, AutoencoderKlLatent):
+    if not isinstance(latent, Autoencoder):
         return 0
-    first_layer = FLOAT_BYTES * latent.channels[0] * prod(shape[1:])
+    first_layer = FLOAT_BYTES * latent.channels[0] * prod(latent.at_once(shape)[1:])
     block = max(1, min(_MOST_DECODED, _DECODED_BYTES // first_layer))
-    return FLOAT_BYTES * block * (autoencoder_size(latent, shape).alive + 4 * prod(shape))
+    return FLOAT_BYTES * block * (autoencoder_size(latent, shape).alive + _IMAGES_ALIVE * prod(shape))
+
+
+def _in_float32(latent: Autoencoder) -> bool:
+    """Whether an autoencoder's file holds the weights in float32, not in half of its bytes."""
+    return not isinstance(latent, DiffusersKlLatent) or latent.dtype == "float32"
 
 
 def _timm_values(encoder: TimmEncoder, shape: tuple[int, ...]) -> int:

@@ -12,12 +12,25 @@ class ExpertObjective(Model):
     """The probability path of an expert, and what it predicts on it.
 
     Attributes:
-        path: the probability path; that of `[objective]` is the ensemble's.
-        prediction: what the network predicts.
+        path: the probability path; that of `[objective]` is the ensemble's, or `cosine_vp` where it ends before pure
+            noise, as all but `linear` and `cosine_vp` do.
+        prediction: what the network predicts; velocity on `linear` and `cosine_vp` only.
     """
 
-    path: Literal["linear", "cosine_vp"] = "linear"
-    prediction: Literal["velocity", "eps"] = "velocity"
+    path: Literal["linear", "cosine_vp", "ddpm_linear", "ddpm_cosine", "scaled_linear", "edm"] = "linear"
+    prediction: Literal["velocity", "eps", "v", "x_0"] = "velocity"
+
+    @model_validator(mode="after")
+    def _velocity_is_even(self) -> "ExpertObjective":
+        if self.prediction == "velocity" and self.path not in ("linear", "cosine_vp"):
+            wanted = f"the path {self.path} needs the prediction eps, v or x_0"
+            raise ValueError(f"{wanted}, not velocity, whose size there changes too much with t")
+        return self
+
+    @property
+    def ensemble_path(self) -> Literal["linear", "cosine_vp"]:
+        """The path of an ensemble of such experts, from pure data to pure noise."""
+        return "linear" if self.path == "linear" else "cosine_vp"
 
 
 class SiloObjective(ExpertObjective):
@@ -31,7 +44,7 @@ class SiloObjective(ExpertObjective):
 
 
 class Objective(ExpertObjective):
-    """The experts' objective, whose path is the ensemble's canonical path; `exceptions` gives silos another one.
+    """The experts' objective, whose path sets the ensemble's canonical path; `exceptions` gives silos another one.
 
     A document without exceptions leaves the field out.
     """

@@ -33,7 +33,9 @@ from ddm.protocol.encoder import PcaEncoder as PcaEncoder
 from ddm.protocol.encoder import Side as Side
 from ddm.protocol.encoder import TimmEncoder as TimmEncoder
 from ddm.protocol.enrolment import Agreed as Agreed
+from ddm.protocol.latent import Autoencoder as Autoencoder
 from ddm.protocol.latent import AutoencoderKlLatent as AutoencoderKlLatent
+from ddm.protocol.latent import DiffusersKlLatent as DiffusersKlLatent
 from ddm.protocol.latent import IdentityLatent as IdentityLatent
 from ddm.protocol.latent import Latent as Latent
 from ddm.protocol.learning import Adaptation as Adaptation
@@ -313,6 +315,9 @@ class Plan(Document):
             raise ValueError(f"{wanted}; these {len(exceptions)} are not")
         if misfit := self.latent.misfit(self.data.shape):
             raise ValueError(f"the latent {self.latent.kind} needs {misfit}")
+        if isinstance(self.latent, DiffusersKlLatent) and self.data.range != (-1.0, 1.0):
+            low, high = self.data.range
+            raise ValueError(f"the latent diffusers_kl needs data in the range -1 to 1, not {low:g} to {high:g}")
         _check_shape(self.expert_shape, self.condition, self.expert.architecture, self.router, self.encoder)
         if self.expires_at <= self.created_at:
             raise ValueError("expires_at must be later than created_at")
@@ -322,7 +327,7 @@ class Plan(Document):
     @property
     def parts(self) -> tuple[str, ...]:
         """The paths of the files that the plan uses: encoder, centroids, sketch, then autoencoder and public expert."""
-        autoencoder = self.latent.path if isinstance(self.latent, AutoencoderKlLatent) else None
+        autoencoder = self.latent.path if isinstance(self.latent, Autoencoder) else None
         paths = (self.encoder.path, self.clustering.path, self.sketch.path, autoencoder, self.expert.base)
         return tuple(path for path in paths if path is not None)
 

@@ -22,7 +22,7 @@ from ddm.protocol.architecture import (
     TransformerSize,
     Unet,
 )
-from ddm.protocol.latent import AutoencoderSize
+from ddm.protocol.latent import AutoencoderSize, DiffusersKlLatent
 from ddm.protocol.learning import Adaptation, LoraAdaptation
 
 FLOAT_BYTES = 4
@@ -108,8 +108,10 @@ def lora_parameters(adaptation: Adaptation, architecture: Architecture, shape: S
     return adaptation.rank * sum(num_in + num_out for num_in, num_out in _linears(architecture, shape, condition))
 
 
-def autoencoder_size(size: AutoencoderSize, shape: Shape) -> NetworkSize:
-    """Return the size of a latent's autoencoder; its activations are those of decoding one sample."""
+def autoencoder_size(size: AutoencoderSize | DiffusersKlLatent, shape: Shape) -> NetworkSize:
+    """Return the size of a latent's autoencoder; its activations are those of decoding one sample, or one tile."""
+    if isinstance(size, DiffusersKlLatent):
+        return _diffusers_autoencoder(size, size.at_once(shape))
     dims, sides, latent = len(shape) - 1, [_voxels(shape, level) for level in range(size.levels)], size.latent_channels
     first, last = size.channels[0], size.channels[-1]
     # At the innermost level, if the last level has attention: two residual blocks with attention between them.
@@ -125,10 +127,33 @@ def autoencoder_size(size: AutoencoderSize, shape: Shape) -> NetworkSize:
             total += _conv(dims, width, width) if level + 1 < size.levels else 0
             before = width
         encoder, decoder = (encoder, decoder + total) if end else (encoder + total, decoder)
-    # The decoder doubles the sides before it narrows, so a level also has the width of the next one.
-    above = [max(size.channels[level : level + 2]) for level in range(size.levels)]
-    widest = max(width * side for width, side in zip(above, sides, strict=True))
-    parameters = encoder + decoder + 3 * _conv(dims, latent, latent, kernel=1)
+    parameters, widest = encoder + decoder + 3 * _conv(dims, latent, latent, kernel=1), _widest(size.channels, sides)
+    return NetworkSize(parameters, widest, _RESNET_ALIVE * widest, 0)
+
+
+def _widest(channels: Sequence[int], sides: Sequence[int]) -> int:
+    """Return the values of an autoencoder's widest layer; `sides` are the voxels of each level.
+
+    The decoder doubles the sides before it narrows, so a level also has the width of the next one.
+    """
+    above = [max(channels[level : level + 2]) for level in range(len(channels))]
+    return max(width * side for width, side in zip(above, sides, strict=True))
+
+
+def _diffusers_autoencoder(size: DiffusersKlLatent, shape: Shape) -> NetworkSize:
+    first, last, latent, num = size.channels[0], size.channels[-1], size.latent_channels, size.layers_per_block
+    middle = 2 * _resnet(2, last, last) + (_attention(last) if size.mid_attention else 0)
+    parameters = 2 * middle + 2 * last + _conv(2, shape[0], first) + _conv(2, last, 2 * latent)
+    parameters += 2 * first + _conv(2, latent, last) + _conv(2, first, shape[0])
+    parameters += _conv(2, 2 * latent, 2 * latent, kernel=1) if size.quant_conv else 0
+    parameters += _conv(2, latent, latent, kernel=1) if size.post_quant_conv else 0
+    for channels, layers in ((size.channels, num), (size.channels[::-1], num + 1)):
+        before = channels[0]
+        for level, width in enumerate(channels):
+            parameters += _resnet(2, before, width) + (layers - 1) * _resnet(2, width, width)
+            parameters += _conv(2, width, width) if level + 1 < size.levels else 0
+            before = width
+    widest = _widest(size.channels, [_voxels(shape, level) for level in range(size.levels)])
     return NetworkSize(parameters, widest, _RESNET_ALIVE * widest, 0)
 
 

@@ -69,7 +69,11 @@ def _load(
     published: PublishedRouter, load: Load, plan: Plan, sketch: Sketch, experts: Sequence[PublishedExpert]
 ) -> tuple[dict[str, Tensor], Router]:
     """Return the file's tensors and the router built from them."""
-    num_experts, num_groups, path = len(experts), plan.statistics.counts.num_groups, path_named(plan.objective.path)
+    num_experts, num_groups, path = (
+        len(experts),
+        plan.statistics.counts.num_groups,
+        path_named(plan.objective.ensemble_path),
+    )
     settings, released = plan.router, plan.statistics
     if published.kind == "counts":
         tensors = load(counts_router_specs(num_experts, num_groups))

@@ -192,6 +192,15 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
+def human_flops(count: float) -> str:
+    """Write a number of floating-point operations for people, e.g. ``1.6 TFLOP``."""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if count < 1000:
+            return f"{count:.3g} {unit}FLOP"
+        count /= 1000
+    return f"{count:.3g} EFLOP"
+
+
 def human_seconds(seconds: float) -> str:
     """Write a duration for people, e.g. ``2 min 05 s``."""
     if seconds < 60:

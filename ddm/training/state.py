@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddm.diffusion.path import Path, Prediction, velocity, x_t
+from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.errors import NumericalError, SetupError
 from ddm.protocol.plan import Training
 from ddm.system.devices import computes_in_bf16
@@ -80,7 +80,7 @@ class State:
 
     def _loss(self, part: Batch, path: Path, prediction: Prediction) -> Tensor:
         """Return the weighted mean squared error per value, of the kept tokens only where tokens are masked."""
-        target = velocity(path, part.x_0, part.eps, part.t_B) if prediction == "velocity" else part.eps
+        target = target_of(path, prediction, part.x_0, part.eps, part.t_B)
         inputs = (x_t(path, part.x_0, part.eps, part.t_B), part.t_B)
         condition = () if part.condition is None else (part.condition,)
         kept = {} if part.kept_BM is None else {"kept_BM": part.kept_BM}

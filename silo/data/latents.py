@@ -17,7 +17,7 @@ from ddm.encoders.autoencoder import AutoencoderKl, Latent
 from ddm.errors import DataError
 from ddm.io.files import replacing
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import AutoencoderKlLatent, Plan
+from ddm.protocol.plan import Autoencoder, Plan
 from silo.data.captions import texts_of
 from silo.data.cohort import Cohort
 
@@ -86,7 +86,7 @@ def training_inputs(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
 def _path(cohort: Cohort, plan: Plan, folder: Path) -> Path | None:
     """Return the path of the latents, None for a plan whose experts are trained on the images."""
     latent = plan.latent
-    if not isinstance(latent, AutoencoderKlLatent):
+    if not isinstance(latent, Autoencoder):
         return None
     inputs = f"{cohort.digest} {plan.file(latent.path).digest} {latent.model_dump_json()}"
     return folder / f"{_PREFIX}{sha256_hex(inputs.encode())[:32]}.npy"

@@ -180,7 +180,7 @@ def _sketches(source: Source, terms: SketchStatistic) -> Draw:
     ``s_r = alpha_r s_0 + (sigma_r / C) n``, with s_0 and the noise rounded to the public grid.
     """
     whole_NR = _on_grid(source, terms.rank)
-    path, scale = path_named(source.plan.objective.path), source.sketch.scale
+    path, scale = path_named(source.plan.objective.ensemble_path), source.sketch.scale
     mu = gaussian_mu(terms.epsilon, terms.delta)
     t_r = torch.tensor(t_release(mu, scale, path, terms.rank), dtype=torch.float64)
     alpha, sigma = float(path.alpha(t_r)), float(path.sigma(t_r))

@@ -8,7 +8,7 @@ from ddm.io.space import check_writable, require_room
 from ddm.io.tensors import TensorSpec, stored_bytes
 from ddm.models import expected_tensors
 from ddm.privacy.plan_cost import Kind, mechanisms
-from ddm.protocol.latent import AutoencoderKlLatent
+from ddm.protocol.latent import Autoencoder
 from ddm.protocol.learning import FullAdaptation
 from ddm.protocol.plan import Plan, most_experts
 from ddm.routers.conditional import class_counts_specs
@@ -58,7 +58,7 @@ def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
     experts = most_experts(plan) * expert * (1 + KEPT * copies) + copies * expert
     # Each statistic is kept as it was drawn and as it leaves.
     statistics = 2 * sum(statistic_bytes(plan, num_units).values())
-    latents = 4 * math.prod(plan.expert_shape) * num_images if isinstance(plan.latent, AutoencoderKlLatent) else 0
+    latents = 4 * math.prod(plan.expert_shape) * num_images if isinstance(plan.latent, Autoencoder) else 0
     return experts + statistics + latents + _ROW_BYTES * num_images + _SMALL_BYTES
 
 

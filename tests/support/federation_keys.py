@@ -125,7 +125,9 @@ class KeyedFederation:
             files.append(File.of(entry["path"], folder / entry["path"]).model_dump())
         plan = Plan.parse(to_bytes(document | {"files": files}), subject="plan")
         few = torch.zeros(1, 1, 8, 8)
-        cost = Cost(t_release=None, epsilon=1.0, expert_bytes=1, num_experts=1, train_s=1.0)
+        network = {"expert_bytes": 4, "parameters": 1, "forward_flops": 1, "training_flops": 3}
+        memory = {"training_bytes": 24, "sampling_bytes": 8}
+        cost = Cost(t_release=None, epsilon=1.0, num_experts=1, train_s=1.0, timed=True, **network, **memory)
         return Draft(plan, folder, PublicImages(few, few), cost)
 
     def plan(self, number: int, silos: tuple[str, ...] = SILOS) -> list[str]:

@@ -216,7 +216,7 @@ def test_masked_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     [
         (UniformT, {"shift": 0.0}),
         (Objective, {"path": "vp"}),
-        (Objective, {"prediction": "x_0"}),
+        (Objective, {"prediction": "score"}),
         (ClassCondition, {"num_classes": 4, "drop": 1.0}),
     ],
 )

@@ -1,0 +1,81 @@
+"""Expands the sizes that a recipe names into the numbers that a plan holds."""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, model_validator
+
+from ddm.errors import ShapeError
+from ddm.protocol.architecture import Dit, Mmdit, TransformerSize, Unet, dit_size, mmdit_size
+from ddm.protocol.learning import Expert
+
+SizeName = Annotated[str, Field(max_length=40)]
+
+
+class DitRecipe(Dit):
+    """A diffusion transformer with adaLN-zero blocks (Peebles and Xie 2023); a text enters by cross-attention.
+
+    Attributes:
+        size: a published size, S, B, L or XL with the patch, as in `"XL/2"`, in place of patch, hidden, depth, heads.
+    """
+
+    size: SizeName | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expanded(cls, given: Any) -> Any:
+        return _expanded(given, dit_size)
+
+    def plain(self) -> Dit:
+        """Return what a plan says of it."""
+        return Dit(patch=self.patch, hidden=self.hidden, depth=self.depth, heads=self.heads)
+
+
+class MmditRecipe(Mmdit):
+    """Joint attention over text and image tokens (Esser et al. 2024).
+
+    Attributes:
+        size: a published size, d15, d18, d21, d24, d30, d38 or 3B with the patch, as in `"d24/2"`, in place of patch,
+            hidden, depth, heads and shared_depth.
+    """
+
+    size: SizeName | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expanded(cls, given: Any) -> Any:
+        return _expanded(given, mmdit_size)
+
+    def plain(self) -> Mmdit:
+        """Return what a plan says of it."""
+        return Mmdit(
+            patch=self.patch, hidden=self.hidden, depth=self.depth, heads=self.heads, shared_depth=self.shared_depth
+        )
+
+
+class ExpertRecipe(Expert):
+    """The recipe of every expert."""
+
+    architecture: Annotated[
+        Annotated[DitRecipe, AfterValidator(DitRecipe.plain)]
+        | Annotated[MmditRecipe, AfterValidator(MmditRecipe.plain)]
+        | Unet,
+        Field(discriminator="kind"),
+    ]
+
+    def plain(self) -> Expert:
+        """Return what a plan says of it."""
+        return Expert.model_construct(**{name: getattr(self, name) for name in Expert.model_fields})
+
+
+def _expanded(given: Any, named: Callable[[str], TransformerSize]) -> Any:
+    """Replace a size's name by its numbers, among which none may be given beside it."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("size"), str):
+        return given
+    try:
+        numbers = named(given["size"]).model_dump(exclude={"kind"})
+    except ShapeError as error:
+        raise ValueError(f"size must be {error.expected}, got {error.got}") from error
+    if both := [name for name in numbers if name in given]:
+        raise ValueError(f"size stands in place of {', '.join(numbers)}; leave out {', '.join(both)}")
+    return {**given, **numbers}

@@ -1,0 +1,155 @@
+"""Noise schedules of the wider field, as variance-preserving paths: DDPM's discrete betas, and Karras et al.'s sigmas.
+
+Each is given by ``r(t) = log(sigma_t / alpha_t)`` with ``alpha^2 + sigma^2 = 1``. They end before pure noise, and the
+discrete ones begin after pure data: `time_of` answers times beyond [0, 1] for what lies outside, by extrapolation.
+"""
+
+# Shape legend: S discrete steps.
+from dataclasses import dataclass
+from functools import lru_cache
+from math import pi
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Betas = Literal["linear", "scaled_linear", "cosine"]
+
+_COSINE_OFFSET, _MOST_BETA = 0.008, 0.999
+
+
+class _VariancePreserving:
+    """The coefficients of a path that `log_ratio` and its derivative describe; see `ddm.diffusion.path.Path`."""
+
+    def log_ratio(self, t: Tensor) -> Tensor:
+        """``log(sigma / alpha)`` at t."""
+        raise NotImplementedError
+
+    def d_log_ratio(self, t: Tensor) -> Tensor:
+        """Derivative of `log_ratio` in t."""
+        raise NotImplementedError
+
+    def alpha(self, t: Tensor) -> Tensor:
+        """See `ddm.diffusion.path.Path.alpha`."""
+        return torch.sigmoid(-2 * self.log_ratio(t)).sqrt()
+
+    def sigma(self, t: Tensor) -> Tensor:
+        """See `ddm.diffusion.path.Path.sigma`."""
+        return torch.sigmoid(2 * self.log_ratio(t)).sqrt()
+
+    def d_alpha(self, t: Tensor) -> Tensor:
+        """``-r' alpha sigma^2``."""
+        return -self.d_log_ratio(t) * self.alpha(t) * self.sigma(t).square()
+
+    def d_sigma(self, t: Tensor) -> Tensor:
+        """``r' alpha^2 sigma``."""
+        return self.d_log_ratio(t) * self.alpha(t).square() * self.sigma(t)
+
+
+@dataclass(frozen=True)
+class DiscretePath(_VariancePreserving):
+    """The steps of DDPM, ``alpha_n^2 = prod_{i <= n} (1 - beta_i)``, at t = n / (S - 1), as diffusers numbers them.
+
+    Between two steps `log_ratio` is linear in t, so every signal-to-noise ratio has its time, and a network that takes
+    step numbers is called at a fraction of one, `step`.
+
+    Args:
+        betas: `linear`, from DDPM; `scaled_linear`, whose square roots are linear, from Stable Diffusion; `cosine`.
+        first: the first beta; the betas `cosine` do not use it, nor the last.
+        last: the last beta.
+        num_steps: S.
+
+    Source:
+        Ho et al. 2020; Rombach et al. 2022; Nichol and Dhariwal 2021, equation 17.
+    """
+
+    betas: Betas
+    first: float = 1e-4
+    last: float = 0.02
+    num_steps: int = 1000
+
+    def alphas_cumprod(self) -> Tensor:
+        """``alpha_n^2`` of every step, float64, shape (S,)."""
+        return torch.cumprod(1 - _betas(self.betas, self.first, self.last, self.num_steps), 0)
+
+    def step(self, t: Tensor) -> Tensor:
+        """Return the number of the step at t, from 0 to S - 1, with a fraction between two steps."""
+        return (self.num_steps - 1) * t
+
+    def log_ratio(self, t: Tensor) -> Tensor:
+        """See `_VariancePreserving.log_ratio`."""
+        place, low, rise = self._segment(t)
+        return (low + (place - place.detach().floor().clamp(0, self.num_steps - 2)) * rise).to(t)
+
+    def d_log_ratio(self, t: Tensor) -> Tensor:
+        """See `_VariancePreserving.d_log_ratio`."""
+        return ((self.num_steps - 1) * self._segment(t)[2]).to(t)
+
+    def time_of(self, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """See `ddm.diffusion.path.Path.time_of`; below 0 or above 1 for ratios that no step has."""
+        known_S = self._known(alpha)
+        ratio = sigma.double().log() - alpha.double().log()
+        index = (torch.searchsorted(known_S, ratio.contiguous(), right=True) - 1).clamp(0, self.num_steps - 2)
+        place = index + (ratio - known_S[index]) / (known_S[index + 1] - known_S[index])
+        return (place / (self.num_steps - 1)).to(alpha)
+
+    def _segment(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where t lies among the steps, the ratio at the step before, and its rise to the next; float64."""
+        known_S, place = self._known(t), (self.num_steps - 1) * t.double()
+        index = place.detach().floor().clamp(0, self.num_steps - 2).long()
+        return place, known_S[index], known_S[index + 1] - known_S[index]
+
+    def _known(self, like: Tensor) -> Tensor:
+        return _log_ratios(self.betas, self.first, self.last, self.num_steps).to(like.device)
+
+
+@dataclass(frozen=True)
+class KarrasPath(_VariancePreserving):
+    """The sigmas of EDM, ``s(t) = (s_min^(1/rho) + t (s_max^(1/rho) - s_min^(1/rho)))^rho``, on data of unit variance.
+
+    ``sigma / alpha = s``. EDM noises to ``x_0 + s eps`` and hands its network ``x / sqrt(s^2 + 1)``: this path's x_t.
+    Its network then answers the negative of this path's v, under the same loss.
+
+    Source:
+        Karras et al. 2022, equation 5 and table 1, with sigma_data = 1.
+    """
+
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+    rho: float = 7.0
+
+    def log_ratio(self, t: Tensor) -> Tensor:
+        """See `_VariancePreserving.log_ratio`."""
+        low, high = self._ends
+        return self.rho * torch.log(low + t * (high - low))
+
+    def d_log_ratio(self, t: Tensor) -> Tensor:
+        """See `_VariancePreserving.d_log_ratio`."""
+        low, high = self._ends
+        return self.rho * (high - low) / (low + t * (high - low))
+
+    def time_of(self, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """See `ddm.diffusion.path.Path.time_of`; below 0 for ratios below `sigma_min`, above 1 beyond `sigma_max`."""
+        low, high = self._ends
+        return ((sigma / alpha) ** (1 / self.rho) - low) / (high - low)
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        return self.sigma_min ** (1 / self.rho), self.sigma_max ** (1 / self.rho)
+
+
+def _betas(kind: Betas, first: float, last: float, num_steps: int) -> Tensor:
+    if kind == "linear":
+        return torch.linspace(first, last, num_steps, dtype=torch.float64)
+    if kind == "scaled_linear":
+        return torch.linspace(first**0.5, last**0.5, num_steps, dtype=torch.float64).square()
+    place = (torch.arange(num_steps + 1, dtype=torch.float64) / num_steps + _COSINE_OFFSET) / (1 + _COSINE_OFFSET)
+    bar = torch.cos(pi / 2 * place).square()
+    return (1 - bar[1:] / bar[:-1]).clamp(max=_MOST_BETA)
+
+
+@lru_cache
+def _log_ratios(kind: Betas, first: float, last: float, num_steps: int) -> Tensor:
+    """``log(sigma / alpha)`` of every step, float64, on the CPU."""
+    log_alpha_2 = torch.cumsum(torch.log1p(-_betas(kind, first, last, num_steps)), 0)
+    return (torch.log(-torch.expm1(log_alpha_2)) - log_alpha_2) / 2
