@@ -14,6 +14,7 @@ from ddm.diffusion.path import Path, Prediction
 
 MIN_SNR_GAMMA = 5.0
 SIGMOID_BIAS = -1.0
+_LEAST_SIGMA = 1e-6  # of x_0, whose weight at sigma = 0 is a limit
 
 Weighting = Literal["none", "min_snr", "sigmoid"]
 
@@ -26,13 +27,16 @@ def loss_weights(kind: Weighting, path: Path, prediction: Prediction, t_B: Tenso
     - min_snr: ``min(snr, gamma) / snr`` with gamma = 5 (Hang et al. 2023, arXiv 2303.09556);
     - sigmoid: ``sigmoid(b - log snr)`` with b = -1 (Hoogeboom et al. 2024, arXiv 2410.19324).
 
-    A velocity that is off by d implies an eps that is off by ``d alpha / D``, ``D = alpha d_sigma - sigma d_alpha``, so
-    its weights are these times ``(alpha / D)^2``.
+    An error d of another prediction implies an error of eps, so its weights are these times a square:
+
+    - velocity: ``(alpha / D)^2``, with ``D = alpha d_sigma - sigma d_alpha``;
+    - v: ``(alpha / (alpha^2 + sigma^2))^2``;
+    - x_0: ``snr``.
 
     Source:
         Kingma and Gao 2023, arXiv 2303.00848, for one weighting in terms of several predictions.
     """
-    alpha, sigma = path.alpha(t_B), path.sigma(t_B)
+    alpha, sigma = path.alpha(t_B), path.sigma(t_B).clamp(min=_LEAST_SIGMA)
     match kind:
         case "none":
             return None
@@ -42,10 +46,18 @@ def loss_weights(kind: Weighting, path: Path, prediction: Prediction, t_B: Tenso
             of_eps = sigma.square() / (sigma.square() + exp(-SIGMOID_BIAS) * alpha.square())
         case _:
             assert_never(kind)
-    if prediction == "eps":
-        return of_eps
-    determinant = alpha * path.d_sigma(t_B) - sigma * path.d_alpha(t_B)
-    return of_eps * (alpha / determinant).square()
+    match prediction:
+        case "eps":
+            return of_eps
+        case "velocity":
+            implied = alpha / (alpha * path.d_sigma(t_B) - sigma * path.d_alpha(t_B))
+        case "v":
+            implied = alpha / (alpha.square() + sigma.square())
+        case "x_0":
+            implied = alpha / sigma
+        case _:
+            assert_never(prediction)
+    return of_eps * implied.square()
 
 
 def weighted_mean(squares: Tensor, weights_B: Tensor | None) -> Tensor:

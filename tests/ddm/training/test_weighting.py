@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddm.diffusion.path import CosinePath, LinearPath, Path, expand_time, x_0_and_eps
+from ddm.diffusion.path import CosinePath, LinearPath, Path, expand_time, x_0_and_eps_of
 from ddm.training.weighting import loss_weights, weighted_mean
 
 PATHS: list[Path] = [LinearPath(), CosinePath()]
@@ -27,18 +27,20 @@ def test_weights_of_eps_are_the_published_ones(kind: Any, path: Path) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["min_snr", "sigmoid"])
-def test_velocity_has_the_loss_that_its_eps_would_have(kind: Any, path: Path) -> None:
+@pytest.mark.parametrize("prediction", ["velocity", "v", "x_0"])
+def test_other_predictions_have_the_loss_that_their_eps_would_have(prediction: Any, kind: Any, path: Path) -> None:
     random = torch.Generator().manual_seed(0)
     x, u, off = (torch.randn(50, 3, generator=random, dtype=torch.float64) for _ in range(3))
-    error = x_0_and_eps(path, x, u + off, TIMES)[1] - x_0_and_eps(path, x, u, TIMES)[1]
-    weights = loss_weights(kind, path, "velocity", TIMES)
+    wrong, right = (x_0_and_eps_of(path, prediction, x, answer, TIMES)[1] for answer in (u + off, u))
+    error = wrong - right
+    weights = loss_weights(kind, path, prediction, TIMES)
     assert weights is not None
     of_eps = error.square() * expand_time(published(kind, path), error)
     assert torch.allclose(off.square() * expand_time(weights, off), of_eps)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("prediction", ["velocity", "eps"])
+@pytest.mark.parametrize("prediction", ["velocity", "eps", "v", "x_0"])
 @pytest.mark.parametrize("kind", ["min_snr", "sigmoid"])
 def test_weights_are_finite_at_both_ends(kind: Any, prediction: Any, path: Path) -> None:
     weights = loss_weights(kind, path, prediction, torch.tensor([0.0, 1.0]))
