@@ -13,7 +13,6 @@ from ddm.errors import AbsentFileError, DocumentError, FormatError, MissingFileE
 from ddm.io.modes import open_to_group
 from ddm.io.untrusted import read_small
 
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the operating system says of a disk without room
 
 

@@ -1,7 +1,7 @@
 """A disk that is full from the n-th write of a service on: it says so, and goes on to the same end when there is room.
 
-The services of one federation: `aggregator run` with all that it starts (SuperLink, superexec, ServerApp, intake, proxy),
-and the worker and the courier of a silo. Calls are counted over a service and its children, in a shared file.
+The services of one federation: `aggregator run` with all that it starts (SuperLink, superexec, ServerApp, intake,
+proxy), and the worker and the courier of a silo. A service and its children are counted together.
 """
 
 import random

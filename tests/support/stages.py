@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -12,7 +12,6 @@ import tomli_w
 
 from aggregator.intake.inventory import take_inventory
 from aggregator.router.train import train_router
-from ddm.protocol.base import sha256_file
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, images, recipe, write_policy
 
 NORTH, SOUTH = "north", "south"
@@ -54,37 +53,42 @@ def _root(at: Path) -> str:
     return str(json.loads(invitation.read_text())["root_digest"]) if invitation.exists() else ""
 
 
-def make_stages(folder: Path) -> dict[str, Path]:
-    """Make a federation and keep a copy of each stage; return the copies.
+def make_stages(folder: Path, until: str = "published") -> dict[str, Path]:
+    """Make a federation, and keep a copy of each stage; return the copies.
 
-    - empty: nothing but recipe, public images and passphrase
+    - empty: passphrase, invitation and data, of which a federation or a site can be made
     - founded: two silos are enrolled
     - waiting: a submission waits for a person at north
-    - routed: all was accepted, and the router trained
+    - accepted: both silos have their receipts
+    - routed: the router is trained
     - published: there is a release
     """
     stages: dict[str, Path] = {}
-    tiny = TinyFederation.create(folder / "now", {NORTH: 60, SOUTH: 40})
-    at = tiny.path
+    for stage, at in _work(folder / "now"):
+        stages[stage] = Path(shutil.copytree(at, folder / stage))
+        if stage == until:
+            break
+    return stages
+
+
+def _work(at: Path) -> Iterator[tuple[str, Path]]:
+    """Do the work of a federation; yield where its files are whenever a stage is reached."""
+    tiny = TinyFederation.create(at, {NORTH: 60, SOUTH: 40})
     (at / "pass").write_bytes(PASSPHRASE + b"\n")
+    empty = at.with_name("nothing")
+    empty.mkdir()
+    for path in (at / "pass", at / f"{NORTH}.npz", tiny.federation.path / "invitation.json"):
+        shutil.copy(path, empty)
+    yield "empty", empty
     (at / "plan.toml").write_bytes(tomli_w.dumps(recipe().model_dump(mode="json", exclude_none=True)).encode())
     np.savez(at / "public.npz", images=np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)]))
-    (folder / "empty").mkdir()
-    for name in ("pass", f"{NORTH}.npz"):
-        shutil.copy(at / name, folder / "empty")
-    shutil.copy(tiny.federation.path / "invitation.json", folder / "empty")
-    stages["empty"] = folder / "empty"
-
-    def keep(stage: str) -> None:
-        stages[stage] = tiny.copy(folder / stage).path
-
-    keep("founded")
+    yield "founded", at
     plan_id = tiny.sign()
     for silo_id in (NORTH, SOUTH):
         tiny.deliver_plan(silo_id, plan_id)
     write_policy(tiny.sites[NORTH], POLICY | {"approval": {"kind": "person"}})
     tiny.work(NORTH, until="awaiting_approval")
-    keep("waiting")
+    yield "waiting", at
     write_policy(tiny.sites[NORTH], POLICY)
     for silo_id in (NORTH, SOUTH):
         tiny.work(silo_id)
@@ -93,12 +97,11 @@ def make_stages(folder: Path) -> dict[str, Path]:
     for silo_id in (NORTH, SOUTH):
         tiny.deliver_receipt(silo_id, plan_id)
         tiny.work(silo_id, until="accepted")
-    keep("accepted")
+    yield "accepted", at
     train_router(tiny.federation, take_inventory(tiny.federation), seed=0)
-    keep("routed")
+    yield "routed", at
     tiny.publish_only(at / "release")
-    keep("published")
-    return stages
+    yield "published", at
 
 
 _KEYS = ("--passphrase-file", "{at}/pass")
@@ -117,10 +120,12 @@ CASES = {
     case.name: case
     for case in (
         Case("aggregator init", "empty", ("aggregator", "init", "{at}/fed", "--name", "two", "--address",
-             "127.0.0.1:9092", *_KEYS), instead={6: _STATUS}, checks=(("aggregator", "rotate", "{at}/fed", "root", *_KEYS),)),
+             "127.0.0.1:9092", *_KEYS), instead={6: _STATUS},
+             checks=(("aggregator", "rotate", "{at}/fed", "root", *_KEYS),)),
         Case("silo init", "empty", ("silo", "init", "{at}/north", "--id", NORTH, "--data", "{at}/north.npz",
              "--invitation", "{at}/invitation.json", "--root-fingerprint", "{root}", *_KEYS),
-             instead={6: ("silo", "status", _NORTH)}, checks=(("silo", "enroll", "{at}/north", "--out", "{at}/card.json", *_KEYS),)),
+             instead={6: ("silo", "status", _NORTH)},
+             checks=(("silo", "enroll", "{at}/north", "--out", "{at}/card.json", *_KEYS),)),
         Case("silo enroll", "founded", ("silo", "enroll", "{at}/north", "--out", "{at}/card.json", *_KEYS)),
         Case("aggregator enroll", "founded", ("aggregator", "enroll", "{at}/fed", "{at}/north.card.json"),
              checks=(_STATUS,)),

@@ -11,7 +11,7 @@ from ddm.protocol.base import sha256_file
 from ddm.trust.keys import PublicKey, SigningKey
 from tests.support.faulty_disk import Commands, Ended, Fault
 from tests.support.federation import PASSPHRASE
-from tests.support.stages import CASES, Case, make_stages
+from tests.support.stages import Case, make_stages
 
 PLAN_ID = re.compile(r"tiny-[0-9a-f]{8}")
 UNREAD = re.compile(r"(^|/)(\.[^/]*\.(part|new)|ceremony\.part)(/|$)")  # what nobody reads, and the next try replaces
@@ -42,12 +42,13 @@ class Bench:
     Args:
         folder: where all of it is.
         commands: runs the commands.
+        until: the last stage that is needed.
         thorough: whether to run all checks after a trial, in place of the first, which is quick.
     """
 
-    def __init__(self, folder: Path, commands: Commands, *, thorough: bool = True) -> None:
+    def __init__(self, folder: Path, commands: Commands, *, until: str = "published", thorough: bool = True) -> None:
         self.folder, self.commands, self.thorough = folder, commands, thorough
-        self.stages = make_stages(folder / "stages")
+        self.stages = make_stages(folder / "stages", until)
         self._known: dict[str, Undisturbed] = {}
 
     @contextmanager
@@ -142,6 +143,3 @@ def read_tree(at: Path) -> dict[str, str]:
     """Return the digest of every file that somebody may read; a plan's id is random, and left out of the name."""
     names = {path.relative_to(at).as_posix(): path for path in at.rglob("*") if path.is_file()}
     return {PLAN_ID.sub("{plan}", name): sha256_file(path) for name, path in names.items() if not UNREAD.search(name)}
-
-
-__all__ = ["CASES", "Bench", "Undisturbed", "read_tree"]
