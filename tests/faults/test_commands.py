@@ -71,7 +71,7 @@ def test_enrolment_says_what_is_full_and_ends_as_undisturbed_with_room(name: str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(len(KILLED)))
 def test_command_given_again_ends_as_undisturbed_when_it_was_killed(seed: int, bench: Bench) -> None:
     case = CASES[KILLED[seed]]

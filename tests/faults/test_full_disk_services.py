@@ -15,7 +15,7 @@ from tests.faults.test_kill import check_nothing_lost_or_doubled, check_publishe
 from tests.support.faulty_disk import NEEDS_COMPILER, Fault, build, counted
 from tests.support.operators import Operators, everyone_is_done, found_federation, serve_everything
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), NEEDS_COMPILER]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), NEEDS_COMPILER]
 SERVICES = {"aggregator": "fed", "north-worker": "north", "north-courier": "north"}
 FULL_S = 10.0  # how long the disk stays full where nobody says so: some writes are worth no word
 DOCUMENTED = {None, 0, 8, 9, 40}

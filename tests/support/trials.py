@@ -14,6 +14,8 @@ from tests.support.federation import PASSPHRASE
 from tests.support.stages import Case, make_stages
 
 PLAN_ID = re.compile(r"tiny-[0-9a-f]{8}")
+OLD_KEY = re.compile(r"(?<=model-signing-)[0-9a-f]{16}")
+PARTIAL = re.compile(r"(?<=\.p/)\d+$")
 UNREAD = re.compile(r"(^|/)(\.[^/]*\.(part|new)|ceremony\.part)(/|$)")  # what nobody reads, and the next try replaces
 DOCUMENTED = {8, 9}  # codes of a full disk
 SCREEN = 24  # lines
@@ -140,6 +142,14 @@ class Bench:
 
 
 def read_tree(at: Path) -> dict[str, str]:
-    """Return the digest of every file that somebody may read; a plan's id is random, and left out of the name."""
-    names = {path.relative_to(at).as_posix(): path for path in at.rglob("*") if path.is_file()}
-    return {PLAN_ID.sub("{plan}", name): sha256_file(path) for name, path in names.items() if not UNREAD.search(name)}
+    """Return the digest of every file that somebody may read, by name.
+
+    A plan's id and a key's fingerprint are random, and left out; so is the number of entries in a part of a tile of the
+    log, of which there is one for each length that the log had when it was made public.
+    """
+    names = {path.relative_to(at).as_posix(): path for path in sorted(at.rglob("*")) if path.is_file()}
+    read = {name: path for name, path in names.items() if not UNREAD.search(name)}
+    return {
+        OLD_KEY.sub("{key}", PARTIAL.sub("n", PLAN_ID.sub("{plan}", name))): sha256_file(path)
+        for name, path in read.items()
+    }
