@@ -62,7 +62,7 @@ def init_federation(
             remedy="Choose another folder; keys are never overwritten.",
         )
     private_folder(federation.path)
-    # So that an init that is cut short leaves no half of a federation behind: one rename decides, the next call goes on.
+    # One rename decides, and the next call goes on, so that an init that is cut short leaves no half of a federation.
     with aside(federation.path / "federation") as part:
         missing = _build(Federation(part), settings, passphrase, {"root": root, "targets": targets})
         move_into_place(part, ready)
