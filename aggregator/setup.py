@@ -1,6 +1,7 @@
 """Make a federation: its folders, keys, TLS certificates and first root of trust, with its holders."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from aggregator.changes import Change
 from aggregator.config import KEY_NAMES, Federation, FederationSettings
@@ -16,6 +17,7 @@ from ddm.trust.ceremony import Request
 from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
 from ddm.trust.log.note import VerifierKey
 
+_READY = ".federation.ready"
 HEADING = "This federation: its name, the address that silos reach, the size of a transfer's shards."
 
 
@@ -40,9 +42,18 @@ def init_federation(
         Whose signatures are missing, in words; empty when the federation and its invitation.json are complete.
 
     Raises:
-        BusyError: the folder is a federation already.
+        BusyError: the folder is a federation already, or has become one now, since an earlier call was cut short.
         SetupError: one key in two roles, or a host that is neither a name nor an address.
     """
+    ready = federation.path / _READY
+    if ready.is_dir():
+        _move_in(ready)
+        raise BusyError(
+            str(federation.path),
+            expected="a folder that is no federation yet",
+            got="a federation that an earlier init made; it was cut short, and has been finished now",
+            remedy="Nothing is missing: use it, or remove the folder if it was made with other settings.",
+        )
     if (federation.path / "federation.toml").exists() or federation.keys.exists():
         raise BusyError(
             str(federation.path),
@@ -51,12 +62,19 @@ def init_federation(
             remedy="Choose another folder; keys are never overwritten.",
         )
     private_folder(federation.path)
-    # So that an init that is cut short leaves no half of a federation behind.
+    # One rename decides, and the next call goes on, so that an init that is cut short leaves no half of a federation.
     with aside(federation.path / "federation") as part:
         missing = _build(Federation(part), settings, passphrase, {"root": root, "targets": targets})
-        for entry in sorted(part.iterdir(), key=lambda entry: entry.name == "federation.toml"):
-            move_into_place(entry, federation.path / entry.name)
+        move_into_place(part, ready)
+    _move_in(ready)
     return missing
+
+
+def _move_in(ready: Path) -> None:
+    """Move a finished federation to where it belongs, `federation.toml` last: the other commands look for it."""
+    for entry in sorted(ready.iterdir(), key=lambda entry: entry.name == "federation.toml"):
+        move_into_place(entry, ready.parent / entry.name)
+    ready.rmdir()
 
 
 def _build(

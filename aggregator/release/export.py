@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ddm.errors import BusyError, SetupError
 from ddm.io.copying import copy_tree_bounded
-from ddm.io.files import aside, move_into_place
+from ddm.io.files import FULL, aside, move_into_place
 from ddm.io.modes import open_to_everyone
 from ddm.io.untrusted import MAX_FILES, scan
 
@@ -18,6 +18,7 @@ def reserve(out: Path) -> Iterator[Path]:
     Raises:
         BusyError: something exists at `out`; releases are immutable.
         SetupError: no folder can be made there.
+        OSError: the disk is full.
     """
     if out.exists() or out.is_symlink():
         raise BusyError(
@@ -30,6 +31,8 @@ def reserve(out: Path) -> Iterator[Path]:
         try:
             reserved = stack.enter_context(aside(out))
         except OSError as error:
+            if error.errno in FULL:
+                raise
             got = str(error.strerror)
             raise SetupError(f"--out {out}", expected="a path where a folder can be made", got=got) from error
         yield reserved

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddm.errors import FormatError
-from ddm.io.files import sync_tree
+from ddm.io.files import naming, sync_tree
 from ddm.io.untrusted import open_below, scan
 
 _COPY_BYTES = 1 << 20
@@ -29,7 +29,7 @@ def copy_tree_bounded(source: Path, destination: Path, *, max_bytes: int, most: 
         target = destination / name
         target.parent.mkdir(parents=True, exist_ok=True)
         opened = open_below(source.parent, f"{source.name}/{name}", name)
-        with opened as (reader, size), target.open("xb") as writer:
+        with opened as (reader, size), naming(target), target.open("xb") as writer:
             left -= size
             if left < 0:
                 got = f"{max_bytes - left} bytes up to {name}"

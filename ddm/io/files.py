@@ -1,5 +1,6 @@
 """Files and folders of our own: written whole or not at all, and read with a bound."""
 
+import errno
 import os
 import shutil
 import threading
@@ -11,6 +12,8 @@ from typing import BinaryIO
 from ddm.errors import AbsentFileError, DocumentError, FormatError, MissingFileError
 from ddm.io.modes import open_to_group
 from ddm.io.untrusted import read_small
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the operating system says of a disk without room
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, overwrite: bool = True) -> None:
@@ -61,7 +64,7 @@ def replacing(path: Path, *, mode: int = 0o644, overwrite: bool = True) -> Itera
     part.unlink(missing_ok=True)
     try:
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-        with os.fdopen(descriptor, "w+b") as handle:
+        with naming(path), os.fdopen(descriptor, "w+b") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
@@ -72,6 +75,17 @@ def replacing(path: Path, *, mode: int = 0o644, overwrite: bool = True) -> Itera
     finally:
         part.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let the error of a full disk name `path`: of a file that is open already, the system does not say which it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -116,7 +130,8 @@ def sync_tree(path: Path) -> None:
 def _sync(path: Path, flags: int) -> None:
     descriptor = os.open(path, os.O_RDONLY | flags)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

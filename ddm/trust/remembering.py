@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddm.errors import SetupError
+from ddm.errors import DiskError, SetupError
+from ddm.io.files import FULL
 from ddm.io.locks import lock_file
 
 
@@ -19,13 +20,17 @@ def remembering(folder: Path, otherwise: str) -> Iterator[None]:
         otherwise: what cannot be noticed without this memory.
 
     Raises:
-        SetupError: the folder cannot be written.
+        DiskError: the disk is full.
+        SetupError: the folder cannot be written for another reason.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with lock_file(folder / ".lock"):
             yield
     except OSError as error:
+        if error.errno in FULL:
+            remedy = f"Free disk space, or name another folder with --state; without this memory {otherwise}."
+            raise DiskError(str(folder), expected="room on the disk", got=str(error.strerror), remedy=remedy) from error
         remedy = f"Name another folder with --state; without this memory {otherwise}."
         expected, got = "a writable folder", str(error.strerror)
         raise SetupError(str(folder), expected=expected, got=got, remedy=remedy) from error

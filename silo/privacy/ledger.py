@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ddm.errors import BudgetError, DocumentError, LedgerError
-from ddm.io.files import sync_folder, write_atomic
+from ddm.io.files import FULL, sync_folder, write_atomic
 from ddm.io.locks import lock_file
 from ddm.privacy.accounting import GaussianMechanism, Mechanism, adaptive_epsilon
 from ddm.privacy.plan_cost import Kind
@@ -298,7 +298,10 @@ class Ledger:
             self._write_head(record.number, entry.digest)
         except OSError as error:
             got = f"a write that failed: {error.strerror or error}"
-            raise LedgerError("ledger", expected="a durable record", got=got) from error
+            remedy = "Make room on the disk, then run it again; the ledger is as it was, or counts the noise as spent."
+            raise LedgerError(
+                "ledger", expected="a durable record", got=got, remedy=remedy if error.errno in FULL else None
+            ) from error
         return entry
 
     def _cut(self, size: int) -> None:
