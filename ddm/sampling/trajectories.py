@@ -92,11 +92,7 @@ class Trajectories:
         groups = [rows for group in members for rows in torch.split(group, self.mixture.together)]
         parts = [self._follow(self._one(allowed_BK[rows]), segment, state.of(rows)) for rows in groups]
         x_B = torch.cat([part.x_B for part in parts])
-        memory = Memory(
-            torch.cat([part.memory.x_0_B for part in parts]),
-            torch.cat([part.memory.known_B for part in parts]),
-            parts[0].memory.t,
-        )
+        memory = Memory.joined([part.memory for part in parts])
         return SolverState(x_B, memory).of(torch.cat(groups).argsort())
 
     def _follow(self, velocity: Velocity, segment: Segment, state: SolverState) -> SolverState:
