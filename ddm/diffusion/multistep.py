@@ -2,7 +2,8 @@
 
 All three solve the linear part of ``dx/dt = u(x, t)`` exactly, ``x' = (sigma' / sigma) x + (alpha' - alpha sigma' /
 sigma) D``, where D stands for x_0 during the step. Nothing is singular at t = 1 or t = 0, and a velocity whose x_0
-never changes is followed exactly. They differ in D, and UniPC corrects x when the next evaluation shows how x_0 went on.
+never changes is followed exactly. They differ in D, and UniPC corrects x when the next evaluation shows how x_0 went
+on.
 """
 
 # Shape legend: B batch, ... all data dimensions.

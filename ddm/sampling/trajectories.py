@@ -126,7 +126,7 @@ def _selected(strategy: Strategy, w_BK: Tensor) -> Tensor:
     return strategy.select(w_BK)
 
 
-def draw_noise(samples: range, shape: Sequence[int], seed: int, steps: int) -> tuple[Tensor, Tensor]:
+def draw_noise(samples: Sequence[int], shape: Sequence[int], seed: int, steps: int) -> tuple[Tensor, Tensor]:
     """Return the noise of some samples and one uniform number per step, each sample from its own random stream."""
     noise, uniform_BS = np.empty((len(samples), *shape), np.float32), np.empty((len(samples), steps))
     for row, i in enumerate(samples):
