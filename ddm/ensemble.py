@@ -178,8 +178,8 @@ class Ensemble:
         *,
         strategy: str | Strategy = "lock",
         tau: float | None = None,
-        steps: int = 50,
-        solver: SolverName = "heun",
+        steps: int = 25,
+        solver: SolverName = "midpoint",
         seed: int = 0,
         prior: Sequence[float] | None = None,
         condition: ConditionValue | None = None,
@@ -199,7 +199,7 @@ class Ensemble:
             num: number of samples, N.
             strategy: a `Strategy`, or its name: full, sample, lock, top-1, top-k, nucleus, threshold.
             tau: t_lock of the strategy named lock; 1 when omitted.
-            steps: solver steps, evenly spaced in t.
+            steps: solver steps, evenly spaced in t; the default solver evaluates twice in each.
             solver: see `ddm.diffusion.solver`.
             seed: any integer >= 0.
             prior: weights in place of the ensemble's own, such as equal weights; 0 withdraws an expert.

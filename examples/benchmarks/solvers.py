@@ -103,7 +103,7 @@ def draw(world: World, strategy: Strategy, solver: SolverName, times: Sequence[f
         return Trajectories(mixture, strategy, times, steps, 1, lambda _: None).integrate(noise, uniform_NS)[0]
 
 
-def measure(world: World, num: int, num_law: int, quick: bool) -> Iterator[tuple[object, ...]]:
+def measure(world: World, grids: Sequence[str], num: int, num_law: int, quick: bool) -> Iterator[tuple[object, ...]]:
     """Yield a row for every strategy, grid, solver and number of evaluations."""
     fine = uniform_times(20 if quick else FINE_STEPS)
     truths = {name: draw(world, kind, "rk4", fine, num) for name, kind in (("lock", Lock()), ("full", Full()))}
@@ -113,7 +113,7 @@ def measure(world: World, num: int, num_law: int, quick: bool) -> Iterator[tuple
         if name == "sample" and world.exact is None:
             continue
         for grid, times_of in GRIDS.items():
-            if grid not in (GRIDS if world.exact and name == "lock" else ("uniform",)):
+            if grid not in (grids if name == "lock" else grids[:1]):
                 continue
             for solver, cost in COST.items():
                 for evaluations in EVALUATIONS[: 2 if quick else None]:
@@ -137,21 +137,27 @@ def worlds(names: Sequence[str], data: FilePath, work: FilePath, train_steps: in
             shape = (exact.mean_CD.shape[1],)
             yield World(made.__name__, experts, exact, exact.prior_K.tolist(), shape, path, exact)
     if "fashion-mnist" in names:
-        work.mkdir(parents=True, exist_ok=True)
         yield World(
             "fashion-mnist", trained_experts(data, work, train_steps), counts_router(data), PRIOR, SHAPE, LinearPath()
         )
 
 
 def main() -> None:
-    """Command line: --worlds NAME,... --data FOLDER --num N --law N --train N --quick --json --out, --work FOLDER."""
-    arguments = parse(__doc__, worlds="plane,wide", data="fashion-mnist", num=16, law=4000, train=300)
+    """Command line: --worlds NAME,... --grids NAME,... --data FOLDER --num N --law N --train N --quick --out FOLDER."""
+    arguments = parse(
+        __doc__, grids=",".join(GRIDS), worlds="plane,wide", data="fashion-mnist", num=16, law=4000, train=300
+    )
     torch.set_num_threads(1)
+    arguments.work.mkdir(parents=True, exist_ok=True)
     num, num_law, train_steps = (4, 500, 5) if arguments.quick else (arguments.num, arguments.law, arguments.train)
     assert set(COST) == set(get_args(SolverName))  # noqa: S101
-    rows = []
+    rows: list[tuple[object, ...]] = []
+    grids = arguments.grids.split(",")
     for world in worlds(arguments.worlds.split(","), FilePath(arguments.data), arguments.work, train_steps):
-        rows += list(measure(world, num if world.exact is None else 8 * num, num_law, arguments.quick))
+        for row in measure(world, grids, num if world.exact is None else 8 * num, num_law, arguments.quick):
+            rows.append(row)
+            with (arguments.work / "solvers.partial.csv").open("a") as handle:  # of a run of hours, should it end early
+                handle.write(",".join(map(str, row)) + "\n")
     report("solvers", COLUMNS, rows, arguments)
 
 
