@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
 from ddm.protocol.plan import ClassCondition, Condition, TextCondition
-from ddm.routers.base import log_prior
 from ddm.sampling.guidance import ConditionValue, condition_and_null, conditional_log_prior
 from ddm.system.console import say
 
@@ -61,7 +61,8 @@ def condition_shares(
 def expert_shares(ensemble: Ensemble, target_prior: list[float], class_prior: list[float] | None) -> Tensor:
     """Return each expert's share of the samples that is due, under the prior and the condition, shape (K,)."""
     if class_prior is None:
-        return log_prior(target_prior, len(target_prior)).exp()
+        weight_K = torch.tensor(target_prior, dtype=torch.float64)
+        return weight_K / weight_K.sum()
     return conditional_log_prior(class_prior, ensemble.prior, target_prior).exp()
 
 
