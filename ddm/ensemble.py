@@ -178,14 +178,15 @@ class Ensemble:
         *,
         strategy: str | Strategy = "lock",
         tau: float | None = None,
-        steps: int = 50,
-        solver: SolverName = "heun",
+        steps: int = 25,
+        solver: SolverName = "midpoint",
         seed: int = 0,
         prior: Sequence[float] | None = None,
         condition: ConditionValue | None = None,
         condition_prior: Sequence[float] | None = None,
         guidance: float = 0.0,
         router_every: int = 1,
+        numbers: Sequence[int] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Samples:
         """Draw samples; the same call returns the same bytes.
@@ -198,7 +199,7 @@ class Ensemble:
             num: number of samples, N.
             strategy: a `Strategy`, or its name: full, sample, lock, top-1, top-k, nucleus, threshold.
             tau: t_lock of the strategy named lock; 1 when omitted.
-            steps: solver steps, evenly spaced in t.
+            steps: solver steps, evenly spaced in t; the default solver evaluates twice in each.
             solver: see `ddm.diffusion.solver`.
             seed: any integer >= 0.
             prior: weights in place of the ensemble's own, such as equal weights; 0 withdraws an expert.
@@ -206,6 +207,7 @@ class Ensemble:
             condition_prior: each expert's share of the data with that condition, where the release does not state it.
             guidance: g; exact with the strategy full only, see docs/explanation/strategies.md.
             router_every: evaluate the router at every n-th step only, and keep its weights in between.
+            numbers: the numbers of the samples, N of them, in place of 0 to N - 1: sample i is the same in any company.
             on_progress: called with the steps taken, summed over all samples, and the total to take.
 
         Raises:
@@ -214,6 +216,10 @@ class Ensemble:
         """
         if num < 1 or seed < 0:
             raise MathError("sample", expected="num >= 1 and seed >= 0", got=f"num={num} and seed={seed}")
+        numbers = range(num) if numbers is None else numbers
+        if len(numbers) != num or min(numbers, default=0) < 0:
+            expected = f"{num} numbers of samples, each at least 0"
+            raise MathError("numbers", expected=expected, got=f"{len(numbers)}, from {min(numbers, default=0)}")
         if tau is not None and not isinstance(strategy, str):
             remedy = "Leave tau out and give the time to the strategy itself: strategy=Lock(t_lock=...)."
             raise MathError("tau", expected='tau with strategy="lock"', got=f"strategy={strategy}", remedy=remedy)
@@ -235,13 +241,13 @@ class Ensemble:
         at_once = max(self.chunk_size, _IN_FLIGHT_BYTES // (4 * prod(self.shape) + 8 * steps))
         with torch.inference_mode():
             parts = [
-                self._integrate(trajectories, range(first, min(first + at_once, num)), seed)
+                self._integrate(trajectories, numbers[first : first + at_once], seed)
                 for first in range(0, num, at_once)
             ]
         latents, expert_N = (torch.cat(part) for part in zip(*parts, strict=True))
         return Samples(self.latent.decode(latents), expert_N, len(self.experts), latents)
 
-    def _integrate(self, trajectories: Trajectories, samples: range, seed: int) -> tuple[Tensor, Tensor]:
+    def _integrate(self, trajectories: Trajectories, samples: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
         """Draw the samples of these numbers; return them, and the expert of each."""
         noise, uniform_BS = draw_noise(samples, self.shape, seed, len(trajectories.times) - 1)
         x_1 = noise.to(self.device) * self.path.sigma(torch.ones(()))

@@ -18,7 +18,7 @@ from ddm.diffusion.solver import uniform_times
 from ddm.protocol.base import Model
 from ddm.protocol.plan import Condition
 
-DEFAULT_STEPS = 50  # of `ddm sample`, `Ensemble.sample` and the teacher of `ddm distill`
+DEFAULT_STEPS = 50  # of the teacher of `ddm distill`; the 25 midpoint steps of `ddm sample` ask at the same times
 OTHER_STEPS = (24, 16)  # of the report's pictures; of the samples router
 FEWEST_ROWS, MOST_SECRET_ROWS = 64, 64
 FEWEST_CLASSES = 8

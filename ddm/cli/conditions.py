@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
 from ddm.protocol.plan import ClassCondition, Condition, TextCondition
@@ -55,6 +58,14 @@ def condition_shares(
     return list(ensemble.class_prior(condition).prior) if ensemble.class_prior else None
 
 
+def expert_shares(ensemble: Ensemble, target_prior: list[float], class_prior: list[float] | None) -> Tensor:
+    """Return each expert's share of the samples that is due, under the prior and the condition, shape (K,)."""
+    if class_prior is None:
+        weight_K = torch.tensor(target_prior, dtype=torch.float64)
+        return weight_K / weight_K.sum()
+    return conditional_log_prior(class_prior, ensemble.prior, target_prior).exp()
+
+
 def describe_shares(
     ensemble: Ensemble,
     shares: tuple[float, ...],
@@ -63,9 +74,7 @@ def describe_shares(
     label: int | None,
 ) -> str:
     """Describe the share of the samples that each expert had, beside its prior."""
-    prior = target_prior
-    if class_prior is not None:
-        prior = conditional_log_prior(class_prior, ensemble.prior, target_prior).exp().tolist()
+    prior = expert_shares(ensemble, target_prior, class_prior).tolist()
     word = "prior" if label is None else f"prior given class {label}"
     parts = zip(ensemble.expert_ids, shares, prior, strict=True)
     return ", ".join(f"{expert_id} {share:.2f} ({word} {due:.2f})" for expert_id, share, due in parts)

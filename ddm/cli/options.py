@@ -59,6 +59,28 @@ DeviceOption = Annotated[
     DeviceName, typer.Option("--device", help="auto: a GPU, if there is one.", rich_help_panel=MACHINE)
 ]
 
+
+class Dtype(StrEnum):
+    """The precision of the experts' matrix products."""
+
+    FLOAT32 = "float32"
+    TF32 = "tf32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+DtypeOption = Annotated[
+    Dtype, typer.Option("--dtype", help="Precision of matrix products; tf32, float16: GPU.", rich_help_panel=MACHINE)
+]
+CompileOption = Annotated[
+    bool, typer.Option("--compile", help="Compile experts: a slow start, then faster.", rich_help_panel=MACHINE)
+]
+ProcessesOption = Annotated[
+    int,
+    typer.Option(
+        "--processes", min=1, max=64, help="Processes that share samples and threads.", rich_help_panel=MACHINE
+    ),
+]
 MemoryOption = Annotated[
     str | None,
     typer.Option(
@@ -112,6 +134,8 @@ class SolverName(StrEnum):
     MIDPOINT = "midpoint"
     RK4 = "rk4"
     EXPONENTIAL = "exponential"
+    DPM = "dpm"
+    UNIPC = "unipc"
 
 
 SolverOption = Annotated[SolverName, typer.Option("--solver", help="ODE solver.", rich_help_panel=HOW)]

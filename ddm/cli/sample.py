@@ -1,6 +1,5 @@
 """The command `ddm sample`: check which options go together, then draw images from a verified release."""
 
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,11 +11,15 @@ from ddm.cli.options import (
     AcceptKeyOption,
     ArchivedOption,
     ClassOption,
+    CompileOption,
     DeviceOption,
+    Dtype,
+    DtypeOption,
     GuidanceOption,
     ImagesOption,
     MemoryOption,
     NumOption,
+    ProcessesOption,
     ReleaseArgument,
     RootOption,
     SeedOption,
@@ -37,6 +40,8 @@ from ddm.errors import SetupError
 from ddm.system.console import progress, say
 
 if TYPE_CHECKING:
+    import torch
+
     from ddm.ensemble import Ensemble
     from ddm.loading.release import Release
     from ddm.sampling.strategies import Strategy
@@ -97,8 +102,8 @@ def sample(
     prefix: PrefixOption = None,
     top_k: TopKOption = None,
     prior: PriorOption = "data",
-    steps: StepsOption = 50,
-    solver: SolverOption = SolverName.HEUN,
+    steps: StepsOption = 25,
+    solver: SolverOption = SolverName.MIDPOINT,
     seed: SeedOption = 0,
     settings: Set = None,
     root: RootOption,
@@ -107,6 +112,9 @@ def sample(
     accept_key: AcceptKeyOption = None,
     archived: ArchivedOption = False,
     device: DeviceOption = "auto",
+    dtype: DtypeOption = Dtype.FLOAT32,
+    compiled: CompileOption = False,
+    processes: ProcessesOption = 1,
     memory: MemoryOption = None,
 ) -> None:
     """Sample images from a release; verifies first."""
@@ -120,44 +128,61 @@ def sample(
     memory_bytes = read_memory(memory)
     prepare(out)
 
-    from ddm.cli.conditions import condition_shares, describe_shares, encoded
-    from ddm.loading.ensemble import build_ensemble
+    from ddm.cli.conditions import condition_shares, describe_shares, encoded, expert_shares
+    from ddm.cli.drawing import Job, Source, draw_together, shares_of
     from ddm.loading.memory import room_for_experts
+    from ddm.models.arithmetic import Arithmetic
     from ddm.protocol.footprint import condition_bytes, sampling_bytes
     from ddm.system.devices import device_named
     from ddm.system.memory import memory_limit
 
     where = device_named(device, setting="--device")
+    arithmetic = Arithmetic(dtype.value, compiled and _compiles(where))
+    arithmetic.check(where)
+    processes = min(processes, num)
     opened = open_verified(release, root, state, silo_key, accept_key, archived, experts_later=True)
     plan, manifest = opened.plan, opened.manifest
-    beside = sampling_bytes(plan, len(manifest.experts), num=num, batch=rare.batch, steps=steps)
-    beside += picture_bytes(out, num, plan.data.shape) + (condition_bytes(plan.condition) if text is not None else 0)
-    room = room_for_experts(plan, manifest, memory_limit(memory_bytes), beside=beside)
+    each = sampling_bytes(plan, len(manifest.experts), num=-(-num // processes), batch=rare.batch, steps=steps)
+    beside = picture_bytes(out, num, plan.data.shape) + (condition_bytes(plan.condition) if text is not None else 0)
+    limit = memory_limit(memory_bytes).part(processes)
+    room = room_for_experts(plan, manifest, limit, beside=each + -(-beside // processes))
     condition = label if text is None or text_encoder is None else encoded(text, text_encoder, plan.condition)
-    built = build_ensemble(plan, manifest, opened.folder, memory_bytes=room, device=where)
-    ensemble = replace(built, chunk_size=rare.batch)
+    source = Source(plan, manifest, opened.folder, room, device, arithmetic, rare.batch)
+    ensemble = source.ensemble(lazily=processes > 1)
     weights, declared = _priors(opened, ensemble, prior, rare.class_prior)
     class_prior = condition_shares(ensemble, condition, declared)
+    how = {
+        "steps": steps,
+        "solver": solver.value,
+        "prior": weights,
+        "condition": condition,
+        "condition_prior": class_prior,
+        "guidance": guidance or 0.0,
+        "router_every": rare.router_every or 1,
+    }
+    job = Job(source, chosen, seed, how)
     with progress(f"sampling {num} with {strategy.value}") as advance:
-        drawn = ensemble.sample(
-            num,
-            strategy=chosen,
-            steps=steps,
-            solver=solver.value,
-            seed=seed,
-            prior=weights,
-            condition=condition,
-            condition_prior=class_prior,
-            guidance=guidance or 0.0,
-            router_every=rare.router_every or 1,
-            on_progress=advance,
-        )
+        if processes == 1:
+            drawn = job.draw(ensemble, range(num), advance)
+        else:
+            weight_K = expert_shares(ensemble, weights, class_prior)
+            drawn = draw_together(job, num, processes, weight_K, out.parent, advance)
     written = write_samples(drawn.images, drawn.expert_N.tolist(), out)
-    shares = describe_shares(ensemble, drawn.shares, weights, class_prior, label)
+    shares = describe_shares(ensemble, shares_of(drawn, ensemble), weights, class_prior, label)
     say(f"{num} samples in {out} ({written}). Experts: {shares}")
     if text is not None and declared is None:
         say("No release states who holds images of this text: the prior is that of all images (or --set class-prior).")
     warn_if_expired(opened)
+
+
+def _compiles(where: "torch.device") -> bool:
+    """Return whether torch can compile here; say so where it cannot."""
+    from ddm.models.arithmetic import why_not_compiled
+
+    why = why_not_compiled(where)
+    if why is not None:
+        say(f"note: --compile is left out, since torch cannot compile here: {why}", error=True)
+    return why is None
 
 
 def _chosen(name: str, wanted: dict[str, Any]) -> "Strategy":

@@ -5,52 +5,22 @@
 | euler | 1 | 1 |
 | midpoint, heun | 2 | 2 |
 | rk4 | 4 | 4 |
-| exponential | 2 | 1, with a memory of the step before |
+| exponential, dpm, unipc | 2 | 1, with a memory of the steps before |
 """
 
 # Shape legend: B batch, S steps, ... all data dimensions.
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from math import inf
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
-from ddm.diffusion.path import LinearPath, Path, Velocity, expand_time, x_0_and_eps
+from ddm.diffusion.multistep import Memory, dpm_step, exponential_step, filled, unipc_step
+from ddm.diffusion.path import LinearPath, Path, Velocity
 from ddm.errors import MathError
 
-SolverName = Literal["euler", "heun", "midpoint", "rk4", "exponential"]
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a multistep solver remembers of each sample; one-step solvers pass it on unchanged.
-
-    Args:
-        x_0_B: the estimate of x_0 at the step before, shape (B, ...).
-        known_B: whether it may be used; false at the start, and after a sample changed its expert.
-        t: the time at which the step before began.
-    """
-
-    x_0_B: Tensor
-    known_B: Tensor
-    t: float = inf
-
-    @classmethod
-    def none(cls, x_B: Tensor) -> "Memory":
-        """Return an empty memory for these samples."""
-        return cls(torch.zeros_like(x_B), torch.zeros(len(x_B), dtype=torch.bool, device=x_B.device))
-
-    def of(self, rows: Tensor) -> "Memory":
-        """Return the memory of some of the samples."""
-        return replace(self, x_0_B=self.x_0_B[rows], known_B=self.known_B[rows])
-
-    def forget(self, changed_B: Tensor) -> "Memory":
-        """Return the memory without the estimates of the samples that changed."""
-        return replace(self, known_B=self.known_B & ~changed_B)
+SolverName = Literal["euler", "heun", "midpoint", "rk4", "exponential", "dpm", "unipc"]
 
 
 Step = Callable[[Velocity, Tensor, float, float, Memory], tuple[Tensor, Memory]]
@@ -71,7 +41,7 @@ def integrate(
         x_1: where the trajectory starts, shape (B, ...).
         times: S + 1 times, strictly descending, usually from 1 to 0.
         solver: see the table above.
-        path: the velocity's path, linear when omitted; only `exponential` uses it.
+        path: the velocity's path, linear when omitted; only multistep solvers use it.
 
     Returns:
         The end of the trajectory, shape (B, ...).
@@ -124,38 +94,6 @@ def rk4_step(velocity: Velocity, x_B: Tensor, t: float, t_next: float) -> Tensor
     return x_B + length / 6 * (u_1 + 2 * (u_2 + u_3) + u_4)
 
 
-def exponential_step(
-    velocity: Velocity, x_B: Tensor, t: float, t_next: float, memory: Memory, *, path: Path
-) -> tuple[Tensor, Memory]:
-    """Solve the linear part exactly; x_0 is held constant at its extrapolation to the middle of the step.
-
-    ``x' = (sigma' / sigma) x + (alpha' - alpha sigma' / sigma) D``,
-    ``D = x_0 + (t' - t) / (2 (t - t_before)) (x_0 - x_0_before)``, and ``D = x_0`` without a step before.
-    Nothing is singular at t = 1 or t = 0, and a velocity whose x_0 never changes is followed exactly.
-
-    DPM-Solver++(2M) extrapolates x_0 along ``log(alpha / sigma)``. Steps that are even in t are far from even there:
-    next to both ends, where it is infinite. Along t the same order has a smaller error
-    (``tests/ddm/diffusion/test_solver.py`` measures both). On such steps the error falls as ``S^-2 log S``.
-
-    Source:
-        Lu et al. 2022, DPM-Solver++(2M), arXiv 2211.01095, except for the extrapolation.
-    """
-    t_B = filled(x_B, t)
-    x_0_B, _ = x_0_and_eps(path, x_B, velocity(x_B, t_B), t_B)
-    share = (t_next - t) / (2 * (t - memory.t)) if memory.t > t else 0.0
-    share_B = memory.known_B.to(x_B) * share
-    held_B = x_0_B + expand_time(share_B, x_B) * (x_0_B - memory.x_0_B)
-    (alpha, sigma), (alpha_next, sigma_next) = _coefficients(path, t), _coefficients(path, t_next)
-    kept = sigma_next / sigma
-    x_next_B = kept * x_B + (alpha_next - alpha * kept) * held_B
-    return x_next_B, Memory(x_0_B, torch.ones_like(memory.known_B), t)
-
-
-def _coefficients(path: Path, t: float) -> tuple[float, float]:
-    at = torch.tensor(t, dtype=torch.float64)
-    return float(path.alpha(at)), float(path.sigma(at))
-
-
 def solver_named(name: SolverName, path: Path) -> Step:
     """Return the step of the solver called `name`, for velocities on `path`.
 
@@ -173,6 +111,10 @@ def solver_named(name: SolverName, path: Path) -> Step:
             return _without_memory(rk4_step)
         case "exponential":
             return partial(exponential_step, path=path)
+        case "dpm":
+            return partial(dpm_step, path=path)
+        case "unipc":
+            return partial(unipc_step, path=path)
         case _:
             raise MathError("solver", expected=", ".join(get_args(SolverName)), got=repr(name))
 
@@ -203,8 +145,3 @@ def check_times(times: Sequence[float]) -> None:
         got = ", ".join(f"{t:g}" for t in times[:8]) + (", ..." if len(times) > 8 else "")
         expected = "at least 2 times, strictly descending, within [0, 1]"
         raise MathError("times", expected=expected, got=got or "no times")
-
-
-def filled(x_B: Tensor, t: float) -> Tensor:
-    """Return the time `t` once per sample of `x_B`, shape (B,)."""
-    return torch.full(x_B.shape[:1], t, dtype=x_B.dtype, device=x_B.device)

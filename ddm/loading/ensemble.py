@@ -14,6 +14,7 @@ from ddm.loading.memory import room_for_experts
 from ddm.loading.plan import PlanFiles
 from ddm.loading.release import Release, open_release
 from ddm.models import load_expert
+from ddm.models.arithmetic import Arithmetic
 from ddm.protocol.footprint import sampling_bytes
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import ExpertObjective, Plan
@@ -104,6 +105,7 @@ def build_ensemble(
     *,
     memory_bytes: int | None = None,
     device: torch.device | str = "cpu",
+    arithmetic: Arithmetic = Arithmetic(),
 ) -> Ensemble:
     """Build the experts and the router that a manifest lists, each file checked against its digest there.
 
@@ -118,6 +120,7 @@ def build_ensemble(
             dropped, checked against their digests each time, so the errors about files below are raised while sampling.
             None loads all of them now.
         device: where the experts compute.
+        arithmetic: of the experts' networks, and whether they are compiled.
 
     Raises:
         DigestError: a file differs from the one that the documents list.
@@ -133,7 +136,7 @@ def build_ensemble(
     def load(k: int) -> Expert:
         published = manifest.experts[k]
         expert = load_expert(plan.expert.architecture, shape, folder, published.file, condition).to(device)
-        return on_path(expert, plan.objective.of(published.silo_id), path)
+        return on_path(arithmetic.applied(expert), plan.objective.of(published.silo_id), path)
 
     return Ensemble(
         experts=_experts(load, [expert.file.bytes for expert in manifest.experts], memory_bytes),

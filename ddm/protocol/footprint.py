@@ -37,7 +37,7 @@ _TIME_FEATURES = 4  # of the learned router
 _IMAGES_ALIVE = 8  # images beside each that is encoded or decoded: itself, its tiles, which overlap, and its copies
 _DECODED_BYTES, _MOST_DECODED = 1 << 26, 64  # of the widest layer of an autoencoder; samples at once
 _IN_FLIGHT_BYTES = 1 << 26
-_SOLVER_COPIES = 12  # states, velocities and guesses of the samples that are integrated together
+_SOLVER_COPIES = 20  # states, memories, velocities and guesses of the samples that are integrated together
 _ROUTED_AT_ONCE = 1 << 19  # values in one block of the log densities of samples, experts and groups
 
 

@@ -92,11 +92,7 @@ class Trajectories:
         groups = [rows for group in members for rows in torch.split(group, self.mixture.together)]
         parts = [self._follow(self._one(allowed_BK[rows]), segment, state.of(rows)) for rows in groups]
         x_B = torch.cat([part.x_B for part in parts])
-        memory = Memory(
-            torch.cat([part.memory.x_0_B for part in parts]),
-            torch.cat([part.memory.known_B for part in parts]),
-            parts[0].memory.t,
-        )
+        memory = Memory.joined([part.memory for part in parts])
         return SolverState(x_B, memory).of(torch.cat(groups).argsort())
 
     def _follow(self, velocity: Velocity, segment: Segment, state: SolverState) -> SolverState:
@@ -130,7 +126,7 @@ def _selected(strategy: Strategy, w_BK: Tensor) -> Tensor:
     return strategy.select(w_BK)
 
 
-def draw_noise(samples: range, shape: Sequence[int], seed: int, steps: int) -> tuple[Tensor, Tensor]:
+def draw_noise(samples: Sequence[int], shape: Sequence[int], seed: int, steps: int) -> tuple[Tensor, Tensor]:
     """Return the noise of some samples and one uniform number per step, each sample from its own random stream."""
     noise, uniform_BS = np.empty((len(samples), *shape), np.float32), np.empty((len(samples), steps))
     for row, i in enumerate(samples):

@@ -24,6 +24,10 @@ class MemoryLimit:
     bytes: int
     origin: str
 
+    def part(self, num: int) -> "MemoryLimit":
+        """Return what each of so many processes may take."""
+        return self if num == 1 else MemoryLimit(self.bytes // num, f"a process's part of {num}, {self.origin}")
+
     def check(self, subject: str, needed: int, remedy: str | None = None) -> None:
         """Refuse what needs more.
 

@@ -43,6 +43,31 @@ _ALIGNED = 64
 _OURS = (ArchipelagoError, OSError)  # which say by themselves what is wrong
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What processes do, in the words of errors.
+
+    Attributes:
+        name: of one of them.
+        again: what running the command again does.
+        fewer: what to lower where the machine is out of memory.
+        talk: whether they form a process group of torch's; those that do not open no socket.
+    """
+
+    name: str
+    again: str
+    fewer: str
+    talk: bool
+
+
+TRAINING = Kind(
+    "training process",
+    "it goes on from the last checkpoint",
+    "fewer training.processes in silo.toml, or more training.accumulate",
+    talk=True,
+)
+
+
 class Work(Protocol):
     """What every process does. It is pickled, so a function of a module or a frozen dataclass with `__call__`."""
 
@@ -61,6 +86,7 @@ def do_together(
     folder: Path,
     on_progress: Callable[[Any], None],
     should_stop: Callable[[], bool],
+    kind: Kind = TRAINING,
 ) -> None:
     """Do one work in several processes, with as many threads each as this one has, and wait for its end.
 
@@ -71,6 +97,7 @@ def do_together(
         folder: where the file with the tensors lies, which needs as much room as they.
         on_progress: called here with what a process reports; what it raises ends all of them.
         should_stop: asked here; its yes reaches every process.
+        kind: what they are called, and whether they talk with each other.
 
     Raises:
         KeyboardInterrupt: `should_stop` said yes, and the processes have ended.
@@ -83,7 +110,7 @@ def do_together(
     # They are killed at their end, and clear nothing away by themselves.
     own = tempfile.TemporaryDirectory(prefix="archipelago-", ignore_cleanup_errors=True)
     with tempfile.TemporaryFile(dir=folder) as file, own as scratch:
-        task = _Task(work, _write_tensors(tensors, file), torch.get_num_threads(), Path(scratch), _PATIENCE_S)
+        task = _Task(work, _write_tensors(tensors, file), torch.get_num_threads(), Path(scratch), _PATIENCE_S, kind)
         children = [_Child(task, file, rank, num) for rank in range(num)]
         try:
             for child in children:
@@ -112,6 +139,7 @@ class _Task:
     threads: int
     scratch: Path
     patience_s: float
+    kind: Kind
 
 
 @dataclass(frozen=True)
@@ -126,7 +154,7 @@ class _Child:
     """One of the processes, seen from here."""
 
     def __init__(self, task: _Task, file: IO[bytes], rank: int, num: int) -> None:
-        self.name = _name(rank, num)
+        self.name = _name(task.kind, rank, num)
         self._task = task
         self.pipe, self._theirs = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(
@@ -152,7 +180,7 @@ class _Child:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join(_GRACE_S)
-            return _Ended(_death(self.name, self._process.exitcode), died=True)
+            return _Ended(_death(self.name, self._process.exitcode, self._task.kind), died=True)
 
     def end(self) -> None:
         """Wait for the end of a process that has nothing left to do; it hears that nobody listens any more."""
@@ -214,18 +242,18 @@ def _cause(ends: list[_Ended]) -> BaseException | None:
     return next(iter([*ours, *died, *others]), None)
 
 
-def _name(rank: int, num: int) -> str:
-    return f"training process {rank + 1} of {num}"
+def _name(kind: Kind, rank: int, num: int) -> str:
+    return f"{kind.name} {rank + 1} of {num}"
 
 
-def _death(name: str, exitcode: int | None) -> SetupError:
+def _death(name: str, exitcode: int | None, kind: Kind) -> SetupError:
     how = signal.Signals(-exitcode).name if exitcode is not None and exitcode < 0 else f"exit code {exitcode}"
     return SetupError(
         name,
         expected="its answer",
         got=f"its end: {how}",
-        remedy="Run the command again: it goes on from the last checkpoint. SIGKILL without anybody's doing is a "
-        "machine out of memory: fewer training.processes in silo.toml, or more training.accumulate.",
+        remedy=f"Run the command again: {kind.again}. SIGKILL without anybody's doing is a machine out of memory: "
+        f"{kind.fewer}.",
     )
 
 
@@ -274,7 +302,7 @@ def _main(pipe: Connection, descriptor: int, rank: int, num: int) -> None:
     except (*_OURS, KeyboardInterrupt) as caught:
         error = caught
     except BaseException:  # as text, because not every error can be sent
-        error = RuntimeError(f"{_name(rank, num)}:\n{traceback.format_exc()}")
+        error = RuntimeError(f"{_name(task.kind, rank, num)}:\n{traceback.format_exc()}")
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(_Ended(error))
@@ -288,8 +316,9 @@ def _do(
 
     torch.set_num_threads(task.threads)
     tensors = _map_tensors(task.places, descriptor)
-    name = _name(rank, num)
-    _join_group(task, rank, num, name)
+    name = _name(task.kind, rank, num)
+    if task.kind.talk:
+        _join_group(task, rank, num, name)
     try:
         task.work(tensors, report, should_stop)
     except RuntimeError as error:
@@ -299,7 +328,7 @@ def _do(
             name,
             expected=f"the other processes' part within {task.patience_s:.0f} s",
             got="no word from at least one of them",
-            remedy="One of them hangs or was stopped. Run the command again: it goes on from the last checkpoint.",
+            remedy=f"One of them hangs or was stopped. Run the command again: {task.kind.again}.",
         ) from error
 
 

@@ -149,7 +149,7 @@ def sample(demo: Demo) -> None:
     out = demo.out
     demo.call(
         "ddm", "sample", out / "release", "--root", out / "root.json", "--state", out / "state", "--num", "64",
-        "--strategy", "lock", "--tau", "1.0", "--steps", "50", "--seed", "0", "--out", out / "samples.png",
+        "--strategy", "lock", "--tau", "1.0", "--steps", "25", "--seed", "0", "--out", out / "samples.png",
     )  # fmt: skip
 
 

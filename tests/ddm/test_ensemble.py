@@ -98,7 +98,7 @@ def test_decomposition_is_exact_when_one_expert_predicts_eps_on_another_path() -
 def test_shares_are_kept_when_an_expert_that_predicts_eps_on_another_path_is_locked_from_pure_noise() -> None:
     experts = four_silos().experts()
     experts[0] = as_velocity(four_silos(CosinePath()).eps_expert(0), "eps", CosinePath(), LinearPath())
-    drawn = exact(experts=experts, router=None).sample(NUM, steps=40)
+    drawn = exact(experts=experts, router=None).sample(NUM, steps=40, solver="heun")
     assert deviation(shares_of(drawn.images), PRIOR) < 4
     mean = drawn.images[drawn.expert_N == 0].mean(dim=0).double()
     own = four_silos().weight_C[:3, None] / 0.7
@@ -122,14 +122,14 @@ def test_strategy_keeps_the_shares_of_the_silos() -> None:
         Lock(0.5, prefix="full"),
     ]:
         with case(strategy=strategy):
-            drawn = exact().sample(NUM, strategy=strategy, steps=30, seed=1)
+            drawn = exact().sample(NUM, strategy=strategy, steps=30, solver="heun", seed=1)
             assert deviation(shares_of(drawn.images), PRIOR) < 4
             assert deviation(drawn.shares, PRIOR) < 4
             assert (four_silos().silo_of(drawn.images) == drawn.expert_N).double().mean() > 0.99
 
 
 def test_top_1_does_not_keep_the_shares_of_the_silos() -> None:
-    drawn = exact().sample(NUM, strategy=TopOne(), steps=30, seed=1)
+    drawn = exact().sample(NUM, strategy=TopOne(), steps=30, solver="heun", seed=1)
     assert deviation(shares_of(drawn.images), PRIOR) > 12
     assert shares_of(drawn.images)[0] > 0.8
 
@@ -138,16 +138,17 @@ def test_top_1_does_not_keep_the_shares_of_the_silos() -> None:
 def test_shares_are_lost_when_the_strategy_follows_an_uninformed_router(strategy: Strategy) -> None:
     """Only a locked sample is safe from it: its expert was drawn from the prior, and then made the whole picture."""
     uninformed = exact(router=UninformedRouter(4))
-    assert deviation(shares_of(uninformed.sample(NUM, strategy=strategy, steps=20).images), PRIOR) > 12
-    assert deviation(shares_of(exact().sample(NUM, strategy=strategy, steps=20).images), PRIOR) < 4
-    assert deviation(shares_of(uninformed.sample(NUM, strategy=Lock(0.5), steps=20).images), PRIOR) < 4
+    how = {"steps": 20, "solver": "heun"}
+    assert deviation(shares_of(uninformed.sample(NUM, strategy=strategy, **how).images), PRIOR) > 12
+    assert deviation(shares_of(exact().sample(NUM, strategy=strategy, **how).images), PRIOR) < 4
+    assert deviation(shares_of(uninformed.sample(NUM, strategy=Lock(0.5), **how).images), PRIOR) < 4
 
 
 @pytest.mark.parametrize("strategy", ["full", "sample", "lock"])
 def test_shares_follow_another_prior_when_one_is_asked_for(strategy: str) -> None:
     equal = (0.25,) * 4
     tau = 0.7 if strategy == "lock" else None
-    drawn = exact().sample(2048, strategy=strategy, tau=tau, prior=(3, 3, 3, 3), steps=25)
+    drawn = exact().sample(2048, strategy=strategy, tau=tau, prior=(3, 3, 3, 3), steps=25, solver="heun")
     assert deviation(shares_of(drawn.images), equal, 2048) < 4
     assert deviation(shares_of(drawn.images), PRIOR, 2048) > 12
 
@@ -161,7 +162,9 @@ def test_withdrawn_expert_is_never_asked_and_makes_nothing() -> None:
 
             experts = four_silos().experts()
             experts[0] = withdrawn
-            drawn = exact(experts=experts).sample(1024, strategy=strategy, prior=(0, 0.2, 0.08, 0.02), steps=20)
+            drawn = exact(experts=experts).sample(
+                1024, strategy=strategy, prior=(0, 0.2, 0.08, 0.02), steps=20, solver="heun"
+            )
             assert drawn.shares[0] == 0.0
             assert (four_silos().silo_of(drawn.images) == 0).double().mean() < 0.01
 
@@ -240,7 +243,7 @@ class Watched(list[Velocity]):
 
 def test_expert_is_held_within_a_step_and_asked_once_an_evaluation() -> None:
     experts = Watched()
-    exact(experts=experts).sample(640, strategy="sample", steps=5)
+    exact(experts=experts).sample(640, strategy="sample", steps=5, solver="heun")
     times = [1 - n / 5 for n in range(6)]
     for n in range(5):
         visits, experts.asked = experts.asked[: 2 * 4], experts.asked[2 * 4 :]
@@ -253,7 +256,7 @@ def test_expert_is_held_within_a_step_and_asked_once_an_evaluation() -> None:
 
 def test_locked_samples_travel_expert_by_expert_all_the_way() -> None:
     experts = Watched()
-    exact(experts=experts).sample(640, steps=5)
+    exact(experts=experts).sample(640, steps=5, solver="heun")
     order = [k for k, _, _ in experts.asked]
     assert order == sorted(order)
     assert len(order) == 4 * 5 * 2

@@ -46,7 +46,7 @@ def four_silos_error(path: Path, solver: SolverName, times: Sequence[float]) -> 
 
 
 @pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
-@pytest.mark.parametrize(("solver", "order"), [("midpoint", 2), ("exponential", 2)])
+@pytest.mark.parametrize(("solver", "order"), [("midpoint", 2), ("exponential", 2), ("dpm", 2)])
 def test_solver_of_second_order_has_it_on_a_mixture_away_from_the_ends(
     path: Path, solver: SolverName, order: int
 ) -> None:
@@ -65,8 +65,19 @@ def test_exponential_solver_is_of_more_than_first_order_from_end_to_end(path: Pa
 
 
 @pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
+def test_unipc_is_of_a_higher_order_than_what_it_corrects_on_a_mixture_away_from_the_ends(path: Path) -> None:
+    """The corrector adds one to the order of the predictor (Zhao et al. 2023, theorem 3.1)."""
+
+    def at(steps: int) -> float:
+        return four_silos_error(path, "unipc", [0.9 - 0.7 * n / steps for n in range(steps + 1)])
+
+    assert 2.5 < log2(at(100) / at(200)) < 3.5
+
+
+@pytest.mark.parametrize("path", [LinearPath(), CosinePath()])
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_exponential_solver_is_exact_when_the_data_are_one_point(path: Path, steps: int) -> None:
+@pytest.mark.parametrize("solver", ["exponential", "dpm", "unipc"])
+def test_multistep_solver_is_exact_when_the_data_are_one_point(path: Path, steps: int, solver: SolverName) -> None:
     """x_0 never changes then, and both ends are reached without a division by alpha or sigma."""
     point = torch.tensor([1.5, -0.5], dtype=torch.float64)
     x_1 = torch.randn(5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -74,14 +85,14 @@ def test_exponential_solver_is_exact_when_the_data_are_one_point(path: Path, ste
     def velocity(x: Tensor, t: Tensor) -> Tensor:
         return velocity_from_x_0(path, x, point.expand_as(x), t)
 
-    ends = integrate(velocity, x_1, uniform_times(steps), "exponential", path)
+    ends = integrate(velocity, x_1, uniform_times(steps), solver, path)
     assert (ends - point).abs().max() < 1e-12
     if steps > 1 and isinstance(path, CosinePath):
         assert (integrate(velocity, x_1, uniform_times(steps)[:-1], "euler") - point).abs().max() > 1e-3
 
 
-def test_exponential_solver_extrapolates_better_in_t_than_in_log_snr() -> None:
-    """Against DPM-Solver++(2M), written out here, on steps that are even in t."""
+def test_dpm_solver_follows_its_paper_and_extrapolation_in_t_is_better_on_steps_even_in_t() -> None:
+    """Against DPM-Solver++(2M), written out here."""
     for path in (LinearPath(), CosinePath()):
         for steps in (20, 40):
             mixture = four_silos(path)
@@ -89,6 +100,8 @@ def test_exponential_solver_extrapolates_better_in_t_than_in_log_snr() -> None:
             truth = integrate(mixture.velocity, x_1, uniform_times(150), "rk4")
             ours = integrate(mixture.velocity, x_1, uniform_times(steps), "exponential", path)
             theirs = dpm_solver_2m(mixture.velocity, x_1, uniform_times(steps), path)
+            dpm = integrate(mixture.velocity, x_1, uniform_times(steps), "dpm", path)
+            torch.testing.assert_close(dpm, theirs, atol=1e-12, rtol=0)
             assert (ours - truth).abs().mean() < (theirs - truth).abs().mean()
 
 
@@ -110,10 +123,11 @@ def dpm_solver_2m(velocity: Velocity, x: Tensor, times: Sequence[float], path: P
     return x
 
 
-def test_solver_forgets_a_sample_that_changed_its_expert_and_no_other() -> None:
+@pytest.mark.parametrize("solver", ["exponential", "dpm", "unipc"])
+def test_solver_forgets_a_sample_that_changed_its_expert_and_no_other(solver: SolverName) -> None:
     """Half of the samples change velocity in the middle; they go on as if they had started there."""
     first, second = (four_silos().expert(k) for k in (0, 1))
-    times, step = uniform_times(10), solver_named("exponential", LinearPath())
+    times, step = uniform_times(10), solver_named(solver, LinearPath())
     x_1 = torch.randn(6, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     changed = torch.arange(6) % 2 == 0
     halfway, memory = follow(first, x_1, times[:6], step, Memory.none(x_1))
@@ -131,7 +145,16 @@ def test_heun_is_not_of_first_order() -> None:
 
 
 def test_solver_evaluates_as_often_as_its_table_says() -> None:
-    for solver, expected in (("euler", 7), ("heun", 14), ("midpoint", 14), ("rk4", 28), ("exponential", 7)):
+    evaluations = (
+        ("euler", 7),
+        ("heun", 14),
+        ("midpoint", 14),
+        ("rk4", 28),
+        ("exponential", 7),
+        ("dpm", 7),
+        ("unipc", 7),
+    )
+    for solver, expected in evaluations:
         asked: list[Tensor] = []
 
         def velocity(x: Tensor, t: Tensor, asked: list[Tensor] = asked) -> Tensor:

@@ -1,0 +1,201 @@
+"""Draws the samples of one command, in this process or in several that each draw some of them.
+
+Sample i has a random stream of its own, so who draws it changes no more than rounding. Processes do not talk with each
+other: each opens the files that this process verified, holds them to the same digests, and sends its samples up its
+pipe. Where an expert is drawn once for each sample, at t = 1, samples are dealt by their experts, so that each process
+loads its share of the experts and evaluates them in full batches.
+"""
+
+# Shape legend: K experts, N samples.
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddm.ensemble import Ensemble
+from ddm.loading.ensemble import build_ensemble
+from ddm.models.arithmetic import Arithmetic
+from ddm.protocol.manifest import Manifest
+from ddm.protocol.plan import Plan
+from ddm.sampling.strategies import Lock, Strategy, draw_expert
+from ddm.sampling.trajectories import draw_noise
+from ddm.system.devices import DeviceName, device_named
+from ddm.training.launcher import Kind, do_together
+
+Advance = Callable[[int, int], None]
+"""Called with the steps taken and the steps to take, of all samples."""
+
+SAMPLING = Kind("sampling process", "nothing was written", "a lower --processes, --set batch or --num", talk=False)
+_REPORT_S = 0.2  # between two words of a process about its progress
+_PIECE_BYTES = 1 << 26  # of images that are sent at once
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples in the order of their numbers.
+
+    Args:
+        images: float32, shape (N, C, H, W) or (N, C, D, H, W).
+        expert_N: the last expert that each followed.
+    """
+
+    images: Tensor
+    expert_N: Tensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """A verified release and how its experts compute, in words that travel to another process.
+
+    Args:
+        plan: of the release.
+        manifest: of the release.
+        folder: of the release.
+        room: most bytes of experts in memory at once, in each process.
+        device: where experts compute; with several GPUs each process has its own.
+        arithmetic: of the experts.
+        batch: most samples that an expert is given at once.
+    """
+
+    plan: Plan
+    manifest: Manifest
+    folder: Path
+    room: int | None
+    device: DeviceName
+    arithmetic: Arithmetic
+    batch: int
+
+    def ensemble(self, rank: int = 0, *, lazily: bool = False) -> Ensemble:
+        """Build the ensemble; lazily, experts are loaded on first use even where all of them fit."""
+        device = device_named(self.device, setting="--device")
+        if device.type == "cuda":
+            device = torch.device("cuda", rank % torch.cuda.device_count())
+        self.arithmetic.settle()
+        room = sum(expert.file.bytes for expert in self.manifest.experts) if lazily and self.room is None else self.room
+        built = build_ensemble(
+            self.plan, self.manifest, self.folder, memory_bytes=room, device=device, arithmetic=self.arithmetic
+        )
+        return replace(built, chunk_size=self.batch)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one command draws.
+
+    Args:
+        source: what from.
+        strategy: which experts samples follow.
+        seed: of all samples.
+        how: further arguments of `Ensemble.sample`, `steps` among them.
+    """
+
+    source: Source
+    strategy: Strategy
+    seed: int
+    how: Mapping[str, Any]
+
+    def draw(self, ensemble: Ensemble, numbers: Sequence[int], advance: Advance) -> Drawn:
+        """Draw the samples of these numbers, in this process."""
+        how = {name: _as_tensor(value) for name, value in self.how.items()}
+        drawn = ensemble.sample(
+            len(numbers), strategy=self.strategy, seed=self.seed, numbers=numbers, on_progress=advance, **how
+        )
+        return Drawn(drawn.images, drawn.expert_N)
+
+    def __call__(
+        self, tensors: Mapping[str, Tensor], on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
+    ) -> None:
+        """Draw this process's samples, as one of several."""
+        rank, num = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        numbers = tensors["numbers"].tensor_split(num)[rank].tolist()
+        last = 0.0
+
+        def advance(done: int, total: int) -> None:
+            nonlocal last
+            if done == total or time.monotonic() - last > _REPORT_S:
+                last = time.monotonic()
+                on_progress((rank, done))
+
+        if not numbers:
+            return
+        drawn = self.draw(self.source.ensemble(rank, lazily=True), numbers, advance)
+        piece = max(1, _PIECE_BYTES // (4 * drawn.images[0].numel()))
+        for first in range(0, len(numbers), piece):
+            part = slice(first, first + piece)
+            on_progress((numbers[part], drawn.images[part].numpy(), drawn.expert_N[part].numpy()))
+
+
+def draw_together(job: Job, num: int, num_processes: int, weight_K: Tensor, folder: Path, advance: Advance) -> Drawn:
+    """Draw samples 0 to num - 1 in several processes; the threads of this one are divided among them.
+
+    Args:
+        job: what to draw.
+        num: how many samples.
+        num_processes: how many processes.
+        weight_K: each expert's share at t = 1, under the condition.
+        folder: for a small unnamed file.
+        advance: shows the progress of all.
+
+    Raises:
+        SetupError: a process died.
+        ArchipelagoError: what a process raised.
+    """
+    images = np.empty((num, *job.source.plan.data.shape), np.float32)
+    expert_N = np.empty(num, np.int64)
+    done = [0] * num_processes
+
+    def hear(told: tuple[int, int] | tuple[list[int], NDArray[np.float32], NDArray[np.int64]]) -> None:
+        if len(told) == 2:
+            done[told[0]] = told[1]
+            advance(sum(done), num * job.how["steps"])
+            return
+        numbers, drawn, experts = told
+        images[numbers], expert_N[numbers] = drawn, experts
+
+    # As arrays, here and back, since torch would put tensors into shared memory, which many containers have little of.
+    how = {name: value.numpy() if isinstance(value, Tensor) else value for name, value in job.how.items()}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // num_processes))
+    try:
+        do_together(
+            replace(job, how=how),
+            {"numbers": dealt(job, num, weight_K)},
+            num_processes,
+            folder=folder,
+            on_progress=hear,
+            should_stop=lambda: False,
+            kind=SAMPLING,
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return Drawn(torch.from_numpy(images), torch.from_numpy(expert_N))
+
+
+def shares_of(drawn: Drawn, ensemble: Ensemble) -> tuple[float, ...]:
+    """Return the share of the samples that each expert accounts for."""
+    counts_K = torch.bincount(drawn.expert_N, minlength=len(ensemble.experts)).double()
+    return tuple((counts_K / counts_K.sum()).tolist())
+
+
+def _as_tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def dealt(job: Job, num: int, weight_K: Tensor) -> Tensor:
+    """Return the numbers of all samples in the order in which processes take equal shares of them.
+
+    Under lock at t = 1 that is the order of their experts, which are drawn here as they will be there.
+    """
+    numbers = torch.arange(num)
+    if not isinstance(job.strategy, Lock) or job.strategy.t_lock < 1:
+        return numbers
+    shape = job.source.plan.expert_shape
+    uniform_N = torch.cat([draw_noise([i], shape, job.seed, 1)[1][:, 0] for i in range(num)])
+    return draw_expert(weight_K.expand(num, -1), uniform_N).argsort(stable=True)

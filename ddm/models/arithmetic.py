@@ -1,0 +1,97 @@
+"""The arithmetic of an expert that is sampled: the precision of its matrix products, and whether torch compiles it.
+
+In bfloat16 and float16 the weights of linear layers and convolutions are kept in that dtype, at half the memory, and
+the network runs under `torch.autocast`: its products are in that dtype, while times, norms and softmax stay in float32.
+The answers are to the byte those of autocast over float32 weights, which would convert all of them at every call.
+"""
+
+# Shape legend: B batch, ... all data dimensions.
+import atexit
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from tempfile import mkdtemp
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ddm.errors import SetupError
+
+DtypeName = Literal["float32", "tf32", "bfloat16", "float16"]
+
+_LOWER = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_COMPILER_FILES = "TORCHINDUCTOR_CACHE_DIR"
+_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How experts compute while they are sampled.
+
+    Args:
+        dtype: of matrix products: float32; tf32, float32 whose products a GPU rounds to 10 bits of mantissa; bfloat16,
+            with 7 bits; or float16, with 10 bits and a range that ends at 65,504, on a GPU only.
+        compile: let torch compile the networks: up to minutes before the first step, then faster ones.
+    """
+
+    dtype: DtypeName = "float32"
+    compile: bool = False
+
+    def check(self, device: torch.device) -> None:
+        """Refuse what the device does not have.
+
+        Raises:
+            SetupError: tf32 or float16 without a GPU, or bfloat16 on a GPU that has none.
+        """
+        if self.dtype in ("tf32", "float16") and device.type != "cuda":
+            remedy = "Use float32 or bfloat16, or a GPU."
+            raise SetupError(f"dtype {self.dtype}", expected="a GPU", got=f"the device {device.type}", remedy=remedy)
+        if self.dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            got = torch.cuda.get_device_name(device)
+            raise SetupError("dtype bfloat16", expected="a GPU with bfloat16", got=got, remedy="Use float16.")
+
+    def settle(self) -> None:
+        """Set what torch keeps for the whole process: whether products of float32 may be rounded to TF32."""
+        torch.set_float32_matmul_precision("high" if self.dtype == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = self.dtype == "tf32"
+
+    def applied(self, network: nn.Module) -> Callable[..., Tensor]:
+        """Return a network as it is sampled; its weights are converted where they lie."""
+        lower = _LOWER.get(self.dtype)
+        if lower is not None:
+            for module in network.modules():
+                if isinstance(module, _PRODUCTS):
+                    module.to(lower)
+        call: Callable[..., Tensor] = torch.compile(network, dynamic=True) if self.compile else network
+        return call if lower is None else _Lowered(call, lower)
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """A network under autocast, which answers in the dtype that it is asked in."""
+
+    network: Callable[..., Tensor]
+    dtype: torch.dtype
+
+    def __call__(self, x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> Tensor:
+        with torch.autocast(x_B.device.type, self.dtype):
+            return self.network(x_B, t_B, *condition_B).to(x_B.dtype)
+
+
+def why_not_compiled(device: torch.device) -> str | None:
+    """Return in a few words why torch cannot compile for a device here; None where it can.
+
+    A small network is compiled to see, in a folder of this process's own: a killed process leaves unreadable files.
+    """
+    if _COMPILER_FILES not in os.environ:
+        os.environ[_COMPILER_FILES] = mkdtemp(prefix="archipelago-compiled-")
+        atexit.register(shutil.rmtree, os.environ[_COMPILER_FILES], ignore_errors=True)
+    small = nn.Sequential(nn.Linear(4, 4), nn.GELU()).to(device)
+    try:
+        with torch.inference_mode():
+            torch.compile(small)(torch.zeros(2, 4, device=device))
+    except Exception as error:  # torch raises many kinds, of its own and of the compilers that it calls
+        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return None

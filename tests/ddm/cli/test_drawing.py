@@ -1,0 +1,157 @@
+"""Several processes that share the samples of one command: what they draw is what one would, and none stays behind."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ddm.cli.drawing import Drawn, Job, Source, draw_together
+from ddm.errors import SetupError
+from ddm.loading.ensemble import load_ensemble
+from ddm.models.arithmetic import Arithmetic
+from ddm.sampling.strategies import strategy_named
+from tests.conftest import Published
+from tests.support.case import case
+from tests.support.processes import alive
+from tests.support.publishing import opened
+from tests.support.waiting import LIMIT_S
+
+NUM, SEED = 11, 3
+STRATEGIES = ("lock", "sample", "full")
+
+
+def job_of(published: Published, strategy: str = "lock", steps: int = 3, **how: Any) -> Job:
+    release = opened(published, published.release)
+    source = Source(release.plan, release.manifest, release.folder, None, "cpu", Arithmetic(), 1)
+    prior = [expert.prior for expert in release.manifest.experts]
+    return Job(source, strategy_named(strategy), SEED, {"steps": steps, "prior": prior, **how})
+
+
+def shares_of(job: Job) -> Tensor:
+    return torch.tensor(job.how["prior"], dtype=torch.float64)
+
+
+def alone(job: Job) -> Drawn:
+    return job.draw(job.source.ensemble(), range(NUM), lambda done, total: None)
+
+
+def test_processes_draw_what_one_would(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process's part is run here, one after the other; with one sample at a time not a byte may differ."""
+
+    def in_turn(work: Job, tensors: dict[str, Tensor], num: int, *, on_progress: Any, **_: Any) -> None:
+        for rank in range(num):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", str(num))
+            work(tensors, on_progress, lambda: False)
+
+    monkeypatch.setattr("ddm.cli.drawing.do_together", in_turn)
+    for strategy in STRATEGIES:
+        for num_processes in (2, 3):
+            with case(strategy=strategy, num_processes=num_processes):
+                job, shown = job_of(published, strategy), list[tuple[int, int]]()
+                told = lambda done, total: shown.append((done, total))  # noqa: B023, E731
+                drawn = draw_together(job, NUM, num_processes, shares_of(job), published.release, told)
+                one = alone(job)
+                assert torch.equal(drawn.images, one.images)
+                assert torch.equal(drawn.expert_N, one.expert_N)
+                assert shown[-1] == (3 * NUM, 3 * NUM)
+                assert shown == sorted(shown)
+
+
+def test_process_loads_only_the_experts_of_its_samples_under_lock(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(published)
+    loaded: dict[str, set[int]] = {}
+    experts_of = {rank: set[int]() for rank in ("0", "1")}
+
+    def in_turn(work: Job, tensors: dict[str, Tensor], num: int, *, on_progress: Any, **_: Any) -> None:
+        one = alone(job).expert_N
+        for rank, part in enumerate(tensors["numbers"].tensor_split(num)):
+            experts_of[str(rank)] = set(one[part].tolist())
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", str(num))
+            built = job.source.ensemble(rank, lazily=True)
+            monkeypatch.setattr(Source, "ensemble", lambda *_, built=built, **__: built)
+            work(tensors, on_progress, lambda: False)
+            loaded[str(rank)] = set(built.experts._loaded)
+            monkeypatch.undo()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ddm.cli.drawing.do_together", in_turn)
+        draw_together(job, NUM, 2, shares_of(job), published.release, lambda done, total: None)
+    assert loaded == experts_of
+    assert sum(map(len, loaded.values())) <= len(job.source.manifest.experts) + 1
+
+
+def test_sample_is_the_same_in_any_company(published: Published) -> None:
+    ensemble = load_ensemble(opened(published, published.release))
+    for strategy in STRATEGIES:
+        few = ensemble.sample(3, strategy=strategy, steps=3, numbers=[7, 0, 2]).images
+        many = ensemble.sample(8, strategy=strategy, steps=3).images
+        torch.testing.assert_close(few, many[[7, 0, 2]], atol=1e-5, rtol=0)
+
+
+def command(published: Published, tmp_path: Path, *flags: object) -> list[str]:
+    words = (published.release, "--root", published.root, "--state", tmp_path / "state", *flags)
+    return [sys.executable, "-m", "ddm.cli.main", "sample", *map(str, words)]
+
+
+@pytest.mark.slow
+def test_two_real_processes_write_the_bytes_of_one(published: Published, tmp_path: Path) -> None:
+    found = []
+    for processes in (1, 2):
+        out = tmp_path / f"{processes}.npz"
+        flags = ("--num", NUM, "--steps", 3, "--set", "batch=1", "--out", out, "--processes", processes)
+        environment = {**os.environ, "OMP_NUM_THREADS": "2" if processes == 2 else "1"}
+        words = command(published, tmp_path, *flags)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        assert f"{NUM} samples in {out}" in done.stdout and not done.stderr
+        with np.load(out) as file:
+            found.append({name: file[name] for name in file.files})
+    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.slow
+def test_process_that_dies_ends_all_with_its_name(published: Published) -> None:
+    job = job_of(published, steps=10_000)
+    pids: list[int] = []
+
+    def kill_the_second(done: int, total: int) -> None:
+        running = {child.name: int(child.pid or 0) for child in multiprocessing.active_children()}
+        if not pids:
+            pids.extend(running.values())
+            os.kill(running["sampling process 2 of 2"], signal.SIGKILL)
+
+    with pytest.raises(SetupError, match="sampling process 2 of 2.*SIGKILL") as caught:
+        draw_together(job, 100, 2, shares_of(job), published.release, kill_the_second)
+    assert "--processes" in caught.value.remedy and "checkpoint" not in caught.value.remedy
+    assert len(pids) == 2 and not any(map(alive, pids))
+
+
+@pytest.mark.slow
+def test_interrupt_ends_the_command_and_all_of_its_processes(published: Published, tmp_path: Path) -> None:
+    out = tmp_path / "never.npz"
+    words = command(published, tmp_path, "--num", 100, "--steps", 10_000, "--processes", 2, "--out", out)
+    program = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(LIMIT_S, program.kill)
+    watchdog.start()
+    children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
+    found: list[int] = []
+    while len(found) < 3 and program.poll() is None:  # the two, and the tracker that Python starts beside them
+        found = [int(pid) for pid in children.read_text().split()]
+    program.send_signal(signal.SIGINT)
+    _, told = program.communicate()
+    watchdog.cancel()
+    assert program.returncode == 130, told
+    assert "Traceback" not in told
+    assert not out.exists() and not any(map(alive, found))
