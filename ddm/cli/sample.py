@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ddm.cli.editing import Editing, InitOption, InpaintOption, MaskOption, TStartOption, interval
 from ddm.cli.options import (
     HOW,
     AcceptKeyOption,
@@ -65,7 +66,8 @@ class Prefix(StrEnum):
 
 
 StrategyOption = Annotated[
-    StrategyName, typer.Option("--strategy", help="lock is exact; top-1 is biased.", rich_help_panel=HOW)
+    StrategyName | None,
+    typer.Option("--strategy", help="Default lock, which is exact; with --inpaint sample.", rich_help_panel=HOW),
 ]
 TauOption = Annotated[
     float | None,
@@ -92,7 +94,11 @@ def sample(
     text: TextOption = None,
     text_encoder: TextEncoderOption = None,
     guidance: GuidanceOption = None,
-    strategy: StrategyOption = StrategyName.LOCK,
+    init: InitOption = None,
+    t_start: TStartOption = None,
+    inpaint: InpaintOption = None,
+    mask: MaskOption = None,
+    strategy: StrategyOption = None,
     tau: TauOption = None,
     prefix: PrefixOption = None,
     top_k: TopKOption = None,
@@ -110,9 +116,11 @@ def sample(
     memory: MemoryOption = None,
 ) -> None:
     """Sample images from a release; verifies first."""
-    from ddm.io.pictures import prepare, write_samples
+    from ddm.io.pictures import prepare
 
     rare = read_settings(SampleSettings, settings)
+    editing, within = Editing(init, t_start, inpaint, mask, rare.corrections), interval(rare.guidance_interval)
+    strategy = strategy or (StrategyName.SAMPLE if inpaint else StrategyName.LOCK)
     wanted = {"tau": tau, "prefix": prefix and prefix.value, "k": top_k, "mass": rare.mass, "least": rare.least}
     chosen = _chosen(strategy.value, {name: value for name, value in wanted.items() if value is not None})
     _check_together(chosen, rare, guidance, label is not None or text is not None)
@@ -130,29 +138,33 @@ def sample(
     where = device_named(device, setting="--device")
     opened = open_verified(release, root, state, silo_key, accept_key, archived, experts_later=True)
     plan, manifest = opened.plan, opened.manifest
-    beside = sampling_bytes(plan, len(manifest.experts), num=num, batch=rare.batch, steps=steps)
+    beside = sampling_bytes(plan, len(manifest.experts), num=num, batch=rare.batch, steps=editing.num_moves(steps))
     beside += picture_bytes(out, num, plan.data.shape) + (condition_bytes(plan.condition) if text is not None else 0)
     room = room_for_experts(plan, manifest, memory_limit(memory_bytes), beside=beside)
     condition = label if text is None or text_encoder is None else encoded(text, text_encoder, plan.condition)
     built = build_ensemble(plan, manifest, opened.folder, memory_bytes=room, device=where)
-    ensemble = replace(built, chunk_size=rare.batch)
+    ensemble, begin = (
+        replace(built, chunk_size=rare.batch, release=opened.manifest_digest),
+        editing.read(plan.data, num),
+    )
     weights, declared = _priors(opened, ensemble, prior, rare.class_prior)
     class_prior = condition_shares(ensemble, condition, declared)
     with progress(f"sampling {num} with {strategy.value}") as advance:
-        drawn = ensemble.sample(
-            num,
-            strategy=chosen,
-            steps=steps,
-            solver=solver.value,
-            seed=seed,
-            prior=weights,
-            condition=condition,
-            condition_prior=class_prior,
-            guidance=guidance or 0.0,
-            router_every=rare.router_every or 1,
-            on_progress=advance,
-        )
-    written = write_samples(drawn.images, drawn.expert_N.tolist(), out)
+        how = {
+            "strategy": chosen,
+            "steps": steps,
+            "solver": solver.value,
+            "seed": seed,
+            "prior": weights,
+            "condition": condition,
+            "condition_prior": class_prior,
+            "guidance": guidance or 0.0,
+            "guidance_interval": within,
+            "router_every": rare.router_every or 1,
+            "on_progress": advance,
+        }
+        drawn = editing.draw(ensemble, num, begin, how)
+    written = drawn.save(out)
     shares = describe_shares(ensemble, drawn.shares, weights, class_prior, label)
     say(f"{num} samples in {out} ({written}). Experts: {shares}")
     if text is not None and declared is None:
@@ -177,6 +189,8 @@ def _chosen(name: str, wanted: dict[str, Any]) -> "Strategy":
 
 def _check_together(chosen: "Strategy", rare: SampleSettings, guidance: float | None, conditioned: bool) -> None:
     """Refuse options that change nothing beside the others."""
+    if rare.guidance_interval is not None and not guidance:
+        raise SetupError("--set guidance-interval", expected="--guidance as well", got="an interval without guidance")
     if rare.router_every is not None and not chosen.needs_router:
         expected = "a strategy that asks the router"
         got = f"{rare.router_every} with --strategy lock --tau 1, which asks no router"
