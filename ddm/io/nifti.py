@@ -19,15 +19,14 @@ def encode_volumes(volumes: "Tensor", marks: dict[str, str], *, compress: bool) 
     """Return volumes as one NIfTI-1 file, float32, voxels of 1 without a unit.
 
     Args:
-        volumes: shape (N, C, D, H, W); the file's axes are W, H, D, N and C, without the last ones of length 1.
+        volumes: shape (N, C, D, H, W); the file's axes are W, H, D, N and C, the last two where longer than 1.
         marks: what the file says of itself; `Synthetic` and `Release` stand in its field `descrip` too.
         compress: for a name that ends in .nii.gz.
     """
     import nibabel
 
     array = volumes.permute(4, 3, 2, 0, 1).contiguous().numpy()
-    while array.ndim > 3 and array.shape[-1] == 1:
-        array = array[..., 0]
+    array = array.squeeze(tuple(axis for axis in (3, 4) if array.shape[axis] == 1))
     image = nibabel.Nifti1Image(array, _LEFT_POSTERIOR_SUPERIOR)  # type: ignore[no-untyped-call]
     image.header["descrip"] = f"synthetic {marks.get('Release', '')}".strip().encode()
     comment = json.dumps(marks, sort_keys=True).encode()
