@@ -71,6 +71,7 @@ from ddm.sampling.strategies import (
     TopK,
     TopOne,
     chosen_strategy,
+    segments,
     strategy_named,
 )
 from ddm.sampling.trajectories import Callback, Trajectories, draw_noise, seed_of, ticking
@@ -314,8 +315,9 @@ class Ensemble:
         nums = {"num": num, "condition": mixture.num, "known": known.num if known and known.num > 1 else None}
         begin = start(nums, self.shape, {"x": x, "x_0": x_0, "noise": noise}, t_start, times, steps, first)
         moves = known.num_moves(len(begin.times) - 1) if known else len(begin.times) - 1
-        log, tick = Log(mixture.active_K, begin.num, moves), ticking(on_progress, begin.num * moves)
         step, chosen, seed = solver_named(solver, self.path), chosen_strategy(strategy, tau), seed_of(seed, generator)
+        changes = moves if known else len(segments(chosen, begin.times, router_every))
+        log, tick = Log(mixture.active_K, begin.num, changes), ticking(on_progress, begin.num * moves)
         trajectories = Trajectories(mixture, chosen, begin.times, step, router_every, tick, callback, log)
         at_once = max(self.chunk_size, _IN_FLIGHT_BYTES // (4 * prod(self.shape) + 8 * moves))
         at_once = begin.num if callback else at_once

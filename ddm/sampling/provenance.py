@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddm.errors import MathError
 
-MAX_BYTES = 1 << 26
+MAX_BYTES = 1 << 24
 
 
 class Followed(NamedTuple):
@@ -29,7 +29,7 @@ class Provenance:
     """A table with one entry whenever a sample changed the experts that it followed; the first samples fit in it.
 
     ``provenance[i]`` is the list of sample i, from noise to data. ``len(provenance)`` samples are in the table: all of
-    them, unless it would take more than 64 MiB.
+    them, unless it would take more than 16 MiB.
     """
 
     sample_E: np.ndarray

@@ -48,14 +48,12 @@ class Samples:
     def save(self, path: Path | str) -> str:
         """Write the samples, each file marked as synthetic and with the release's digest.
 
-        ====================== ================================================ =================================
-        name                   content                                          marks
-        ====================== ================================================ =================================
-        FILE.png               a grid; an edge's colour tells the expert        text chunks Synthetic and Release
-        FILE.npz               `images`, float, and `expert`, int64             arrays `synthetic` and `release`
-        FILE.nii, FILE.nii.gz  all volumes                                      `descrip`, and an extension
-        a name without ending  a folder of PNG files, or NIfTI files of volumes as above
-        ====================== ================================================ =================================
+        | name | content | marks |
+        | --- | --- | --- |
+        | FILE.png | a grid; an edge's colour tells the expert | text chunks Synthetic and Release |
+        | FILE.npz | `images`, float, and `expert`, int64 | arrays `synthetic` and `release` |
+        | FILE.nii, FILE.nii.gz | all volumes | the field `descrip`, and an extension |
+        | a name without ending | a folder of PNG files, or of NIfTI files for volumes | as above |
 
         Pixels are clipped to [-1, 1].
 

@@ -15,7 +15,7 @@ from ddm.sampling.inpainting import mask_of_latents
 from tests.support.case import case
 from tests.support.gaussian_mixture import GaussianMixture, four_silos
 
-NUM = 400
+NUM = 300
 LEFT = torch.tensor([True, False])
 
 
