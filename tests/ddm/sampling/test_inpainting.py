@@ -106,7 +106,7 @@ def test_strategy_that_locks_in_noise_gives_every_silo_its_prior_share() -> None
 @pytest.mark.parametrize("solver", ["heun", "midpoint", "rk4", "exponential"])
 def test_every_solver_inpaints(solver: SolverName) -> None:
     found = inpainted(two_silos(), 2.5, solver=solver, steps=12, corrections=6)
-    assert float((found < 0).double().mean()) > 0.85
+    assert float((found < 0).double().mean()) > 0.8
 
 
 def test_experts_and_router_are_asked_where_the_known_part_is_noised_to_their_time() -> None:
