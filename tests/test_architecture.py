@@ -22,11 +22,12 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 ROOMS = {
     "ddm": {
         "cli": "distillation encoders ensemble errors io loading models protocol sampling system training trust",
-        "distillation": "diffusion encoders ensemble errors io loading models protocol routers sampling system training",
+        "distillation": "diffusion encoders ensemble errors io loading models protocol routers sampling system "
+        "training",
         "loading": "diffusion encoders ensemble errors io models partition privacy protocol routers sampling "
         "system trust",
         "ensemble": "diffusion encoders errors protocol routers sampling",
-        "sampling": "diffusion errors protocol routers",
+        "sampling": "diffusion errors io protocol routers",
         "routers": "diffusion encoders errors io models partition privacy protocol",
         "training": "diffusion errors io models protocol system",
         "encoders": "errors io protocol system",
@@ -85,7 +86,7 @@ DOORS = {
     "safetensors": {"ddm/io/tensors.py"},
     "dp_accounting": {"ddm/privacy/accounting.py"},
     "monai": {"silo/data/volumes.py", "ddm/models/unet.py", "ddm/encoders/autoencoder.py"},
-    "nibabel": {"silo/data/volumes.py"},
+    "nibabel": {"silo/data/volumes.py", "ddm/io/nifti.py"},
     "accelerate": {"ddm/training/distributed.py"},
     "timm": {"ddm/encoders/timm.py"},
     "transformers": {"ddm/encoders/text.py"},

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ddm.cli.editing import Editing
 from ddm.ensemble import Ensemble
 from ddm.loading.ensemble import build_ensemble
 from ddm.models.arithmetic import Arithmetic
@@ -94,19 +95,31 @@ class Job:
         strategy: which experts samples follow.
         seed: of all samples.
         how: further arguments of `Ensemble.sample`, `steps` among them.
+        editing: what becomes of images that samples begin with.
+        begin: those images, one for each sample, and where they are known; None for samples from noise.
     """
 
     source: Source
     strategy: Strategy
     seed: int
     how: Mapping[str, Any]
+    editing: Editing
+    begin: tuple[Any, Any] | None = None
+
+    @property
+    def num_moves(self) -> int:
+        """How often each sample moves."""
+        return self.editing.num_moves(self.how["steps"])
 
     def draw(self, ensemble: Ensemble, numbers: Sequence[int], advance: Advance) -> Drawn:
         """Draw the samples of these numbers, in this process."""
         how = {name: _as_tensor(value) for name, value in self.how.items()}
-        drawn = ensemble.sample(
-            len(numbers), strategy=self.strategy, seed=self.seed, numbers=numbers, on_progress=advance, **how
-        )
+        how |= {"strategy": self.strategy, "seed": self.seed, "numbers": numbers, "on_progress": advance}
+        begin = None
+        if self.begin:
+            images, known = (_as_tensor(each) for each in self.begin)
+            begin = images[list(numbers)], known
+        drawn = self.editing.draw(ensemble, len(numbers), begin, how)
         return Drawn(drawn.images, drawn.expert_N)
 
     def __call__(
@@ -154,18 +167,19 @@ def draw_together(job: Job, num: int, num_processes: int, weight_K: Tensor, fold
     def hear(told: tuple[int, int] | tuple[list[int], NDArray[np.float32], NDArray[np.int64]]) -> None:
         if len(told) == 2:
             done[told[0]] = told[1]
-            advance(sum(done), num * job.how["steps"])
+            advance(sum(done), num * job.num_moves)
             return
         numbers, drawn, experts = told
         images[numbers], expert_N[numbers] = drawn, experts
 
     # As arrays, here and back, since torch would put tensors into shared memory, which many containers have little of.
-    how = {name: value.numpy() if isinstance(value, Tensor) else value for name, value in job.how.items()}
+    how = {name: _as_array(value) for name, value in job.how.items()}
+    begin = job.begin and (_as_array(job.begin[0]), _as_array(job.begin[1]))
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // num_processes))
     try:
         do_together(
-            replace(job, how=how),
+            replace(job, how=how, begin=begin),
             {"numbers": dealt(job, num, weight_K)},
             num_processes,
             folder=folder,
@@ -182,6 +196,10 @@ def shares_of(drawn: Drawn, ensemble: Ensemble) -> tuple[float, ...]:
     """Return the share of the samples that each expert accounts for."""
     counts_K = torch.bincount(drawn.expert_N, minlength=len(ensemble.experts)).double()
     return tuple((counts_K / counts_K.sum()).tolist())
+
+
+def _as_array(value: Any) -> Any:
+    return value.numpy() if isinstance(value, Tensor) else value
 
 
 def _as_tensor(value: Any) -> Any:

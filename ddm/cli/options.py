@@ -97,7 +97,7 @@ _CELL, _PICTURE_BYTES = 68, 8  # of a grid: sides of the smallest cell, bytes of
 NumOption = Annotated[int, typer.Option("--num", min=1, help="How many images.", rich_help_panel=WHAT)]
 ImagesOption = Annotated[
     Path,
-    typer.Option("--out", help="FILE.png (grid), FILE.npz (float32) or a folder of PNG files.", rich_help_panel=WHAT),
+    typer.Option("--out", help="FILE.png (grid), .npz (float32), .nii.gz (volumes) or a folder.", rich_help_panel=WHAT),
 ]
 ClassOption = Annotated[
     int | None, typer.Option("--class", min=0, help="The class of all images.", rich_help_panel=WHAT)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ddm.cli.editing import Editing, InitOption, InpaintOption, MaskOption, TStartOption, interval
 from ddm.cli.options import (
     HOW,
     AcceptKeyOption,
@@ -70,7 +71,8 @@ class Prefix(StrEnum):
 
 
 StrategyOption = Annotated[
-    StrategyName, typer.Option("--strategy", help="lock is exact; top-1 is biased.", rich_help_panel=HOW)
+    StrategyName | None,
+    typer.Option("--strategy", help="Default lock, which is exact; with --inpaint sample.", rich_help_panel=HOW),
 ]
 TauOption = Annotated[
     float | None,
@@ -97,7 +99,11 @@ def sample(
     text: TextOption = None,
     text_encoder: TextEncoderOption = None,
     guidance: GuidanceOption = None,
-    strategy: StrategyOption = StrategyName.LOCK,
+    init: InitOption = None,
+    t_start: TStartOption = None,
+    inpaint: InpaintOption = None,
+    mask: MaskOption = None,
+    strategy: StrategyOption = None,
     tau: TauOption = None,
     prefix: PrefixOption = None,
     top_k: TopKOption = None,
@@ -118,9 +124,11 @@ def sample(
     memory: MemoryOption = None,
 ) -> None:
     """Sample images from a release; verifies first."""
-    from ddm.io.pictures import prepare, write_samples
+    from ddm.io.pictures import prepare
 
     rare = read_settings(SampleSettings, settings)
+    editing, within = Editing(init, t_start, inpaint, mask, rare.corrections), interval(rare.guidance_interval)
+    strategy = strategy or (StrategyName.SAMPLE if inpaint else StrategyName.LOCK)
     wanted = {"tau": tau, "prefix": prefix and prefix.value, "k": top_k, "mass": rare.mass, "least": rare.least}
     chosen = _chosen(strategy.value, {name: value for name, value in wanted.items() if value is not None})
     _check_together(chosen, rare, guidance, label is not None or text is not None)
@@ -130,6 +138,7 @@ def sample(
 
     from ddm.cli.conditions import condition_shares, describe_shares, encoded, expert_shares
     from ddm.cli.drawing import Job, Source, draw_together, shares_of
+    from ddm.io.pictures import write_samples
     from ddm.loading.memory import room_for_experts
     from ddm.models.arithmetic import Arithmetic
     from ddm.protocol.footprint import condition_bytes, sampling_bytes
@@ -142,13 +151,14 @@ def sample(
     processes = min(processes, num)
     opened = open_verified(release, root, state, silo_key, accept_key, archived, experts_later=True)
     plan, manifest = opened.plan, opened.manifest
-    each = sampling_bytes(plan, len(manifest.experts), num=-(-num // processes), batch=rare.batch, steps=steps)
+    moves = editing.num_moves(steps)
+    each = sampling_bytes(plan, len(manifest.experts), num=-(-num // processes), batch=rare.batch, steps=moves)
     beside = picture_bytes(out, num, plan.data.shape) + (condition_bytes(plan.condition) if text is not None else 0)
     limit = memory_limit(memory_bytes).part(processes)
     room = room_for_experts(plan, manifest, limit, beside=each + -(-beside // processes))
     condition = label if text is None or text_encoder is None else encoded(text, text_encoder, plan.condition)
     source = Source(plan, manifest, opened.folder, room, device, arithmetic, rare.batch)
-    ensemble = source.ensemble(lazily=processes > 1)
+    ensemble, begin = source.ensemble(lazily=processes > 1), editing.read(plan.data, num)
     weights, declared = _priors(opened, ensemble, prior, rare.class_prior)
     class_prior = condition_shares(ensemble, condition, declared)
     how = {
@@ -158,16 +168,17 @@ def sample(
         "condition": condition,
         "condition_prior": class_prior,
         "guidance": guidance or 0.0,
+        "guidance_interval": within,
         "router_every": rare.router_every or 1,
     }
-    job = Job(source, chosen, seed, how)
+    job = Job(source, chosen, seed, how, editing, begin)
     with progress(f"sampling {num} with {strategy.value}") as advance:
         if processes == 1:
             drawn = job.draw(ensemble, range(num), advance)
         else:
             weight_K = expert_shares(ensemble, weights, class_prior)
             drawn = draw_together(job, num, processes, weight_K, out.parent, advance)
-    written = write_samples(drawn.images, drawn.expert_N.tolist(), out)
+    written = write_samples(drawn.images, drawn.expert_N.tolist(), out, opened.manifest_digest)
     shares = describe_shares(ensemble, shares_of(drawn, ensemble), weights, class_prior, label)
     say(f"{num} samples in {out} ({written}). Experts: {shares}")
     if text is not None and declared is None:
@@ -202,6 +213,8 @@ def _chosen(name: str, wanted: dict[str, Any]) -> "Strategy":
 
 def _check_together(chosen: "Strategy", rare: SampleSettings, guidance: float | None, conditioned: bool) -> None:
     """Refuse options that change nothing beside the others."""
+    if rare.guidance_interval is not None and not guidance:
+        raise SetupError("--set guidance-interval", expected="--guidance as well", got="an interval without guidance")
     if rare.router_every is not None and not chosen.needs_router:
         expected = "a strategy that asks the router"
         got = f"{rare.router_every} with --strategy lock --tau 1, which asks no router"

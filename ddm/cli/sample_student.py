@@ -44,7 +44,7 @@ def sample_student(
     memory: MemoryOption = None,
 ) -> None:
     """Sample images from a student; nobody signed it, its record says what it was made of."""
-    from ddm.io.pictures import prepare, write_samples
+    from ddm.io.pictures import prepare
 
     rare = read_settings(SampleStudentSettings, settings)
     check_text(label, text, text_encoder)
@@ -80,7 +80,7 @@ def sample_student(
             guidance=guidance or 0.0,
             on_progress=advance,
         )
-    written = write_samples(drawn.images, drawn.expert_N.tolist(), out)
+    written = drawn.save(out)
     source = record.source
     say(
         f"{num} samples in {out} ({written}). The student names as its source {source.plan_id}, version "

@@ -34,6 +34,10 @@ class SampleSettings(RareSettings):
     )
     router_every: Positive | None = Field(None, description="ask the router at every N-th step, 1 or more")
     class_prior: str = Field("data", description="who holds the class or the text: data, equal, or ID=W,...")
+    guidance_interval: str | None = Field(None, description="guide between these times alone: LOW,HIGH within 0 to 1")
+    corrections: Annotated[int, Field(ge=0, le=1000)] | None = Field(
+        None, description="inpainting: evaluations that fit the unknown part after each step, 0 to 1,000; default 9"
+    )
     batch: Positive = Field(64, description=BATCH)
 
 

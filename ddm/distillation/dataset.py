@@ -121,13 +121,13 @@ def class_branch(ensemble: Ensemble, label: int) -> Branch:
         MathError: the release has no class counts.
     """
     if label < 0:
-        return Branch(1.0, log_prior(ensemble.prior, len(ensemble.experts)), ensemble.router)
+        return Branch(log_prior(ensemble.prior, len(ensemble.experts)), ensemble.router)
     if ensemble.class_prior is None:
         remedy = "Distil from images with classes and the teacher label, or distil without classes."
         expected = "class counts, which state each expert's share of a class"
         raise MathError("classes", expected=expected, got="a release without class counts", remedy=remedy)
     known = ensemble.class_prior(label)
-    return Branch(1.0, conditional_log_prior(known.prior, ensemble.prior, None), known.router or ensemble.router)
+    return Branch(conditional_log_prior(known.prior, ensemble.prior, None), known.router or ensemble.router)
 
 
 def own_samples(

@@ -186,5 +186,6 @@ def load_student(
         condition=record.condition,
         class_prior=lambda label: ClassPrior([1.0]),
         latent=decoder,
+        release=record.source.manifest,
     )
     return record, alone

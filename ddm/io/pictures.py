@@ -1,4 +1,4 @@
-"""Samples on disk: a grid a person can look at, single pictures, or numbers."""
+"""Samples on disk, marked as synthetic: a grid a person can look at, single pictures, volumes, or numbers."""
 
 import errno
 import os
@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 
 from ddm.errors import SetupError
 from ddm.io.files import write_atomic
+from ddm.io.nifti import encode_volumes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 CELL_PIXELS = 64
 GAP_PIXELS = 4
 BACKGROUND = (24, 24, 28)
+ENDINGS = (".png", ".npz", ".nii", ".nii.gz")
 PALETTE = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167))
 
 
@@ -57,26 +60,48 @@ def grid(images: "Tensor", owners: Sequence[int] | None = None) -> Image.Image:
     return canvas
 
 
-def write_samples(images: "Tensor", owners: Sequence[int], out: Path) -> str:
-    """Write samples as a PNG grid, an npz, or a folder of PNG files, by the name of `out`.
+def write_samples(images: "Tensor", owners: Sequence[int], out: Path, release: str = "") -> str:
+    """Write samples by the name of `out`, and mark every file as synthetic.
+
+    Args:
+        images: samples, in [-1, 1] but not clipped to it.
+        owners: each one's expert.
+        out: FILE.png, a grid; FILE.npz, numbers; FILE.nii or FILE.nii.gz, volumes; or a name without an ending, a
+            folder with a PNG file, or for a volume a NIfTI file, for each.
+        release: digest of the manifest of the release that they come from, if there is one.
 
     Returns:
         What was written, in words.
 
     Raises:
-        SetupError: another ending.
+        SetupError: another ending, or NIfTI for images that are not volumes.
     """
     prepare(out)
-    if out.suffix == ".png":
-        write_atomic(out, _png(grid(images, owners)))
+    marks, ending = (
+        {"Synthetic": "true", "Software": "Archipelago"} | ({"Release": release} if release else {}),
+        _ending(out),
+    )
+    if ending in (".nii", ".nii.gz"):
+        if images.dim() != 5:
+            raise SetupError(str(out), expected="volumes", got="flat images", remedy="Write .png or .npz instead.")
+        write_atomic(out, encode_volumes(images.clamp(-1, 1), marks, compress=ending == ".nii.gz"))
+        return "volumes in one file"
+    if ending == ".png":
+        write_atomic(out, _png(grid(images, owners), marks))
         return "a grid"
-    if out.suffix == ".npz":
+    if ending == ".npz":
         archive = BytesIO()
-        np.savez(archive, images=images.clamp(-1, 1).numpy(), expert=np.asarray(owners, dtype=np.int64))
+        arrays = {"images": images.clamp(-1, 1).numpy(), "expert": np.asarray(owners, dtype=np.int64)}
+        np.savez(archive, **arrays, synthetic=np.array(True), release=np.array(release))  # type: ignore[arg-type]
         write_atomic(out, archive.getvalue())
-        return "float32 images in [-1, 1]"
+        return f"{images.dtype} images in [-1, 1]".removeprefix("torch.")
+    if images.dim() == 5:
+        for index in range(len(images)):
+            data = encode_volumes(images[index : index + 1].clamp(-1, 1), marks, compress=True)
+            write_atomic(out / f"{index:05d}.nii.gz", data)
+        return f"{len(images)} NIfTI files"
     for index, picture in enumerate(to_pixels(images)):
-        write_atomic(out / f"{index:05d}.png", _png(Image.fromarray(picture)))
+        write_atomic(out / f"{index:05d}.png", _png(Image.fromarray(picture), marks))
     return f"{len(images)} PNG files"
 
 
@@ -87,18 +112,25 @@ def prepare(out: Path) -> None:
         SetupError: another ending, a folder with an ending, or a file without one.
         OSError: the folder cannot be made or written.
     """
-    if out.suffix not in ("", ".png", ".npz"):
-        raise SetupError(str(out), expected="a name ending in .png or .npz, or a folder", got=out.suffix)
-    if out.is_dir() if out.suffix else out.is_file():
-        got = "a folder of that name" if out.suffix else "a file of that name"
+    ending = _ending(out)
+    if ending not in ("", *ENDINGS):
+        raise SetupError(str(out), expected=f"a name ending in {', '.join(ENDINGS)}, or a folder", got=ending)
+    if out.is_dir() if ending else out.is_file():
+        got = "a folder of that name" if ending else "a file of that name"
         raise SetupError(str(out), expected="a file, or a folder by a name without ending", got=got)
-    folder = out.parent if out.suffix else out
+    folder = out.parent if ending else out
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
-def _png(picture: Image.Image) -> bytes:
-    encoded = BytesIO()
-    picture.save(encoded, format="PNG")
+def _ending(out: Path) -> str:
+    return ".nii.gz" if out.name.endswith(".nii.gz") else out.suffix
+
+
+def _png(picture: Image.Image, marks: dict[str, str]) -> bytes:
+    encoded, text = BytesIO(), PngInfo()
+    for key, value in marks.items():
+        text.add_text(key, value)
+    picture.save(encoded, format="PNG", pnginfo=text)
     return encoded.getvalue()

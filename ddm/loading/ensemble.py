@@ -3,9 +3,11 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path as FilePath
 
 import torch
+from torch import Tensor, nn
 
 from ddm.diffusion.path import Expert, Experts, Path, as_velocity, path_named
 from ddm.ensemble import Ensemble
@@ -33,7 +35,7 @@ def open_ensemble(
     release: Release | FilePath | str,
     *,
     root: FilePath | str | bytes | None = None,
-    state: FilePath | None = None,
+    state: FilePath | str | None = None,
     silo_keys: Mapping[str, str] | None = None,
     accepted_keys: Mapping[str, str] | None = None,
     archived: bool = False,
@@ -66,7 +68,7 @@ def open_ensemble(
     opened = open_release(
         FilePath(release),
         root=FilePath(root) if isinstance(root, str) else root,
-        state=state,
+        state=FilePath(state) if isinstance(state, str) else state,
         silo_keys=silo_keys,
         accepted_keys=accepted_keys,
         archived=archived,
@@ -95,7 +97,8 @@ def load_ensemble(release: Release, *, memory_bytes: int | None = None, device: 
     one = sampling_bytes(plan, len(manifest.experts), num=1, batch=1, steps=1)
     remedy = "Raise memory_bytes, or open the release on a machine with more memory."
     room = room_for_experts(plan, manifest, memory_limit(memory_bytes), beside=one, remedy=remedy)
-    return build_ensemble(plan, manifest, release.folder, memory_bytes=room, device=device)
+    built = build_ensemble(plan, manifest, release.folder, memory_bytes=room, device=device)
+    return replace(built, release=release.manifest_digest)
 
 
 def build_ensemble(
@@ -165,7 +168,19 @@ def on_path(expert: Expert, learned: ExpertObjective, canonical: Path) -> Expert
     own = path_named(learned.path)
     if own == canonical and learned.prediction == "velocity":
         return expert
-    return as_velocity(expert, learned.prediction, own, canonical)
+    return _OnPath(expert, learned, canonical)
+
+
+class _OnPath(nn.Module):
+    """See `on_path`; a module, so that its weights are found, moved and computed with as those of any network."""
+
+    def __init__(self, expert: Expert, learned: ExpertObjective, canonical: Path) -> None:
+        super().__init__()
+        self.expert, self.learned, self.canonical = expert, learned, canonical
+
+    def forward(self, x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> Tensor:
+        velocity = as_velocity(self.expert, self.learned.prediction, path_named(self.learned.path), self.canonical)
+        return velocity(x_B, t_B, *condition_B)
 
 
 def _class_priors(router: Calibrated, sketch: Sketch, path: Path) -> ClassPriors | None:

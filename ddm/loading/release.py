@@ -49,6 +49,11 @@ class Release:
     log: LogView
     folder: Path
 
+    @property
+    def manifest_digest(self) -> str:
+        """The digest of its manifest, which lists every file: it identifies the release."""
+        return self.verified.files["manifest.json"].digest
+
 
 def read_root(path: Path) -> bytes:
     """Read the pinned root of trust.

@@ -38,6 +38,7 @@ _IMAGES_ALIVE = 8  # images beside each that is encoded or decoded: itself, its 
 _DECODED_BYTES, _MOST_DECODED = 1 << 26, 64  # of the widest layer of an autoencoder; samples at once
 _IN_FLIGHT_BYTES = 1 << 26
 _SOLVER_COPIES = 20  # states, memories, velocities and guesses of the samples that are integrated together
+_FOLLOWED_BYTES, _MOST_FOLLOWED_BYTES = 96, 3 << 24  # of the table of experts that samples followed, and its copies
 _ROUTED_AT_ONCE = 1 << 19  # values in one block of the log densities of samples, experts and groups
 
 
@@ -190,6 +191,7 @@ def drawing_bytes(
     values, images = prod(latent.shape(shape)), prod(shape)
     found = network.forward_bytes(min(num, batch)) - network.forward_bytes(0)
     found += _at_once(values, num, batch, steps) * (_SOLVER_COPIES * FLOAT_BYTES * values + 2 * _DOUBLE_BYTES * steps)
+    found += min(num * steps * _FOLLOWED_BYTES, _MOST_FOLLOWED_BYTES)
     # All samples, their images, and the images as bytes and as the file that is written.
     return found + num * FLOAT_BYTES * (2 * values + 4 * images) + _autoencoder_bytes(latent, shape)
 

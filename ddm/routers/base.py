@@ -21,7 +21,10 @@ class Router(Protocol):
     x_t carries no information about k, a correct router makes the posterior equal to the prior.
     """
 
-    num_experts: int
+    @property
+    def num_experts(self) -> int:
+        """The number of experts, K."""
+        ...
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return ``log p(x_t | k, t)`` for every k, up to a term common to all k.
@@ -91,12 +94,28 @@ def posterior(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> 
         ShapeError: the router does not return one value per sample and expert.
         NumericalError: a row has no finite value to normalise.
     """
+    w_BK = torch.softmax(_log_joint(router, x_B, t_B, log_prior_K), dim=-1)
+    if not bool(torch.isfinite(w_BK).all()):
+        raise NumericalError("router", expected="a finite posterior", got="NaN or infinity")
+    return w_BK
+
+
+def log_posterior(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> Tensor:
+    """Return the logarithm of `posterior`, which says more where a probability is too small for a number.
+
+    Raises:
+        ShapeError, NumericalError: see `posterior`.
+    """
+    log_w_BK = torch.log_softmax(_log_joint(router, x_B, t_B, log_prior_K), dim=-1)
+    if bool(log_w_BK.isnan().any()):
+        raise NumericalError("router", expected="a finite posterior", got="NaN or infinity")
+    return log_w_BK
+
+
+def _log_joint(router: Router, x_B: Tensor, t_B: Tensor, log_prior_K: Tensor) -> Tensor:
     log_likelihood_BK = router.log_likelihood(x_B, t_B)
     expected = (x_B.shape[0], log_prior_K.shape[-1])
     if tuple(log_likelihood_BK.shape) != expected:
         got = f"shape {tuple(log_likelihood_BK.shape)}"
         raise ShapeError("router", expected=f"log-likelihoods of shape {expected}", got=got)
-    w_BK = torch.softmax(log_likelihood_BK + log_prior_K.to(log_likelihood_BK.device), dim=-1)
-    if not bool(torch.isfinite(w_BK).all()):
-        raise NumericalError("router", expected="a finite posterior", got="NaN or infinity")
-    return w_BK
+    return log_likelihood_BK + log_prior_K.to(log_likelihood_BK.device)

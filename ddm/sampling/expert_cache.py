@@ -2,8 +2,12 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 
-from ddm.diffusion.path import Expert
+import torch
+from torch import nn
+
+from ddm.diffusion.path import Expert, Experts
 from ddm.errors import SetupError
 
 
@@ -44,3 +48,23 @@ class LazyExperts:
     def loaded_bytes(self) -> int:
         """The bytes of the experts that are in memory now."""
         return sum(self._sizes[k] for k in self._loaded)
+
+    def to(self, device: torch.device | str) -> "LazyExperts":
+        """Return the same experts, loaded onto another device."""
+        load = self._load
+        return LazyExperts(lambda k: moved([load(k)], device)[0], self._sizes, self._memory_bytes)
+
+
+def moved(experts: Experts, device: torch.device | str) -> Experts:
+    """Return experts on a device: copies of networks that are elsewhere, and plain functions as they are."""
+    if isinstance(experts, LazyExperts):
+        return experts.to(device)
+    return [_moved(experts[k], torch.device(device)) for k in range(len(experts))]
+
+
+def _moved(expert: Expert, device: torch.device) -> Expert:
+    if not isinstance(expert, nn.Module):
+        return expert
+    tensors = [*expert.parameters(), *expert.buffers()]
+    here = all(each.device.type == device.type and device.index in (None, each.device.index) for each in tensors)
+    return expert if here else deepcopy(expert).to(device)

@@ -4,9 +4,10 @@
 Under a target prior pi' in place of the ensemble's pi it is ``pi_{k|c} pi'_k / pi_k``, normalised.
 """
 
-# Shape legend: K experts, L tokens, D features of a token.
+# Shape legend: K experts, N samples, L tokens, D features of a token.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -14,9 +15,14 @@ from torch import Tensor
 from ddm.errors import MathError, ShapeError
 from ddm.protocol.plan import ClassCondition, Condition, NoCondition
 from ddm.routers.base import Router, log_prior
+from ddm.sampling.mixture import Branch, OfSamples
 
 ConditionValue = int | Tensor
-"""A class, or a text as token embeddings of the plan's encoder, float (L, D)."""
+"""What samples are drawn under.
+
+A class for all samples, or int64 (N,), one for each; or a text, as token embeddings of the plan's encoder, float (L, D)
+for all samples, or (N, L, D), one for each.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,120 @@ class ClassPrior:
 
 
 ClassPriors = Callable[[int], ClassPrior]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a caller asks of samples.
+
+    Args:
+        prior: weights in place of the ensemble's own; None for those.
+        condition: see `ConditionValue`; None for samples of all data.
+        condition_prior: each expert's share of the data with the condition, where the release does not state it.
+        guidance: g.
+        interval: the times between which guidance applies.
+
+    Raises:
+        MathError: an argument out of range, or one that needs a condition.
+    """
+
+    prior: Sequence[float] | None = None
+    condition: ConditionValue | None = None
+    condition_prior: Sequence[float] | None = None
+    guidance: float = 0.0
+    interval: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        if self.condition is None and (self.guidance or self.condition_prior is not None):
+            subject, got = ("guidance", f"{self.guidance:g}") if self.guidance else ("condition_prior", "a prior")
+            raise MathError(subject, expected="a condition together with it", got=f"{got} without a condition")
+        if not 0 <= self.guidance < inf:
+            raise MathError("guidance", expected="a finite number of at least 0", got=str(self.guidance))
+        if len(self.interval) != 2 or not 0 <= self.interval[0] < self.interval[1] <= 1:
+            expected = "two times (low, high) with 0 <= low < high <= 1"
+            raise MathError("guidance_interval", expected=expected, got=str(self.interval))
+        if tuple(self.interval) != (0.0, 1.0) and not self.guidance:
+            raise MathError("guidance_interval", expected="guidance above 0 together with it", got="guidance=0")
+
+    def branches(
+        self,
+        condition: Condition,
+        router: Router | None,
+        prior: Sequence[float],
+        class_prior: ClassPriors | None,
+    ) -> tuple[tuple[Branch, ...], Branch | None, OfSamples | None]:
+        """Return the conditional branches, the unconditional one, and the samples' own conditions.
+
+        Args:
+            condition: the kind of condition that its experts take.
+            router: its router.
+            prior: its own prior.
+            class_prior: its experts' shares of a class.
+
+        Returns:
+            One conditional branch, or one for each class that samples have; an unconditional one with guidance only;
+            and what differs from sample to sample, where anything does.
+
+        Raises:
+            MathError, ShapeError: the ensemble does not take the condition, or nobody knows who holds it.
+        """
+        target = log_prior(prior if self.prior is None else self.prior, len(prior))
+        if self.condition is None:
+            return (Branch(target, router),), None, None
+
+        def branch(value: ConditionValue) -> Branch:
+            told, _ = condition_and_null(condition, value)
+            known = _known(value, self.condition_prior, class_prior, len(prior))
+            return Branch(conditional_log_prior(known.prior, prior, self.prior), known.router or router, told)
+
+        several, value = per_sample(condition, self.condition), self.condition
+        if several is None:
+            _, null = condition_and_null(condition, value)
+            return (branch(value),), Branch(target, router, null) if self.guidance else None, None
+        if several.dim() == 1:
+            labels_G, group_N = torch.unique(several, return_inverse=True)
+            branches = tuple(branch(label) for label in labels_G.tolist())
+            _, null = condition_and_null(condition, int(labels_G[0]))
+        else:
+            branches, group_N = (branch(several[0]),), torch.zeros(len(several), dtype=torch.int64)
+            _, null = condition_and_null(condition, several[0])
+        of_samples = OfSamples(group_N, several)
+        return branches, Branch(target, router, null) if self.guidance else None, of_samples
+
+
+def per_sample(condition: Condition, value: ConditionValue) -> Tensor | None:
+    """Return the conditions where a value holds one for each sample, None where it holds one for all.
+
+    Raises:
+        ShapeError: classes that are not whole numbers, or no conditions at all.
+    """
+    dims = 1 if isinstance(condition, ClassCondition) else 3
+    if isinstance(condition, NoCondition) or not isinstance(value, Tensor) or value.dim() != dims:
+        return None
+    if not len(value) or (dims == 1 and value.dtype != torch.int64):
+        expected = "one class for each sample, int64 (N,)" if dims == 1 else "one text for each sample, (N, L, D)"
+        raise ShapeError("condition", expected=expected, got=f"{value.dtype} of shape {tuple(value.shape)}")
+    return value
+
+
+def _known(
+    condition: ConditionValue, declared: Sequence[float] | None, class_prior: ClassPriors | None, num_experts: int
+) -> ClassPrior:
+    """Return the experts' shares of a condition as the caller declares them, else as the release states them.
+
+    An ensemble of one expert needs neither: that expert's share is 1.
+    """
+    if declared is None and num_experts == 1:
+        declared = [1.0]
+    known = class_prior(condition) if class_prior and isinstance(condition, int) else None
+    if declared is not None:
+        return ClassPrior(declared, known.router if known else None)
+    if known is None:
+        remedy = "Pass condition_prior; the ensemble's own prior assumes that all experts hold equal shares of it."
+        expected = "each expert's share of the data with this condition"
+        got = "a release without class counts" if isinstance(condition, int) else "a text, which no release counts"
+        raise MathError("condition_prior", expected=expected, got=got, remedy=remedy)
+    return known
 
 
 def condition_and_null(condition: Condition, value: ConditionValue) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ class Follow(Enum):
 
     MEAN = auto()  # the mixture of all experts
     DRAW = auto()  # one expert, drawn from the posterior at the step's start
+    LOCK = auto()  # one expert, drawn so for the last time
     KEEP = auto()  # the same as during the step before
     SELECT = auto()  # the mixture of the experts that the posterior at the step's start selects
 
@@ -72,7 +74,7 @@ class Lock:
         """See `Full.follow`."""
         if t > self.t_lock + 1e-9:
             return Follow.MEAN if self.prefix == "full" else Follow.DRAW
-        return Follow.DRAW if t_before > self.t_lock + 1e-9 else Follow.KEEP
+        return Follow.LOCK if t_before > self.t_lock + 1e-9 else Follow.KEEP
 
 
 @dataclass(frozen=True)
@@ -202,13 +204,28 @@ def strategy_named(
             return Threshold(**chosen)
 
 
+def chosen_strategy(strategy: str | Strategy, tau: float | None) -> Strategy:
+    """Return a strategy that is given itself or by its name; `tau` is the lock's time.
+
+    Raises:
+        MathError: see `strategy_named`, or `tau` beside a strategy that has its time.
+    """
+    if isinstance(strategy, str):
+        return strategy_named(strategy, tau=tau)
+    if tau is not None:
+        remedy = "Leave tau out and give the time to the strategy itself: strategy=Lock(t_lock=...)."
+        raise MathError("tau", expected='tau with strategy="lock"', got=f"strategy={strategy}", remedy=remedy)
+    return strategy
+
+
 @dataclass(frozen=True)
 class Segment:
     """Consecutive solver steps during which every sample follows the same experts.
 
     Args:
         first: the number of its first step.
-        follow: what the samples follow, decided at its first step; never KEEP.
+        follow: what the samples follow, decided at its first step; KEEP only in the first segment of a part of a
+            trajectory, where it keeps what the part before followed.
         times: where its steps begin, and where the last one ends.
     """
 
@@ -217,13 +234,15 @@ class Segment:
     times: tuple[float, ...]
 
 
-def segments(strategy: Strategy, times: Sequence[float], router_every: int = 1) -> list[Segment]:
+def segments(strategy: Strategy, times: Sequence[float], router_every: int = 1, t_before: float = inf) -> list[Segment]:
     """Cut the time grid into segments, at the steps where samples may change experts.
 
     Args:
         strategy: decides what each step follows.
         times: S + 1 times, descending.
-        router_every: the router is evaluated at every n-th step only, and its weights are kept in between.
+        router_every: the router is evaluated at every n-th step only, and its weights are kept in between; the step at
+            which an expert is locked always asks it.
+        t_before: where the step before the first one started; infinite where there was none.
 
     Raises:
         MathError: `router_every` below 1.
@@ -231,10 +250,10 @@ def segments(strategy: Strategy, times: Sequence[float], router_every: int = 1) 
     if router_every < 1:
         raise MathError("router_every", expected="at least 1 step", got=str(router_every))
     found: list[Segment] = []
-    befores = [float("inf"), *times]
+    befores = [t_before, *times]
     for n, (t, t_next) in enumerate(pairwise(times)):
         follow = strategy.follow(t, befores[n])
-        if follow is Follow.KEEP or (n % router_every > 0 and follow is found[-1].follow):
+        if found and (follow is Follow.KEEP or (n % router_every > 0 and follow is found[-1].follow)):
             found[-1] = replace(found[-1], times=(*found[-1].times, t_next))
         else:
             found.append(Segment(n, follow, (t, t_next)))

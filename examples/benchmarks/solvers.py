@@ -27,11 +27,12 @@ from ddm.diffusion.solver import SolverName, solver_named, uniform_times
 from ddm.routers.base import Router, log_prior
 from ddm.sampling.mixture import Branch
 from ddm.sampling.mixture import Mixture as Sampled
+from ddm.sampling.precision import InArithmetic
 from ddm.sampling.strategies import Full, Lock, Sample, Strategy
 from ddm.sampling.trajectories import Trajectories, draw_noise
 
 EVALUATIONS = (10, 25, 50, 100)
-COST = {"euler": 1, "midpoint": 2, "heun": 2, "rk4": 4, "exponential": 1, "dpm": 1, "unipc": 1}
+COST: dict[SolverName, int] = {"euler": 1, "midpoint": 2, "heun": 2, "rk4": 4, "exponential": 1, "dpm": 1, "unipc": 1}
 FINE_STEPS = 100
 T_MIN, T_MAX = 0.005, 0.995  # where grids along log-SNR begin and end; then one step to 0, before one from 1
 RHO = 7.0
@@ -94,8 +95,8 @@ GRIDS: dict[str, Callable[[int, Path], tuple[float, ...]]] = {
 
 def draw(world: World, strategy: Strategy, solver: SolverName, times: Sequence[float], num: int) -> Tensor:
     """Draw samples 0 to num - 1; under lock each has the same expert for every solver and number of steps."""
-    branch = Branch(1.0, log_prior(world.prior, len(world.experts)), world.router)
-    mixture = Sampled(world.experts, (branch,), 4096)
+    branch = Branch(log_prior(world.prior, len(world.experts)), world.router)
+    mixture = Sampled(InArithmetic(world.experts), (branch,), 4096)
     noise, uniform_NS = draw_noise(range(num), world.shape, 0, len(times) - 1)
     noise = noise.double() if world.exact else noise
     steps = solver_named(solver, world.path)

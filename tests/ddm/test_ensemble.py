@@ -275,15 +275,15 @@ def test_strategy_follows_what_it_promises_on_a_grid_of_five_steps() -> None:
         (Sample(), "DDDDD"),
         (TopOne(), "SSSSS"),
         (Nucleus(0.5), "SSSSS"),
-        (Lock(1.0), "DKKKK"),
-        (Lock(0.6), "DDDKK"),
-        (Lock(0.5, prefix="full"), "MMMDK"),
+        (Lock(1.0), "LKKKK"),
+        (Lock(0.6), "DDLKK"),
+        (Lock(0.5, prefix="full"), "MMMLK"),
         (Lock(0.0), "DDDDD"),
     ]
     for strategy, expected in promised:
         with case(strategy=strategy, expected=expected):
             times = [1.0, 0.8, 0.6, 0.4, 0.2]
-            letters = {Follow.MEAN: "M", Follow.DRAW: "D", Follow.KEEP: "K", Follow.SELECT: "S"}
+            letters = {Follow.MEAN: "M", Follow.DRAW: "D", Follow.LOCK: "L", Follow.KEEP: "K", Follow.SELECT: "S"}
             befores = [float("inf"), *times]
             assert "".join(letters[strategy.follow(t, b)] for t, b in zip(times, befores, strict=False)) == expected
             cut = segments(strategy, [*times, 0.0])

@@ -20,7 +20,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Open and sample": (
         "ddm.loading.ensemble.open_ensemble",
         "ddm.ensemble.Ensemble",
-        "ddm.ensemble.Samples",
+        "ddm.sampling.samples.Samples",
+        "ddm.sampling.provenance.Provenance",
+        "ddm.sampling.inpainting.Known",
         "ddm.diffusion.solver.SolverName",
         "ddm.distillation.student.load_student",
         "ddm.encoders.text.TextEncoder",
@@ -119,11 +121,16 @@ def row(module: Module, node: ast.AnnAssign, doc: Docstring) -> str:
 
 def described(doc: Docstring, skip: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield the text of a docstring, then its sections as lists."""
-    yield f"{doc.text}\n"
+    yield "\n\n".join(example_as_code(part) for part in doc.text.split("\n\n")) + "\n"
     for name, paragraphs in doc.sections.items():
         if name not in skip:
             yield f"{HEADINGS.get(name, name)}:\n"
             yield "\n".join(f"- {marked(paragraph)}" for paragraph in paragraphs) + "\n"
+
+
+def example_as_code(part: str) -> str:
+    """Return a paragraph, in a block of code where it is an example that doctest runs."""
+    return f"```pycon\n{part}\n```" if part.startswith(">>> ") else part
 
 
 def marked(paragraph: str) -> str:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from ddm.cli.drawing import Drawn, Job, Source, draw_together
+from ddm.cli.editing import Editing
 from ddm.errors import SetupError
 from ddm.loading.ensemble import load_ensemble
 from ddm.models.arithmetic import Arithmetic
+from ddm.sampling.expert_cache import LazyExperts
 from ddm.sampling.strategies import strategy_named
 from tests.conftest import Published
 from tests.support.case import case
@@ -26,6 +28,7 @@ from tests.support.publishing import opened
 from tests.support.waiting import LIMIT_S
 
 NUM, SEED = 11, 3
+FROM_NOISE = Editing(None, None, None, None, None)
 STRATEGIES = ("lock", "sample", "full")
 
 
@@ -33,7 +36,7 @@ def job_of(published: Published, strategy: str = "lock", steps: int = 3, **how: 
     release = opened(published, published.release)
     source = Source(release.plan, release.manifest, release.folder, None, "cpu", Arithmetic(), 1)
     prior = [expert.prior for expert in release.manifest.experts]
-    return Job(source, strategy_named(strategy), SEED, {"steps": steps, "prior": prior, **how})
+    return Job(source, strategy_named(strategy), SEED, {"steps": steps, "prior": prior, **how}, FROM_NOISE)
 
 
 def shares_of(job: Job) -> Tensor:
@@ -83,6 +86,7 @@ def test_process_loads_only_the_experts_of_its_samples_under_lock(
             built = job.source.ensemble(rank, lazily=True)
             monkeypatch.setattr(Source, "ensemble", lambda *_, built=built, **__: built)
             work(tensors, on_progress, lambda: False)
+            assert isinstance(built.experts, LazyExperts)
             loaded[str(rank)] = set(built.experts._loaded)
             monkeypatch.undo()
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from ddm.cli.conditions import condition_shares, describe_shares
@@ -40,6 +41,16 @@ def test_flag_that_means_nothing_is_refused_before_a_release_is_looked_for(tmp_p
         ("--text left --text-encoder nowhere --class 1", "--text"),
         ("--text-encoder nowhere", "--text-encoder"),
         ("--memory lots", "--memory"),
+        ("--init a.png", "--init"),
+        ("--t-start 0.5", "--t-start"),
+        ("--init a.png --t-start 0", "--t-start"),
+        ("--inpaint a.png", "--inpaint"),
+        ("--mask a.png", "--mask"),
+        ("--init a.png --t-start 0.5 --inpaint a.png --mask a.png", "--init"),
+        ("--set corrections=3", "--set corrections"),
+        ("--set guidance-interval=0.2,0.8", "--set guidance-interval"),
+        ("--class 1 --guidance 1 --set guidance-interval=0.8,0.2", "--set guidance-interval"),
+        ("--class 1 --guidance 1 --set guidance-interval=low", "--set guidance-interval"),
     ]:
         with case(flags=flags, named=named):
             words = ("nowhere", "--root", "nowhere", "--num", 4, "--out", tmp_path / "new" / "a.npz")
@@ -91,6 +102,40 @@ def test_flags_reach_the_sampler(published: Published, tmp_path: Path) -> None:
         "--strategy lock --tau 0.5 --prefix full",
     ):
         assert not np.array_equal(draw(flags), plain)
+
+
+def test_images_of_ones_own_are_varied_and_completed(published: Published, tmp_path: Path) -> None:
+    words = (published.release, "--root", published.root, "--state", tmp_path / "state", "--steps", 3, "--num", 2)
+    plan = opened(published, published.release).plan
+    images = np.zeros((1, *plan.data.shape), np.float32)
+    mask = np.ones(plan.data.shape[1:], np.uint8)
+    mask[:, : mask.shape[1] // 2] = 0
+    np.savez(tmp_path / "images.npz", images=images)
+    np.savez(tmp_path / "mask.npz", mask=mask)
+    Image.fromarray(mask * 255).save(tmp_path / "mask.png")
+
+    def draw(*flags: object) -> np.ndarray:
+        assert sample(*words, "--out", tmp_path / "out.npz", *flags) is None
+        with np.load(tmp_path / "out.npz") as found:
+            assert str(found["release"]) == opened(published, published.release).manifest_digest
+            return np.asarray(found["images"])
+
+    near = draw("--init", tmp_path / "images.npz", "--t-start", 0.05, "--strategy", "sample")
+    far = draw("--init", tmp_path / "images.npz", "--t-start", 1)
+    assert np.abs(near).mean() < 0.2 < np.abs(far).mean()
+    np.testing.assert_allclose(far, draw(), atol=1e-5)
+    inpaint = ("--inpaint", tmp_path / "images.npz", "--mask")
+    completed = draw(*inpaint, tmp_path / "mask.png")
+    assert not completed[:, :, mask == 0].any() and completed[:, :, mask == 1].all()
+    assert np.array_equal(completed, draw(*inpaint, tmp_path / "mask.npz", "--set", "corrections=9"))
+    assert not np.array_equal(completed, draw(*inpaint, tmp_path / "mask.png", "--strategy", "full"))
+    np.savez(tmp_path / "three.npz", images=np.repeat(images, 3, 0))
+    for flags, told in (
+        (("--init", tmp_path / "three.npz", "--t-start", 0.5), "3 images"),
+        (("--init", tmp_path / "gone.npz", "--t-start", 0.5), "gone.npz"),
+        ((*inpaint, tmp_path / "images.npz"), "mask"),
+    ):
+        assert told in str(sample(*words, "--out", tmp_path / "out.npz", *flags))
 
 
 def test_class_is_refused_when_experts_know_none(published: Published, tmp_path: Path) -> None:

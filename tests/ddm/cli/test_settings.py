@@ -15,6 +15,8 @@ def test_settings_are_read_by_name_and_keep_their_defaults() -> None:
         "router_every": 3,
         "class_prior": "east=1,north=2",
         "batch": 16,
+        "guidance_interval": None,
+        "corrections": None,
     }
 
 

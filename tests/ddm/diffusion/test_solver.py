@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddm.diffusion.multistep import Memory, filled
 from ddm.diffusion.path import CosinePath, LinearPath, Path, Velocity, velocity_from_x_0, x_0_and_eps
-from ddm.diffusion.solver import Memory, SolverName, filled, follow, integrate, solver_named, uniform_times
+from ddm.diffusion.solver import SolverName, follow, integrate, solver_named, uniform_times
 from ddm.errors import MathError
 from tests.support.case import case
 from tests.support.gaussian_mixture import GaussianMixture, four_silos

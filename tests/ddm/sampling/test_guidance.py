@@ -225,3 +225,84 @@ def test_condition_is_refused_when_it_means_nothing_or_nobody_knows_who_holds_it
     refused(exact(), "data of this condition", condition=0, prior=(0.0, 0.0, 1.0, 0.0))
     refused(exact(), "int, 0 to 1, got str", condition="a class")
     refused(exact(), "int, 0 to 1, got int64", condition=np.int64(1))
+
+
+def test_each_sample_may_have_a_class_of_its_own() -> None:
+    """Alone it would have gone the same way: prior, router and the experts' condition are those of its class."""
+    label_N = torch.tensor([0, 1, 1, 0, 0, 1] * 4)
+    for strategy, guidance in product(["full", Sample(), Lock(), Lock(0.5), TopK(2), TopOne()], [0.0, 2.0]):
+        with case(strategy=strategy, guidance=guidance):
+            how: dict[str, Any] = {"strategy": strategy, "steps": 5, "seed": 4, "guidance": guidance}
+            together = exact(chunk_size=7).sample(condition=label_N, **how)
+            for label in (0, 1):
+                alone = exact(chunk_size=7).sample(24, condition=label, **how)
+                rows = label_N == label
+                assert torch.equal(together.expert_N[rows], alone.expert_N[rows])
+                torch.testing.assert_close(together.images[rows], alone.images[rows], atol=5e-5, rtol=0)
+    x, t_B = noised()
+    mixed_B = torch.arange(300) % 2
+    found = exact().velocity(x, t_B, condition=mixed_B, guidance=1.5)
+    expected = torch.where((mixed_B == 0)[:, None], truth(0, 1.5, x, t_B), truth(1, 1.5, x, t_B))
+    assert (found - expected).abs().max() < 1e-8
+    of_class = exact().posterior(x, t_B, mixed_B)
+    assert torch.equal(of_class[0::2], exact().posterior(x[0::2], t_B[0::2], 0))
+    assert torch.equal(of_class[1::2], exact().posterior(x[1::2], t_B[1::2], 1))
+
+
+def test_each_sample_may_have_a_text_of_its_own() -> None:
+    told: list[Tensor] = []
+
+    def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
+        told.append(c_B)
+        return (x_B - c_B.mean((1, 2))[:, None]) / t_B.clamp(min=1e-3)[:, None]  # all data are the text's mean
+
+    spoken = Ensemble([expert, expert], None, (1.0, 1.0), (2,), condition=TextCondition(dim=3, max_tokens=4))
+    text_N = torch.arange(5.0)[:, None, None].expand(5, 4, 3)
+    drawn = spoken.sample(condition=text_N, condition_prior=(1.0, 1.0), steps=3, solver="euler")
+    torch.testing.assert_close(drawn.images, torch.arange(5.0)[:, None].expand(5, 2), atol=1e-4, rtol=0)
+    assert sum(len(each) for each in told) == 15
+    for wrong in (text_N[:, :, :2], text_N[:0], torch.ones(5, 5, 3)):
+        with pytest.raises(ShapeError, match="condition"):
+            spoken.sample(condition=wrong, condition_prior=(1.0, 1.0))
+    refused(exact(), "0 to 1", condition=torch.tensor([0, 2]))
+    for classes in (torch.tensor([0.0, 1.0]), torch.tensor([0, 1, 1])):
+        with pytest.raises(ShapeError):
+            exact().sample(2, steps=1, condition=classes)
+    with pytest.raises(ShapeError, match="condition"):
+        exact().velocity(*noised(), condition=torch.tensor([0, 1]))
+
+
+def test_guidance_applies_within_its_interval_alone_and_costs_nothing_outside() -> None:
+    x, t_B = noised()
+    found = exact().velocity(x, t_B, condition=1, guidance=2.0, guidance_interval=(0.3, 0.6))
+    inside = ((t_B >= 0.3) & (t_B <= 0.6))[:, None]
+    assert (found - torch.where(inside, truth(1, 2.0, x, t_B), truth(1, 0.0, x, t_B))).abs().max() < 1e-8
+    asked: list[tuple[float, int]] = []
+
+    def watched(k: int) -> Expert:
+        def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
+            asked.append((round(float(t_B[0]), 3), len(x_B)))
+            return conditional_expert(four_silos(), k)(x_B, t_B, c_B)
+
+        return expert
+
+    ensemble = exact(experts=[watched(k) for k in range(4)])
+    for every in (1, 2):
+        asked.clear()
+        ensemble.sample(
+            20, steps=5, solver="euler", condition=0, guidance=1.0, guidance_interval=(0.4, 0.6), router_every=every
+        )
+        rows = {t: sum(num for at, num in asked if at == t) for t in (1.0, 0.8, 0.6, 0.4, 0.2)}
+        assert rows == {1.0: 20, 0.8: 20, 0.6: 40, 0.4: 40, 0.2: 20}
+    for strategy in ("full", "top-k"):
+        ensemble.sample(
+            9, steps=5, strategy=strategy, condition=0, guidance=1.0, guidance_interval=(0.4, 0.6), router_every=2
+        )
+    plain, guided, within = (
+        exact().sample(500, steps=10, strategy="full", condition=1, **more).images  # type: ignore[arg-type]
+        for more in ({}, {"guidance": 3.0}, {"guidance": 3.0, "guidance_interval": (0.0, 1.0)})
+    )
+    assert torch.equal(guided, within) and not torch.equal(guided, plain)
+    for wrong in ((0.5, 0.5), (-0.1, 0.5), (0.2, 1.1)):
+        refused(exact(), "guidance_interval", condition=0, guidance=1.0, guidance_interval=wrong)
+    refused(exact(), "guidance_interval", condition=0, guidance_interval=(0.2, 0.8))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ddm.ensemble import Ensemble, Full, Lock, Nucleus, Sample, Strategy, Threshold, TopK, TopOne
 from ddm.errors import MathError
-from ddm.sampling.strategies import SETTINGS, Follow, segments, strategy_named
+from ddm.sampling.strategies import SETTINGS, Follow, Prefix, segments, strategy_named
 from tests.support.case import case
 from tests.support.gaussian_mixture import four_silos
 
@@ -116,9 +116,13 @@ def test_router_is_asked_at_every_nth_step_alone(strategy: Strategy) -> None:
     assert len(set(router.times)) == 9
 
 
-def test_lock_after_the_full_prefix_draws_even_where_the_router_would_rest() -> None:
-    cut = segments(Lock(0.7, "full"), (1.0, 0.8, 0.6, 0.4, 0.2, 0.0), router_every=4)
-    assert [(part.first, part.follow) for part in cut] == [(0, Follow.MEAN), (2, Follow.DRAW)]
+@pytest.mark.parametrize(("prefix", "before"), [("full", Follow.MEAN), ("sample", Follow.DRAW)])
+def test_lock_draws_at_its_time_even_where_the_router_would_rest(prefix: Prefix, before: Follow) -> None:
+    cut = segments(Lock(0.7, prefix), (1.0, 0.8, 0.6, 0.4, 0.2, 0.0), router_every=4)
+    assert [(part.first, part.follow) for part in cut] == [(0, before), (2, Follow.LOCK)]
+    router = Counting()
+    exact(router=router).sample(8, strategy="lock", tau=0.8, steps=10, router_every=5)
+    assert router.times == [0.8]
 
 
 def test_strategy_is_named_with_its_own_settings_and_with_no_others() -> None:

@@ -50,9 +50,9 @@ class Alone:
                 chosen = drawn
             case Lock(t_lock=t_lock, prefix=prefix) if t > t_lock:
                 chosen = drawn if prefix == "sample" else set(range(4))
-            case Lock(t_lock=t_lock, prefix=prefix):
+            case Lock(t_lock=t_lock):
                 first = n == 0 or 1 - (n - 1) / STEPS > t_lock
-                fresh = first and (fresh or prefix == "full")
+                fresh = first
                 chosen = drawn
             case TopK(k=k):
                 chosen = set(order[:k])

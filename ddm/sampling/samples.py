@@ -1,0 +1,102 @@
+"""Samples drawn from an ensemble: images, the experts behind them, and how they are saved."""
+
+# Shape legend: N samples, K experts.
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddm.errors import NumericalError
+from ddm.io.pictures import write_samples
+from ddm.sampling.provenance import Provenance, joined
+
+
+@dataclass(frozen=True, repr=False)
+class Samples:
+    """Samples drawn from an ensemble.
+
+    Args:
+        images: float32, shape (N, C, H, W) or (N, C, D, H, W), on the CPU, in the data's range but not clipped to it;
+            float64 where experts without an autoencoder were sampled in that.
+        expert_N: the last expert that each sample followed; for a mixture, one drawn from its last weights.
+        num_experts: K.
+        latents: the samples as the experts produced them; the same as `images` where experts work on pixels.
+        provenance: the experts that each sample followed, and the times at which it changed them.
+        release: digest of the manifest of the release that they come from; empty where there is none.
+    """
+
+    images: Tensor
+    expert_N: Tensor
+    num_experts: int
+    latents: Tensor
+    provenance: Provenance | None = None
+    release: str = ""
+
+    def __repr__(self) -> str:
+        shares = ", ".join(f"{share:.2f}" for share in self.shares[:8])
+        more = ", ..." if self.num_experts > 8 else ""
+        return f"Samples of shape {tuple(self.images.shape)}, shares of the experts {shares}{more}"
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of the samples that each expert accounts for; to be compared with the prior."""
+        counts_K = torch.bincount(self.expert_N, minlength=self.num_experts).double()
+        return tuple((counts_K / counts_K.sum()).tolist())
+
+    def save(self, path: Path | str) -> str:
+        """Write the samples, each file marked as synthetic and with the release's digest.
+
+        | name | content | marks |
+        | --- | --- | --- |
+        | FILE.png | a grid; an edge's colour tells the expert | text chunks Synthetic and Release |
+        | FILE.npz | `images`, float, and `expert`, int64 | arrays `synthetic` and `release` |
+        | FILE.nii, FILE.nii.gz | all volumes | the field `descrip`, and an extension |
+        | a name without ending | a folder of PNG files, or of NIfTI files for volumes | as above |
+
+        Pixels are clipped to [-1, 1].
+
+        Args:
+            path: see above; folders are made, and what is there is replaced.
+
+        Returns:
+            What was written, in words.
+
+        Raises:
+            SetupError: another ending, channels that no picture has, or NIfTI for images that are not volumes.
+            OSError: it cannot be written.
+        """
+        return write_samples(self.images, self.expert_N.tolist(), Path(path), self.release)
+
+
+def concatenate(parts: Sequence[Samples]) -> Samples:
+    """Return samples that were drawn in parts, in the order of the parts."""
+    tables = [part.provenance for part in parts]
+    return Samples(
+        images=torch.cat([part.images for part in parts]),
+        expert_N=torch.cat([part.expert_N for part in parts]),
+        num_experts=parts[0].num_experts,
+        latents=torch.cat([part.latents for part in parts]),
+        provenance=joined([each for each in tables if each]) if all(tables) else None,
+        release=parts[0].release,
+    )
+
+
+def check_finite(x_0: Tensor, expert_N: Tensor, names: Sequence[str]) -> None:
+    """Refuse samples that are not finite.
+
+    Args:
+        x_0: samples, shape (N, ...).
+        expert_N: the last expert of each.
+        names: of the experts; their numbers where there are none.
+
+    Raises:
+        NumericalError: which names the experts of those samples.
+    """
+    broken_N = ~x_0.flatten(1).isfinite().all(1)
+    if bool(broken_N.any()):
+        found = ", ".join(str(names[k] if names else k) for k in sorted(set(expert_N[broken_N].tolist())))
+        got = f"NaN or infinity in {int(broken_N.sum())} of {len(x_0)} samples, of experts {found}"
+        remedy = "Take more steps or less guidance; if that does not help, leave these experts out by a prior of 0."
+        raise NumericalError("samples", expected="finite numbers", got=got, remedy=remedy)

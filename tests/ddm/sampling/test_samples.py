@@ -1,0 +1,122 @@
+"""Samples on disk: readable by others, and marked as synthetic with the digest of their release."""
+
+import json
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ddm.ensemble import Ensemble, Samples
+from ddm.errors import DataError, SetupError
+from ddm.io.given_images import read_mask, read_pictures
+from ddm.protocol.plan import DataSpec
+from silo.data.volumes import read_volumes
+from tests.support.case import case
+
+DIGEST = "ab" * 32
+
+
+def samples(*shape: int, release: str = DIGEST) -> Samples:
+    images = torch.rand(3, *shape, generator=torch.Generator().manual_seed(1)) * 2.2 - 1.1
+    return Samples(images, torch.tensor([0, 1, 1]), 2, images, release=release)
+
+
+def test_pictures_and_grid_bear_the_mark_and_the_pixels(tmp_path: Path) -> None:
+    drawn = samples(1, 6, 5)
+    assert drawn.save(tmp_path / "new" / "grid.png") == "a grid"
+    assert drawn.save(str(tmp_path / "each")) == "3 PNG files"
+    files = [tmp_path / "new" / "grid.png", *sorted((tmp_path / "each").iterdir())]
+    assert [file.name for file in files] == ["grid.png", "00000.png", "00001.png", "00002.png"]
+    for file in files:
+        with Image.open(file) as picture:
+            assert (picture.text["Synthetic"], picture.text["Release"]) == ("true", DIGEST)  # type: ignore[attr-defined]
+    spec = DataSpec(shape=(1, 6, 5), range=(-1.0, 1.0))
+    found = torch.cat([read_pictures(file, spec) for file in files[1:]])
+    torch.testing.assert_close(found, drawn.images.clamp(-1, 1), atol=1 / 127, rtol=0)
+    samples(3, 4, 4, release="").save(tmp_path / "colour")
+    with Image.open(tmp_path / "colour" / "00001.png") as picture:
+        assert "Release" not in picture.text and picture.text["Synthetic"] == "true"  # type: ignore[attr-defined]
+
+
+def test_npz_bears_the_mark_and_the_numbers(tmp_path: Path) -> None:
+    drawn = samples(2, 4, 4)
+    assert drawn.save(tmp_path / "a.npz") == "float32 images in [-1, 1]"
+    with np.load(tmp_path / "a.npz") as found:
+        assert bool(found["synthetic"]) and str(found["release"]) == DIGEST
+        np.testing.assert_array_equal(found["images"], drawn.images.clamp(-1, 1).numpy())
+        assert found["expert"].tolist() == [0, 1, 1]
+    first = (tmp_path / "a.npz").read_bytes()
+    drawn.save(tmp_path / "a.npz")
+    assert (tmp_path / "a.npz").read_bytes() == first
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_volumes_bear_the_mark_and_are_read_as_a_silo_reads_them(tmp_path: Path, channels: int) -> None:
+    drawn = samples(channels, 4, 5, 6)
+    assert drawn.save(tmp_path / "folder") == "3 NIfTI files"
+    assert drawn.save(tmp_path / "all.nii.gz") == drawn.save(tmp_path / "all.nii") == "volumes in one file"
+    files = [*sorted((tmp_path / "folder").iterdir()), tmp_path / "all.nii.gz", tmp_path / "all.nii"]
+    for file in files:
+        image = nibabel.load(file)
+        assert bytes(image.header["descrip"]).rstrip(b"\0") == f"synthetic {DIGEST}".encode()  # type: ignore[attr-defined]
+        (extension,) = image.header.extensions  # type: ignore[attr-defined]
+        told = json.loads(extension.get_content())
+        assert (told["Synthetic"], told["Release"]) == ("true", DIGEST)
+    together = np.asarray(nibabel.load(files[-1]).dataobj)  # type: ignore[attr-defined]
+    assert together.shape == (6, 5, 4, 3, channels)[: 4 if channels == 1 else 5]
+    first = np.asarray(nibabel.load(files[0]).dataobj)  # type: ignore[attr-defined]
+    own = together[:, :, :, 0]
+    np.testing.assert_array_equal(first, own)
+    np.testing.assert_array_equal(
+        first[..., 0] if channels == 2 else first, drawn.images[0, 0].clamp(-1, 1).permute(2, 1, 0)
+    )
+    read = read_volumes(tmp_path / "folder", DataSpec(shape=(channels, 4, 5, 6), range=(-1.0, 1.0)))
+    for one, other in zip(read, drawn.images.clamp(-1, 1), strict=True):  # values are stretched to the range in between
+        assert float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]) > 0.999
+
+
+def test_name_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for drawn, name in (
+        (samples(1, 4, 4), "a.jpg"),
+        (samples(1, 4, 4), "a.nii"),
+        (samples(1, 4, 4), "file"),
+        (samples(2, 4, 4), "a.png"),
+    ):
+        with case(name=name), pytest.raises(SetupError):
+            drawn.save(tmp_path / name)
+    assert len(repr(samples(1, 4, 4))) < 120
+
+
+def test_picture_and_mask_that_a_user_gives_are_read_or_refused(tmp_path: Path) -> None:
+    spec = DataSpec(shape=(3, 4, 6), range=(0.0, 1.0))
+    pixels = np.arange(72, dtype=np.uint8).reshape(4, 6, 3)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    found = read_pictures(tmp_path / "a.png", spec)
+    np.testing.assert_allclose(found[0], pixels.transpose(2, 0, 1) / 255, atol=1e-6)
+    white = np.zeros((4, 6), np.uint8)
+    white[:, 3:] = 255
+    Image.fromarray(white).save(tmp_path / "mask.png")
+    np.savez(tmp_path / "mask.npz", mask=white > 0)
+    for name in ("mask.png", "mask.npz"):
+        np.testing.assert_array_equal(read_mask(tmp_path / name, spec), white > 0)
+    Image.fromarray(np.full((4, 6), 9, np.uint8)).save(tmp_path / "grey.png")
+    Image.fromarray(np.zeros((4, 6), np.uint8)).save(tmp_path / "black.png")
+    (tmp_path / "text.png").write_text("no picture")
+    np.savez(tmp_path / "float.npz", mask=np.ones((4, 6)))
+    for name in ("grey.png", "black.png", "text.png", "float.npz"):
+        with case(name=name), pytest.raises(DataError):
+            read_mask(tmp_path / name, spec)
+    for other in (DataSpec(shape=(3, 6, 4), range=(0.0, 1.0)), DataSpec(shape=(2, 4, 6), range=(0.0, 1.0))):
+        with pytest.raises(DataError):
+            read_pictures(tmp_path / "a.png", other)
+
+
+def test_samples_of_an_ensemble_bear_its_release(tmp_path: Path) -> None:
+    ensemble = Ensemble([lambda x, t: x], None, [1.0], (1, 4, 4), release=DIGEST)
+    ensemble.sample(1, steps=1).save(tmp_path / "a.npz")
+    with np.load(tmp_path / "a.npz") as found:
+        assert str(found["release"]) == DIGEST
