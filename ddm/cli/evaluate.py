@@ -167,8 +167,8 @@ def evaluate(
         "memory", beside + 4 * count * plan.data.dim, "Evaluate fewer images, or raise the limit with --memory."
     )
     drawn = (
-        [(str(samples), *given)]
-        if given is not None
+        [(samples.name, *given)]
+        if samples is not None and given is not None
         else _draw(opened, chosen, num or 0, weights, beside, limit, steps, solver.value, seed, rare, device, as_json)
     )
     with _told(f"comparing {real.num} reference images", as_json) as advance:
@@ -181,7 +181,7 @@ def evaluate(
             silo_N = _silos_of(expert_N, owners, silos)
             found = yardstick.judge(images, silo_N=silo_N, silos=silos, prior=due, on_progress=advance)
         results.append((name, images, silo_N, found))
-    origin = _origin(opened, real, held, network, seed, neighbours, None if given else (steps, solver.value))
+    origin = _origin(opened, real, held, network, seed, neighbours, None if given else (steps, solver.value), samples)
     document = _document([(name, found) for name, _, _, found in results], origin)
     if out is not None:
         _write_page(out, document, results, yardstick, silos, plan.data.range)
@@ -270,7 +270,8 @@ def _draw(
     room = room_for_experts(plan, manifest, limit, beside=max(drawing, beside) + kept)
     where = device_named(device, setting="--device")
     built = build_ensemble(plan, manifest, opened.folder, memory_bytes=room, device=where)
-    ensemble, found = replace(built, chunk_size=rare.batch), []
+    ensemble = replace(built, chunk_size=rare.batch)
+    found: list[tuple[str, Tensor, Tensor | None]] = []
     for name, strategy in chosen.items():
         with _told(f"sampling {num} with {name}", as_json) as advance:
             drawn = ensemble.sample(
@@ -301,9 +302,11 @@ def _origin(
     seed: int,
     neighbours: int,
     drawing: tuple[int, str] | None,
+    samples: Path | None,
 ) -> dict[str, Any]:
     """Return what the figures follow from: run with the same, they are the same."""
     from ddm.evaluation.intervals import LEVEL
+    from ddm.protocol.base import sha256_file
 
     manifest = opened.manifest
     return {
@@ -316,6 +319,7 @@ def _origin(
         "reference": {"num": real.num, "digest": real.digest, "groups": real.group_name},
         "holdout": held and {"num": held.num, "digest": held.digest},
         "sampling": drawing and {"steps": drawing[0], "solver": drawing[1]},
+        "samples": samples and {"digest": sha256_file(samples)},
         "seed": seed,
         "neighbours": neighbours,
         "confidence": LEVEL,

@@ -81,14 +81,14 @@ class Classifier:
     @torch.inference_mode()
     def encode(self, images: Tensor, on_progress: Callable[[int, int], None] | None = None) -> Tensor:
         """Return features, shape (N, 64), of images in the range that the network was trained on."""
-        return torch.cat([self.net.embed(self._scaled(block)) for block in images.float().split(_BATCH)])
+        return torch.cat([self.net.embed(self._scaled(block)) for block in torch.split(images.float(), _BATCH)])
 
     @torch.inference_mode()
     def accuracy(self, images: Tensor, labels: Tensor) -> float:
         """Return the share of images whose class is found."""
         right = [
             (self.net(self._scaled(block)).argmax(1) == label).sum()
-            for block, label in zip(images.float().split(_BATCH), labels.split(_BATCH), strict=True)
+            for block, label in zip(torch.split(images.float(), _BATCH), torch.split(labels, _BATCH), strict=True)
         ]
         return float(sum(right) / len(images))
 

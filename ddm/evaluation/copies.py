@@ -63,5 +63,5 @@ def pixels(images: Tensor) -> Tensor:
     sides = [min(side, most) for side in images.shape[2:]]
     if images.ndim in (4, 5) and sides != list(images.shape[2:]):
         pool = F.adaptive_avg_pool3d if images.ndim == 5 else F.adaptive_avg_pool2d
-        images = pool(images.float(), sides)
+        images = pool(images.float(), sides)  # type: ignore[arg-type]
     return images.flatten(1).float()

@@ -39,9 +39,9 @@ class Moments:
     def of(cls, features_ND: Tensor) -> "Moments":
         """Compute both, block by block."""
         num = len(features_ND)
-        mean_D = sum((block.double().sum(0) for block in features_ND.split(BLOCK)), torch.zeros(())) / num
+        mean_D = sum((block.double().sum(0) for block in torch.split(features_ND, BLOCK)), torch.zeros(())) / num
         scatter_DD = torch.zeros(len(mean_D), len(mean_D), dtype=torch.float64)
-        for block in features_ND.split(BLOCK):
+        for block in torch.split(features_ND, BLOCK):
             centred_BD = block.double() - mean_D
             scatter_DD.addmm_(centred_BD.T, centred_BD)
         return cls(num, mean_D, scatter_DD / (num - 1))
@@ -102,7 +102,7 @@ def frechet_terms(features_ND: Tensor, own: Moments, other: Moments, map_DD: Ten
     """
     apart_D, bend_DD = 2 * (own.mean_D - other.mean_D), torch.eye(len(map_DD), dtype=torch.float64) - map_DD
     terms = []
-    for block in features_ND.split(BLOCK):
+    for block in torch.split(features_ND, BLOCK):
         centred_BD = block.double() - own.mean_D
         terms.append(centred_BD @ apart_D + ((centred_BD @ bend_DD) * centred_BD).sum(1))
     return torch.cat(terms)

@@ -330,7 +330,7 @@ def _encoded(source: Reference, features: Features, tick: _Count) -> tuple[Tenso
     """Return all features, shape (N, D), and all images as small rows, shape (N, P)."""
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     for images in source.blocks():
-        for block in images.split(_ENCODED):
+        for block in torch.split(images, _ENCODED):
             found[0].append(features.encode(block).float())
             found[1].append(pixels(block))
             tick(len(block))

@@ -82,7 +82,8 @@ def measure(
     found = {"fid": replace(around, low=max(around.low, 0.0))}
     limit = extrapolated(maps.distance, samples.features_ND, reference.features_ND, seed=seed)
     if limit is not None:  # to first order it moves with an image as the distance does
-        found["fid_infinity"] = resampled(limit, terms, seed=seed)
+        moved = limit - around.value
+        found["fid_infinity"] = Estimate(limit, around.low + moved, around.high + moved)
     both = between(samples.features_ND, reference.features_ND, samples.within, reference.within, tick)
     kid, kid_terms = kernel_distance(samples.within, reference.within, both)
     found["kid"] = resampled(kid, kid_terms, seed=seed)

@@ -140,7 +140,7 @@ def _products(a_ND: Tensor, b_MD: Tensor) -> Iterator[tuple[int, Tensor]]:
     size = max(1, _BLOCK_BYTES // (8 * len(b_MD)))
     for start in range(0, len(a_ND), size):
         block_BD = a_ND[start : start + size].double()
-        yield start, torch.cat([block_BD @ tile.double().T for tile in b_MD.split(_TILE)], 1)
+        yield start, torch.cat([block_BD @ tile.double().T for tile in torch.split(b_MD, _TILE)], 1)
 
 
 def _kernel(product_BM: Tensor, dim: int) -> Tensor:
@@ -148,7 +148,7 @@ def _kernel(product_BM: Tensor, dim: int) -> Tensor:
 
 
 def _energy(features_ND: Tensor) -> Tensor:
-    return torch.cat([block.double().square().sum(1) for block in features_ND.split(_TILE)])
+    return torch.cat([block.double().square().sum(1) for block in torch.split(features_ND, _TILE)])
 
 
 def _squared(product_BM: Tensor, energy_B: Tensor, energy_M: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class Reference:
             raise ShapeError("groups", expected=f"{len(rows)}, one for each image", got=str(len(groups)))
         size = max(1, BLOCK_BYTES // (4 * max(1, rows[0].numel()))) if len(rows) else 1
         texts = [_text(each) for each in groups]
-        return cls(len(rows), lambda: (part.float() for part in rows.split(size)), None, texts, group_name)
+        return cls(len(rows), lambda: (part.float() for part in torch.split(rows, size)), None, texts, group_name)
 
 
 def open_reference(path: Path, spec: DataSpec, by: str | None = None) -> Reference:

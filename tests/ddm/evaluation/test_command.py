@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,9 +46,9 @@ def run(published: Published, folder: Path, *words: object) -> tuple[str, BaseEx
     return result.stdout, result.exception
 
 
-def figures(printed: str) -> dict[str, object]:
+def figures(printed: str) -> dict[str, Any]:
     """The document that was printed, alone."""
-    found: dict[str, object] = json.loads(printed)
+    found: dict[str, Any] = json.loads(printed)
     return found
 
 

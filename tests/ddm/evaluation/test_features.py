@@ -36,8 +36,8 @@ def test_classifier_learns_is_kept_and_opened_as_it_was(tmp_path: Path) -> None:
     fresh, truth = stripes(200, 1)
     assert trained.accuracy(fresh, truth) > 0.95
     assert sum(each.numel() for each in Network(1, 10).parameters()) == pytest.approx(100_000, rel=0.02)
-    again = train_classifier(images, labels, SPEC, num_steps=30)
-    assert torch.equal(again.encode(fresh), trained.encode(fresh))
+    twice = [train_classifier(images, labels, SPEC, num_steps=2, seed=seed).encode(fresh[:5]) for seed in (1, 1, 2)]
+    assert torch.equal(twice[0], twice[1]) and not torch.equal(twice[0], twice[2])
     trained.save(tmp_path / "c.safetensors")
     opened = Classifier.load(tmp_path / "c.safetensors")
     assert (opened.data, opened.trained_on) == (SPEC, trained.trained_on)
