@@ -75,6 +75,9 @@ def open_features(text: str, plan: Plan, folder: Path) -> Features:
 
 
 def _timm(text: str, data: DataSpec) -> Features:
+    if len(data.shape) != 3:
+        remedy = "Compare volumes by the plan's encoder: --features encoder."
+        raise DataError("--features", expected="images, for a network of timm", got="volumes", remedy=remedy)
     name, equals, file = text.rpartition("=")
     path = require_file(Path(file), "weights of a network of timm")
     model = name if equals else _architecture(path)

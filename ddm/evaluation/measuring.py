@@ -259,10 +259,12 @@ class Yardstick:
                 f"The covariance of a set with no more than {dim} images is singular in {dim} features: FID says "
                 "little; read KID, or evaluate more images."
             )
+        if 2 * sizes[0] < sizes[1]:
+            notes.append("Coverage and recall grow with the number of samples: draw about as many as reference images.")
         if silo_N is not None:
             counts = torch.bincount(silo_N, minlength=len(silos)).tolist()
             if few := [name for name, count in zip(silos, counts, strict=True) if count <= dim]:
-                notes.append(f"Of {', '.join(few)} there are no more than {dim} samples: the FID of each says little.")
+                notes.append(f"Silos with no more than {dim} samples: {', '.join(few)}. Their FID says little.")
         if not has_floor:
             notes.append(f"No floor: it takes more than {dim} samples and more than {2 * dim} reference images.")
         if float(self.side.within.radius_N.min()) == 0.0:

@@ -18,7 +18,7 @@ from torch import Tensor
 Tick = Callable[[int], None]
 """Called with the features that one block had."""
 
-_BLOCK_BYTES = 1 << 25  # of one block of products
+_BLOCK_BYTES = 1 << 24  # of one block of products
 _TILE = 1024
 _SAME = 1e-13  # distances below this share of the features' energy are rounding
 
@@ -144,7 +144,7 @@ def _products(a_ND: Tensor, b_MD: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _kernel(product_BM: Tensor, dim: int) -> Tensor:
-    return (product_BM / dim + 1) ** 3
+    return (product_BM / dim).add_(1).pow_(3)
 
 
 def _energy(features_ND: Tensor) -> Tensor:
