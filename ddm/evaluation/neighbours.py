@@ -18,7 +18,7 @@ from torch import Tensor
 Tick = Callable[[int], None]
 """Called with the features that one block had."""
 
-_BLOCK_BYTES = 1 << 24  # of one block of products
+_BLOCK_BYTES = 1 << 26  # of one block of products: so large that its memory goes back once it is freed
 _TILE = 1024
 _SAME = 1e-13  # distances below this share of the features' energy are rounding
 
@@ -140,7 +140,10 @@ def _products(a_ND: Tensor, b_MD: Tensor) -> Iterator[tuple[int, Tensor]]:
     size = max(1, _BLOCK_BYTES // (8 * len(b_MD)))
     for start in range(0, len(a_ND), size):
         block_BD = a_ND[start : start + size].double()
-        yield start, torch.cat([block_BD @ tile.double().T for tile in torch.split(b_MD, _TILE)], 1)
+        product_BM = torch.empty(len(block_BD), len(b_MD), dtype=torch.float64)
+        for first in range(0, len(b_MD), _TILE):
+            product_BM[:, first : first + _TILE] = block_BD @ b_MD[first : first + _TILE].double().T
+        yield start, product_BM
 
 
 def _kernel(product_BM: Tensor, dim: int) -> Tensor:
@@ -152,7 +155,7 @@ def _energy(features_ND: Tensor) -> Tensor:
 
 
 def _squared(product_BM: Tensor, energy_B: Tensor, energy_M: Tensor) -> Tensor:
-    """Return squared distances; 0 where they are no more than rounding."""
+    """Turn inner products, in place, into squared distances; 0 where they are no more than rounding."""
     total_BM = energy_B[:, None] + energy_M
-    apart_BM = total_BM - 2 * product_BM
-    return torch.where(apart_BM > _SAME * total_BM, apart_BM, 0.0)
+    apart_BM = product_BM.mul_(-2).add_(total_BM)
+    return apart_BM.masked_fill_(apart_BM <= total_BM.mul_(_SAME), 0.0)
