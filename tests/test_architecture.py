@@ -21,7 +21,9 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 # Rooms are the folders of a package and the files beside them. An arrow that is no longer used must go from here too.
 ROOMS = {
     "ddm": {
-        "cli": "distillation encoders ensemble errors io loading models protocol sampling system training trust",
+        "cli": "distillation encoders ensemble errors evaluation io loading models protocol sampling system training "
+        "trust",
+        "evaluation": "encoders errors io loading pages protocol",
         "distillation": "diffusion encoders ensemble errors io loading models protocol routers sampling system "
         "training",
         "loading": "diffusion encoders ensemble errors io models partition privacy protocol routers sampling "
@@ -35,6 +37,7 @@ ROOMS = {
         "partition": "errors io protocol system",
         "transport": "errors io protocol system",
         "trust": "errors io protocol",
+        "pages": "io system",
         "io": "errors protocol",
         "privacy": "diffusion errors protocol",
         "diffusion": "errors",
@@ -89,7 +92,7 @@ DOORS = {
     "nibabel": {"silo/data/volumes.py", "ddm/io/nifti.py"},
     "accelerate": {"ddm/training/distributed.py"},
     "timm": {"ddm/encoders/timm.py"},
-    "transformers": {"ddm/encoders/text.py"},
+    "transformers": {"ddm/encoders/text.py", "ddm/encoders/vision.py"},
     "tokenizers": {"ddm/encoders/text.py"},
     "torchvision": {"ddm/encoders/timm.py"},
     "opacus": {"silo/dp_sgd.py"},

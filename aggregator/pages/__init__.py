@@ -1,1 +1,1 @@
-"""Renders the pages of a release, and holds the templates of every page."""
+"""Renders the pages of a release, and holds the templates of the aggregator's pages."""

@@ -1,57 +1,7 @@
-"""Fills the page templates; every inserted value is escaped as text, never treated as markup."""
+"""Fills the page templates of this package."""
 
-import json
-import re
-from functools import cache
-from typing import Any
+from functools import partial
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from ddm.pages import render as pages
 
-from ddm.system.console import human_bytes, human_seconds
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
-_EXPONENT = re.compile(r"^(-?\d+)e")
-_LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
-_MARKDOWN = re.compile(r"[\\`*_{}\[\]#|~!$@^]|(?<=www)\.|:(?=//)")
-_HTML = {ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;"}
-
-
-def markdown_text(value: object) -> str:
-    """Escape free text for Markdown: one line, no markup, no HTML, no link."""
-    if isinstance(value, Markup):
-        return str(value)
-    line = _CONTROL.sub(" ", str(value)).strip()
-    return _MARKDOWN.sub(r"\\\g<0>", line).translate(_HTML)
-
-
-def render(name: str, **values: object) -> str:
-    """Fill the template called `name`, `<page>.html.jinja` or `<page>.md.jinja`; a missing value is an error."""
-    return (_markdown() if name.endswith(".md.jinja") else _html()).get_template(name).render(values)
-
-
-@cache
-def _html() -> Environment:
-    return _environment(autoescape=True)
-
-
-@cache
-def _markdown() -> Environment:
-    return _environment(finalize=markdown_text)
-
-
-def _environment(**escaping: Any) -> Environment:
-    loader = PackageLoader("aggregator", "pages/templates")
-    made = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **escaping)
-    made.filters |= {"bytes": human_bytes, "seconds": human_seconds, "yaml": _yaml, "licence_id": _licence_id}
-    return made
-
-
-def _yaml(value: object) -> Markup:
-    """Write a value as YAML: JSON in ASCII, except that YAML needs a decimal point in numbers such as 1e-05."""
-    return Markup(_EXPONENT.sub(r"\1.0e", json.dumps(value)) if isinstance(value, float) else json.dumps(value))
-
-
-def _licence_id(licence: str) -> Markup:
-    """Write a licence identifier for a model card, such as cc-by-4.0; `other` for free text."""
-    return _yaml(licence.lower() if _LICENCE.fullmatch(licence) else "other")
+render = partial(pages.render, "aggregator")

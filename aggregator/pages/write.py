@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aggregator.intake.inventory import Inventory
-from aggregator.pages.charts import HEIGHT, WIDTH, Scale
+from aggregator.pages.charts import HEIGHT, WIDTH
 from aggregator.pages.content import (
     LIMITS,
     SHOWN_MIXED,
@@ -25,6 +25,7 @@ from aggregator.router.report import RouterReport
 from ddm.ensemble import Ensemble
 from ddm.io.files import write_atomic
 from ddm.models import training_flops
+from ddm.pages.pictures import Scale
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 

@@ -1,4 +1,4 @@
-"""The program `ddm`: the researcher's commands verify, info, log, sample, distill and sample-student."""
+"""The program `ddm`: the researcher's commands verify, info, log, sample, evaluate, distill and sample-student."""
 
 import json
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ddm.cli.distill import distill
+from ddm.cli.evaluate import evaluate
 from ddm.cli.log import log
 from ddm.cli.options import (
     AcceptKeyOption,
@@ -129,6 +130,7 @@ def _say_lowered(opened: Release) -> None:
 
 app.command("log")(log)
 app.command("sample")(sample)
+app.command("evaluate")(evaluate)
 app.command("distill")(distill)
 app.command("sample-student")(sample_student)
 

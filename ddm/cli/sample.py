@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ddm.sampling.strategies import Strategy
 
 # How a strategy's setting is written on the command line.
-_FLAGS = {"tau": "--tau", "prefix": "--prefix", "k": "--top-k", "mass": "--set mass", "least": "--set least"}
+FLAGS = {"tau": "--tau", "prefix": "--prefix", "k": "--top-k", "mass": "--set mass", "least": "--set least"}
 
 
 class StrategyName(StrEnum):
@@ -130,7 +130,7 @@ def sample(
     editing, within = Editing(init, t_start, inpaint, mask, rare.corrections), interval(rare.guidance_interval)
     strategy = strategy or (StrategyName.SAMPLE if inpaint else StrategyName.LOCK)
     wanted = {"tau": tau, "prefix": prefix and prefix.value, "k": top_k, "mass": rare.mass, "least": rare.least}
-    chosen = _chosen(strategy.value, {name: value for name, value in wanted.items() if value is not None})
+    chosen = chosen_strategy(strategy.value, {name: value for name, value in wanted.items() if value is not None})
     _check_together(chosen, rare, guidance, label is not None or text is not None)
     check_text(label, text, text_encoder)
     memory_bytes = read_memory(memory)
@@ -196,7 +196,7 @@ def _compiles(where: "torch.device") -> bool:
     return why is None
 
 
-def _chosen(name: str, wanted: dict[str, Any]) -> "Strategy":
+def chosen_strategy(name: str, wanted: dict[str, Any]) -> "Strategy":
     """Return the strategy, and refuse settings that mean nothing to it."""
     from ddm.sampling.strategies import SETTINGS, strategy_named
 
@@ -204,7 +204,7 @@ def _chosen(name: str, wanted: dict[str, Any]) -> "Strategy":
         if setting not in SETTINGS[name]:
             owner = next(other for other, settings in SETTINGS.items() if setting in settings)
             got = f"{value} with --strategy {name}"
-            raise SetupError(_FLAGS[setting], expected=f"--strategy {owner}", got=got)
+            raise SetupError(FLAGS[setting], expected=f"--strategy {owner}", got=got)
     if wanted.get("prefix") and wanted.get("tau", 1.0) == 1.0:
         got = "--tau 1, where lock draws its experts from the prior at once and nothing comes before"
         raise SetupError("--prefix", expected="--tau below 1", got=got)
@@ -249,11 +249,11 @@ def _priors(
 ) -> tuple[list[float], list[float] | None]:
     """Return each expert's weight, and its share of the class or text if one was declared."""
     silo_ids, own = [expert.silo_id for expert in opened.manifest.experts], list(ensemble.prior)
-    declared = None if class_prior == "data" else _weights("--set class-prior", class_prior, silo_ids, own)
-    return _weights("--prior", prior, silo_ids, own), declared
+    declared = None if class_prior == "data" else expert_weights("--set class-prior", class_prior, silo_ids, own)
+    return expert_weights("--prior", prior, silo_ids, own), declared
 
 
-def _weights(flag: str, text: str, silo_ids: list[str], data_prior: list[float]) -> list[float]:
+def expert_weights(flag: str, text: str, silo_ids: list[str], data_prior: list[float]) -> list[float]:
     """Return a weight for each expert; a silo's goes to its experts in proportion to their data, if it has any."""
     if text == "data":
         return data_prior

@@ -140,7 +140,7 @@ def pin(folder: Path, *, max_tokens: int, drop: float) -> TextCondition:
         MissingFileError, SetupError, TensorFileError: see `TextEncoder.open`; also a folder without safetensors
             weights, or a network that takes fewer than `max_tokens`.
     """
-    names = [CONFIG, TOKENIZER, *_weights(folder)]
+    names = [CONFIG, TOKENIZER, *weight_files(folder)]
     try:
         pinned = PinnedEncoder(name=folder.resolve().name, files=tuple(_pinned_file(folder, each) for each in names))
     except ValueError as error:
@@ -184,7 +184,7 @@ def _pinned_file(folder: Path, name: str) -> File:
     return File.of(name, path)
 
 
-def _weights(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
     """Name the weights: one file, or all the shards of one network."""
     if (folder / "model.safetensors").is_file():
         return ["model.safetensors"]
@@ -233,7 +233,7 @@ def _open(folder: Path, pinned: PinnedEncoder, max_tokens: int) -> TextEncoder:
         got = ", ".join(sorted(small))[:200] or "only weights"
         raise SetupError(f"text encoder {pinned.name}", expected=f"{CONFIG} and {TOKENIZER} pinned", got=got)
     try:
-        with _quiet():
+        with quiet():
             net, tokenizer = _network(json.loads(small[CONFIG]), weights), _tokenizer(small[TOKENIZER], max_tokens)
             return TextEncoder(net, tokenizer, max_tokens)
     except ArchipelagoError:
@@ -313,7 +313,7 @@ def _tokenizer(data: bytes, max_tokens: int) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the warnings and progress bars of transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # from third-party imports

@@ -27,6 +27,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "ddm.distillation.student.load_student",
         "ddm.encoders.text.TextEncoder",
     ),
+    "Evaluate": (
+        "ddm.evaluation.measuring.evaluate",
+        "ddm.evaluation.measuring.Evaluation",
+        "ddm.evaluation.intervals.Estimate",
+    ),
     "Strategies": (
         "ddm.sampling.strategies.strategy_named",
         *(f"ddm.sampling.strategies.{name}" for name in ("Full", "Sample", "Lock", "TopK", "TopOne", "Nucleus")),

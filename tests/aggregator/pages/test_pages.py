@@ -31,6 +31,7 @@ from ddm.ensemble import Ensemble
 from ddm.errors import DocumentError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import open_release
+from ddm.pages.pictures import MAX_PIXELS
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.submission import Waiver
 from tests.conftest import Published
@@ -393,7 +394,7 @@ def test_large_images_are_made_small_and_other_channels_are_left_out() -> None:
 
     (large,) = first(torch.rand(1, 3, 300, 600))
     decoded = Image.open(BytesIO(base64.b64decode(large.source.split(",")[1])))
-    assert decoded.size == (charts.MAX_PIXELS, charts.MAX_PIXELS // 2)
+    assert decoded.size == (MAX_PIXELS, MAX_PIXELS // 2)
     assert first(torch.rand(1, 2, 8, 8)) == ()
     (white,) = first(torch.ones(1, 1, 8, 8))
     assert np.asarray(Image.open(BytesIO(base64.b64decode(white.source.split(",")[1])))).min() == 255

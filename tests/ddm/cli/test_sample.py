@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ddm.cli.conditions import condition_shares, describe_shares
 from ddm.cli.main import app
 from ddm.cli.options import read_memory
-from ddm.cli.sample import _weights
+from ddm.cli.sample import expert_weights
 from ddm.ensemble import ClassPrior, Ensemble
 from ddm.errors import MathError, MemoryLimitError, SetupError
 from ddm.protocol.plan import ClassCondition, TextCondition
@@ -71,12 +71,12 @@ def test_size_is_read_with_its_unit(text: str, size: int) -> None:
 def test_prior_is_dealt_among_silos_that_have_data() -> None:
     """A silo's weight goes to its experts by their data; one whose experts have none cannot be given any."""
     silo_ids, own = ["east", "north", "east", "south"], [0.1, 0.0, 0.3, 0.6]
-    assert _weights("--prior", "equal", silo_ids, own) == pytest.approx([0.125, 0.0, 0.375, 0.5])
-    assert _weights("--prior", "east=3,south=1", silo_ids, own) == pytest.approx([0.1875, 0.0, 0.5625, 0.25])
-    assert _weights("--prior", "data", silo_ids, own) == own
+    assert expert_weights("--prior", "equal", silo_ids, own) == pytest.approx([0.125, 0.0, 0.375, 0.5])
+    assert expert_weights("--prior", "east=3,south=1", silo_ids, own) == pytest.approx([0.1875, 0.0, 0.5625, 0.25])
+    assert expert_weights("--prior", "data", silo_ids, own) == own
     for wrong in ("north=1", "west=1", "east=-1", "east=nan", "east=1,east=2", "east=0", "east"):
         with pytest.raises(SetupError, match="--prior"):
-            _weights("--prior", wrong, silo_ids, own)
+            expert_weights("--prior", wrong, silo_ids, own)
 
 
 def test_flags_reach_the_sampler(published: Published, tmp_path: Path) -> None:

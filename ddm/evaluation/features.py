@@ -1,0 +1,113 @@
+"""The features that images are compared by: of the plan's encoder, a network of timm, CLIP, or a small classifier.
+
+Figures of different features cannot be compared, so name and digest of the features stand beside every figure.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from ddm.encoders.timm import TimmEncoder, names
+from ddm.errors import DataError, MissingFileError, SetupError
+from ddm.evaluation.classifier import Classifier
+from ddm.io.files import read_bounded, require_file
+from ddm.loading.plan import PlanFiles
+from ddm.protocol.base import sha256_file
+from ddm.protocol.plan import DataSpec, Plan
+
+FORMS = "encoder, timm:NAME=FILE, timm:FILE, clip:FOLDER, or FILE.safetensors of a small classifier"
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Features:
+    """A frozen network that turns images into features.
+
+    Attributes:
+        name: what it is, without a path.
+        digest: sha256 of its weights; None for features that the caller computes.
+        dim: values of one feature.
+        encode: from images (N, C, H, W) in the data's range to features (N, D), float32.
+    """
+
+    name: str
+    digest: str | None
+    dim: int
+    encode: Callable[[Tensor], Tensor]
+
+
+def open_features(text: str, plan: Plan, folder: Path) -> Features:
+    """Open the features that a user named.
+
+    Args:
+        text: one of `FORMS`.
+        plan: of the verified release; states shape and range of the images.
+        folder: the release's, which holds the plan's files.
+
+    Raises:
+        SetupError: another form, a network that timm does not have, or weights of another one.
+        MissingFileError: nothing at the path.
+        TensorFileError: weights that are not strictly what they should be.
+        DataError: features for images of another shape or range.
+    """
+    kind, colon, rest = text.partition(":")
+    if text == "encoder":
+        encoder = PlanFiles.load(plan, folder).encoder
+        return Features(
+            f"encoder ({plan.encoder.kind})", plan.file(plan.encoder.path).digest, encoder.dim, encoder.encode
+        )
+    if kind == "timm" and rest:
+        return _timm(rest, plan.data)
+    if kind == "clip" and rest:
+        from ddm.encoders.vision import ClipVision  # takes seconds
+
+        where = Path(rest)
+        if not where.is_dir():
+            raise MissingFileError(rest, expected="a folder of a CLIP of transformers", got="no folder of that name")
+        clip = ClipVision.open(where, plan.data)
+        return Features("clip", clip.digest, clip.dim, clip.encode)
+    if colon and not Path(text).exists():
+        raise SetupError("--features", expected=FORMS, got=repr(text[:80]))
+    return _classifier(Path(text), plan.data)
+
+
+def _timm(text: str, data: DataSpec) -> Features:
+    if len(data.shape) != 3:
+        remedy = "Compare volumes by the plan's encoder: --features encoder."
+        raise DataError("--features", expected="images, for a network of timm", got="volumes", remedy=remedy)
+    name, equals, file = text.rpartition("=")
+    path = require_file(Path(file), "weights of a network of timm")
+    model = name if equals else _architecture(path)
+    encoder = TimmEncoder.from_file(model, path, data)
+    return Features(f"timm {model}", sha256_file(path), encoder.dim, encoder.encode)
+
+
+def _architecture(path: Path) -> str:
+    """Return the network's name: from `config.json` beside the file, as timm publishes it, or from the file's name."""
+    beside = path.parent / "config.json"
+    if beside.is_file():
+        try:
+            stated = json.loads(read_bounded(beside, _MAX_CONFIG_BYTES)).get("architecture")
+        except (ValueError, AttributeError):
+            stated = None
+        if isinstance(stated, str):
+            return stated
+    model = path.name.partition(".")[0]
+    if model not in names():
+        remedy = "Name the network: --features timm:resnet18=FILE."
+        expected = "a config.json beside the file, or a file named after its network"
+        raise SetupError("--features", expected=expected, got=path.name[:80], remedy=remedy)
+    return model
+
+
+def _classifier(path: Path, data: DataSpec) -> Features:
+    require_file(path, "a small classifier, or one of: " + FORMS)
+    classifier = Classifier.load(path)
+    if classifier.data != data:
+        expected = f"a classifier of images {data.shape} in {list(data.range)}"
+        got = f"{classifier.data.shape} in {list(classifier.data.range)}"
+        raise DataError("--features", expected=expected, got=got)
+    return Features("small classifier", sha256_file(path), classifier.dim, classifier.encode)

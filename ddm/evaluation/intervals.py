@@ -1,0 +1,78 @@
+"""Estimates with their 95% intervals: bootstrap percentiles of what single images contribute, and Wilson's interval.
+
+A metric changes with one image, to first order, by that image's *term* (its influence function). The interval resamples
+terms, not images: 2,000 draws cost less than one evaluation of the metric, and features are never resampled with
+replacement, which would put copies among them and so distort distances between neighbours and covariances.
+"""
+
+# Shape legend: N images.
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+DRAWS = 2000
+LEVEL = 0.95
+_Z = 1.959964  # of LEVEL
+_AT_ONCE = 1 << 22  # indices drawn together
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and the interval in which repeating it with other images of the same origin would leave it.
+
+    Attributes:
+        value: the estimate.
+        low: lower end of the 95% interval.
+        high: upper end.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+def resampled(value: float, terms: Sequence[Tensor], *, seed: int) -> Estimate:
+    """Return the bootstrap percentile interval of a metric whose first-order terms are given.
+
+    Args:
+        value: the metric.
+        terms: for each independent set of images, the derivative of the metric in the direction of each image, shape
+            (N,); the metric moves by the mean of the resampled terms minus their mean.
+        seed: of the draws.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shift = torch.zeros(DRAWS, dtype=torch.float64)
+    for term_N in terms:
+        centred_N = term_N.double() - term_N.double().mean()
+        rows = max(1, _AT_ONCE // len(term_N))
+        for start in range(0, DRAWS, rows):
+            shape = (min(rows, DRAWS - start), len(term_N))
+            picked = torch.randint(len(term_N), shape, generator=generator)
+            shift[start : start + rows] += centred_N[picked].mean(1)
+    tail = (1 - LEVEL) / 2
+    low, high = torch.quantile(shift, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return Estimate(value, value + low, value + high)
+
+
+def proportion(inside_N: Tensor) -> Estimate:
+    """Return a share of images with Wilson's interval, which keeps its width where the share is 0 or 1.
+
+    Args:
+        inside_N: which images count, boolean.
+    """
+    count, num = int(inside_N.sum()), len(inside_N)
+    return Estimate(count / num, *wilson(count, num))
+
+
+def wilson(count: int, num: int) -> tuple[float, float]:
+    """Return Wilson's 95% interval of a proportion.
+
+    Source:
+        Wilson 1927, Probable inference, the law of succession, and statistical inference.
+    """
+    part, z2 = count / num, _Z**2 / num
+    middle, half = part + z2 / 2, _Z * sqrt(part * (1 - part) / num + z2 / (4 * num))
+    return max((middle - half) / (1 + z2), 0.0), min((middle + half) / (1 + z2), 1.0)

@@ -1,0 +1,191 @@
+"""`ddm evaluate` as a researcher types it: the figures, the page, the same again, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from selenium.webdriver import Chrome
+from typer.testing import CliRunner
+
+from ddm.cli.main import app
+from ddm.encoders.timm import TimmEncoder
+from ddm.errors import DataError, MemoryLimitError, MissingFileError, SetupError, TensorFileError
+from ddm.evaluation import evaluate
+from ddm.evaluation.classifier import train_classifier
+from ddm.loading.plan import PlanFiles
+from ddm.protocol.base import sha256_file
+from ddm.protocol.plan import DataSpec
+from tests.conftest import Published
+from tests.support.browser import overflow, show_as
+from tests.support.case import case
+from tests.support.federation import images
+from tests.support.publishing import opened
+
+SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Reference images that name the silo whose data they resemble, and others held out."""
+    found = tmp_path_factory.mktemp("evaluation")
+    for name, seed in (("reference", 70), ("holdout", 71)):
+        arrays = [images(80, centre, seed=seed) for centre in (-0.5, 0.5)]
+        np.savez_compressed(found / f"{name}.npz", images=np.concatenate(arrays), silos=["east"] * 80 + ["north"] * 80)
+    return found
+
+
+def run(published: Published, folder: Path, *words: object) -> tuple[str, BaseException | None]:
+    """Run the command; return what it printed and how it ended."""
+    look = (published.release, "--root", published.root, "--state", folder / "state")
+    given = ("--reference", folder / "reference.npz", *words)
+    result = CliRunner().invoke(app, ["evaluate", *map(str, (*look, *given))])
+    return result.stdout, result.exception
+
+
+def figures(printed: str) -> dict[str, Any]:
+    """The document that was printed, alone."""
+    found: dict[str, Any] = json.loads(printed)
+    return found
+
+
+@pytest.fixture(scope="module")
+def compared(published_once: Published, folder: Path) -> str:
+    """Two strategies at once, with the page."""
+    words = (
+        "--num",
+        60,
+        "--steps",
+        4,
+        "--strategy",
+        "lock",
+        "--strategy",
+        "sample",
+        "--json",
+        "--out",
+        folder / "page",
+    )
+    printed, error = run(published_once, folder, *words, "--holdout", folder / "holdout.npz")
+    assert error is None, printed
+    return printed
+
+
+def test_figures_are_those_of_the_library_on_what_ddm_sample_draws(
+    published_once: Published, folder: Path, compared: str
+) -> None:
+    found = figures(compared)
+    assert found["strategy"] == "lock" and [each["strategy"] for each in found["compared"]] == ["sample"]
+    out = folder / "drawn.npz"
+    look = (published_once.release, "--root", published_once.root, "--state", folder / "state")
+    drawn = CliRunner().invoke(app, ["sample", *map(str, (*look, "--num", 60, "--steps", 4, "--out", out))])
+    assert drawn.exception is None
+    release = opened(published_once, published_once.release)
+    encoder = PlanFiles.load(release.plan, release.folder).encoder
+    with np.load(out) as samples, np.load(folder / "reference.npz") as real, np.load(folder / "holdout.npz") as held:
+        prior = [expert.prior for expert in release.manifest.experts]
+        expected = evaluate(
+            samples["images"],
+            real["images"],
+            features=encoder.encode,
+            silo_N=samples["expert"],
+            silos=["east", "north"],
+            prior=prior,
+            holdout=held["images"],
+        ).to_json()
+    for name, each in expected["metrics"].items():
+        assert found["metrics"][name] == pytest.approx(each, rel=1e-4, abs=1e-6), name
+    assert found["share_error"] == pytest.approx(expected["share_error"])
+    assert found["per_silo"]["east"]["prior"] == pytest.approx(60 / 180)
+    assert found["copies"]["pixels"]["near_copies"] == expected["copies"]["pixels"]["near_copies"]
+    assert {each["num_reference"] for each in found["per_silo"].values()} == {80}  # the silo's own reference images
+    assert set(found["recall_by"]) == {"east", "north"}
+    assert found["release"]["manifest"] == sha256_file(release.folder / "manifest.json")
+    assert found["reference"]["digest"] == sha256_file(folder / "reference.npz")
+    assert found["features"]["digest"] == release.plan.file(release.plan.encoder.path).digest
+    printed, error = run(published_once, folder, "--samples", out, "--json", "--holdout", folder / "holdout.npz")
+    assert error is None
+    again = figures(printed)
+    for name, each in found["metrics"].items():
+        assert again["metrics"][name] == pytest.approx(each, rel=1e-4, abs=1e-6), name
+    assert again["sampling"] is None and again["per_silo"].keys() == found["per_silo"].keys()
+
+
+def test_page_shows_the_figures_and_reaches_nothing_outside_itself(folder: Path, compared: str) -> None:
+    page = (folder / "page" / "index.html").read_text("utf-8")
+    assert json.loads((folder / "page" / "evaluation.json").read_text("utf-8")) == figures(compared)
+    assert "default-src 'none'" in page and "<script" not in page
+    assert not re.findall(r"""(?:src|href)=["'](?!data:image/png;base64,|#)""", page)
+    assert page.count("data:image/png;base64,") == 16 * 3 + 2 * 2 * 12  # reference, two silos, pairs in two spaces
+    for name in figures(compared)["metrics"]:
+        assert f'<th scope="row">{name}</th>' in page
+
+
+def test_page_fits_a_phone_and_a_desktop(folder: Path, compared: str, browser: Chrome) -> None:
+    for device in ("phone", "desktop"):
+        show_as(browser, device)
+        browser.get((folder / "page" / "index.html").as_uri())
+        assert overflow(browser) == 0, device
+
+
+def test_table_names_what_the_figures_do_not_say(published_once: Published, folder: Path) -> None:
+    np.savez(folder / "nine.npz", images=images(9, 0.0, seed=3))
+    printed, error = run(published_once, folder, "--samples", folder / "nine.npz", "--neighbours", 3)
+    assert error is None
+    for word in ("kid", "95% interval", "floor", "diagnostic", "near copies by pixels", "biased upwards", "9 samples"):
+        assert word in printed
+    assert "share error" not in printed  # the file does not say which silo its samples came from
+
+
+def test_wrong_files_and_flags_are_refused(published_once: Published, folder: Path) -> None:
+    np.savez(folder / "large.npz", images=np.zeros((20, 1, 5, 4), np.float32))
+    np.savez(folder / "bright.npz", images=np.full((20, 1, 4, 4), 7.0, np.float32))
+    np.savez(folder / "owners.npz", images=images(20, 0.0, seed=3), expert=np.full(20, 2))
+    (folder / "text.npz").write_text("no archive")
+    (folder / "odd.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    drawn = ("--num", 16, "--steps", 1)
+    for words, kind, said in [
+        ((), SetupError, "--num"),
+        ((*drawn, "--tau", 0.5, "--strategy", "full"), SetupError, "--tau"),
+        (("--samples", folder / "owners.npz", "--strategy", "full"), SetupError, "--strategy"),
+        ((*drawn, "--out", folder / "page.html"), SetupError, "--out"),
+        ((*drawn, "--reference", folder / "none.npz"), MissingFileError, "none.npz"),
+        ((*drawn, "--reference", folder / "text.npz"), DataError, "npz"),
+        ((*drawn, "--reference", folder / "large.npz"), DataError, "(1, 4, 4)"),
+        ((*drawn, "--reference", folder / "bright.npz"), DataError, "within [-1, 1]"),
+        ((*drawn, "--by", "hospital"), DataError, "hospital"),
+        (("--samples", folder / "owners.npz"), DataError, "below 2"),
+        ((*drawn, "--features", "inception"), MissingFileError, "inception"),
+        ((*drawn, "--features", "vgg:file"), SetupError, "timm:NAME=FILE"),
+        ((*drawn, "--features", folder / "odd.safetensors"), TensorFileError, "tensor"),
+        ((*drawn, "--features", f"clip:{folder}/nowhere"), MissingFileError, "nowhere"),
+        ((*drawn, "--memory", "1MiB"), MemoryLimitError, "memory"),
+    ]:
+        with case(words=words):
+            _, error = run(published_once, folder, *words)
+            assert isinstance(error, kind) and said in str(error), error
+
+
+def test_other_features_are_opened_by_their_names(published_once: Published, folder: Path) -> None:
+    """A small classifier and a network of timm, each with its file's digest beside the figures."""
+    from tests.ddm.encoders.test_timm import weights
+
+    with np.load(folder / "reference.npz") as real:
+        rows = torch.from_numpy(real["images"])
+    classifier = train_classifier(rows, torch.tensor([0] * 80 + [1] * 80), SPEC, num_steps=3)
+    classifier.save(folder / "classifier.safetensors")
+    weights(folder / "test_resnet.safetensors", "test_resnet")
+    np.savez(folder / "some.npz", images=images(20, 0.0, seed=3))
+    for named, file, dim in [
+        (folder / "classifier.safetensors", "classifier.safetensors", 64),
+        (f"timm:{folder}/test_resnet.safetensors", "test_resnet.safetensors", None),
+    ]:
+        printed, error = run(published_once, folder, "--samples", folder / "some.npz", "--features", named, "--json")
+        assert error is None, error
+        found = figures(printed)
+        assert found["features"]["digest"] == sha256_file(folder / file)
+        assert dim in (None, found["features"]["dim"])
+        assert any("singular" in note for note in found["notes"])
+    assert TimmEncoder.from_file("test_resnet", folder / "test_resnet.safetensors", SPEC).dim > 0
