@@ -30,8 +30,8 @@ def plan(
     from aggregator.planning.draft import draft_plan
     from aggregator.planning.recipe import Recipe
     from aggregator.planning.sign import sign_plan
-    from ddm.io.npz import read_images
     from ddm.io.settings import load_settings, misfit
+    from ddm.io.sources import read_images
 
     federation = Federation(fed).require()
     chosen = load_settings(Recipe, recipe)

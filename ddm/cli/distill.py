@@ -248,7 +248,7 @@ def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, Give
     """Read public images, and their conditions, as training images."""
     from ddm.distillation.dataset import DistillationData, by_cluster, read_labels
     from ddm.distillation.student import GivenImages
-    from ddm.io.npz import read_images
+    from ddm.io.sources import read_images
     from ddm.loading.plan import PlanFiles
     from ddm.protocol.base import sha256_file
 

@@ -85,7 +85,7 @@ def test_silo_encodes_once_and_no_other_images_and_no_other_plan_find_its_latent
     for _ in range(2):
         keep_latents(cohort, latent, plan, tmp_path, lambda done, total: calls.append((done, total)))
     assert calls == [(60, 60)]
-    assert torch.equal(training_inputs(cohort, plan, tmp_path).images, latent.encode(cohort.images))
+    assert torch.equal(training_inputs(cohort, plan, tmp_path).images[:], latent.encode(cohort.images[:]))
     assert training_inputs(cohort, plan, tmp_path).digest == cohort.digest
     with pytest.raises(DataError, match="latents"):
         training_inputs(replace(cohort, digest="0" * 64), plan, tmp_path)
@@ -120,7 +120,7 @@ def test_full_disk_while_images_are_encoded_is_an_error_and_not_the_end_of_the_p
 ) -> None:
     tiny, plan, _ = federation
     cohort, latent = cohort_of(tiny, plan), files_of(tiny, plan).latent
-    cohort = replace(cohort, images=cohort.images.repeat(4, 1, 1, 1))
+    cohort = replace(cohort, images=cohort.images[:].repeat(4, 1, 1, 1))
     (private := tmp_path / "private").mkdir()
     with small_disk(private, 2 * os.sysconf("SC_PAGE_SIZE")), pytest.raises(OSError, match="No space left"):
         keep_latents(cohort, latent, plan, private, lambda done, total: None)
