@@ -17,7 +17,7 @@ from ddm.errors import DataError
 
 # Shape legend: N images, B images that are read at once.
 
-BLOCK_BYTES = 1 << 25  # of float32 values, in one block of a pass over all images
+BLOCK_BYTES = 1 << 23  # of float32 values, in one block of a pass over all images
 Rows = range | NDArray[np.int64]
 """The numbers of rows: some that follow each other, or any."""
 Convert = Callable[[NDArray[np.generic], Rows], Tensor]
