@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def plan(
     fed: FederationArgument,
     recipe: Annotated[Path, typer.Option(help="TOML; examples/digits_three_silos/plan.toml is one.")],
-    public: Annotated[Path, typer.Option(help="npz of public images.")],
+    public: Annotated[Path, typer.Option(help="Public images: npz, npy, Parquet, or a folder of npy or Parquet.")],
     yes: Annotated[bool, typer.Option("--yes", help="Sign without asking.")] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:

@@ -96,7 +96,9 @@ def test_every_source_gives_the_same_images_whole_by_blocks_and_by_rows(tmp_path
                 assert torch.equal(lazy[:], whole) and torch.equal(lazy[13:31], whole[13:31])
                 assert torch.equal(lazy[rows], whole[rows])
                 chosen = Selected(lazy, torch.tensor([3, 30, 31, 32, 49]))
-                assert torch.equal(chosen[1:4], whole[30:33]) and torch.equal(chosen[torch.tensor([4, 0])], whole[[49, 3]])
+                assert torch.equal(chosen[1:4], whole[30:33]) and torch.equal(
+                    chosen[torch.tensor([4, 0])], whole[[49, 3]]
+                )
                 assert torch.equal(pickle.loads(pickle.dumps(chosen))[:], whole[[3, 30, 31, 32, 49]])
 
 
