@@ -175,7 +175,7 @@ def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> Tensor:
     _check_finite(values, rows)
     flat = values.reshape(len(values), -1)
     wrong_B = (flat.min(1) < low - 1e-5) | (flat.max(1) > high + 1e-5)
-    row = _first(np.asarray(wrong_B), rows)
+    row = _first(np.asarray(wrong_B, dtype=np.bool_), rows)
     got = f"values outside this range in row {row}"
     raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got=got)
 
