@@ -199,7 +199,7 @@ def _floats(array: NDArray[np.generic]) -> NDArray[np.float32]:
 def _check_finite(values: NDArray[np.float32], rows: Rows) -> None:
     finite = np.isfinite(values)
     if not finite.all():
-        row = _first(~finite.reshape(len(values), -1).all(1), rows)
+        row = _first(np.asarray(~finite.reshape(len(values), -1).all(1)), rows)
         raise DataError("image values", expected="finite numbers", got=f"NaN or infinite values in row {row}")
 
 
