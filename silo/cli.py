@@ -32,7 +32,9 @@ class Part(StrEnum):
 def init(
     site: SiteArgument,
     silo_id: Annotated[str, typer.Option("--id", help="This silo's name: a letter a-z, then a-z and 0-9.")],
-    data: Annotated[Path, typer.Option(help="npz of private images or folder of NIfTI volumes; nothing is copied.")],
+    data: Annotated[
+        Path, typer.Option(help="Private images: npz, npy, Parquet, or a folder of npy, Parquet or NIfTI.")
+    ],
     invitation: Annotated[Path, typer.Option(help="invitation.json from the aggregator.")],
     root_fingerprint: Annotated[str, typer.Option(help="sha256 of the root, received through a second channel.")],
     passphrase_file: PassphraseOption = None,

@@ -18,8 +18,7 @@ from ddm.trust.keys import SigningKey, parse_fingerprint
 from ddm.trust.rules import trusted_log_keys
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.supernode import make_node_key
-from silo.data.cohort import count_units
-from silo.data.volumes import are_volumes, volume_files
+from silo.data.cohort import check_data, count_units
 
 POLICY_HEADING = "What this site lets a plan ask for; docs/reference/policy.md explains every field."
 LEAST_AGREED = 16
@@ -54,12 +53,9 @@ def init_site(
     Raises:
         BusyError: the folder already is a site; nothing is overwritten.
         MissingFileError: there is nothing at `data`.
-        DataError: `data` is a folder without volumes.
+        DataError: `data` holds neither images nor volumes, see `silo.data.cohort.check_data`.
     """
-    if are_volumes(data):
-        volume_files(data)
-    else:
-        require_file(data, "an npz of images, or a folder of volumes")
+    check_data(data)
     if (site.path / "silo.toml").exists():
         raise BusyError(
             str(site.path),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def plan(
     fed: FederationArgument,
     recipe: Annotated[Path, typer.Option(help="TOML; examples/digits_three_silos/plan.toml is one.")],
-    public: Annotated[Path, typer.Option(help="npz of public images.")],
+    public: Annotated[Path, typer.Option(help="Public images: npz, npy, Parquet, or a folder of npy or Parquet.")],
     yes: Annotated[bool, typer.Option("--yes", help="Sign without asking.")] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
@@ -30,8 +30,8 @@ def plan(
     from aggregator.planning.draft import draft_plan
     from aggregator.planning.recipe import Recipe
     from aggregator.planning.sign import sign_plan
-    from ddm.io.npz import read_images
     from ddm.io.settings import load_settings, misfit
+    from ddm.io.sources import read_images
 
     federation = Federation(fed).require()
     chosen = load_settings(Recipe, recipe)

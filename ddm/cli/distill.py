@@ -248,11 +248,13 @@ def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, Give
     """Read public images, and their conditions, as training images."""
     from ddm.distillation.dataset import DistillationData, by_cluster, read_labels
     from ddm.distillation.student import GivenImages
-    from ddm.io.npz import read_images
+    from ddm.io.files import require_file
+    from ddm.io.sources import read_images
     from ddm.loading.plan import PlanFiles
     from ddm.protocol.base import sha256_file
 
     opened, condition = wanted.opened, wanted.condition
+    require_file(data, "an npz of public images")
     images, expert_N = read_images(data, opened.plan.data), None
     labels = None if isinstance(condition, NoCondition) else read_labels(data, condition)
     if labels is not None and len(labels) != len(images):

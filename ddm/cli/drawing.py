@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ddm.cli.editing import Editing
 from ddm.ensemble import Ensemble
+from ddm.io.images import Images
 from ddm.loading.ensemble import build_ensemble
 from ddm.models.arithmetic import Arithmetic
 from ddm.protocol.manifest import Manifest
@@ -123,11 +124,11 @@ class Job:
         return Drawn(drawn.images, drawn.expert_N)
 
     def __call__(
-        self, tensors: Mapping[str, Tensor], on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
+        self, tensors: Mapping[str, Images], on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
     ) -> None:
         """Draw this process's samples, as one of several."""
         rank, num = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        numbers = tensors["numbers"].tensor_split(num)[rank].tolist()
+        numbers = tensors["numbers"][:].tensor_split(num)[rank].tolist()
         last = 0.0
 
         def advance(done: int, total: int) -> None:

@@ -219,7 +219,8 @@ def _given(opened: "Release", path: Path, num: int | None) -> "tuple[Tensor, Ten
 
     from ddm.errors import DataError
     from ddm.io.files import require_file
-    from ddm.io.npz import fit, read_array
+    from ddm.io.npz import read_array
+    from ddm.io.sources import check_row, fit
     from ddm.system.memory import available_bytes
 
     spec = opened.plan.data
@@ -227,7 +228,8 @@ def _given(opened: "Release", path: Path, num: int | None) -> "tuple[Tensor, Ten
     array = read_array(path, "images", max_bytes=available_bytes())[:num]
     if array.dtype.kind == "f":
         array = np.clip(array, *spec.range)
-    images = torch.from_numpy(np.array(fit(array, spec)))
+    check_row(array.dtype, array.shape[1:], spec)
+    images = fit(array, range(len(array)), spec=spec)
     with np.load(path, allow_pickle=False) as archive:
         if "expert" not in archive.files:
             return images, None

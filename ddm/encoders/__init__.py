@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ddm.encoders.pca import PcaEncoder, pca_specs, principal_directions
+from ddm.io.images import Images
 
 __all__ = ["Encoder", "PcaEncoder", "Progress", "pca_specs", "principal_directions"]
 
@@ -21,8 +22,11 @@ class Encoder(Protocol):
         """The number of features."""
         ...
 
-    def encode(self, images: Tensor, on_progress: Progress | None = None) -> Tensor:
-        """Return features, shape (N, dim), float32, of images of shape (N, C, H, W) in the plan's range."""
+    def encode(self, images: Images, on_progress: Progress | None = None) -> Tensor:
+        """Return features, shape (N, dim), float32, of images of shape (N, C, H, W) in the plan's range.
+
+        Images are read in blocks of a power of two, at most 1024.
+        """
         ...
 
     def tensors(self) -> dict[str, Tensor]:

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from ddm.errors import DataError, ShapeError
+from ddm.io.images import Images
 from ddm.io.tensors import TensorSpec
 from ddm.protocol.plan import DataSpec
 
 # Shape legend: N images, D values in one image, R principal directions.
 
-_BLOCK = 1024  # all blocks have this size, so that features do not depend on the number of images
+_BLOCK = 1024  # all blocks have this size, so that features do not depend on the number of images; see `_block`
+_BLOCK_VALUES = 1 << 25
 _FLAT = 1e-7  # a direction whose spread is below this share of the widest one is rounding, not data
 
 
@@ -49,21 +52,21 @@ class PcaEncoder:
         """The number of features."""
         return len(self.basis_RD)
 
-    def encode(self, images: Tensor, on_progress: Callable[[int, int], None] | None = None) -> Tensor:
+    def encode(self, images: Images, on_progress: Callable[[int, int], None] | None = None) -> Tensor:
         """Return features, shape (N, dim), float32, of images of shape (N, C, H, W).
 
         Raises:
             ShapeError: the images are of another size than those it was fitted on.
         """
-        if images.ndim < 2 or images[0].numel() != len(self.mean_D):
+        if len(images.shape) < 2 or prod(images.shape[1:]) != len(self.mean_D):
             raise ShapeError(
                 "image size", expected=f"{len(self.mean_D)} values", got=f"shape {tuple(images.shape[1:])}"
             )
-        found_NR = torch.empty(len(images), self.dim)
-        for start in range(0, len(images), _BLOCK):
-            rows_BD = images[start : start + _BLOCK].flatten(1).float()
-            block_BD = torch.cat([rows_BD, rows_BD[-1:].expand(_BLOCK - len(rows_BD), -1)])
-            found_NR[start : start + _BLOCK] = ((block_BD - self.mean_D) @ self.basis_RD.T)[: len(rows_BD)]
+        found_NR, size = torch.empty(len(images), self.dim), _block(len(self.mean_D))
+        for start in range(0, len(images), size):
+            rows_BD = images[start : start + size].flatten(1).float()
+            block_BD = torch.cat([rows_BD, rows_BD[-1:].expand(size - len(rows_BD), -1)])
+            found_NR[start : start + size] = ((block_BD - self.mean_D) @ self.basis_RD.T)[: len(rows_BD)]
         return found_NR
 
     def tensors(self) -> dict[str, Tensor]:
@@ -79,6 +82,11 @@ class PcaEncoder:
 def pca_specs(data: DataSpec, dim: int) -> dict[str, TensorSpec]:
     """Return the names, dtypes and shapes of a stored encoder for images of `data`."""
     return {"mean": TensorSpec("F32", (data.dim,)), "basis": TensorSpec("F32", (dim, data.dim))}
+
+
+def _block(dim: int) -> int:
+    """Return the number of images in a block: a smaller power of two where they are large."""
+    return max(1, min(_BLOCK, 1 << ((_BLOCK_VALUES // dim).bit_length() - 1))) if dim < _BLOCK_VALUES else 1
 
 
 def principal_directions(images: Tensor, dim: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddm.errors import DataError, SetupError, ShapeError
+from ddm.io.images import Images
 from ddm.io.tensors import TensorSpec, load_tensors, read_header, spec_of
 from ddm.protocol.plan import DataSpec
 from ddm.protocol.plan import TimmEncoder as TimmSpec
@@ -79,7 +80,7 @@ class TimmEncoder:
         return self.spec.dim
 
     @torch.inference_mode()
-    def encode(self, images: Tensor, on_progress: Callable[[int, int], None] | None = None) -> Tensor:
+    def encode(self, images: Images, on_progress: Callable[[int, int], None] | None = None) -> Tensor:
         """Return features, shape (N, dim), float32; in half precision on a GPU.
 
         Args:

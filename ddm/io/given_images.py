@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ddm.errors import DataError
 from ddm.io.files import require_file
-from ddm.io.npz import read_array, read_images
+from ddm.io.npz import read_array
+from ddm.io.sources import read_images
 from ddm.protocol.plan import DataSpec
 
 
@@ -21,7 +22,7 @@ def read_pictures(path: Path, spec: DataSpec) -> Tensor:
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: not a picture, one of another size, or see `ddm.io.npz.read_images`.
+        DataError: not a picture, one of another size, or see `ddm.io.sources.read_images`.
     """
     if path.suffix.lower() == ".npz":
         return read_images(path, spec)

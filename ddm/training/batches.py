@@ -1,6 +1,7 @@
 """The batch of training step n: images, noise, times, conditions and tokens, as functions of the seed, n and data."""
 
 # Shape legend: N images, B batch, M tokens kept, ... all data dimensions.
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, assert_never
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ddm.diffusion.rng import stream
 from ddm.errors import DataError, ShapeError
+from ddm.io.images import Images
 from ddm.protocol.plan import LogitNormalT, TDistribution, Training, UniformT
 from ddm.training.augmentation import augmented
 from ddm.training.masking import draw_kept, leaves_out
@@ -21,17 +23,17 @@ class Examples:
     """The training data of an expert.
 
     Attributes:
-        images: shape (N, ...), float32, on the CPU.
+        images: shape (N, ...), float32, on the CPU; in memory, or read as they are drawn.
         labels: each image's class, int64 (N,), or text, float32 (N, L, D_text); None for an unconditional expert.
         drop: probability with which a step hides an image's class or text.
     """
 
-    images: Tensor
+    images: Images
     labels: Tensor | None = None
     drop: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.images.dim() < 2:
+        if len(self.images.shape) < 2:
             raise ShapeError("images", expected="shape (N, ...)", got=str(tuple(self.images.shape)))
         if not len(self.images):
             raise DataError("images", expected="at least 1 image", got="0 images")
@@ -55,10 +57,16 @@ class Batch:
     uniform_B: Tensor | None = None
 
     def part(self, index: int, num: int, device: torch.device) -> "Batch":
-        """Return one of `num` parts of about equal size, on a device."""
+        """Return one of `num` parts of about equal size, on a device; from pinned memory without waiting for it."""
+        return self._each(lambda field: field.tensor_split(num)[index].to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """Return the batch in memory that a GPU reads by itself."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, call: Callable[[Tensor], Tensor]) -> "Batch":
         fields = (self.x_0, self.eps, self.t_B, self.condition, self.kept_BM, self.chosen_B, self.uniform_B)
-        parts = (None if each is None else each.tensor_split(num)[index].to(device) for each in fields)
-        return Batch(*parts)  # type: ignore[arg-type]  # three are never None
+        return Batch(*(None if each is None else call(each) for each in fields))  # type: ignore[arg-type]  # three never are
 
     def __len__(self) -> int:
         return len(self.t_B)
@@ -94,17 +102,22 @@ def draw_batch(
         chosen = torch.from_numpy(in_epochs(settings.seed, step, num, len(examples.images)))
     else:
         chosen = torch.from_numpy(random.integers(len(examples.images), size=num))
-    x_0 = examples.images[chosen]
+    x_0 = rows(examples.images, chosen)
     eps = torch.from_numpy(random.standard_normal(tuple(x_0.shape), dtype=np.float32))
     t_B = draw_times(distribution, num, random)
     # Drawn last, so that the numbers above do not depend on whether there are conditions.
     condition = None
     if examples.labels is not None:
         hidden_B = torch.from_numpy(random.random(num) < examples.drop)
-        condition = hide(examples.labels[chosen], hidden_B)
+        condition = hide(rows(examples.labels, chosen), hidden_B)
     kept_BM = draw_kept(num, num_tokens, settings.mask_ratio, random) if leaves_out(settings, step) else None
     uniform_B = torch.from_numpy(random.random(num))
     return Batch(augmented(x_0, settings, random), eps, t_B, condition, kept_BM, chosen, uniform_B)
+
+
+def rows(images: Images, chosen: Tensor) -> Tensor:
+    """Return rows by their numbers; of a tensor through numpy, as torch would start threads in the one that draws."""
+    return torch.from_numpy(images.numpy()[chosen.numpy()]) if isinstance(images, Tensor) else images[chosen]
 
 
 def hide(labels: Tensor, hidden_B: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ddm.io.images import Images
+
 _POLL_S = 0.1
 _PATIENCE_S = 30 * 60.0  # of one for its part from another, who may be writing a checkpoint of 50 GB or compiling
 _GRACE_S = 2.0  # for the cause of an error to be heard, where what was heard first may be its consequence
@@ -72,7 +74,7 @@ class Work(Protocol):
     """What every process does. It is pickled, so a function of a module or a frozen dataclass with `__call__`."""
 
     def __call__(
-        self, tensors: Mapping[str, "Tensor"], on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
+        self, tensors: Mapping[str, "Images"], on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
     ) -> None:
         """Do it; `KeyboardInterrupt` says that `should_stop` answered yes."""
         ...
@@ -80,7 +82,7 @@ class Work(Protocol):
 
 def do_together(
     work: Work,
-    tensors: Mapping[str, "Tensor"],
+    tensors: Mapping[str, "Images"],
     num: int,
     *,
     folder: Path,
@@ -92,7 +94,8 @@ def do_together(
 
     Args:
         work: what each does, in one process group of torch's, as if `torchrun` had started it.
-        tensors: what each is handed; nobody sees what another writes into them.
+        tensors: what each is handed; nobody sees what another writes into them. Images that lie in files already are
+            opened there by each.
         num: how many.
         folder: where the file with the tensors lies, which needs as much room as they.
         on_progress: called here with what a process reports; what it raises ends all of them.
@@ -110,7 +113,10 @@ def do_together(
     # They are killed at their end, and clear nothing away by themselves.
     own = tempfile.TemporaryDirectory(prefix="archipelago-", ignore_cleanup_errors=True)
     with tempfile.TemporaryFile(dir=folder) as file, own as scratch:
-        task = _Task(work, _write_tensors(tensors, file), torch.get_num_threads(), Path(scratch), _PATIENCE_S, kind)
+        held = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+        elsewhere = {name: value for name, value in tensors.items() if name not in held}
+        places, threads = _write_tensors(held, file), torch.get_num_threads()
+        task = _Task(work, places, elsewhere, threads, Path(scratch), _PATIENCE_S, kind)
         children = [_Child(task, file, rank, num) for rank in range(num)]
         try:
             for child in children:
@@ -136,6 +142,7 @@ class _Task:
 
     work: Work
     places: Mapping[str, _Place]
+    elsewhere: Mapping[str, "Images"]
     threads: int
     scratch: Path
     patience_s: float
@@ -275,7 +282,7 @@ def _map_tensors(places: Mapping[str, _Place], descriptor: int) -> dict[str, "Te
     """Map what `_write_tensors` wrote; what is written into it stays with this process."""
     import torch
 
-    data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) if places else None  # nothing maps an empty file
     os.close(descriptor)
     return {
         name: torch.frombuffer(
@@ -320,7 +327,7 @@ def _do(
     if task.kind.talk:
         _join_group(task, rank, num, name)
     try:
-        task.work(tensors, report, should_stop)
+        task.work({**tensors, **task.elsewhere}, report, should_stop)
     except RuntimeError as error:
         if "Timed out waiting" not in str(error):
             raise

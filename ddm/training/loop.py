@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -20,13 +19,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddm.diffusion.path import Path, Prediction
 from ddm.errors import SetupError
+from ddm.io.images import Images, feed
 from ddm.protocol.plan import TDistribution, Training
 from ddm.training.averages import kept_steps
-from ddm.training.batches import Examples, Teach, draw_batch
+from ddm.training.batches import Batch, Examples, Teach, draw_batch
 from ddm.training.checkpoints import Checkpoints
 from ddm.training.config import Engine
 from ddm.training.distributed import Machine, machine_of
 from ddm.training.masking import first_whole_step, num_kept, tokens_of
+from ddm.training.prefetch import drawing_threads, drawn_ahead
 from ddm.training.state import State
 
 PROGRESS_STEPS = 10
@@ -73,7 +74,7 @@ class Trained:
 
 def train(
     model: nn.Module,
-    images: Tensor,
+    images: Images,
     settings: Training,
     path: Path,
     t_distribution: TDistribution,
@@ -92,7 +93,7 @@ def train(
     Args:
         model: freshly built; called as ``model(x_B, t_B)``, with labels as ``model(x_B, t_B, c)``. Afterwards it holds
             the last weights, not the averaged ones, where the engine computes.
-        images: shape (N, ...), float32, in the plan's range.
+        images: shape (N, ...), float32, in the plan's range; in memory, or read as they are drawn.
         settings: the plan's recipe.
         path: the probability path.
         t_distribution: of the training times.
@@ -117,7 +118,8 @@ def train(
         DataError: no images.
         ShapeError: not one label per image, or a recipe for another kind of model.
     """
-    images = images.detach().to("cpu", torch.float32).contiguous()
+    if isinstance(images, Tensor):
+        images = images.detach().to("cpu", torch.float32).contiguous()
     examples = Examples(images, None if labels is None else labels.detach().cpu().contiguous(), drop)
     machine, num_tokens = _machine(engine, settings), tokens_of(model, settings)
     taught = [teach.digest] if teach else []
@@ -129,27 +131,32 @@ def train(
     kept = kept_steps(settings)
     started, first, before = time.monotonic(), state.step, state.seconds
 
-    while state.step < settings.num_steps:
-        if _stopped(machine, state.step, should_stop):
-            if state.step > first:
+    def draw(step: int) -> Batch:
+        batch = draw_batch(examples, settings, step, t_distribution, num_tokens)
+        return batch.pinned() if machine.device.type == "cuda" else batch
+
+    threads = drawing_threads(machine.device, machine.num_processes)
+    with drawn_ahead(draw, first, settings.num_steps, threads) as next_batch:
+        while state.step < settings.num_steps:
+            if _stopped(machine, state.step, should_stop):
+                if state.step > first:
+                    state.save(checkpoints)
+                raise KeyboardInterrupt
+            try:
+                state.advance(next_batch(), path, prediction, teach)
+            except torch.OutOfMemoryError as error:
+                raise _too_large(engine) from error
+            state.seconds = before + time.monotonic() - started
+            done = state.step == settings.num_steps
+            if done or state.step % PROGRESS_STEPS == 0:
+                rate = (state.step - first) / (time.monotonic() - started)
+                progress = Progress(state.step, settings.num_steps, state.finite_loss(), rate, state.seconds)
+                if machine.rank == 0:
+                    on_progress(progress)
+            if state.step in kept:
+                state.keep_averages(checkpoint_dir)
+            if done or state.step % settings.checkpoint_steps == 0:
                 state.save(checkpoints)
-            raise KeyboardInterrupt
-        batch = draw_batch(examples, settings, state.step, t_distribution, num_tokens)
-        try:
-            state.advance(batch, path, prediction, teach)
-        except torch.OutOfMemoryError as error:
-            raise _too_large(engine) from error
-        state.seconds = before + time.monotonic() - started
-        done = state.step == settings.num_steps
-        if done or state.step % PROGRESS_STEPS == 0:
-            rate = (state.step - first) / (time.monotonic() - started)
-            progress = Progress(state.step, settings.num_steps, state.finite_loss(), rate, state.seconds)
-            if machine.rank == 0:
-                on_progress(progress)
-        if state.step in kept:
-            state.keep_averages(checkpoint_dir)
-        if done or state.step % settings.checkpoint_steps == 0:
-            state.save(checkpoints)
 
     return Trained(state.averaged(), state.step, state.finite_loss(), state.seconds, flops)
 
@@ -184,13 +191,14 @@ def _stopped(machine: Machine, step: int, should_stop: Callable[[], bool]) -> bo
 
 def _run_digest(recipe: Sequence[object], examples: Examples, model: nn.Module) -> str:
     """Return the sha256 of everything that determines a run: recipe, data and initial weights."""
-    named = {"images": examples.images}
+    named: dict[str, Images] = {"images": examples.images}
     if examples.labels is not None:
         recipe, named = [*recipe, examples.drop], named | {"labels": examples.labels}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
     for name, value in [*named.items(), *model.state_dict().items()]:
-        digest.update(f"\0{name} {value.dtype} {tuple(value.shape)}\0".encode())
-        digest.update(np.ascontiguousarray(value.detach().cpu().numpy()).data)
+        dtype = value.dtype if isinstance(value, Tensor) else torch.float32
+        digest.update(f"\0{name} {dtype} {tuple(value.shape)}\0".encode())
+        feed(digest.update, value)
     return digest.hexdigest()
 
 

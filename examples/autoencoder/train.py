@@ -2,7 +2,7 @@
 
     python examples/autoencoder/train.py --data public.npz --out autoencoder.safetensors
 
-`--data` is an npz with `images`, (N, C, H, W) or (N, C, D, H, W), as `ddm.io.npz.read_images` takes them. A tenth is
+`--data` are images, (N, C, H, W) or (N, C, D, H, W), as `ddm.io.sources.open_source` takes them. A tenth is
 held out. At the end the program prints the error on it, beside that of the mean image, and the table for `plan.toml`.
 
 The loss is the mean absolute error, 1e-6 of the Kullback-Leibler divergence to a standard normal, and, from half of the
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.encoders.autoencoder import AutoencoderKl, build_autoencoder
-from ddm.io.npz import read_array, read_images
+from ddm.io.sources import open_source, read_images
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.latent import AutoencoderSize
 from ddm.protocol.plan import DataSpec
@@ -125,9 +125,8 @@ def build_critic(shape: tuple[int, ...], seed: int) -> nn.Module:
 
 def read_public(path: Path, low: float, high: float) -> Tensor:
     """Read images or volumes of whatever shape the file has."""
-    array = read_array(path, "images", max_bytes=MOST_BYTES)
-    shape = array.shape[1:] if array.ndim > 3 else (1, *array.shape[1:])
-    return read_images(path, DataSpec(shape=tuple(int(side) for side in shape), range=(low, high)))
+    _, row = open_source(path).row
+    return read_images(path, DataSpec(shape=row if len(row) > 2 else (1, *row), range=(low, high)))
 
 
 def reconstruction_error(net: nn.Module, size: AutoencoderSize, held_out: Tensor) -> float:

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from ddm.evaluation.classifier import train_classifier
-from ddm.io.npz import read_array, read_images
+from ddm.io.npz import read_array
+from ddm.io.sources import read_images
 from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import DataSpec
 from ddm.system.console import progress, say

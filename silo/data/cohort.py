@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError
-from ddm.io.npz import count_rows, read_array, read_images
+from ddm.io.images import Images, feed
+from ddm.io.sources import Source, open_images, open_latents, open_source
 from ddm.protocol.base import Unit
 from ddm.protocol.plan import DataSpec
-from silo.data.volumes import are_volumes, read_volume_column, read_volumes, volume_files
+from silo.data.volumes import Volumes, are_volumes, read_volume_column, volume_files
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
-_MAX_COLUMN_HEADER_BYTES = 4096
 MAX_CAPTION = 4096  # characters
 _MAX_CAPTION_BYTES = 4 * MAX_CAPTION
 _MISSING = frozenset({"", "nan", "nat", "none", "null", "na", "n/a", "<na>"})  # as tables write them
@@ -30,22 +30,25 @@ class Cohort:
     """The images this site trains on.
 
     Attributes:
-        images: shape (N, C, H, W), or (N, C, D, H, W) of volumes, float32, in the plan's range.
+        images: shape (N, C, H, W), or (N, C, D, H, W) of volumes, float32, in the plan's range; read when they are
+            asked for.
         digest: see `dataset_digest`.
         unit_N: the privacy unit of each image, int64: its patient, numbered by first appearance, or the image itself.
         num_units: how many units there are.
         label_N: each image's class, int64; None for a plan without classes.
         captions: each image's text, blank where it has none; None for a plan without texts. Never shown.
         text_NLD: the captions as vectors, the experts' text condition; see `silo.data.captions`.
+        latent: whether `images` are latents that the site brings, not over the plan's `scale`.
     """
 
-    images: Tensor
+    images: Images
     digest: str
     unit_N: Tensor
     num_units: int
     label_N: Tensor | None
     captions: tuple[str, ...] | None = field(default=None, repr=False)
     text_NLD: Tensor | None = field(default=None, repr=False)
+    latent: bool = False
 
 
 def load_cohort(
@@ -57,36 +60,44 @@ def load_cohort(
     unit: Unit,
     num_classes: int | None,
     captions: bool = False,
+    latent_shape: tuple[int, ...] | None = None,
+    folder: Path | None = None,
 ) -> Cohort:
-    """Read `path` and check it against the plan.
+    """Read `path` once, block by block, and check it against the plan.
 
     Args:
-        path: an npz with `images`, as `ddm.io.npz.read_images` takes them; `patients`, shape (N,), numbers or text,
-            read where the patient is the unit; `labels`, shape (N,), whole numbers in [0, num_classes), read where the
-            plan needs classes; `captions`, text, read where it needs texts. Or a folder of NIfTI volumes, as
-            `silo.data.volumes` reads them, with these columns in its table.
+        path: images or, for a plan with an autoencoder, its latents, as `ddm.io.sources.open_source` takes them, with
+            `patients`, shape (N,), numbers or text, read where the patient is the unit; `labels`, shape (N,), whole
+            numbers in [0, num_classes), read where the plan needs classes; `captions`, text, read where it needs texts.
+            Or a folder of NIfTI volumes, as `silo.data.volumes` reads them, with these columns in its table.
         spec: the plan's shape and range.
         min_images: fewest images that the plan and this site accept.
         salt: this site's, for the digest.
         unit: the plan's.
         num_classes: the plan's, None where it needs no classes.
         captions: whether the plan needs texts.
+        latent_shape: of a latent, None for a plan whose experts are trained on the images.
+        folder: private to the worker, for what cannot be read where it lies; None reads all of it into memory.
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: not an npz of images, images of the wrong shape or range, not finite, or too few; or a column of
-            patients, labels or captions that is absent, of the wrong length, incomplete, out of range or too long.
+        DataError: no images, images of the wrong shape or range, not finite, or too few; or a column of patients,
+            labels or captions that is absent, of the wrong length, incomplete, out of range or too long.
     """
-    read, column = (read_volumes, read_volume_column) if are_volumes(path) else (read_images, _read_column)
-    images = read(path, spec)
-    num = len(images)
+    source: Source = Volumes(path, spec) if are_volumes(path) else open_source(path)
+    num, latent = len(source), source.name == "latents"
     if num < min_images:
         raise DataError("images", expected=f"at least {min_images}, as plan and policy require", got=f"{num}")
-    unit_N = _numbered(column(path, "patients", num)) if unit == "patient" else np.arange(num)
-    label_N = None if num_classes is None else _labels(column(path, "labels", num), num_classes)
-    texts = _captions(column(path, "captions", num)) if captions else None
+    if latent and latent_shape is None:
+        raise DataError("data", expected="images: this plan's experts have no autoencoder", got="latents")
+    unit_N = _numbered(_column(source, "patients")) if unit == "patient" else np.arange(num)
+    label_N = None if num_classes is None else _labels(_column(source, "labels"), num_classes)
+    texts = _captions(_column(source, "captions")) if captions else None
     if int(unit_N.max()) < 1:
         raise DataError(f"{unit}s", expected="at least 2", got="1")
+    images = (
+        open_latents(source, latent_shape, folder) if latent and latent_shape else open_images(source, spec, folder)
+    )
     columns = {"patients": unit_N if unit == "patient" else None, "labels": label_N}
     used = {name: value for name, value in columns.items() if value is not None}
     return Cohort(
@@ -96,7 +107,26 @@ def load_cohort(
         num_units=int(unit_N.max()) + 1,
         label_N=None if label_N is None else torch.from_numpy(label_N),
         captions=texts,
+        latent=latent,
     )
+
+
+def check_data(path: Path) -> None:
+    """Refuse, by headers alone and before there is a plan, what no plan could take.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: no images in it, or images of a type or with sides that no plan has.
+    """
+    if are_volumes(path):
+        volume_files(path)
+        return
+    source = open_source(path)
+    dtype, shape = source.row
+    if not (dtype.kind == "f" or dtype in (np.uint8, np.uint16)):
+        raise DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
+    if not 1 <= len(shape) <= 4 or 0 in shape:
+        raise DataError("image shape", expected="(H, W), (C, H, W) or (C, D, H, W)", got=str(shape))
 
 
 def count_units(path: Path, *, patients: bool) -> tuple[int, int | None]:
@@ -104,24 +134,23 @@ def count_units(path: Path, *, patients: bool) -> tuple[int, int | None]:
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: not an npz of images and not a folder of volumes, or a column of patients that is not complete.
+        DataError: no images and no folder of volumes, or a column of patients that is not complete.
     """
-    volumes = are_volumes(path)
-    num = len(volume_files(path)) if volumes else count_rows(path, "images")
-    if not patients:
-        return num, None
-    column = read_volume_column if volumes else _read_column
-    return num, int(_numbered(column(path, "patients", num)).max(initial=-1)) + 1
+    if are_volumes(path):
+        num = len(volume_files(path))
+        return num, _num_patients(read_volume_column(path, "patients", num)) if patients else None
+    source = open_source(path)
+    return len(source), _num_patients(_column(source, "patients")) if patients else None
 
 
-def dataset_digest(images: Tensor, salt: bytes, *, captions: Sequence[str] = (), **columns: NDArray[np.int64]) -> str:
+def dataset_digest(images: Images, salt: bytes, *, captions: Sequence[str] = (), **columns: NDArray[np.int64]) -> str:
     """Return the HMAC-SHA256 of the images' shape and float32 values and of the columns used; one change changes it.
 
     It is keyed with a secret of this site because ledger entries contain it and their digests leave: without the key,
     whoever knows all images but one could try candidates for the last against the ledger's chain.
     """
-    array = images.contiguous().numpy()
-    keyed = hmac.new(salt, repr(array.shape).encode() + array.tobytes(), hashlib.sha256)
+    keyed = hmac.new(salt, repr(tuple(images.shape)).encode(), hashlib.sha256)
+    feed(keyed.update, images)
     for name in sorted(columns):
         keyed.update(name.encode() + columns[name].astype("<i8").tobytes())
     for caption in captions:
@@ -130,13 +159,16 @@ def dataset_digest(images: Tensor, salt: bytes, *, captions: Sequence[str] = (),
     return keyed.hexdigest()
 
 
-def _read_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
+def _column(source: Source, name: str) -> NDArray[np.generic]:
     """Read a one-dimensional array with one entry for each image."""
-    cell_bytes = _MAX_CAPTION_BYTES if name == "captions" else _MAX_CELL_BYTES
-    column = read_array(path, name, max_bytes=_MAX_COLUMN_HEADER_BYTES + num * cell_bytes)
-    if column.shape != (num,):
-        raise DataError(name, expected=f"shape ({num},), one for each image", got=str(column.shape))
+    column = source.column(name, _MAX_CAPTION_BYTES if name == "captions" else _MAX_CELL_BYTES)
+    if column.shape != (len(source),):
+        raise DataError(name, expected=f"shape ({len(source)},), one for each image", got=str(column.shape))
     return column
+
+
+def _num_patients(patient_N: NDArray[np.generic]) -> int:
+    return int(_numbered(patient_N).max(initial=-1)) + 1
 
 
 def _numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:

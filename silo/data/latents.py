@@ -1,27 +1,31 @@
-"""Supplies the experts' training inputs: the images, or latents encoded once and kept in `private/`.
+"""The experts' training inputs: the images, or their latents, which are brought or encoded once and kept in `private/`.
 
-Latents lie in a file that is read through the page cache: encoding needs memory for one block, training for what it
-reads. The file is named by a digest of its inputs, so other images or another autoencoder never find it.
+Encoding needs memory for one block of latents, and training for what it reads. The file that keeps them is named by a
+digest of its inputs, so other images or another autoencoder never find it.
 """
 
-import math
-import os
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from ddm.encoders import Progress
 from ddm.encoders.autoencoder import AutoencoderKl, Latent
-from ddm.errors import DataError
+from ddm.errors import DataError, MissingFileError
 from ddm.io.files import replacing
+from ddm.io.images import Derived, FileArray, Images, StoredImages, blocks, write_rows
+from ddm.io.npz import open_npy
+from ddm.io.sources import as_floats
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import Autoencoder, Plan
+from ddm.protocol.plan import Autoencoder, AutoencoderKlLatent, DiffusersKlLatent, Plan
 from silo.data.captions import texts_of
 from silo.data.cohort import Cohort
 
 _PREFIX = "latents-"
+_BLOCKS_AT_ONCE = 16  # of the autoencoder's, in memory before they are written
 _GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
 
 
@@ -29,7 +33,7 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
     """Encode every image into a file in `folder`, unless it exists already; latents of other plans are removed.
 
     Args:
-        cohort: the images, in pixels.
+        cohort: the images, in pixels; of latents that the site brings nothing is kept.
         latent: the plan's.
         plan: the accepted plan.
         folder: private to the worker.
@@ -48,45 +52,73 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
         return
     shape = (len(cohort.images), *plan.expert_shape)
     with replacing(path) as handle:
-        header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(handle, header)
-        begin, size = handle.tell(), 4 * math.prod(shape)
-        handle.truncate(begin + size)
-        if hasattr(os, "posix_fallocate"):  # a full disk is deadly to a process that writes into a mapped file
-            os.posix_fallocate(handle.fileno(), begin, size)
-        kept = np.memmap(handle, np.dtype("<f4"), "r+", begin, shape)
-        latent.encode_into(cohort.images, torch.from_numpy(kept), on_progress)
-        kept.flush()
+        write_rows(handle, shape, np.dtype("<f4"), _encoded(cohort.images, latent, on_progress))
+
+
+def _encoded(images: Images, latent: AutoencoderKl, on_progress: Progress) -> Iterator[Tensor]:
+    """Yield latents in blocks; all have a multiple of the autoencoder's own block, so that they do not change them."""
+    for start, block in blocks(images, size=_BLOCKS_AT_ONCE * latent.block):
+        yield latent.encode(block)
+        on_progress(start + len(block), len(images))
+
+
+def pixels_of(cohort: Cohort, latent: Latent, plan: Plan) -> Images:
+    """Return the images that features are made of: of latents that the site brings, what the autoencoder decodes."""
+    if not cohort.latent:
+        return cohort.images
+    low, high = plan.data.range
+    return Derived(_scaled(cohort.images, plan), lambda z_B: latent.decode(z_B).clamp(low, high), plan.data.shape)
 
 
 def training_inputs(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
     """Return the cohort as experts are trained on it: latents in place of images, captions as vectors, as planned.
 
-    Its digest stays that of the pixels and captions.
+    Its digest stays that of what the site brings.
 
     Raises:
         DataError: the latents of these images, or the vectors of these captions, are missing or do not fit the plan.
     """
     cohort = replace(cohort, text_NLD=texts_of(cohort, plan, folder))
+    if cohort.latent:
+        return replace(cohort, images=_scaled(cohort.images, plan))
     path = _path(cohort, plan, folder)
     if path is None:
         return cohort
-    shape = (len(cohort.images), *plan.expert_shape)
-    try:
-        kept = np.load(path, mmap_mode="c", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        got = "no file" if isinstance(error, FileNotFoundError) else "a file that is not a readable array"
-        raise DataError("latents", expected="those encoded for this plan", got=got, remedy=_GIVE_UP) from error
-    if (kept.shape, kept.dtype) != (shape, np.float32):
+    shape, kept = (len(cohort.images), *plan.expert_shape), _kept(path)
+    if kept.shape != shape or kept.dtype != np.float32:
         got = f"{kept.dtype} {kept.shape}"
         raise DataError("latents", expected=f"float32 {shape}", got=got, remedy=_GIVE_UP)
-    return replace(cohort, images=torch.from_numpy(kept))
+    return replace(cohort, images=StoredImages(kept, as_floats, shape[1:]))
+
+
+def _kept(path: Path) -> FileArray:
+    try:
+        return open_npy(path)
+    except (MissingFileError, DataError, OSError) as error:
+        got = "no file" if isinstance(error, MissingFileError) else "a file that is not a readable array"
+        raise DataError("latents", expected="those encoded for this plan", got=got, remedy=_GIVE_UP) from error
+
+
+def _scaled(images: Images, plan: Plan) -> Images:
+    """Return latents that the site brings, less the plan's shift and over its scale."""
+    match plan.latent:
+        case AutoencoderKlLatent(scale=scale):
+            shift = 0.0
+        case DiffusersKlLatent(scaling_factor=factor, shift_factor=shift):
+            scale = 1 / factor
+        case _:
+            shift, scale = 0.0, 1.0
+    return Derived(images, partial(_over, shift=shift, scale=scale), images.shape[1:])
+
+
+def _over(latents: Tensor, shift: float, scale: float) -> Tensor:
+    return (latents - shift) / scale
 
 
 def _path(cohort: Cohort, plan: Plan, folder: Path) -> Path | None:
-    """Return the path of the latents, None for a plan whose experts are trained on the images."""
+    """Return the path of the latents, None where experts are trained on what the site brings."""
     latent = plan.latent
-    if not isinstance(latent, Autoencoder):
+    if cohort.latent or not isinstance(latent, Autoencoder):
         return None
     inputs = f"{cohort.digest} {plan.file(latent.path).digest} {latent.model_dump_json()}"
     return folder / f"{_PREFIX}{sha256_hex(inputs.encode())[:32]}.npy"

@@ -1,4 +1,4 @@
-"""Reads a folder of NIfTI volumes into one tensor of the plan's shape and range; no error names a file.
+"""Reads a folder of NIfTI volumes, one after the other, in the plan's shape and range; no error names a file.
 
 Every volume goes through the same steps, without options:
 
@@ -15,11 +15,12 @@ Only plain tensors leave this module: MONAI's tensors carry the names of their f
 
 import os
 import warnings
+from collections.abc import Iterator
 from importlib import import_module
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,44 +35,67 @@ TABLE_NAME = "volumes.csv"
 _ENDINGS = (".nii", ".nii.gz")
 _PERCENTILES = (0.5, 99.5)
 _AXES = "SPL"
+_RECIPE = "NIfTI 1"  # changes with the steps above, so that nothing kept from others is found
 _MAX_TABLE_BYTES = 1 << 26
 _MAX_CELL = 4096  # characters; the widest cell sets the memory of its column
 _COLUMNS = {"patients": "patient", "labels": "label", "captions": "caption"}
 
 
 def are_volumes(path: Path) -> bool:
-    """Whether `path` is a folder of volumes or a single volume."""
-    return path.is_dir() or path.name.endswith(_ENDINGS)
+    """Whether `path` is a folder with volumes or a single volume."""
+    names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
+    return any(name.endswith(_ENDINGS) for name in names)
 
 
-def read_volumes(path: Path, spec: DataSpec) -> Tensor:
-    """Read every volume of a folder, in the order of the files' names.
+class Volumes:
+    """The volumes of a folder, in the order of the files' names, as a `ddm.io.sources.Source`.
 
     Args:
         path: a folder with `*.nii` and `*.nii.gz`, or one such file. A fourth axis of a file are its channels.
         spec: the plan's shape and range.
 
-    Returns:
-        Shape (N, C, D, H, W), float32, in the plan's range.
-
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: no volumes, more than memory holds, or one that is damaged, constant, not finite, with the wrong
-            number of channels or with an axis of no length.
-        SetupError: MONAI or nibabel is not installed.
+        DataError: no volumes, or a plan of images.
     """
-    if len(spec.shape) != 4:
-        raise DataError("data", expected=f"images {spec.shape}, as the plan requires", got="NIfTI volumes")
-    files, memory = volume_files(path), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = 4 * spec.dim * len(files)
-    if needed > memory:
-        expected = f"at most {memory} bytes of memory after resampling"
-        raise DataError("volumes", expected=expected, got=f"{needed} bytes for {len(files)} volumes")
-    _load_monai()
-    volumes = torch.empty(len(files), *spec.shape)
-    for number, file in enumerate(files):
-        volumes[number] = _fit(file, spec, f"volume {number + 1} of {len(files)}, by name", memory)
-    return volumes
+
+    name: Literal["images"] = "images"
+
+    def __init__(self, path: Path, spec: DataSpec) -> None:
+        if len(spec.shape) != 4:
+            raise DataError("data", expected=f"images {spec.shape}, as the plan requires", got="NIfTI volumes")
+        self._path, self._spec = path, spec
+        self.files = tuple(volume_files(path))
+        self.row = np.dtype(np.float32), tuple(spec.shape)
+        self.recipe = f"{_RECIPE} {spec.model_dump_json()}"
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def in_place(self) -> None:
+        """Return None: no volume lies in its file as the plan wants it."""
+
+    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+        """Yield the volumes one by one, float32 (1, C, D, H, W) in the plan's range.
+
+        Raises:
+            DataError: a volume that is damaged, constant, not finite, with the wrong number of channels or with an axis
+                of no length, or that memory does not hold.
+            SetupError: MONAI or nibabel is not installed.
+        """
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        _load_monai()
+        for number, file in enumerate(self.files):
+            yield _fit(file, self._spec, f"volume {number + 1} of {len(self)}, by name", memory)[None].numpy()
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """None: a folder of volumes has no columns."""
+        return frozenset()
+
+    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+        """Return a column of the table beside the volumes, whose cells have a bound of their own."""
+        return read_volume_column(self._path, name, len(self))
 
 
 def volume_files(path: Path) -> list[Path]:
@@ -90,13 +114,13 @@ def volume_files(path: Path) -> list[Path]:
 
 
 def read_volume_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
-    """Read one column of `volumes.csv`, which lies beside the volumes, in the order of `read_volumes`.
+    """Read one column of `volumes.csv`, which lies beside the volumes, in the order of `Volumes`.
 
     The table has a column `file`, the name within the folder, once for each volume, and `patient`, `label` or
     `caption`.
 
     Args:
-        path: see `read_volumes`.
+        path: see `Volumes`.
         name: `patients` or `captions`, as text, or `labels`, whole numbers.
         num: how many volumes there are.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ddm.diffusion.path import path_named
 from ddm.errors import DataError, LedgerError, PolicyError
 from ddm.io.files import write_atomic
+from ddm.io.images import Images, blocks, rows_of
 from ddm.io.tensors import save_tensors
 from ddm.privacy.accounting import GRID, gaussian_mu, moments_sensitivity, t_release
 from ddm.privacy.noise import OS_NOISE, Noise, discrete_laplace, one_per_unit, rounded_gaussian, shuffled
@@ -49,7 +50,7 @@ class Source:
         plan: the accepted plan.
         plan_digest: sha256 of its signed bytes.
         sketch: the plan's public sketch; statistics use its leading dimensions.
-        images: shape (N, C, H, W).
+        images: shape (N, ...), read block by block.
         group_N: each image's public group.
         unit_N: the privacy unit of each image, numbered from 0 without a gap; with the image as the unit, its index.
         label_N: each image's class, None for a plan without classes.
@@ -59,7 +60,7 @@ class Source:
     plan: Plan
     plan_digest: str
     sketch: Sketch
-    images: Tensor
+    images: Images
     group_N: Tensor
     unit_N: Tensor
     label_N: Tensor | None
@@ -161,11 +162,11 @@ def _moments(source: Source, terms: MomentsStatistic) -> Draw:
 
     def draw_from(chosen_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:
         whole_UR = whole_NR[chosen_U]
-        sum_R = whole_UR.sum(0) + rounded_gaussian((terms.rank,), std, noise)
+        sum_R = whole_UR.sum(0, dtype=np.int64) + rounded_gaussian((terms.rank,), std, noise)
         second_RR = np.zeros((terms.rank, terms.rank), dtype=np.int64)
         block = max(1, _BLOCK_VALUES // terms.rank**2)
         for start in range(0, len(whole_UR), block):
-            rows = whole_UR[start : start + block]
+            rows = whole_UR[start : start + block].astype(np.int64)
             second_RR += np.rint(rows[:, :, None] * rows[:, None] * GRID).astype(np.int64).sum(0)
         upper_RR = np.triu(rounded_gaussian(second_RR.shape, std, noise), 1)
         second_RR += upper_RR + upper_RR.T + np.diag(rounded_gaussian((terms.rank,), np.sqrt(2.0) * std, noise))
@@ -186,21 +187,27 @@ def _sketches(source: Source, terms: SketchStatistic) -> Draw:
     alpha, sigma = float(path.alpha(t_r)), float(path.sigma(t_r))
 
     def draw_from(chosen_U: NDArray[np.int64], noise: Noise) -> Mapping[str, Tensor]:
-        whole_UR = whole_NR[chosen_U]
-        block = max(1, _BLOCK_VALUES // terms.rank)
-        for start in range(0, len(whole_UR), block):
-            rows = whole_UR[start : start + block]
-            rows += rounded_gaussian(rows.shape, sigma / (alpha * scale) / GRID, noise)
-        return {"sketch": _from_grid(whole_UR[shuffled(len(whole_UR), noise)], alpha * GRID)}
+        noised_UR, block = np.empty((len(chosen_U), terms.rank), np.int64), max(1, _BLOCK_VALUES // terms.rank)
+        for start in range(0, len(noised_UR), block):
+            rows = whole_NR[chosen_U[start : start + block]]
+            noised_UR[start : start + block] = rows + rounded_gaussian(
+                rows.shape, sigma / (alpha * scale) / GRID, noise
+            )
+        order_U, sketch_UR = shuffled(len(noised_UR), noise), torch.empty(noised_UR.shape)
+        for start in range(0, len(noised_UR), block):
+            sketch_UR[start : start + block] = _from_grid(noised_UR[order_U[start : start + block]], alpha * GRID)
+        return {"sketch": sketch_UR}
 
     return draw_from
 
 
-def _on_grid(source: Source, rank: int) -> NDArray[np.int64]:
-    """Return every image's sketch in the unit ball, in whole steps of the public grid."""
+def _on_grid(source: Source, rank: int) -> NDArray[np.int32]:
+    """Return every image's sketch in the unit ball, in whole steps of the public grid, of which 2^16 are a radius."""
     source.sketch.check()
-    s_NR = source.sketch.head(rank).project(source.images).numpy()
-    return np.rint(s_NR / GRID).astype(np.int64)
+    sketch, whole_NR = source.sketch.head(rank), np.empty((len(source.images), rank), np.int32)
+    for start, block in blocks(source.images, size=rows_of(8 * _BLOCK_VALUES, source.images.shape[1:], 8)):
+        whole_NR[start : start + len(block)] = np.rint(sketch.project(block).numpy() / GRID)
+    return whole_NR
 
 
 def _from_grid(whole: NDArray[np.int64], step: float) -> Tensor:

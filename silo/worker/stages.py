@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ddm.errors import DataError, PolicyError
 from ddm.io.files import write_atomic
+from ddm.io.images import Images, Selected
 from ddm.loading.plan import PlanFiles
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import Budget, TextCondition
+from ddm.protocol.plan import Autoencoder, Budget, TextCondition
 from ddm.protocol.submission import AuditVerdict
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort, load_cohort
@@ -30,6 +31,7 @@ from silo.worker.room import statistic_bytes
 from silo.worker.training import fewest_in_all, num_classes
 
 _GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
+_AT_ONCE = 1 << 14  # images whose features are in memory; every encoder's own block divides it
 NUM_HOLDOUT_UNITS = 0  # every image of the cohort is trained on
 
 
@@ -54,6 +56,8 @@ def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
         unit=plan.statistics.unit,
         num_classes=num_classes(plan),
         captions=isinstance(plan.condition, TextCondition),
+        latent_shape=plan.expert_shape if isinstance(plan.latent, Autoencoder) else None,
+        folder=site.private,
     )
 
 
@@ -102,8 +106,15 @@ def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None
     ledger.check_affordable(accepted.digest, cohort.digest, mechanisms(accepted.plan))
 
 
-def assign(cohort: Cohort, files: PlanFiles, cohort_path: Path, on_progress: Callable[[int, int], None]) -> None:
-    """Assign every image to its nearest public centroid and write the cohort's table.
+def assign(
+    cohort: Cohort,
+    files: PlanFiles,
+    cohort_path: Path,
+    on_progress: Callable[[int, int], None],
+    *,
+    pixels: Images | None = None,
+) -> None:
+    """Assign every image to its nearest public centroid, block by block, and write the cohort's table.
 
     Args:
         cohort: the private images.
@@ -111,8 +122,18 @@ def assign(cohort: Cohort, files: PlanFiles, cohort_path: Path, on_progress: Cal
         cohort_path: where the table goes.
         on_progress: called with images encoded and images in all; an exception it raises stops the work, and nothing
             is written.
+        pixels: what features are made of, where the cohort holds latents.
     """
-    fine_N = files.clusters.assign(files.encoder.encode(cohort.images, on_progress))
+    images = cohort.images if pixels is None else pixels
+    fine_N, num = torch.empty(len(images), dtype=torch.int64), len(images)
+    for start in range(0, num, _AT_ONCE):
+        rows_B = torch.arange(start, min(start + _AT_ONCE, num))
+
+        def tell(done: int, _: int, start: int = start) -> None:
+            on_progress(start + done, num)
+
+        fine_N[rows_B] = files.clusters.assign(files.encoder.encode(Selected(images, rows_B), tell))
+        tell(len(rows_B), num)
     coarse_N, group_N = files.clusters.coarse_F[fine_N], files.clusters.group_F[fine_N]
     frame = pd.DataFrame(
         {

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ddm.diffusion.path import path_named
 from ddm.errors import DataError, MissingFileError, PolicyError
 from ddm.io.files import write_atomic
+from ddm.io.images import Images, select
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.models import build_expert, load_expert
@@ -223,11 +224,11 @@ class ExpertJob:
     num_units: int
 
     def __call__(
-        self, tensors: Mapping[str, Tensor], on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
+        self, tensors: Mapping[str, Images], on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
     ) -> None:
         """Train on `images` and, for a conditional expert, `labels`; write the expert and its record."""
         recipe, plan = self.recipe, self.recipe.plan
-        objective, condition = plan.objective.of(recipe.silo_id), plan.condition
+        objective, condition, labels = plan.objective.of(recipe.silo_id), plan.condition, tensors.get("labels")
         trained = train(
             recipe.start(),
             tensors["images"],
@@ -238,7 +239,7 @@ class ExpertJob:
             on_progress=on_progress,
             should_stop=should_stop,
             prediction=objective.prediction,
-            labels=tensors.get("labels"),
+            labels=labels if isinstance(labels, Tensor) else None,
             drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
             engine=recipe.engine,
         )
@@ -267,7 +268,9 @@ def _train_expert(
 ) -> None:
     folder = work.checkpoints(expert_id)
     job, labels = ExpertJob(recipe, expert_id, work, cohort.num_units), recipe.labels(cohort, chosen, folder)
-    tensors = {"images": cohort.images[chosen]} | ({} if labels is None else {"labels": labels})
+    tensors: dict[str, Images] = {"images": select(cohort.images, chosen)} | (
+        {} if labels is None else {"labels": labels}
+    )
     num = num_processes(recipe.engine)
     if num == 1:
         job(tensors, on_progress, should_stop)

@@ -19,7 +19,7 @@ from ddm.trust.keys import SigningKey
 from silo.config import Isolation, Site
 from silo.data.captions import check_encoder, keep_texts
 from silo.data.cohort import Cohort
-from silo.data.latents import keep_latents, training_inputs
+from silo.data.latents import keep_latents, pixels_of, training_inputs
 from silo.plan.acceptance import AcceptedPlan, bundle_mark, load_accepted, receive_plan, waiting_plans
 from silo.plan.workspace import AuditRecord, Workspace, open_workspace
 from silo.worker import outbox, stages
@@ -166,7 +166,8 @@ class Worker:
     def _assign(self) -> None:
         accepted = self._plan()
         cohort, files = self._cohort(accepted), accepted.files()
-        stages.assign(cohort, files, self._cohort_path, self._encoded)
+        pixels = pixels_of(cohort, files.latent, accepted.plan)
+        stages.assign(cohort, files, self._cohort_path, self._encoded, pixels=pixels)
         keep_latents(cohort, files.latent, accepted.plan, self.site.private, self._encoded)
         keep_texts(cohort, accepted.plan, self.settings, self.site.private, self._encoded)
         self._enter(self.state.to("assigned", step=0, num_steps=accepted.plan.expert.training.num_steps))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ddm.errors import DataError
-from ddm.io.npz import read_images
+from ddm.io.sources import read_images
 from ddm.protocol.plan import DataSpec
 
 SPEC = DataSpec(shape=(1, 2, 2), range=(-1.0, 3.0))

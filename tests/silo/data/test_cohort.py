@@ -74,9 +74,10 @@ def test_cohort_refuses_too_few_images_another_array_and_other_files(tmp_path: P
         load(save(tmp_path / "b.npz", pictures=array))
     (tmp_path / "c.npz").write_bytes(b"not a zip")
     np.save(tmp_path / "d.npy", array)
+    (tmp_path / "d.npy").rename(tmp_path / "d.npz")
     whole = save(tmp_path / "e.npz", images=array).read_bytes()
     (tmp_path / "e.npz").write_bytes(whole[: len(whole) // 2])
-    for name in ("c.npz", "d.npy", "e.npz"):
+    for name in ("c.npz", "d.npz", "e.npz"):
         with pytest.raises(DataError):
             load(tmp_path / name)
     with pytest.raises(MissingFileError):

@@ -18,7 +18,8 @@ from ddm.loading.plan import PlanFiles
 from ddm.protocol.latent import AutoencoderSize
 from ddm.protocol.plan import AutoencoderKlLatent, Plan
 from silo.data.cohort import Cohort, load_cohort
-from silo.data.latents import keep_latents, training_inputs
+from silo.data.latents import keep_latents, pixels_of, training_inputs
+from silo.worker.stages import assign, read_assignment
 from tests.faults.test_disk_full import small_disk
 from tests.support.federation import TinyFederation, recipe
 
@@ -85,7 +86,7 @@ def test_silo_encodes_once_and_no_other_images_and_no_other_plan_find_its_latent
     for _ in range(2):
         keep_latents(cohort, latent, plan, tmp_path, lambda done, total: calls.append((done, total)))
     assert calls == [(60, 60)]
-    assert torch.equal(training_inputs(cohort, plan, tmp_path).images, latent.encode(cohort.images))
+    assert torch.equal(training_inputs(cohort, plan, tmp_path).images[:], latent.encode(cohort.images[:]))
     assert training_inputs(cohort, plan, tmp_path).digest == cohort.digest
     with pytest.raises(DataError, match="latents"):
         training_inputs(replace(cohort, digest="0" * 64), plan, tmp_path)
@@ -120,7 +121,7 @@ def test_full_disk_while_images_are_encoded_is_an_error_and_not_the_end_of_the_p
 ) -> None:
     tiny, plan, _ = federation
     cohort, latent = cohort_of(tiny, plan), files_of(tiny, plan).latent
-    cohort = replace(cohort, images=cohort.images.repeat(4, 1, 1, 1))
+    cohort = replace(cohort, images=cohort.images[:].repeat(4, 1, 1, 1))
     (private := tmp_path / "private").mkdir()
     with small_disk(private, 2 * os.sysconf("SC_PAGE_SIZE")), pytest.raises(OSError, match="No space left"):
         keep_latents(cohort, latent, plan, private, lambda done, total: None)
@@ -135,3 +136,32 @@ def test_other_autoencoder_in_place_of_the_listed_one_is_refused(
     save_tensors(tmp_path / "plan" / "plan" / "autoencoder.safetensors", other.state_dict())
     with pytest.raises(DigestError):
         PlanFiles.load(plan, tmp_path / "plan")
+
+
+def test_site_that_brings_latents_trains_on_what_its_pixels_would_be_encoded_to_and_assigns_what_they_decode_to(
+    federation: tuple[TinyFederation, Plan, Path], tmp_path: Path
+) -> None:
+    tiny, plan, _ = federation
+    files, pixels = files_of(tiny, plan), cohort_of(tiny, plan)
+    assert isinstance(files.latent, AutoencoderKl) and isinstance(plan.latent, AutoencoderKlLatent)
+    keep_latents(pixels, files.latent, plan, tmp_path, lambda done, total: None)
+    expected = training_inputs(pixels, plan, tmp_path).images[:]
+    (brought := tmp_path / "brought").mkdir()
+    np.save(brought / "latents.npy", (expected * plan.latent.scale).numpy())
+    asked = {"min_images": 1, "salt": b"s" * 32, "unit": "image", "num_classes": None, "folder": tmp_path}
+    cohort = load_cohort(brought, plan.data, latent_shape=SEEN, **asked)  # type: ignore[arg-type]
+    assert cohort.latent and cohort.digest != pixels.digest
+    keep_latents(cohort, files.latent, plan, tmp_path / "none", lambda done, total: None)
+    assert not (tmp_path / "none").exists()
+    inputs = training_inputs(cohort, plan, tmp_path)
+    assert torch.allclose(inputs.images[:], expected, rtol=1e-6)
+    shown = pixels_of(cohort, files.latent, plan)
+    assert torch.allclose(shown[:], files.latent.decode(expected).clamp(*plan.data.range), atol=1e-4)
+    assert pixels_of(pixels, files.latent, plan) is pixels.images
+    assign(cohort, files, tmp_path / "cohort.parquet", lambda done, total: None, pixels=shown)
+    assert torch.equal(
+        read_assignment(cohort, files, tmp_path / "cohort.parquet"),
+        files.clusters.assign(files.encoder.encode(shown[:])),
+    )
+    with pytest.raises(DataError, match="no autoencoder"):
+        load_cohort(brought, plan.data, **asked)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import torch
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError, MissingFileError, SetupError
+from ddm.io.sources import open_images
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert, load_expert
 from ddm.protocol.architecture import Unet
@@ -19,7 +20,7 @@ from ddm.protocol.base import File
 from ddm.protocol.plan import DataSpec, Training, UniformT
 from ddm.training.loop import train
 from silo.data.cohort import Cohort, load_cohort
-from silo.data.volumes import are_volumes, covering_size, into_range, middle, read_volumes
+from silo.data.volumes import Volumes, are_volumes, covering_size, into_range, middle
 
 SPEC = DataSpec(shape=(1, 8, 8, 8), range=(-1.0, 1.0))
 RAS = np.diag([1.0, 1.0, 1.0, 1.0])  # the first axis of a file runs to the right, the second forwards, the third up
@@ -36,6 +37,10 @@ def save(path: Path, values: np.ndarray, affine: np.ndarray = RAS) -> Path:
 
 def scan(seed: int, shape: tuple[int, ...] = (8, 8, 8)) -> np.ndarray:
     return np.random.default_rng(seed).normal(300.0, 80.0, shape).astype(np.float32)
+
+
+def read_volumes(path: Path, spec: DataSpec) -> torch.Tensor:
+    return open_images(Volumes(path, spec), spec, None)[:]
 
 
 def load(path: Path, **asked: Any) -> Cohort:
@@ -76,6 +81,8 @@ def test_voxels_that_do_not_differ_or_are_not_finite_are_refused(values: np.ndar
 
 
 def test_folders_and_nifti_files_are_volumes_and_npz_files_are_not(tmp_path: Path) -> None:
+    assert not are_volumes(tmp_path)
+    (tmp_path / "a.nii.gz").touch()
     assert are_volumes(tmp_path)
     assert are_volumes(tmp_path / "a.nii.gz")
     assert not are_volumes(tmp_path / "a.npz")
@@ -107,7 +114,7 @@ def test_volume_lies_as_radiology_shows_it_however_its_file_was_turned(tmp_path:
     save(tmp_path / "b.nii.gz", values[::-1].copy(), np.diag([-1.0, 1.0, 1.0, 1.0]))
     swapped = RAS[:, [2, 0, 1, 3]]
     save(tmp_path / "c.nii", np.ascontiguousarray(values.transpose(2, 0, 1)), swapped)
-    for volume in load(tmp_path).images:
+    for volume in load(tmp_path).images[:]:
         assert np.allclose(volume[0].numpy(), expected, atol=1e-6)
     save(tmp_path / "a.nii", values[::-1].copy())  # the control: a mirrored patient is another one
     assert not np.allclose(read_volumes(tmp_path / "a.nii", SPEC)[0, 0].numpy(), expected, atol=0.1)

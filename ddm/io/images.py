@@ -1,0 +1,298 @@
+"""Images wherever they lie, in memory or in files: read by rows or by blocks, converted to float32 as they are read."""
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddm.errors import DataError
+
+# Shape legend: N images, B images that are read at once.
+
+BLOCK_BYTES = 1 << 23  # of float32 values, in one block of a pass over all images
+Rows = range | NDArray[np.int64]
+"""The numbers of rows: some that follow each other, or any."""
+Convert = Callable[[NDArray[np.generic], Rows], Tensor]
+"""Turns stored rows into float32 on the CPU; it is told their numbers for its errors."""
+
+
+class Images(Protocol):
+    """N images of one shape, float32 on the CPU once they are read. A tensor is the simplest of them.
+
+    `images[start:stop]` reads a block and `images[index_B]`, int64, reads rows in the order of the index.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, ...)."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice | Tensor, /) -> Tensor: ...
+
+
+class Stored(Protocol):
+    """An array that is read by rows, in the type that it is stored in."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, ...)."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """As it is stored."""
+        ...
+
+    def read(self, rows: Rows) -> NDArray[np.generic]:
+        """Return the rows in this order, in memory of their own; the numbers are in [0, N)."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileArray:
+    """An array in C order somewhere in a file, read at its place and never mapped, so that memory holds what was asked.
+
+    Copies that are pickled open the file again by its path.
+
+    Args:
+        path: the file.
+        dtype: of its values, without objects.
+        shape: of the array.
+        offset: where it begins, in bytes.
+
+    Raises:
+        DataError: the file is shorter than the array.
+        OSError: no such file, or not for this user.
+    """
+
+    path: Path
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    offset: int
+    _descriptor: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        object.__setattr__(self, "_descriptor", descriptor)
+        weakref.finalize(self, os.close, descriptor)
+        size, needed = os.fstat(descriptor).st_size, self.offset + prod(self.shape) * self.dtype.itemsize
+        if size < needed:
+            raise DataError("data file", expected=f"{needed} bytes, as its header says", got=f"{size} bytes")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return FileArray, (self.path, self.dtype, self.shape, self.offset)
+
+    def read(self, rows: Rows) -> NDArray[np.generic]:
+        """Return rows; see `Stored`."""
+        found = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        if isinstance(rows, range):
+            self._fill(found, rows.start)
+        else:
+            for place, row in enumerate(rows.tolist()):
+                self._fill(found[place : place + 1], row)
+        return found
+
+    def _fill(self, found: NDArray[np.generic], first: int) -> None:
+        room = found.reshape(-1).view(np.uint8).data
+        begin, done = self.offset + first * prod(self.shape[1:]) * self.dtype.itemsize, 0
+        while done < len(room):  # one call reads 2 GB at most
+            num = os.preadv(self._descriptor, [room[done:]], begin + done)
+            if not num:
+                raise DataError("data file", expected="the bytes that its header says", got="a file cut short since")
+            done += num
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Arrays of one type and one shape of row, one after the other.
+
+    Args:
+        parts: at least one.
+
+    Raises:
+        DataError: parts that differ.
+    """
+
+    parts: tuple[Stored, ...]
+
+    def __post_init__(self) -> None:
+        kinds = {(part.dtype.str, part.shape[1:]) for part in self.parts}
+        if len(kinds) != 1:
+            got = ", ".join(f"{dtype} {shape}" for dtype, shape in sorted(kinds)[:3])
+            raise DataError("data files", expected="rows of one type and one shape in all of them", got=got)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, ...) of all parts."""
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """Of all parts."""
+        return self.parts[0].dtype
+
+    def read(self, rows: Rows) -> NDArray[np.generic]:
+        """Return rows; see `Stored`."""
+        found, first = np.empty((len(rows), *self.shape[1:]), self.dtype), 0
+        for part in self.parts:
+            last = first + part.shape[0]
+            if isinstance(rows, range):
+                start, stop = max(rows.start, first), min(rows.stop, last)
+                if start < stop:
+                    found[start - rows.start : stop - rows.start] = part.read(range(start - first, stop - first))
+            elif len(here := np.flatnonzero((rows >= first) & (rows < last))):
+                found[here] = part.read(rows[here] - first)
+            first = last
+        return found
+
+
+class _Lazy:
+    """What is read row by row and looks like a tensor in the two ways that `Images` names."""
+
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice | Tensor, /) -> Tensor:
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(len(self))
+            if step != 1:
+                raise TypeError("expected rows that follow each other, got a slice with a step")
+            return self._rows(range(start, max(start, stop)))
+        numbers = rows.numpy()
+        if numbers.dtype != np.int64 or numbers.ndim != 1:
+            raise TypeError(f"expected int64 row numbers (B,), got {rows.dtype} {tuple(rows.shape)}")
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
+            raise IndexError(f"row numbers outside 0 to {len(self) - 1}")
+        follow = len(numbers) > 1 and bool((np.diff(numbers) == 1).all())
+        return self._rows(range(int(numbers[0]), int(numbers[-1]) + 1) if follow else numbers)
+
+    def _rows(self, rows: Rows) -> Tensor:
+        raise NotImplementedError
+
+
+class StoredImages(_Lazy):
+    """Images in an array that is stored in whatever type, converted whenever they are read.
+
+    Args:
+        array: where they are.
+        convert: turns rows of it into images.
+        shape: of one image, once it is converted.
+    """
+
+    def __init__(self, array: Stored, convert: Convert, shape: Sequence[int]) -> None:
+        self.array, self.convert = array, convert
+        self.shape = (array.shape[0], *shape)
+
+    def _rows(self, rows: Rows) -> Tensor:
+        return self.convert(self.array.read(rows), rows)
+
+
+class Derived(_Lazy):
+    """Images that are computed from others whenever they are read.
+
+    Args:
+        images: the others, one for each.
+        convert: turns some of the others into these.
+        shape: of one of these.
+    """
+
+    def __init__(self, images: Images, convert: Callable[[Tensor], Tensor], shape: Sequence[int]) -> None:
+        self.images, self.convert = images, convert
+        self.shape = (len(images), *shape)
+
+    def _rows(self, rows: Rows) -> Tensor:
+        return self.convert(self.images[_indices(rows)])
+
+
+class Selected(_Lazy):
+    """Some of other images, in an order of their own.
+
+    Args:
+        images: the others.
+        chosen: the number of each, int64.
+    """
+
+    def __init__(self, images: Images, chosen: Tensor) -> None:
+        self.images, self._chosen_N = images, chosen.numpy()  # unlike a tensor, pickled by value
+        self.shape = (len(chosen), *images.shape[1:])
+
+    def _rows(self, rows: Rows) -> Tensor:
+        chosen_B = self._chosen_N[rows.start : rows.stop] if isinstance(rows, range) else self._chosen_N[rows]
+        return self.images[torch.from_numpy(chosen_B)]
+
+
+def select(images: Images, chosen: Tensor) -> Images:
+    """Return the chosen images, ascending and each once: of a tensor a copy, else a view; of all of them themselves."""
+    if len(chosen) == len(images):
+        return images
+    return images[chosen] if isinstance(images, Tensor) else Selected(images, chosen)
+
+
+def blocks(images: Images, *, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    """Yield all images in order, in blocks, with the number of each block's first.
+
+    Args:
+        images: any.
+        size: of a block; by default what `BLOCK_BYTES` hold.
+    """
+    size = size or rows_of(BLOCK_BYTES, images.shape[1:])
+    for start in range(0, len(images), size):
+        yield start, images[start : start + size]
+
+
+def rows_of(num_bytes: int, shape: Sequence[int], itemsize: int = 4) -> int:
+    """Return how many rows of a shape so many bytes hold, at least 1."""
+    return max(1, num_bytes // max(1, prod(shape) * itemsize))
+
+
+def feed(update: Callable[[memoryview], object], images: Images) -> None:
+    """Hand a hash the bytes of all images, or of any other tensor, in C order, block by block."""
+    for block in [images] if isinstance(images, Tensor) else (block for _, block in blocks(images)):
+        update(np.ascontiguousarray(block.detach().cpu().numpy()).reshape(-1).view(np.uint8).data)
+
+
+def write_rows(handle: "Writable", shape: Sequence[int], dtype: np.dtype[np.generic], rows: Iterable[object]) -> None:
+    """Write an npy file from blocks of rows, in C order.
+
+    Args:
+        handle: an empty file.
+        shape: of the whole array.
+        dtype: of its values.
+        rows: blocks, in order, each convertible to an array.
+
+    Raises:
+        DataError: more or fewer rows than the shape says.
+    """
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(handle, header)
+    num = 0
+    for block in rows:
+        array = np.ascontiguousarray(block, dtype)
+        handle.write(array.reshape(-1).view(np.uint8).data)
+        num += len(array)
+    if num != shape[0]:
+        raise DataError("rows", expected=f"{shape[0]}, as announced", got=f"{num}")
+
+
+class Writable(Protocol):
+    """A file that bytes are written to."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Write all of it."""
+        ...
+
+
+def _indices(rows: Rows) -> slice | Tensor:
+    return slice(rows.start, rows.stop) if isinstance(rows, range) else torch.from_numpy(rows)

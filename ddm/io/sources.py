@@ -1,0 +1,385 @@
+"""Where images may come from, npy, npz or Parquet, and how they become images of a plan's shape and range.
+
+What lies in a file in C order, uncompressed, is read in place. Anything else is unpacked once, into an npy of its own
+type in a folder that the caller names, and read there; that file is named by what it was made of.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddm.errors import DataError, MissingFileError
+from ddm.io.files import replacing
+from ddm.io.images import Convert, FileArray, Images, Joined, Rows, Stored, StoredImages, blocks, write_rows
+from ddm.io.npz import npy_header, npz_array, npz_blocks, npz_header, npz_names, open_npy, read_array
+from ddm.io.parquet import ParquetTable
+from ddm.io.space import require_room
+from ddm.protocol.base import sha256_hex
+from ddm.protocol.plan import DataSpec
+
+Name = Literal["images", "latents"]
+_PREFIX = "unpacked-"
+_FORMAT = 1  # of what is unpacked
+_MAX_COLUMN_HEADER_BYTES = 4096
+_OF_A_ROW = {"images": "image", "latents": "latent", "patients": "patient", "labels": "label", "captions": "caption"}
+KINDS = "an npz, an npy, a folder with images.npy, or Parquet"
+_CHANNELS_LAST = "Put the channels first: np.moveaxis(images, -1, 1)."
+
+
+class Source(Protocol):
+    """A place that holds images, or latents in place of them, and maybe columns with one entry for each."""
+
+    @property
+    def name(self) -> Name:
+        """What it holds."""
+        ...
+
+    @property
+    def row(self) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
+        """The type and the shape of one, as they are stored."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def in_place(self) -> Stored | None:
+        """Return the array where it can be read in place."""
+        ...
+
+    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+        """Yield all rows in blocks."""
+        ...
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The names of what it holds."""
+        ...
+
+    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+        """Return one entry for each row, each of at most so many bytes."""
+        ...
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the rows, in order."""
+        ...
+
+    @property
+    def recipe(self) -> str:
+        """Names what, besides the files, the rows depend on."""
+        ...
+
+
+def open_source(path: Path) -> Source:
+    """Open a file or a folder; headers alone are read.
+
+    Args:
+        path: an npz with `images`; an npy of images; a folder with `images.npy`, or parts `images-*.npy`, beside which
+            lie columns such as `patients.npy`; a Parquet file or a folder of them, with a column `image`. In place of
+            images there may be `latents` or `latent`.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: none of these, headers that are damaged, or no image.
+    """
+    source = _open(path)
+    if not len(source):
+        raise DataError("images", expected="at least one", got="an empty array")
+    return source
+
+
+def open_images(source: Source, spec: DataSpec, folder: Path | None) -> Images:
+    """Return the images of a source in the plan's shape and range; they are looked at when they are read.
+
+    Args:
+        source: from `open_source`.
+        spec: the plan's shape and range.
+        folder: where what cannot be read in place is unpacked; what was unpacked there from other files is removed.
+            None reads all of it into memory.
+
+    Raises:
+        DataError: another shape or type than the plan asks for, a damaged file, or more than memory holds.
+        DiskError: too little room to unpack.
+    """
+    dtype, shape = source.row
+    check_row(dtype, shape, spec)
+    return _opened(source, partial(fit, spec=spec), spec.shape, folder)
+
+
+def open_latents(source: Source, shape: tuple[int, ...], folder: Path | None) -> Images:
+    """Return the latents of a source, as they are stored, in float32; see `open_images`.
+
+    Args:
+        source: from `open_source`; it holds latents.
+        shape: of one.
+        folder: as for images.
+    """
+    dtype, found = source.row
+    if found != shape or dtype.kind != "f":
+        expected = f"floating point {shape}, as this plan's autoencoder gives them"
+        raise DataError("latents", expected=expected, got=f"{dtype} {found}")
+    return _opened(source, as_floats, shape, folder)
+
+
+def read_images(path: Path, spec: DataSpec) -> Tensor:
+    """Read all images into memory; see `open_source` and `open_images`.
+
+    Returns:
+        Shape (N, C, H, W) or (N, C, D, H, W), float32, in the plan's range.
+    """
+    source = open_source(path)
+    if source.name != "images":
+        raise DataError("data", expected="images", got="latents")
+    images = open_images(source, spec, None)
+    return images[:]
+
+
+def check_row(dtype: np.dtype[np.generic], shape: tuple[int, ...], spec: DataSpec) -> None:
+    """Refuse, by its header, an array that cannot hold images of this shape.
+
+    Raises:
+        DataError: says what it holds.
+    """
+    wanted = (spec.shape, spec.shape[1:], (spec.dim,)) if spec.shape[0] == 1 else (spec.shape, (spec.dim,))
+    if len(spec.shape) == 4:
+        wanted = (spec.shape, (spec.dim,))
+    if shape not in wanted:
+        remedy = _CHANNELS_LAST if shape == (*spec.shape[1:], spec.shape[0]) else None
+        raise DataError("image shape", expected=str(spec.shape), got=str(shape), remedy=remedy)
+    if not (dtype.kind == "f" or dtype in (np.uint8, np.uint16)):
+        raise DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
+
+
+def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> Tensor:
+    """Convert stored rows into images of the plan's range: of whole numbers the type's whole range is spread over it.
+
+    Args:
+        array: uint8, uint16 or floating point.
+        rows: their numbers, for errors.
+        spec: the plan's.
+
+    Raises:
+        DataError: names the first row with values that are not finite or outside the plan's range.
+    """
+    low, high = spec.range
+    array = array.reshape(len(array), *spec.shape)
+    if array.dtype in (np.uint8, np.uint16):
+        share = array.astype(np.float32) / (255 if array.dtype == np.uint8 else 65535)
+        return torch.from_numpy((low + (high - low) * share).astype(np.float32, copy=False))
+    values = _floats(array)
+    if not values.size or (values.min() >= low - 1e-5 and values.max() <= high + 1e-5):  # never of a NaN
+        return torch.from_numpy(values)
+    _check_finite(values, rows)
+    flat = values.reshape(len(values), -1)
+    wrong_B = (flat.min(1) < low - 1e-5) | (flat.max(1) > high + 1e-5)
+    row = _first(np.asarray(wrong_B, dtype=np.bool_), rows)
+    got = f"values outside this range in row {row}"
+    raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got=got)
+
+
+def as_floats(array: NDArray[np.generic], rows: Rows) -> Tensor:
+    """Convert stored rows to float32.
+
+    Raises:
+        DataError: names the first row with values that are not finite.
+    """
+    values = _floats(array)
+    _check_finite(values, rows)
+    return torch.from_numpy(values)
+
+
+def _floats(array: NDArray[np.generic]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
+        return array.astype(np.float32, copy=not array.flags.writeable)
+
+
+def _check_finite(values: NDArray[np.float32], rows: Rows) -> None:
+    finite = np.isfinite(values)
+    if not finite.all():
+        row = _first(np.asarray(~finite.reshape(len(values), -1).all(1)), rows)
+        raise DataError("image values", expected="finite numbers", got=f"NaN or infinite values in row {row}")
+
+
+def _first(wrong_B: NDArray[np.bool_], rows: Rows) -> int:
+    return int(rows[int(np.flatnonzero(wrong_B)[0])])
+
+
+def _opened(source: Source, convert: Convert, shape: tuple[int, ...], folder: Path | None) -> Images:
+    array = source.in_place()
+    if folder is None:
+        memory, needed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 4 * len(source) * prod(shape)
+        if needed > memory:
+            raise DataError("images", expected=f"at most {memory} bytes of memory", got=f"{needed} bytes")
+        found = torch.empty(len(source), *shape)
+        parts = _parts(source) if array is None else blocks(StoredImages(array, convert, shape))
+        for start, part in parts:
+            rows = range(start, start + len(part))
+            found[rows.start : rows.stop] = part if isinstance(part, Tensor) else convert(part, rows)
+        return found
+    return StoredImages(unpack(source, folder) if array is None else array, convert, shape)
+
+
+def unpack(source: Source, folder: Path) -> FileArray:
+    """Unpack a source into a file of `folder`, once; one that was unpacked from anything else is removed.
+
+    Raises:
+        DataError: a damaged file, or fewer rows than it says.
+        DiskError: too little room.
+    """
+    dtype, shape = source.row
+    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
+    made_of = json.dumps([_FORMAT, source.name, dtype.str, shape, source.recipe, stats])
+    path = folder / f"{_PREFIX}{sha256_hex(made_of.encode())[:32]}.npy"
+    for other in (*folder.glob(f"{_PREFIX}*"), *folder.glob(f".{_PREFIX}*.part")):
+        if other != path:
+            other.unlink()
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        require_room({folder: len(source) * prod(shape) * dtype.itemsize}, "the unpacked images")
+        with replacing(path, mode=0o600) as handle:
+            write_rows(handle, (len(source), *shape), dtype, source.unpacked())
+    return open_npy(path)
+
+
+def _parts(source: Source) -> Iterator[tuple[int, NDArray[np.generic]]]:
+    start = 0
+    for part in source.unpacked():
+        yield start, part
+        start += len(part)
+    if start != len(source):
+        raise DataError("rows", expected=f"{len(source)}, as announced", got=f"{start}")
+
+
+class _Npz:
+    """One npz."""
+
+    recipe = ""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        names = npz_names(path)
+        self.name: Name = "latents" if "latents" in names and "images" not in names else "images"
+        self._header = npz_header(path, self.name)
+        _require_rows(self._header.shape)
+        self.row, self.files = (self._header.dtype, self._header.shape[1:]), (path,)
+
+    def __len__(self) -> int:
+        return self._header.shape[0]
+
+    def in_place(self) -> Stored | None:
+        return npz_array(self._path, self.name)
+
+    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+        return npz_blocks(self._path, self.name)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return npz_names(self._path)
+
+    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+        return read_array(self._path, name, max_bytes=_MAX_COLUMN_HEADER_BYTES + len(self) * max_bytes)
+
+
+class _Npy:
+    """One npy, or the npys of a folder."""
+
+    recipe = ""
+
+    def __init__(self, name: Name, files: tuple[Path, ...], folder: Path | None) -> None:
+        self.name, self.files, self._folder = name, files, folder
+        for path in files:
+            _require_rows(npy_header(path).shape)
+        self._array = Joined(tuple(open_npy(path) for path in files))
+        self.row = self._array.dtype, self._array.shape[1:]
+
+    def __len__(self) -> int:
+        return self._array.shape[0]
+
+    def in_place(self) -> Stored | None:
+        return self._array.parts[0] if len(self._array.parts) == 1 else self._array
+
+    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+        raise NotImplementedError  # it is always read in place
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset(path.stem for path in self._folder.glob("*.npy")) if self._folder else frozenset()
+
+    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+        path = self._folder / f"{name}.npy" if self._folder else None
+        if path is None or not path.is_file():
+            place = "in the folder of the images" if path else "beside the images, in a folder with images.npy"
+            raise DataError("data", expected=f"{name}.npy {place}", got="no such file")
+        header = npy_header(path)
+        if header.num_bytes > len(self) * max_bytes:
+            most = f"at most {len(self) * max_bytes} bytes"
+            raise DataError(name, expected=most, got=f"{header.num_bytes}")
+        return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
+
+
+class _Parquet:
+    """One Parquet file, or several."""
+
+    recipe = ""
+
+    def __init__(self, files: tuple[Path, ...]) -> None:
+        self._table, self.files = ParquetTable(files), files
+        names = self._table.names
+        self.name: Name = "latents" if "latent" in names and "image" not in names else "images"
+        if _OF_A_ROW[self.name] not in names:
+            got = f"{len(names)} columns with other names"
+            raise DataError("data file", expected="a column called image", got=got)
+        self.row = self._table.row_type(_OF_A_ROW[self.name])
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def in_place(self) -> Stored | None:
+        return None
+
+    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+        return self._table.pictures(_OF_A_ROW[self.name])
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset(self._table.names)
+
+    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+        cell = _OF_A_ROW.get(name, name)
+        if cell not in self._table.names:
+            got = f"{len(self._table.names)} columns with other names"
+            raise DataError("data file", expected=f"a column called {cell}", got=got)
+        return self._table.cells(cell, max_bytes)
+
+
+def _open(path: Path) -> Source:
+    if path.is_dir():
+        names: tuple[Name, ...] = ("images", "latents")
+        for name in names:
+            files = sorted(path.glob(f"{name}.npy")) or sorted(path.glob(f"{name}-*.npy"))
+            if files:
+                return _Npy(name, tuple(files), path)
+        if tables := sorted(path.glob("*.parquet")):
+            return _Parquet(tuple(tables))
+        expected = "images.npy, images-*.npy or *.parquet"
+        raise DataError("data folder", expected=expected, got="no such file")
+    if path.suffix == ".parquet":
+        return _Parquet((path,))
+    if path.suffix == ".npy":
+        return _Npy("latents" if path.stem == "latents" else "images", (path,), None)
+    if not path.is_file():
+        raise MissingFileError(str(path), expected=KINDS, got="nothing there")
+    return _Npz(path)
+
+
+def _require_rows(shape: tuple[int, ...]) -> None:
+    if not shape:
+        raise DataError("data file", expected="an array of images", got="a single number")

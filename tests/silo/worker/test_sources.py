@@ -1,0 +1,146 @@
+"""One silo's data as npz, npy and Parquet: the same digest, assignment, statistics and expert, in bounded memory."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from ddm.diffusion.path import LinearPath
+from ddm.encoders import PcaEncoder
+from ddm.io.images import select
+from ddm.io.settings import save_settings
+from ddm.io.sources import read_images
+from ddm.loading.plan import PlanFiles
+from ddm.models import build_expert
+from ddm.partition.clustering import Clusters
+from ddm.protocol.plan import DataSpec, Dit, Training, UniformT
+from ddm.routers.sketch import Sketch
+from ddm.training.config import Engine
+from ddm.training.loop import train
+from silo.config import Site
+from silo.data.cohort import load_cohort
+from silo.privacy.statistics import Source, draw
+from silo.worker.stages import assign
+from tests.silo.privacy.test_statistics import PLAN, make_source, open_ledger
+from tests.support.bounded import attempt
+from tests.support.case import case
+from tests.support.federation import TinyFederation
+from tests.support.seeded import Seeded
+
+
+def as_npz(path: Path, folder: Path) -> Path:
+    return path
+
+
+def as_packed_npz(path: Path, folder: Path) -> Path:
+    with np.load(path) as arrays:
+        np.savez_compressed(folder / "packed.npz", **arrays)
+    return folder / "packed.npz"
+
+
+def as_folder(path: Path, folder: Path) -> Path:
+    with np.load(path) as arrays:
+        for name, array in arrays.items():
+            np.save(folder / f"{name}.npy", array)
+    return folder
+
+
+def as_parquet(path: Path, folder: Path) -> Path:
+    with np.load(path) as arrays:
+        images = pa.FixedShapeTensorArray.from_numpy_ndarray(arrays["images"])
+        pq.write_table(pa.table({"image": images, "label": arrays["labels"]}), folder / "a.parquet")
+    return folder
+
+
+SOURCES: list[Callable[[Path, Path], Path]] = [as_npz, as_packed_npz, as_folder, as_parquet]
+
+
+def bring(site: Site, data: Path) -> None:
+    save_settings(site.settings().model_copy(update={"data": str(data)}), site.path / "silo.toml", "")
+
+
+def test_worker_sends_the_same_expert_and_spends_on_the_same_data_set_from_every_source(tmp_path: Path) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", {"north": 60})
+    plan_id = tiny.sign()
+    tiny.deliver_plan("north", plan_id)
+    found = {}
+    for make in SOURCES:
+        copied = tiny.copy(tmp_path / make.__name__)
+        site, folder = copied.sites["north"], tmp_path / f"{make.__name__}.data"
+        folder.mkdir()
+        bring(site, make(tiny.path / "north.npz", folder))
+        state = copied.work("north")
+        expert = next((site.outbox / plan_id).rglob("expert.safetensors")).read_bytes()
+        table = pd.read_parquet(site.private / "cohort.parquet")
+        found[make.__name__] = (state.dataset_digest, expert, table.to_numpy().tolist())
+        unpacked = len(list(site.private.glob("unpacked-*.npy")))
+        assert unpacked == (make in (as_packed_npz, as_parquet))
+    for name, each in found.items():
+        with case(source=name):
+            assert each == found["as_npz"]
+
+
+def test_statistics_are_the_same_to_the_bit_from_files_and_from_memory(tmp_path: Path) -> None:
+    in_memory = make_source()
+    np.save(tmp_path / "a.npy", in_memory.images[:].numpy())
+    spec = DataSpec(shape=(1, 4, 4), range=(-9.0, 9.0))
+    asked = {"min_images": 1, "salt": b"s" * 32, "unit": "image", "num_classes": None}
+    from_file = load_cohort(tmp_path / "a.npy", spec, folder=tmp_path, **asked).images  # type: ignore[arg-type]
+    drawn = [
+        draw("sketch", make_source(images=images), open_ledger(tmp_path / name), tmp_path / name, noise=Seeded(3))
+        for name, images in (("memory", in_memory.images), ("file", from_file))
+    ]
+    assert drawn[0].read_bytes() == drawn[1].read_bytes()
+    assert not isinstance(from_file, torch.Tensor)
+
+
+SIDE, NUM = 32, 1 << 16
+SPEC = DataSpec(shape=(1, SIDE, SIDE), range=(-1.0, 1.0))
+
+
+def through_all_stages(path: Path, folder: Path) -> None:
+    """Scan, assign, train on a half, draw sketches."""
+    public = torch.rand(64, *SPEC.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    encoder, sketch = PcaEncoder.fit(public, 4), Sketch.fit(public, torch.zeros(64, dtype=torch.int64), 4, 1)
+    cell = torch.zeros(2, dtype=torch.int64)
+    files = PlanFiles(encoder, Clusters(encoder.encode(public[:2]), cell, cell), sketch)
+    cohort = load_cohort(path, SPEC, min_images=1, salt=b"s", unit="image", num_classes=None, folder=folder)
+    assign(cohort, files, folder / "cohort.parquet", lambda done, total: None)
+    settings = Training(
+        num_steps=4, batch_size=8, learning_rate=1e-3, weight_decay=0.0, ema_decay=0.9, checkpoint_steps=4
+    )
+    train(
+        build_expert(Dit(patch=8, hidden=16, depth=1, heads=2), SPEC.shape),
+        select(cohort.images, torch.arange(0, len(cohort.images), 2)),
+        settings,
+        LinearPath(),
+        UniformT(),
+        checkpoint_dir=folder / "checkpoints",
+        on_progress=lambda progress: None,
+        should_stop=lambda: False,
+        engine=Engine(device="cpu"),
+    )
+    plan = PLAN.model_copy(update={"data": SPEC})
+    source = Source(plan, "0" * 64, sketch, cohort.images, cell[:1].expand(NUM), cohort.unit_N, None, cohort.digest)
+    draw("sketch", source, open_ledger(folder), folder)
+
+
+@pytest.mark.measured
+def test_cohort_goes_through_all_stages_in_a_fraction_of_its_memory(tmp_path: Path) -> None:
+    handle = np.lib.format.open_memmap(tmp_path / "a.npy", mode="w+", dtype=np.uint8, shape=(NUM, SIDE, SIDE))
+    handle[:] = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE), dtype=np.uint8)
+    handle.flush()
+    del handle
+    (folder := tmp_path / "private").mkdir()
+    outcome = attempt(lambda: through_all_stages(tmp_path / "a.npy", folder), mib=120, cpu_s=60)
+    assert (outcome.error, outcome.message) == (None, "")
+    assert outcome.mib < 120  # as float32 it is 256 MiB
+    control = attempt(lambda: read_images(tmp_path / "a.npy", SPEC), mib=120, cpu_s=60)
+    assert control.mib > 200
+    shutil.rmtree(tmp_path)
