@@ -25,7 +25,7 @@ from aggregator.intake.screening import (
 )
 from aggregator.intake.secret import screening_secret
 from aggregator.intake.trial import Trial
-from aggregator.membership.registry import taking_part
+from aggregator.membership.registry import members
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.diffusion.path import path_named
 from ddm.errors import RefusedError
@@ -166,15 +166,15 @@ class Examiner:
 
     def accepted(self) -> dict[str, Examination]:
         """Measure the experts of every accepted submission, by silo."""
-        accepted = self.federation.accepted / self.plan.plan_id
         gone = withdrawn_silos(self.federation, self.plan)
-        remaining = [silo_id for silo_id in taking_part(self.federation, self.plan) if silo_id not in gone]
-        present = [silo_id for silo_id in remaining if (accepted / silo_id).is_dir()]
+        remaining = [silo_id for silo_id in members(self.federation, self.plan) if silo_id not in gone]
         found = {}
-        for silo_id in present:
-            document = read_bounded(accepted / silo_id / submission_path(silo_id), MAX_DOCUMENT_BYTES)
-            submission = Submission.parse(document, subject=f"submission of {silo_id}")
-            found[silo_id] = self.examine(silo_id, submission, sha256_hex(document), accepted / silo_id)
+        for silo_id in remaining:
+            folder = self.federation.accepted_folder(self.plan, silo_id)
+            if folder.is_dir():
+                document = read_bounded(folder / submission_path(silo_id), MAX_DOCUMENT_BYTES)
+                submission = Submission.parse(document, subject=f"submission of {silo_id}")
+                found[silo_id] = self.examine(silo_id, submission, sha256_hex(document), folder)
         return found
 
     def faults(self, new: Examination, accepted: Mapping[str, Examination]) -> list[str]:

@@ -224,6 +224,7 @@ class Worker:
             silo_id=self.settings.silo_id,
             sequence=self.state.sequence,
             isolation=self.isolation,
+            carry_over=self.policy.approval.carry_over,
             now=now_utc(),
         )
         digest = outbox.stage_review(submission, work, review_folder(self.site))
