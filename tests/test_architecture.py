@@ -59,7 +59,7 @@ ROOMS = {
         "monitoring": "config intake membership pages release router runtime",
         "release": "changes config intake keys log membership pages router",
         "pages": "intake router",
-        "planning": "changes config keys membership",
+        "planning": "changes config intake keys membership",
         "runtime": "config intake keys membership transfer",
         "setup": "changes config keys",
         "keys": "changes config intake log membership",

@@ -12,6 +12,7 @@ from aggregator.keys.rotation import next_receipts_key
 from aggregator.keys.silo_rotation import cards_for_next_plan
 from aggregator.membership.registry import cards
 from aggregator.planning.carrying import Carrying, reuse_public
+from aggregator.planning.continuing import check_continued, expert_of
 from aggregator.planning.cost import Cost, cost_of
 from aggregator.planning.fit import Fitted, PublicImages, fit_public
 from aggregator.planning.recipe import Recipe
@@ -80,6 +81,7 @@ def draft_plan(
     plan = _document(federation, recipe, agreed, fitted, folder, carrying)
     if carrying:
         carrying.check(plan)
+    check_continued(federation, plan)
     check_total(plan)
     return Draft(plan, folder, fitted.images, cost_of(plan, fitted.sketch, fitted.images.seen))
 
@@ -117,7 +119,7 @@ def _document(
         objective=recipe.objective,
         t_distribution=recipe.t_distribution,
         condition=fitted.condition,
-        expert=recipe.expert,
+        expert=expert_of(federation, recipe, silos=tuple(agreed)),
         statistics=recipe.statistics,
         router=recipe.router,
         audit=recipe.audit,

@@ -44,6 +44,7 @@ from ddm.protocol.learning import FullAdaptation as FullAdaptation
 from ddm.protocol.learning import LogitNormalT as LogitNormalT
 from ddm.protocol.learning import LoraAdaptation as LoraAdaptation
 from ddm.protocol.learning import Objective as Objective
+from ddm.protocol.learning import OwnAdaptation as OwnAdaptation
 from ddm.protocol.learning import PartialAdaptation as PartialAdaptation
 from ddm.protocol.learning import SiloObjective as SiloObjective
 from ddm.protocol.learning import TDistribution as TDistribution
@@ -293,6 +294,9 @@ class Plan(Document):
         if exceptions != sorted(set(exceptions) & set(self.members)):
             wanted = "exceptions of the objective must be silos of the plan, sorted and distinct"
             raise ValueError(f"{wanted}; these {len(exceptions)} are not")
+        own = self.expert.adaptation
+        if isinstance(own, OwnAdaptation) and not set(own.submissions) <= set(self.silos):
+            raise ValueError("adaptation.submissions must be of silos that train for the plan")
         if misfit := self.latent.misfit(self.data.shape):
             raise ValueError(f"the latent {self.latent.kind} needs {misfit}")
         _check_shape(self.expert_shape, self.condition, self.expert.architecture, self.router, self.encoder)

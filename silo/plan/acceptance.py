@@ -30,6 +30,7 @@ from ddm.trust.paths import PLAN_CONSISTENCY_NAME, PLAN_LOG_NAMES, PLAN_PROOF_NA
 from ddm.trust.verify import MAX_METADATA_BYTES, VerifiedRelease, check_bundle_metadata, verify_bundle
 from silo.config import Policy, Site
 from silo.plan.looks import look_at
+from silo.plan.own_experts import check_own_experts
 from silo.plan.policy import check_plan
 
 
@@ -142,6 +143,7 @@ def receive_plan(
         _check_size(accepted.plan)
         _check_encoder(accepted.plan, policy)
         _check_base(accepted)
+        check_own_experts(site, accepted.plan, silo_id)
         _check_noise(accepted)
         read_earlier(accepted.plan, partial(_read_listed, accepted.folder))
         shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
