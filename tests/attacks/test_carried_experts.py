@@ -30,7 +30,9 @@ from ddm.protocol.growth import check_carried, check_consent, differences, stand
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, submission_path
 from ddm.trust.metadata import sign_metadata
+from ddm.trust.removed_roles import check_not_gone, load_removed, record_removed
 from ddm.trust.repository import Repository
+from ddm.trust.rules import Resolved
 from tests.conftest import Published
 from tests.support.commands import command
 from tests.support.federation import PASSPHRASE, POLICY, recipe, write_policy
@@ -128,6 +130,7 @@ def test_other_tuf_clients_accept_a_grown_release(grown_once: Published, tmp_pat
             )
 
 
+@pytest.mark.slow
 def test_replaced_silo_trains_again_and_the_others_go_on(grown: Published, tmp_path: Path) -> None:
     tiny = grown.tiny
     write_policy(tiny.sites["east"], {**POLICY, "privacy": {"budget_epsilon": 100.0}})
@@ -149,7 +152,6 @@ def test_silo_that_never_delivered_is_missing_and_joins_by_growth(published: Pub
     """A partial release: the priors are shares among the silos that are there, for every reader."""
     tiny = published.tiny
     tiny.join("west", LATE, 1)
-    tiny.federation.plan_folder("unused")
     plan_id = tiny.grow()
     secret = tmp_path / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
@@ -289,11 +291,11 @@ def test_silo_refuses_a_plan_that_gives_a_carried_expert_another_meaning(
     problem = tiny.work("west", until="plan_refused").problem
     assert problem is not None
     assert (problem.code, "statistics.counts.epsilon" in problem.message) == (ReplayError.exit_code, True)
-    tiny.federation.plan_folder(plan_id)
     with pytest.raises(ReplayError, match=r"statistics\.counts\.epsilon"):
         tiny.publish(tmp_path / "never")  # opens the release as a reader does
 
 
+@pytest.mark.slow
 def test_expert_that_came_back_after_its_withdrawal_is_refused_by_readers_and_by_other_tuf_clients(
     grown: Published, tmp_path: Path
 ) -> None:
@@ -353,6 +355,7 @@ def test_two_roles_of_one_silo_are_refused(grown: Published) -> None:
         opened(grown)
 
 
+@pytest.mark.slow
 def test_carried_silo_keeps_its_key_and_a_rotation_waits_until_it_signs_anew(
     published: Published, tmp_path: Path
 ) -> None:
@@ -398,7 +401,7 @@ def test_removed_carried_silo_leaves_the_next_release(grown: Published, tmp_path
     tiny = grown.tiny
     secret = tmp_path / "pass"
     secret.write_bytes(PASSPHRASE + b"\n")
-    words = ("--reason", "left", "--yes", "--passphrase-file", secret)
+    words = ("--reason", "left", "--passphrase-file", secret)
     done = command("aggregator", "remove", tiny.federation.path, "east", *words)
     assert done.code == 0, done.err
     assert take_inventory(tiny.federation).withdrawn == ("east",)
@@ -406,6 +409,34 @@ def test_removed_carried_silo_leaves_the_next_release(grown: Published, tmp_path
 
 
 # The rules alone
+
+
+def test_memory_of_removed_roles_refuses_what_a_later_plan_carries_over(tmp_path: Path) -> None:
+    """Versions as in a federation whose snapshot removed the role; a rotated snapshot key ends the memory."""
+
+    def resolved(version: int, removed: int | None, key: str = "a" * 64) -> Resolved:
+        return Resolved(
+            root_fingerprint="f",
+            plan_id="tiny-00000002",
+            targets={},
+            silo_keys={"east": "k"},
+            origins={"east": "tiny-00000001"},
+            removed={} if removed is None else {"tiny-00000001.east": removed},
+            versions={"tiny-00000001.east": version, "snapshot": 5},
+            digests={"snapshot": "d" * 64},
+            keys={"snapshot": (key,)},
+            roots={},
+            expires=now_utc(),
+            expired=False,
+        )
+
+    check_not_gone(load_removed(tmp_path), resolved(1, None))
+    record_removed(tmp_path, resolved(3, 2))
+    record_removed(tmp_path, resolved(3, None))
+    with pytest.raises(RollbackError, match="carries it over"):
+        check_not_gone(load_removed(tmp_path), resolved(1, None))
+    check_not_gone(load_removed(tmp_path), resolved(2, None))
+    check_not_gone(load_removed(tmp_path), resolved(1, None, key="b" * 64))
 
 
 def test_differences_are_those_that_change_the_meaning(grown_once: Published) -> None:
