@@ -50,7 +50,7 @@ def test_late_silo_joins_the_experts_that_a_second_plan_carries_over(operators: 
     join(operators)
     recipe = ("--recipe", folder / "plan.toml")
     both = operators.call("aggregator", "plan", operators.fed, *recipe, "--carry", first,
-                          "--public", folder / "public.npz", "--yes", code=2)  # fmt: skip
+                          "--public", folder / "public.npz", "--yes", code=3)  # fmt: skip
     assert "--public, --carry" in both
     said = operators.call("aggregator", "plan", operators.fed, *recipe, "--carry", first, "--yes")
     assert f"carried from {first}" in said
