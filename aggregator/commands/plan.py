@@ -51,7 +51,7 @@ def plan(
     given = {"--public": public, "--carry": carry, "--replace": replace}
     if (public is None) != (carry is not None) or (replace and carry is None):
         expected = "--public FILE; or --carry PLAN_ID, and with it --replace SILO where a silo trains again"
-        got = ", ".join(name for name, each in given.items() if each) or "neither"
+        got = ", ".join(name for name, each in given.items() if each) or "no --public and no --carry"
         raise SetupError("plan", expected=expected, got=got, remedy="See `aggregator plan --help`.")
     source = read_images(public, chosen.data) if public else choose_carried(federation, carry or "", replace or ())
     secret = federation_passphrase(federation, passphrase_file)
