@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
@@ -15,7 +15,7 @@ from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, check_json, sha256_hex
 from ddm.protocol.plan import Plan
-from ddm.trust.paths import split_silo_role
+from ddm.trust.paths import PLANS, split_silo_role
 
 MAX_TUF_BYTES = 5_000_000
 PUBLIC_NAME = "public.npz"  # a plan's public hold-out
@@ -111,6 +111,10 @@ class Federation:
         """Published versions, numbered."""
         return self.path / "releases"
 
+    def accepted_folder(self, plan: Plan, silo_id: str) -> Path:
+        """The folder of a silo's accepted submission, also of one that the plan carries over from an earlier one."""
+        return self.accepted / plan.origin(silo_id) / silo_id
+
     def plan_folder(self, plan_id: str) -> Path:
         """The folder of a plan's bundle, public hold-out and router."""
         return self.path / "plans" / plan_id
@@ -169,7 +173,7 @@ class Federation:
             remedy = "Sign one: aggregator plan."
             raise MissingFileError("plan", expected="a signed plan", got="no plans/current.json", remedy=remedy)
         current = CurrentPlan.parse(path.read_bytes(), subject=path.name)
-        delegated = {role.split(".")[0] for role in self.delegations()}
+        delegated = {self.delegated_plan()} if self.delegations() else set()
         if delegated != {current.plan_id}:
             raise SetupError(
                 "delegations in targets.json",
@@ -186,12 +190,21 @@ class Federation:
             raise DigestError("plan.json", expected=expected, got=f"sha256 {found}", remedy=remedy)
         return Plan.parse(data, subject="plan.json"), current.plan_digest
 
+    def delegated_plan(self) -> str:
+        """Read the plan whose files the newest `targets` delegates to the role `plans`; empty before the first one."""
+        paths: list[str] = next((role["paths"] for role in self._delegations()["roles"] if role["name"] == PLANS), [])
+        return paths[0].split("/")[0] if paths else ""
+
     def delegations(self) -> dict[str, str]:
         """Read the key to which the newest `targets` delegates each silo's role."""
-        data = read_bounded(self.tuf / "targets.json", MAX_TUF_BYTES)
-        found = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)["signed"]["delegations"]
+        found = self._delegations()
         return {
             str(role["name"]): f"ed25519:{found['keys'][role['keyids'][0]]['keyval']['public']}"
             for role in found["roles"]
             if split_silo_role(str(role["name"]))
         }
+
+    def _delegations(self) -> dict[str, Any]:
+        data = read_bounded(self.tuf / "targets.json", MAX_TUF_BYTES)
+        found: dict[str, Any] = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)["signed"]["delegations"]
+        return found

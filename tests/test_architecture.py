@@ -22,7 +22,8 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 ROOMS = {
     "ddm": {
         "cli": "distillation encoders ensemble errors io loading models protocol sampling system training trust",
-        "distillation": "diffusion encoders ensemble errors io loading models protocol routers sampling system training",
+        "distillation": "diffusion encoders ensemble errors io loading models protocol routers sampling system "
+        "training",
         "loading": "diffusion encoders ensemble errors io models partition privacy protocol routers sampling "
         "system trust",
         "ensemble": "diffusion encoders errors protocol routers sampling",
@@ -59,7 +60,7 @@ ROOMS = {
         "monitoring": "config intake membership pages release router runtime",
         "release": "changes config intake keys log membership pages router",
         "pages": "intake router",
-        "planning": "changes config keys membership",
+        "planning": "changes config intake keys membership",
         "runtime": "config intake keys membership transfer",
         "setup": "changes config keys",
         "keys": "changes config intake log membership",

@@ -21,7 +21,7 @@ from aggregator.log.journal import Journal, sizes_given_out, stage
 from aggregator.log.keys import key_change, key_changes
 from aggregator.membership.invitation import make_invitation
 from aggregator.membership.registry import taking_part
-from aggregator.membership.withdrawal import withdrawn_silos
+from aggregator.membership.withdrawal import check_still_carried, withdrawn_silos
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.io.locks import locked
@@ -331,6 +331,7 @@ def _start_plan(
     bundle = change.put(f"plans/{plan_id}/bundle")
     encoded = read_bounded(bundle / "targets" / plan_id / "plan.json", MAX_DOCUMENT_BYTES)
     plan = Plan.parse(encoded, subject="plan.json")
+    check_still_carried(federation, plan)
     files = {f"{plan_id}/plan.json": (len(encoded), sha256_hex(encoded))}
     files |= {f"{plan_id}/{file.path}": (file.bytes, file.digest) for file in plan.files}
     entry = PlanSigned(plan_id=plan_id, plan_digest=sha256_hex(encoded))

@@ -4,7 +4,7 @@ There are two steps, so that the first never waits for signatures. The card is r
 keeps the silo out of later plans. Then the holders of `targets` sign metadata without the delegation to its key.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aggregator.changes import Change
 from aggregator.config import Federation
@@ -63,9 +63,8 @@ def remove(federation: Federation, silo_id: str, reason: str, passphrase: bytes)
         if silo_id not in delegates.silos:
             return Removal(None, [])
         change = Change.begin(federation.path)
-        others = {other: key for other, key in delegates.silos.items() if other != silo_id}
         purpose = f"remove the silo {silo_id} from plan {delegates.plan_id}"
-        targets = repository.next_targets(replace(delegates, silos=others), now_utc())
+        targets = repository.next_targets(delegates.without(silo_id), now_utc())
         request = Request.to_sign(targets, purpose, repository.targets(), repository.root())
         missing = conduct(federation, change, [request], passphrase, act="renew", purpose=purpose)
         return Removal(delegates.plan_id, missing)

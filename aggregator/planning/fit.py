@@ -83,7 +83,7 @@ def fit_public(recipe: Recipe, public: Tensor, folder: Path, on_progress: Progre
         DataError: too few public images for the recipe.
     """
     fitted, holdout = _divide(public, recipe.public)
-    condition = _condition(recipe)
+    condition = condition_of(recipe)
     encoder, encoder_spec = _open_encoder(recipe, fitted)
     num_fine = recipe.clustering.fine_for(len(fitted), recipe.statistics.counts.num_groups)
     latent_spec, latents = _encode(recipe, fitted, holdout, folder, on_progress)
@@ -92,9 +92,7 @@ def fit_public(recipe: Recipe, public: Tensor, folder: Path, on_progress: Progre
     paths = [CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH]
     if latents is not None:
         paths.append(AUTOENCODER_PATH)
-    if recipe.base and recipe.expert.base:
-        save_tensors(folder / recipe.expert.base, _open_base(recipe, recipe.base, images.seen, condition))
-        paths.append(recipe.expert.base)
+    paths += write_base(recipe, images, condition, folder)
     return Fitted(images, tuple(sorted(paths)), encoder_spec, latent_spec, num_fine, condition, sketch)
 
 
@@ -109,7 +107,7 @@ def _divide(public: Tensor, settings: PublicRecipe) -> tuple[Tensor, Tensor]:
     return public[order[num_holdout:]], public[order[:num_holdout]]
 
 
-def _condition(recipe: Recipe) -> Condition:
+def condition_of(recipe: Recipe) -> Condition:
     """Return what experts are told, the encoder of texts pinned by the digests of its files."""
     condition = recipe.condition
     if not isinstance(condition, TextRecipe):
@@ -162,6 +160,14 @@ def _encode(
     sizes = {name: getattr(wanted, name) for name in AutoencoderSize.model_fields}
     save_tensors(target, opened.tensors())
     return AutoencoderKlLatent(**sizes, scale=scale), (raw_fitted / scale, raw_holdout / scale)
+
+
+def write_base(recipe: Recipe, images: PublicImages, condition: Condition, folder: Path) -> list[str]:
+    """Write the public expert that training starts from, if the recipe names one, and return its path in the plan."""
+    if not (recipe.base and recipe.expert.base):
+        return []
+    save_tensors(folder / recipe.expert.base, _open_base(recipe, recipe.base, images.seen, condition))
+    return [recipe.expert.base]
 
 
 def _open_base(recipe: Recipe, weights: str, seen: Tensor, condition: Condition) -> dict[str, Tensor]:

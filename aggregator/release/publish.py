@@ -31,9 +31,12 @@ from ddm.io.files import link_or_copy, read_bounded, write_atomic
 from ddm.io.space import check_writable, require_room
 from ddm.loading.ensemble import build_ensemble
 from ddm.loading.log import entry_of
+from ddm.loading.plan_documents import read_earlier
 from ddm.loading.release import open_release
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_file, sha256_hex
+from ddm.protocol.growth import standing_of
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
+from ddm.protocol.plan import Plan
 from ddm.protocol.submission import submission_path
 from ddm.trust.drafts import log_key_of
 from ddm.trust.model_signature import MODEL_SIGNATURE_NAME, sign_model
@@ -129,7 +132,7 @@ def _next_version(
     release = change.put(f"releases/{version}")
     targets = release / "targets" / source.plan_id
     _lay_out(source, targets)
-    size = sum(path.stat().st_size for path in targets.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in targets.parent.rglob("*") if path.is_file())
     require_room({reserved.parent: size + _PAGES_BYTES, source.federation.path: _PAGES_BYTES}, "a release")
     draft = _manifest(source, targets, version)
     present = None if renew else _published_already(source.federation, draft)
@@ -201,7 +204,7 @@ def _lay_out(source: _Source, targets: Path) -> None:
         link_or_copy(bundle / name, targets / name)
     for silo_id, silo in inventory.silos.items():
         for name in _published_names(silo_id, silo):
-            link_or_copy(silo.folder / name, targets / name)
+            link_or_copy(silo.folder / name, _home(inventory.plan, targets, silo_id) / name)
     if history := key_history(source.federation, inventory.silos):
         write_atomic(targets / KEY_HISTORY, history.encode())
     link_or_copy(router_path(source.federation, source.plan_id), targets / ROUTER_NAME)
@@ -209,6 +212,11 @@ def _lay_out(source: _Source, targets: Path) -> None:
         remedy = "Publish again when `aggregator router` has ended."
         expected = f"the router of its report, sha256 {source.report.router.digest}"
         raise BusyError("router", expected=expected, got="a file with another digest", remedy=remedy)
+
+
+def _home(plan: Plan, targets: Path, silo_id: str) -> Path:
+    """Return the folder of the plan for which a silo signed: that of an earlier plan lies beside the present one's."""
+    return targets.parent / plan.origin(silo_id)
 
 
 def _published_names(silo_id: str, silo: AcceptedSilo) -> list[str]:
@@ -234,7 +242,7 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
         cite=settings.cite,
         missing_silos=inventory.missing,
         withdrawn_silos=inventory.withdrawn,
-        silos=tuple(_published_silo(federation, silo_id, silo, targets) for silo_id, silo in inventory.silos.items()),
+        silos=tuple(_published_silo(source, silo_id, silo, targets) for silo_id, silo in inventory.silos.items()),
         experts=tuple(
             PublishedExpert(
                 expert_id=expert.expert_id,
@@ -258,13 +266,15 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
     )
 
 
-def _published_silo(federation: Federation, silo_id: str, silo: AcceptedSilo, targets: Path) -> PublishedSilo:
-    submission = silo.submission
+def _published_silo(source: _Source, silo_id: str, silo: AcceptedSilo, targets: Path) -> PublishedSilo:
+    submission, plan = silo.submission, source.inventory.plan
     name = submission_path(silo_id)
+    earlier = read_earlier(plan, lambda file: read_bounded(targets / file.path, MAX_DOCUMENT_BYTES))
     return PublishedSilo(
         silo_id=silo_id,
-        submission=File.of(name, targets / name),
-        key_fingerprint=signing_key(card_of(federation, silo_id)).fingerprint,
+        standing=standing_of(plan, earlier, silo_id),
+        submission=File.of(name, _home(plan, targets, silo_id) / name),
+        key_fingerprint=signing_key(card_of(source.federation, silo_id)).fingerprint,
         epsilon=submission.spent.epsilon,
         delta=submission.spent.delta,
         audit=submission.audit.verdict,
@@ -310,9 +320,11 @@ def _with_pages(draft: Manifest, targets: Path) -> Manifest:
 
 
 def _digests(manifest: Manifest) -> Mapping[str, str]:
-    """Return the digest of every file that `model.sig` covers, from the documents that list them."""
+    """Return the digest of every file that `model.sig` covers, all in the plan's folder, from their documents."""
+    own = {silo.silo_id for silo in manifest.silos if silo.standing != "carried"}
     listed = [*manifest.files, manifest.router.file]
-    listed += [silo.submission for silo in manifest.silos] + [expert.file for expert in manifest.experts]
+    listed += [silo.submission for silo in manifest.silos if silo.silo_id in own]
+    listed += [expert.file for expert in manifest.experts if expert.silo_id in own]
     return {"manifest.json": manifest.digest, **{file.path: file.digest for file in listed}}
 
 

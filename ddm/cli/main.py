@@ -100,6 +100,7 @@ def info(
         for silo in manifest.silos
     ]
     say(table(rows, ("silo", f"{plan.statistics.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
+    _say_grown(opened)
     _say_lowered(opened)
     say("\nThe experts' weights were trained without differential privacy; epsilon covers the router's inputs only.")
     warn_if_expired(opened)
@@ -117,6 +118,24 @@ def _network(plan: Plan) -> str:
         f"  an expert: {size.parameters:,} parameters, {human_flops(forward)} and {memory} to evaluate one image,"
         f"\n  {human_flops(both)} to train on one, {human_bytes(training_bytes(plan))} in batches of {batch} (float32)"
     )
+
+
+_STANDINGS = {
+    "again": "trained for this plan, and was a silo of an earlier one",
+    "late": "joined with this plan",
+}
+
+
+def _say_grown(opened: Release) -> None:
+    """Say what each silo is in a plan that carries experts over, and which silos of the plan are not here."""
+    for silo in opened.manifest.silos:
+        if silo.standing == "carried":
+            say(f"  silo {silo.silo_id} was carried over from plan {opened.plan.origin(silo.silo_id)}")
+        elif silo.standing != "new":
+            say(f"  silo {silo.silo_id} {_STANDINGS[silo.standing]}")
+    for reason, absent in (("missing", opened.manifest.missing_silos), ("withdrawn", opened.manifest.withdrawn_silos)):
+        if absent:
+            say(f"  {reason}: {', '.join(absent)}; the priors are shares among the silos above")
 
 
 def _say_lowered(opened: Release) -> None:

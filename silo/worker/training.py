@@ -9,6 +9,7 @@ nearest to the cluster, up to the fewest images that plan and policy allow for a
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,14 @@ from ddm.training.loop import Progress, train
 from silo.config import Policy
 from silo.data.captions import some_texts
 from silo.data.cohort import Cohort
+from silo.plan.own_experts import OwnExpert
 from silo.plan.workspace import TrainingRecord, Workspace
 from silo.privacy.statistics import STATISTIC_NAMES
 
 # Shape legend: N images, F fine centroids, G public groups, D feature values.
 
 _MAX_SEED = 2**63
+_NO_EXPERTS: Mapping[str, OwnExpert] = MappingProxyType({})
 
 
 def fewest_images(plan: Plan, policy: Policy) -> int:
@@ -84,6 +87,7 @@ def train_experts(
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
     bundle: Path | None = None,
+    own: Mapping[str, OwnExpert] = _NO_EXPERTS,
     engine: Engine = Engine(),
 ) -> None:
     """Train every expert of this silo and write it with its record, resuming exactly where an earlier process stopped.
@@ -99,6 +103,7 @@ def train_experts(
         on_progress: called with the steps taken and the steps in all, over all experts.
         should_stop: called before every step.
         bundle: the folder with the plan's files, for a plan whose experts start from a public one.
+        own: this silo's experts of an earlier plan, by name, for a plan that trains them on.
         engine: how this machine trains.
 
     Raises:
@@ -119,7 +124,7 @@ def train_experts(
 
             fewest = fewest_images(plan, policy)
             chosen = images_of_part(part, part_N == number, fine_N, files.clusters, fewest)
-            recipe = ExpertRecipe(plan, silo_id, number, bundle, engine)
+            recipe = ExpertRecipe(plan, silo_id, number, bundle, engine, own.get(part.expert_id))
             _train_expert(recipe, cohort, chosen, part.expert_id, work, watch, should_stop)
         seconds += work.record(part.expert_id).training.seconds
         _check_time(plan, seconds)  # again: with several processes, one may write the record before `watch` stops them
@@ -158,6 +163,7 @@ class ExpertRecipe:
         number: which of the silo's experts.
         bundle: the folder with the plan's files; None where no expert starts from one of them.
         engine: how this machine trains.
+        own: the silo's expert of an earlier plan that is trained on; None where there is none.
     """
 
     plan: Plan
@@ -165,6 +171,7 @@ class ExpertRecipe:
     number: int
     bundle: Path | None
     engine: Engine
+    own: OwnExpert | None = None
 
     @property
     def seed(self) -> int:
@@ -172,13 +179,16 @@ class ExpertRecipe:
         return (self.plan.expert.training.seed + self.number) % _MAX_SEED
 
     def start(self) -> nn.Module:
-        """Build the model to train, from random weights or from the plan's public expert.
+        """Build the model to train, from random weights, the silo's own expert or the plan's public one.
 
         Raises:
-            MissingFileError, DigestError, TensorFileError: the public expert is not the one that the plan lists.
+            MissingFileError, DigestError, TensorFileError: the expert is not the one that the documents list.
             SetupError: the adaptation names weights that the expert lacks.
         """
         expert, shape, condition = self.plan.expert, self.plan.expert_shape, self.plan.condition
+        if self.own is not None:
+            known = load_expert(expert.architecture, shape, self.own.folder, self.own.file, condition)
+            return adapt(known, expert.adaptation, seed=self.seed)
         if expert.base is None:
             return build_expert(expert.architecture, shape, condition=condition, seed=self.seed)
         if self.bundle is None:

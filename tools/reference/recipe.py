@@ -118,7 +118,7 @@ def default_of(info: FieldInfo) -> str:
     """Return a default as TOML writes it."""
     if info.is_required():
         return "required"
-    if info.default is None or info.default == ():
+    if info.default is None or info.default in ((), {}):
         return "none"
     return f"`{json.dumps(info.default)}`"
 
@@ -139,6 +139,8 @@ def described(annotation: Any, metadata: list[Any]) -> tuple[str, str]:
             word, bounds = described(arguments[0], [])
             many = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
             return f"list of {many}{word}s", "; ".join(filter(None, [length(metadata), bounds and f"each {bounds}"]))
+        case origin if origin is dict:
+            return "table", length(metadata)
         case _:
             return NAMES[annotation], limits(annotation, flat(metadata))
 
