@@ -26,12 +26,12 @@ def plan(
     """Fit the public parts of a plan, show size, time and epsilon, then sign it."""
     from pydantic import ValidationError
 
-    from aggregator.keys.store import load_key
     from aggregator.planning.draft import draft_plan
     from aggregator.planning.recipe import Recipe
     from aggregator.planning.sign import sign_plan
     from ddm.io.npz import read_images
     from ddm.io.settings import load_settings, misfit
+    from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
     chosen = load_settings(Recipe, recipe)

@@ -12,11 +12,11 @@ from aggregator.keys.rotation import next_receipts_key
 from aggregator.keys.silo_rotation import cards_for_next_plan
 from aggregator.membership.registry import cards
 from aggregator.planning.cost import Cost, cost_of
-from aggregator.planning.fit import Fitted, PublicImages, fit_public
 from aggregator.planning.recipe import Recipe
 from ddm.encoders import Progress
 from ddm.errors import SetupError
 from ddm.loading.plan import CENTROIDS_PATH, SKETCH_PATH
+from ddm.planning.fit import Fitted, PublicImages, fit_public
 from ddm.privacy.plan_cost import check_total
 from ddm.protocol.base import File, now_utc
 from ddm.protocol.plan import Agreed, Clustering, Plan, SketchSpec
@@ -52,8 +52,8 @@ def draft_plan(
         on_progress: called with images encoded and images in all, which is long with a large network.
 
     Raises:
-        SetupError: no silo is enrolled, or see `aggregator.planning.fit.fit_public`.
-        MissingFileError, TensorFileError, DataError: see `aggregator.planning.fit.fit_public`.
+        SetupError: no silo is enrolled, or see `ddm.planning.fit.fit_public`.
+        MissingFileError, TensorFileError, DataError: see `ddm.planning.fit.fit_public`.
         PolicyError: the statistics cost more than the total that the recipe states.
     """
     silos = tuple(sorted(cards(federation)))

@@ -14,6 +14,7 @@ from ddm.errors import DigestError, MissingFileError, ReplayError, RootError, Tr
 from ddm.io.files import read_bounded
 from ddm.loading.log import LogView, entry_of, read_log
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
+from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedSilo
 from ddm.protocol.plan import Plan, SiloClusterPartition
 from ddm.protocol.submission import Submission, is_expert_path
@@ -45,7 +46,7 @@ class Release:
     verified: VerifiedRelease
     plan: Plan
     manifest: Manifest
-    submissions: Mapping[str, Submission]
+    submissions: Mapping[str, Submission | Island]
     log: LogView
     folder: Path
 
@@ -144,8 +145,9 @@ def _read_documents(folder: Path, verified: VerifiedRelease) -> Release:
     plan = Plan.parse(_read(verified, "plan.json"), subject="plan.json")
     encoded = _read(verified, "manifest.json")
     manifest = Manifest.parse(encoded, subject="manifest.json")
+    kind: type[Submission | Island] = Submission if plan.statistics.private else Island
     submissions = {
-        silo.silo_id: Submission.parse(_read(verified, silo.submission.path), subject=silo.submission.path)
+        silo.silo_id: kind.parse(_read(verified, silo.submission.path), subject=silo.submission.path)
         for silo in manifest.silos
     }
     _check_together(verified, plan, manifest, submissions)
@@ -184,7 +186,7 @@ def _read(verified: VerifiedRelease, name: str, limit: int = MAX_DOCUMENT_BYTES)
 
 
 def _check_together(
-    verified: VerifiedRelease, plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission]
+    verified: VerifiedRelease, plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission | Island]
 ) -> None:
     """Check that the signed documents name each other, and that every file that they list is signed as listed."""
     plan_digest = verified.files["plan.json"].digest
@@ -225,21 +227,20 @@ def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
             raise TrustError(subject, expected=f"{signed}, of the key that signed", got=named)
 
 
-def _check_claims(silo: PublishedSilo, submission: Submission) -> None:
+def _check_claims(silo: PublishedSilo, submission: Submission | Island) -> None:
     """Check that what the manifest repeats of a silo's submission is what the silo signed."""
-    claims = (
-        ("epsilon", submission.spent.epsilon, silo.epsilon),
-        ("delta", submission.spent.delta, silo.delta),
-        ("audit", submission.audit.verdict, silo.audit),
-        ("isolation", submission.isolation, silo.isolation),
-    )
-    for name, signed, claimed in claims:
+    stated: tuple[float | str | None, ...] = (None, None, "none", "none")  # an island claims no guarantee
+    if isinstance(submission, Submission):
+        spent = submission.spent
+        stated = (spent.epsilon, spent.delta, submission.audit.verdict, submission.isolation)
+    claims = zip(("epsilon", "delta", "audit", "isolation"), stated, strict=True)
+    for (name, signed), claimed in zip(claims, (silo.epsilon, silo.delta, silo.audit, silo.isolation), strict=True):
         if claimed != signed:
             subject = f"manifest.json, silo {silo.silo_id}, {name}"
             raise TrustError(subject, expected=f"{signed}, as the silo signed", got=f"{claimed}")
 
 
-def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission) -> None:
+def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission | Island) -> None:
     """Check that a silo counts as what it signed, or as less with a reason, and never as more than was agreed."""
     claimed, agreed = submission.num_units, plan.agreed[silo.silo_id].units(plan.statistics.unit)
     subject, most = f"manifest.json, silo {silo.silo_id}, units", min(claimed, agreed)
@@ -251,7 +252,7 @@ def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission) -> Non
         raise TrustError(subject, expected=f"{claimed}, as the silo stated, or less with a reason", got=got)
 
 
-def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission]) -> None:
+def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission | Island]) -> None:
     """Check that the manifest lists the silos' experts, and that each silo's priors sum to its share of counted units.
 
     With a partition by clusters the division of a silo's share among its experts follows from its noised histogram,

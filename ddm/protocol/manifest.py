@@ -46,6 +46,8 @@ Flag = Literal[
 class PublishedSilo(Model):
     """One silo: its signed submission, its key, its privacy cost, and whether a person admitted it.
 
+    An island of one owner has no epsilon and no delta, since nothing of it was hidden, and no audit.
+
     Attributes:
         units: the number of units that its prior counts: what its submission states, or less.
         units_reason: why it counts less; the operator's words.
@@ -54,9 +56,9 @@ class PublishedSilo(Model):
     silo_id: SiloId
     submission: File
     key_fingerprint: Digest
-    epsilon: Epsilon
-    delta: Delta
-    audit: Literal["pass", "waived"]
+    epsilon: Annotated[Epsilon | None, Field(exclude_if=lambda epsilon: epsilon is None)] = None
+    delta: Annotated[Delta | None, Field(exclude_if=lambda delta: delta is None)] = None
+    audit: Literal["pass", "waived", "none"]
     isolation: Literal["none", "users", "containers"]
     admitted: bool = False
     units: PositiveInt

@@ -8,7 +8,7 @@ that remember the last snapshot refuse one from which an entry disappeared, and 
 outdated; our verifier reads such an entry as "must be absent".
 
 Each method writes several files, one after the other. To survive a crash in between, a caller works on a copy of the
-folder and replaces the original with it (`aggregator.changes`), holding the federation's signing lock.
+folder and replaces the original with it (`ddm.io.changes`), holding the federation's signing lock.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aggregator.planning.recipe import AutoencoderKlRecipe, PcaRecipe, PublicRecipe, Recipe, TextRecipe
 from ddm.encoders import Encoder, PcaEncoder, Progress
 from ddm.encoders.autoencoder import AutoencoderKl, Identity, Latent, open_weights, spread
 from ddm.errors import DataError
@@ -14,7 +13,8 @@ from ddm.io.files import require_file
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.plan import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH
 from ddm.models import MAX_WEIGHT, expected_tensors
-from ddm.partition.clustering import fit_clustering
+from ddm.partition.clustering import Clusters, fit_clustering
+from ddm.planning.recipe import AutoencoderKlRecipe, PcaRecipe, PublicRecipe, SharedRecipe, TextRecipe
 from ddm.protocol.latent import AUTOENCODER_PATH, AutoencoderSize
 from ddm.protocol.plan import AutoencoderKlLatent, Condition, IdentityLatent, TimmEncoder
 from ddm.protocol.plan import PcaEncoder as PcaSpec
@@ -55,6 +55,9 @@ class Fitted:
         num_fine: number of fine centroids.
         condition: what experts are told, the encoder of texts pinned by digests.
         sketch: what routers see of an image.
+        network: the encoder itself.
+        clusters: the clusters themselves.
+        autoencoder: the latent itself.
     """
 
     images: PublicImages
@@ -64,9 +67,12 @@ class Fitted:
     num_fine: int
     condition: Condition
     sketch: Sketch
+    network: Encoder
+    clusters: Clusters
+    autoencoder: Latent
 
 
-def fit_public(recipe: Recipe, public: Tensor, folder: Path, on_progress: Progress | None = None) -> Fitted:
+def fit_public(recipe: SharedRecipe, public: Tensor, folder: Path, on_progress: Progress | None = None) -> Fitted:
     """Fit the public parts of a plan and write them into `folder`.
 
     Args:
@@ -81,13 +87,13 @@ def fit_public(recipe: Recipe, public: Tensor, folder: Path, on_progress: Progre
         TensorFileError: the autoencoder's weights are not what the recipe's sizes imply.
         DataError: too few public images for the recipe.
     """
-    fitted, holdout = _divide(public, recipe.public)
+    fitted, holdout = (public[rows] for rows in divide(len(public), recipe.public))
     condition = _condition(recipe)
     encoder, encoder_spec = _open_encoder(recipe, fitted)
-    num_fine = recipe.clustering.fine_for(len(fitted), recipe.statistics.counts.num_groups)
+    num_fine = recipe.clustering.fine_for(len(fitted), recipe.num_groups)
     latent, latent_spec, latents = _open_latent(recipe, fitted, holdout, on_progress)
     images = PublicImages(fitted, holdout, latents)
-    sketch = _fit_partition(recipe, encoder, num_fine, images, folder, on_progress)
+    sketch, clusters = _fit_partition(recipe, encoder, num_fine, images, folder, on_progress)
     paths = [CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH]
     if isinstance(latent, AutoencoderKl):
         save_tensors(folder / AUTOENCODER_PATH, latent.tensors())
@@ -95,21 +101,36 @@ def fit_public(recipe: Recipe, public: Tensor, folder: Path, on_progress: Progre
     if recipe.base and recipe.expert.base:
         save_tensors(folder / recipe.expert.base, _open_base(recipe, recipe.base, images.seen, condition))
         paths.append(recipe.expert.base)
-    return Fitted(images, tuple(sorted(paths)), encoder_spec, latent_spec, num_fine, condition, sketch)
+    return Fitted(
+        images=images,
+        paths=tuple(sorted(paths)),
+        encoder=encoder_spec,
+        latent=latent_spec,
+        num_fine=num_fine,
+        condition=condition,
+        sketch=sketch,
+        network=encoder,
+        clusters=clusters,
+        autoencoder=latent,
+    )
 
 
-def _divide(public: Tensor, settings: PublicRecipe) -> tuple[Tensor, Tensor]:
-    """Return the images to fit on and those held out."""
-    order = torch.randperm(len(public), generator=torch.Generator().manual_seed(settings.seed))
-    num_holdout = int(len(public) * settings.holdout_share)
+def divide(num: int, settings: PublicRecipe) -> tuple[Tensor, Tensor]:
+    """Return which of so many images are fitted on, and which are held out.
+
+    Raises:
+        DataError: too few to hold out.
+    """
+    order = torch.randperm(num, generator=torch.Generator().manual_seed(settings.seed))
+    num_holdout = int(num * settings.holdout_share)
     if num_holdout < FEWEST_HELD_OUT:
         expected = f"at least {FEWEST_HELD_OUT} to hold out, by public.holdout_share"
         remedy = "Give more public images, or raise public.holdout_share in the recipe."
-        raise DataError("public images", expected=expected, got=f"{num_holdout} of {len(public)}", remedy=remedy)
-    return public[order[num_holdout:]], public[order[:num_holdout]]
+        raise DataError("public images", expected=expected, got=f"{num_holdout} of {num}", remedy=remedy)
+    return order[num_holdout:], order[:num_holdout]
 
 
-def _condition(recipe: Recipe) -> Condition:
+def _condition(recipe: SharedRecipe) -> Condition:
     """Return what experts are told, the encoder of texts pinned by the digests of its files."""
     condition = recipe.condition
     if not isinstance(condition, TextRecipe):
@@ -119,7 +140,7 @@ def _condition(recipe: Recipe) -> Condition:
     return pin(Path(condition.encoder), max_tokens=condition.max_tokens, drop=condition.drop)
 
 
-def _open_encoder(recipe: Recipe, fitted: Tensor) -> tuple[Encoder, PcaSpec | TimmEncoder]:
+def _open_encoder(recipe: SharedRecipe, fitted: Tensor) -> tuple[Encoder, PcaSpec | TimmEncoder]:
     """Fit or load the encoder, and describe it for the plan."""
     wanted = recipe.encoder
     if isinstance(wanted, PcaRecipe):
@@ -135,7 +156,7 @@ def _open_encoder(recipe: Recipe, fitted: Tensor) -> tuple[Encoder, PcaSpec | Ti
 
 
 def _open_latent(
-    recipe: Recipe, fitted: Tensor, holdout: Tensor, on_progress: Progress | None
+    recipe: SharedRecipe, fitted: Tensor, holdout: Tensor, on_progress: Progress | None
 ) -> tuple[Latent, IdentityLatent | AutoencoderKlLatent, tuple[Tensor, Tensor] | None]:
     """Open the autoencoder, measure how wide its latents are on the images that the plan is fitted on, encode all."""
     wanted = recipe.latent
@@ -149,7 +170,7 @@ def _open_latent(
     return opened, AutoencoderKlLatent(**sizes, scale=scale), (raw_fitted / scale, raw_holdout / scale)
 
 
-def _open_base(recipe: Recipe, weights: str, seen: Tensor, condition: Condition) -> dict[str, Tensor]:
+def _open_base(recipe: SharedRecipe, weights: str, seen: Tensor, condition: Condition) -> dict[str, Tensor]:
     """Load the public expert that training starts from; it must be what the recipe wants trained."""
     path = require_file(Path(weights), "the public expert that training starts from")
     specs = expected_tensors(recipe.expert.architecture, tuple(seen.shape[1:]), condition)
@@ -157,24 +178,22 @@ def _open_base(recipe: Recipe, weights: str, seen: Tensor, condition: Condition)
 
 
 def _fit_partition(
-    recipe: Recipe,
+    recipe: SharedRecipe,
     encoder: Encoder,
     num_fine: int,
     images: PublicImages,
     folder: Path,
     on_progress: Progress | None,
-) -> Sketch:
+) -> tuple[Sketch, Clusters]:
     """Fit clusters on features of images, and the sketch on what experts see of them; write both and the encoder."""
-    statistics, clustering = recipe.statistics, recipe.clustering
-    num_groups = statistics.counts.num_groups
+    clustering, num_groups = recipe.clustering, recipe.num_groups
     features = encoder.encode(images.fitted, on_progress)
     clusters = fit_clustering(
         features, num_fine, clustering.num_coarse, num_groups, seed=recipe.public.seed, balanced=clustering.balanced
     )
     group_N = clusters.group_F[clusters.assign(features)]
-    released = max((part.rank for part in (statistics.sketch, statistics.moments) if part), default=recipe.sketch.rank)
-    sketch = Sketch.fit(images.seen, group_N, recipe.sketch.rank, num_groups, released_rank=released)
+    sketch = Sketch.fit(images.seen, group_N, recipe.sketch.rank, num_groups, released_rank=recipe.released_rank)
     for path, part in ((ENCODER_PATH, encoder), (CENTROIDS_PATH, clusters), (SKETCH_PATH, sketch)):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         save_tensors(folder / path, part.tensors())
-    return sketch
+    return sketch, clusters
