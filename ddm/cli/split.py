@@ -39,8 +39,10 @@ def split(
     way = by or ("random" if chosen.partition.kind == "random" else "clusters")
     dataset = Dataset.read(data, chosen.data)
     secret = passphrase(passphrase_file, None, OWN_KEYS, confirm=True)
+    num, some = len(dataset.images), min(len(dataset.images), chosen.owner.fit_images)
+    say(f"Fitting encoder and clusters on {some} of {num} images, then dividing all of them …")
     try:
-        with progress(f"Dividing {len(dataset.images)} images") as tell:
+        with progress("Encoding images") as tell:
             done = divide(dataset, chosen, islands, way, out, secret, tell)
     except ValidationError as error:
         # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
