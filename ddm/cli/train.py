@@ -55,7 +55,7 @@ def train(
     if not missing:
         say(f"All {num} islands are trained. Next: ddm assemble {quote(str(folder))} --out RELEASE")
     elif island is None:
-        say(f"{num - len(missing)} of {num} islands are trained; other processes train {len(elsewhere)}.")
+        say(f"{num - len(missing)} of {num} islands are trained; other processes train {len({*elsewhere} & {*missing})}.")
 
 
 def _train(islands: "Islands", number: int, engine: "Engine", place: str | None) -> "TrainedIsland | None":

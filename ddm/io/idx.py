@@ -3,7 +3,10 @@
 import gzip
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -20,15 +23,24 @@ _MAX_DIMS = 4
 
 def is_idx(path: Path) -> bool:
     """Whether a file holds an idx array of bytes, as far as its first bytes tell."""
-    with path.open("rb") as handle:
-        begin = handle.read(3)
-    if begin[:2] != _GZIP:
-        return begin == _IDX
     try:
-        with gzip.open(path) as unpacked:
-            return unpacked.read(3) == _IDX
-    except (OSError, EOFError):
+        with _unpacked(path) as handle:
+            return handle.read(3) == _IDX
+    except (gzip.BadGzipFile, EOFError):
         return False
+
+
+@contextmanager
+def _unpacked(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    """Open a file, or what is packed in it."""
+    with path.open("rb") as handle:
+        packed = handle.read(2) == _GZIP
+        handle.seek(0)
+        if not packed:
+            yield handle
+            return
+        with gzip.open(handle) as unpacked:
+            yield unpacked
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -42,8 +54,7 @@ def read_idx(path: Path) -> np.ndarray:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     wanted = "an idx file of unsigned bytes"
     try:
-        packed = path.open("rb").read(2) == _GZIP
-        with gzip.open(path) if packed else path.open("rb") as handle:
+        with _unpacked(path) as handle:
             magic = handle.read(4)
             if magic[:3] != _IDX or not 1 <= magic[3] <= _MAX_DIMS:
                 raise DataError("data file", expected=wanted, got="a file that begins otherwise")

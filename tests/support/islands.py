@@ -76,10 +76,12 @@ class Owner:
 
     @classmethod
     def make(cls, path: Path, *, steps: int = 10, recipe: str = RECIPE, extra: str = "") -> "Owner":
-        """Write the data, with the columns `labels` and `site`, the recipe and the passphrase."""
+        """Write the data, with the columns `labels`, `site` and `captions`, the recipe and the passphrase."""
         path.mkdir(parents=True, exist_ok=True)
         images, label_N = digits()
-        np.savez(path / "data.npz", images=images, labels=label_N, site=np.where(label_N < 4, "low", "high"))
+        site_N = np.where(label_N < 4, "low", "high")
+        captions = np.array([f"the digit {label}" for label in label_N])
+        np.savez(path / "data.npz", images=images, labels=label_N, site=site_N, captions=captions)
         (path / "plan.toml").write_text(recipe.format(steps=steps) + extra)
         (path / "pass").write_text("a passphrase\n")
         return cls(path)

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from ddm.encoders.text import TextEncoder
 from ddm.islands.arrays import map_array
 from ddm.islands.folder import Islands
 from ddm.loading.plan import PlanFiles
 from ddm.loading.release import open_release
+from ddm.protocol.plan import TextCondition
 from tests.support.islands import RECIPE, Owner, digits
+from tests.support.text_encoders import network, save
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +169,19 @@ def test_other_router_families_are_assembled_too(trained: Owner, tmp_path: Path,
     chosen = ("--class", 3) if classes else ()
     sampled = owner.read("sample", "release", "--num", 2, "--steps", 2, *chosen, "--out", tmp_path / "some.npz")
     assert sampled.code == 0, sampled.err
+
+
+def test_captions_are_encoded_once_and_condition_the_experts(tmp_path: Path) -> None:
+    folder = save(tmp_path / "tiny-t5", network("T5EncoderModel"))
+    wanted = f'[condition]\nkind = "text"\nencoder = "{folder}"\nmax_tokens = 4\n'
+    owner = Owner.make(tmp_path / "owner", steps=5, extra=wanted)
+    for done in (owner.split(), owner.train(), owner.assemble("release")):
+        assert done.code == 0, done.err
+    islands, (_, label_N) = Islands(owner.run), digits()
+    rows = map_array(islands.island(1).rows).numpy()[:3]
+    condition = islands.plan.condition
+    assert isinstance(condition, TextCondition)
+    texts = TextEncoder.open(folder, condition).encode([f"the digit {label_N[row]}" for row in rows])
+    assert torch.allclose(map_array(islands.island(1).labels)[:3], texts, atol=1e-6)
+    words = ("--text", "the digit 3", "--text-encoder", folder, "--num", 2, "--steps", 2)
+    assert owner.read("sample", "release", *words, "--out", tmp_path / "some.npz").code == 0

@@ -35,7 +35,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Owner:
 
 def test_recipe_or_data_that_do_not_fit_are_refused_and_leave_no_folder(tmp_path: Path) -> None:
     faults = (
-        ("dim = 12", "dims = 12", 3, "a field that does not exist"),
+        ("dim = 12", "dim = 12\nwidth = 3", 3, "a field that does not exist"),
         ("shape = [1, 8, 8]", "shape = [1, 9, 9]", 7, "image shape"),
         ("range = [-1.0, 1.0]", "range = [0.0, 1.0]", 7, "within [0, 1]"),
         ("patch = 4", "patch = 3", 3, "patch"),
