@@ -55,7 +55,8 @@ def train(
     if not missing:
         say(f"All {num} islands are trained. Next: ddm assemble {quote(str(folder))} --out RELEASE")
     elif island is None:
-        say(f"{num - len(missing)} of {num} islands are trained; other processes train {len({*elsewhere} & {*missing})}.")
+        others = len({*elsewhere} & {*missing})
+        say(f"{num - len(missing)} of {num} islands are trained; other processes train {others}.")
 
 
 def _train(islands: "Islands", number: int, engine: "Engine", place: str | None) -> "TrainedIsland | None":

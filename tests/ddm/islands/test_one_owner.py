@@ -154,7 +154,7 @@ def test_expert_that_changed_after_training_is_not_assembled(trained: Owner, tmp
     assert "islands/0" in refused.err
 
 
-@pytest.mark.parametrize("kind", ["counts", "samples"])
+@pytest.mark.parametrize("kind", ["counts", pytest.param("samples", marks=pytest.mark.slow)])
 def test_other_router_families_are_assembled_too(trained: Owner, tmp_path: Path, kind: str) -> None:
     size = {
         "counts": "",

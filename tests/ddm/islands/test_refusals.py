@@ -135,10 +135,16 @@ def test_silo_refuses_an_owners_plan_and_a_federation_its_statistics(split: Owne
     assert load_settings(IslandsRecipe, recipe).not_used == ("statistics", "audit", "limits")
 
 
-def test_release_that_claims_privacy_for_an_island_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signed by the owner's own keys: the readers' checks refuse it."""
+def test_wrong_passphrase_publishes_nothing_and_a_release_that_claims_privacy_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is signed by the owner's own keys: the readers' checks refuse it."""
     owner = Owner.make(tmp_path, steps=5)
     assert (owner.split().code, owner.train().code) == (0, 0)
+    (owner.path / "other").write_text("another passphrase\n")
+    assert owner.assemble("release", "--passphrase-file", owner.path / "other").code == 5
+    assert not (owner.path / "release").exists()
+    assert not list((owner.run / "releases").glob("*"))
     honest = ddm.islands.assemble._manifest
 
     def lie(*arguments: object) -> Manifest:
@@ -152,15 +158,6 @@ def test_release_that_claims_privacy_for_an_island_is_refused(tmp_path: Path, mo
     refused = owner.read("verify", "release")
     assert refused.code == 10
     assert "epsilon" in refused.err
-
-
-def test_wrong_passphrase_publishes_nothing(tmp_path: Path) -> None:
-    owner = Owner.make(tmp_path, steps=5)
-    assert (owner.split().code, owner.train().code) == (0, 0)
-    (owner.path / "pass").write_text("another\n")
-    assert owner.assemble("release").code == 5
-    assert not (owner.path / "release").exists()
-    assert not list((owner.run / "releases").glob("*"))
 
 
 def test_labels_that_are_no_classes_are_refused(tmp_path: Path) -> None:
