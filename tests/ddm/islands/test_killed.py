@@ -22,14 +22,14 @@ def trained(owner: Owner) -> bytes:
 
 
 def test_island_killed_again_and_again_ends_in_the_same_bytes(tmp_path: Path) -> None:
-    """By kill -9 right before a change on disk: while a checkpoint is written, after it, and before the expert."""
+    """By kill -9 right before a change on disk: while the second checkpoint is written, then the third."""
     owner = Owner.make(tmp_path / "one", steps=20)
     assert owner.split().code == 0
     assert owner.train("--island", 1).code == 0  # here, so that the processes below need not import what it takes
     shutil.copytree(owner.path, tmp_path / "two")
     wanted = trained(Owner(tmp_path / "two"))
     island, steps = Islands(owner.run).island(0), set[str]()
-    for changes in (6, 20, 33, 24):
+    for changes in (20, 24):
         assert killed_at(changes, lambda: owner.train("--island", 0))
         assert not island.is_trained
         steps |= {path.name for path in island.checkpoints.glob("step-*.json")}

@@ -171,6 +171,7 @@ def test_other_router_families_are_assembled_too(trained: Owner, tmp_path: Path,
     assert sampled.code == 0, sampled.err
 
 
+@pytest.mark.slow
 def test_captions_are_encoded_once_and_condition_the_experts(tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny-t5", network("T5EncoderModel"))
     wanted = f'[condition]\nkind = "text"\nencoder = "{folder}"\nmax_tokens = 4\n'
