@@ -1,23 +1,20 @@
 """A federation: its folders, federation.toml, the current plan."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
-from aggregator.changes import is_unsettled, settle
 from ddm.errors import DigestError, MissingFileError, SetupError
+from ddm.io.changes import is_unsettled
 from ddm.io.files import read_bounded
-from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, check_json, sha256_hex
 from ddm.protocol.plan import Plan
+from ddm.publishing.home import MAX_TUF_BYTES, Home
 from ddm.trust.paths import PLANS, split_silo_role
 
-MAX_TUF_BYTES = 5_000_000
 PUBLIC_NAME = "public.npz"  # a plan's public hold-out
 KEY_NAMES = ("root", "targets", "plans", "release", "online", "receipts", "log")
 
@@ -46,20 +43,8 @@ class CurrentPlan(Document):
 
 
 @dataclass(frozen=True)
-class Federation:
+class Federation(Home):
     """The operator's folder."""
-
-    path: Path
-
-    @property
-    def keys(self) -> Path:
-        """Private keys, encrypted."""
-        return self.path / "keys"
-
-    @property
-    def tuf(self) -> Path:
-        """The TUF repository's metadata."""
-        return self.path / "tuf" / "metadata"
 
     @property
     def registry(self) -> Path:
@@ -106,11 +91,6 @@ class Federation:
         """Signed receipts and refusals; the ServerApp reads and delivers them."""
         return self.path / "receipts"
 
-    @property
-    def releases(self) -> Path:
-        """Published versions, numbered."""
-        return self.path / "releases"
-
     def accepted_folder(self, plan: Plan, silo_id: str) -> Path:
         """The folder of a silo's accepted submission, also of one that the plan carries over from an earlier one."""
         return self.accepted / plan.origin(silo_id) / silo_id
@@ -130,17 +110,6 @@ class Federation:
     def settings(self) -> FederationSettings:
         """Read federation.toml."""
         return load_settings(FederationSettings, self.path / "federation.toml")
-
-    @contextmanager
-    def signing_lock(self) -> Iterator[None]:
-        """Lock the federation's keys and metadata; every command that signs holds this lock.
-
-        Raises:
-            BusyError: another process holds it.
-        """
-        with locked(self.tuf.parent, "signer"):
-            settle(self.path)
-            yield
 
     def require(self) -> "Federation":
         """Return the federation if it was made by `aggregator init`.

@@ -38,13 +38,13 @@ def plan(
     """
     from pydantic import ValidationError
 
-    from aggregator.keys.store import load_key
     from aggregator.planning.carrying import choose_carried
     from aggregator.planning.draft import draft_plan
     from aggregator.planning.recipe import Recipe
     from aggregator.planning.sign import sign_plan
     from ddm.io.npz import read_images
     from ddm.io.settings import load_settings, misfit
+    from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
     chosen = load_settings(Recipe, recipe)

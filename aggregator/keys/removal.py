@@ -6,16 +6,16 @@ keeps the silo out of later plans. Then the holders of `targets` sign metadata w
 
 from dataclasses import dataclass
 
-from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.keys.ceremony import conduct
 from aggregator.keys.silo_rotation import forget_rotations
-from aggregator.log.journal import append
 from aggregator.membership.registry import Removed, card_of, cards, read_card, removed, rotations_of, signing_key
 from ddm.errors import SetupError
+from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import MAX_CARD_BYTES
+from ddm.publishing.journal import append
 from ddm.trust.ceremony import Request
 from ddm.trust.log.entries import SiloRemoved
 from ddm.trust.repository import Repository

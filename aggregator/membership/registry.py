@@ -11,12 +11,12 @@ from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from pydantic import Field
 
 from aggregator.config import Federation
-from aggregator.log.journal import append
 from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError, PolicyError
 from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.protocol.base import Digest, Document, PlanId, ShortText, SiloId, Time, check_json
 from ddm.protocol.enrolment import CARD_KIND, MAX_CARD_BYTES, ROTATED_CARD_FORMAT, Card, RotatedCard, SealedText
 from ddm.protocol.plan import Plan
+from ddm.publishing.journal import append
 from ddm.trust.envelope import open_sealed
 from ddm.trust.key_rotation import open_rotation
 from ddm.trust.keys import PublicKey

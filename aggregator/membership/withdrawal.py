@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from aggregator.config import Federation
-from aggregator.log.journal import append
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.files import move_into_place, read_bounded, write_atomic
 from ddm.io.locks import locked
@@ -20,6 +19,7 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, Shor
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Withdrawn
 from ddm.protocol.submission import submission_path
+from ddm.publishing.journal import append
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.entries import SiloWithdrawn

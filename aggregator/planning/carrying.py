@@ -13,11 +13,12 @@ from aggregator.config import Federation
 from aggregator.intake.examination import public_images
 from aggregator.intake.inventory import Inventory, take_inventory
 from aggregator.membership.registry import cards
-from aggregator.planning.fit import Fitted, PublicImages, condition_of, write_base
-from aggregator.planning.recipe import DiffusersKlRecipe, PcaRecipe, Recipe
+from aggregator.planning.recipe import Recipe
 from ddm.errors import PolicyError, SetupError
 from ddm.io.files import link_or_copy
 from ddm.loading.plan import PlanFiles
+from ddm.planning.fit import Fitted, PublicImages, condition_of, write_base
+from ddm.planning.recipe import DiffusersKlRecipe, PcaRecipe
 from ddm.protocol.base import sha256_file
 from ddm.protocol.carried import Carried
 from ddm.protocol.growth import check_carried, check_consent
@@ -119,7 +120,7 @@ def reuse_public(federation: Federation, recipe: Recipe, carrying: Carrying, fol
 
     Raises:
         SetupError: the recipe asks for others.
-        MissingFileError, TensorFileError: see `aggregator.planning.fit.fit_public`.
+        MissingFileError, TensorFileError: see `ddm.planning.fit.fit_public`.
     """
     plan = carrying.plan
     for field, before, asked in _unlike(recipe, plan):
@@ -141,8 +142,19 @@ def reuse_public(federation: Federation, recipe: Recipe, carrying: Carrying, fol
     images = _images(federation, plan)
     condition = condition_of(recipe)
     paths = [*parts, *{each.plan_path for each in carrying.carried}, *write_base(recipe, images, condition, folder)]
-    sketch = PlanFiles.load(plan, carrying.folder).sketch
-    return Fitted(images, tuple(sorted(paths)), plan.encoder, plan.latent, plan.clustering.num_fine, condition, sketch)
+    files = PlanFiles.load(plan, carrying.folder)
+    return Fitted(
+        images=images,
+        paths=tuple(sorted(paths)),
+        encoder=plan.encoder,
+        latent=plan.latent,
+        num_fine=plan.clustering.num_fine,
+        condition=condition,
+        sketch=files.sketch,
+        network=files.encoder,
+        clusters=files.clusters,
+        autoencoder=files.latent,
+    )
 
 
 def _images(federation: Federation, plan: Plan) -> PublicImages:

@@ -14,11 +14,11 @@ from aggregator.membership.registry import cards
 from aggregator.planning.carrying import Carrying, reuse_public
 from aggregator.planning.continuing import check_continued, expert_of
 from aggregator.planning.cost import Cost, cost_of
-from aggregator.planning.fit import Fitted, PublicImages, fit_public
 from aggregator.planning.recipe import Recipe
 from ddm.encoders import Progress
 from ddm.errors import SetupError
 from ddm.loading.plan import CENTROIDS_PATH, SKETCH_PATH
+from ddm.planning.fit import Fitted, PublicImages, fit_public
 from ddm.privacy.plan_cost import check_total
 from ddm.protocol.base import File, now_utc
 from ddm.protocol.plan import Agreed, Clustering, Plan, SketchSpec
@@ -58,9 +58,9 @@ def draft_plan(
         on_progress: called with images encoded and images in all, which is long with a large network.
 
     Raises:
-        SetupError: no silo is enrolled, or none that trains; or see `aggregator.planning.fit.fit_public`.
+        SetupError: no silo is enrolled, or none that trains; or see `ddm.planning.fit.fit_public`.
         ReplayError: an expert that is carried over would mean something else; names the field.
-        MissingFileError, TensorFileError, DataError: see `aggregator.planning.fit.fit_public`.
+        MissingFileError, TensorFileError, DataError: see `ddm.planning.fit.fit_public`.
         PolicyError: the statistics cost more than the total that the recipe states.
     """
     enrolled = cards(federation)

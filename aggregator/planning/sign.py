@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from aggregator.changes import Change
 from aggregator.config import PUBLIC_NAME, CurrentPlan, Federation
 from aggregator.keys.ceremony import check_replaceable, conduct
 from aggregator.keys.rotation import next_receipts_key, use_next_receipts_key
@@ -15,6 +14,7 @@ from aggregator.membership.registry import signing_key
 from aggregator.membership.withdrawal import check_still_carried
 from aggregator.planning.draft import Draft
 from ddm.errors import SetupError
+from ddm.io.changes import Change
 from ddm.io.files import link_or_copy, write_atomic
 from ddm.io.locks import locked
 from ddm.protocol.base import now_utc

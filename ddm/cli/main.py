@@ -1,10 +1,11 @@
-"""The program `ddm`: the researcher's commands verify, info, log, sample, distill and sample-student."""
+"""The program `ddm`: a researcher's commands on releases, and one owner's: split, train and assemble."""
 
 import json
 from typing import Annotated
 
 import typer
 
+from ddm.cli.assemble import assemble
 from ddm.cli.distill import distill
 from ddm.cli.log import log
 from ddm.cli.options import (
@@ -21,12 +22,14 @@ from ddm.cli.options import (
 )
 from ddm.cli.sample import sample
 from ddm.cli.sample_student import sample_student
+from ddm.cli.split import split
+from ddm.cli.train import train
 from ddm.loading.release import Release
 from ddm.protocol.architecture import TextCondition
 from ddm.protocol.plan import Plan
 from ddm.system.console import human_bytes, human_flops, new_program, run_app, say, table
 
-app = new_program("Verify a published ensemble of diffusion experts, and sample from it.")
+app = new_program("Verify a published ensemble of diffusion experts and sample from it, or make one of your own data.")
 
 
 @app.command()
@@ -92,17 +95,19 @@ def info(
             f"{opened.submissions[silo.silo_id].num_units}",
             f"{len(priors[silo.silo_id])}",
             f"{sum(priors[silo.silo_id]):.3f}",
-            f"{silo.epsilon:g}",
-            f"{silo.delta:g}",
+            "none" if silo.epsilon is None else f"{silo.epsilon:g}",
+            "none" if silo.delta is None else f"{silo.delta:g}",
             silo.audit,
             silo.isolation,
         )
         for silo in manifest.silos
     ]
-    say(table(rows, ("silo", f"{plan.statistics.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
+    who = "silo" if plan.statistics.private else "island"
+    say(table(rows, (who, f"{plan.statistics.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
     _say_grown(opened)
     _say_lowered(opened)
-    say("\nThe experts' weights were trained without differential privacy; epsilon covers the router's inputs only.")
+    covered = "epsilon covers the router's inputs only" if plan.statistics.private else "one owner had all of the data"
+    say(f"\nThe experts' weights were trained without differential privacy; {covered}.")
     warn_if_expired(opened)
 
 
@@ -150,6 +155,9 @@ app.command("log")(log)
 app.command("sample")(sample)
 app.command("distill")(distill)
 app.command("sample-student")(sample_student)
+app.command("split")(split)
+app.command("train")(train)
+app.command("assemble")(assemble)
 
 
 def main() -> None:

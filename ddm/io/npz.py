@@ -30,7 +30,7 @@ def read_images(path: Path, spec: DataSpec) -> Tensor:
     """
     require_file(path, "an npz of images")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return torch.from_numpy(_fit(read_array(path, "images", max_bytes=memory), spec)).contiguous()
+    return torch.from_numpy(fit_array(read_array(path, "images", max_bytes=memory), spec)).contiguous()
 
 
 def read_array(path: Path, name: str, *, max_bytes: int) -> np.ndarray:
@@ -84,7 +84,12 @@ def count_rows(path: Path, name: str) -> int:
         raise DataError("data file", expected=expected, got=type(error).__name__) from error
 
 
-def _fit(array: np.ndarray, spec: DataSpec) -> np.ndarray:
+def fit_array(array: np.ndarray, spec: DataSpec) -> np.ndarray:
+    """Return images as float32 in the plan's range, with a channel; see `read_images`.
+
+    Raises:
+        DataError: of another shape or range, none, or not finite.
+    """
     low, high = spec.range
     if array.ndim == 3:
         array = array[:, None]

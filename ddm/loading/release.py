@@ -17,6 +17,7 @@ from ddm.loading.plan_documents import check_origins, read_earlier
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.carried import Carried
 from ddm.protocol.growth import check_consent, standing_of
+from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedSilo, Standing
 from ddm.protocol.plan import Plan, SiloClusterPartition
 from ddm.protocol.submission import Submission, is_expert_path, submission_path
@@ -49,7 +50,7 @@ class Release:
     verified: VerifiedRelease
     plan: Plan
     manifest: Manifest
-    submissions: Mapping[str, Submission]
+    submissions: Mapping[str, Submission | Island]
     log: LogView
     folder: Path
     earlier: Mapping[str, Plan] = field(default_factory=dict)
@@ -153,8 +154,9 @@ def _read_documents(folder: Path, verified: VerifiedRelease) -> Release:
     plan = Plan.parse(_read(verified, "plan.json"), subject="plan.json")
     encoded = _read(verified, "manifest.json")
     manifest = Manifest.parse(encoded, subject="manifest.json")
+    kind: type[Submission | Island] = Submission if plan.statistics.private else Island
     submissions = {
-        silo.silo_id: Submission.parse(_read(verified, silo.submission.path), subject=silo.submission.path)
+        silo.silo_id: kind.parse(_read(verified, silo.submission.path), subject=silo.submission.path)
         for silo in manifest.silos
     }
     earlier = read_earlier(plan, lambda file: _read(verified, file.path))
@@ -199,7 +201,7 @@ def _check_together(
     plan: Plan,
     earlier: Mapping[str, Plan],
     manifest: Manifest,
-    submissions: Mapping[str, Submission],
+    submissions: Mapping[str, Submission | Island],
 ) -> None:
     """Check that the signed documents name each other, and that every file that they list is signed as listed."""
     plan_digest = verified.files["plan.json"].digest
@@ -247,30 +249,31 @@ def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
             raise TrustError(subject, expected=f"{signed}, of the key that signed", got=named)
 
 
-def _check_carried(verified: VerifiedRelease, carried: Carried, submission: Submission) -> None:
+def _check_carried(verified: VerifiedRelease, carried: Carried, submission: Submission | Island) -> None:
     """Check that a carried silo's document is the one that the plan names, and that its silo consents."""
     path = submission_path(carried.silo_id)
     if (found := verified.files[path].digest) != carried.submission_digest:
         expected = f"sha256 {carried.submission_digest[:16]}..., the submission that the plan carries"
         raise ReplayError(path, expected=expected, got=f"sha256 {found[:16]}...")
+    if not isinstance(submission, Submission):
+        raise ReplayError(path, expected="the submission of a silo", got="an island, which no plan carries over")
     check_consent(carried, submission)
 
 
-def _check_claims(silo: PublishedSilo, submission: Submission) -> None:
+def _check_claims(silo: PublishedSilo, submission: Submission | Island) -> None:
     """Check that what the manifest repeats of a silo's submission is what the silo signed."""
-    claims = (
-        ("epsilon", submission.spent.epsilon, silo.epsilon),
-        ("delta", submission.spent.delta, silo.delta),
-        ("audit", submission.audit.verdict, silo.audit),
-        ("isolation", submission.isolation, silo.isolation),
-    )
-    for name, signed, claimed in claims:
+    stated: tuple[float | str | None, ...] = (None, None, "none", "none")  # an island claims no guarantee
+    if isinstance(submission, Submission):
+        spent = submission.spent
+        stated = (spent.epsilon, spent.delta, submission.audit.verdict, submission.isolation)
+    claims = zip(("epsilon", "delta", "audit", "isolation"), stated, strict=True)
+    for (name, signed), claimed in zip(claims, (silo.epsilon, silo.delta, silo.audit, silo.isolation), strict=True):
         if claimed != signed:
             subject = f"manifest.json, silo {silo.silo_id}, {name}"
             raise TrustError(subject, expected=f"{signed}, as the silo signed", got=f"{claimed}")
 
 
-def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission) -> None:
+def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission | Island) -> None:
     """Check that a silo counts as what it signed, or as less with a reason, and never as more than was agreed."""
     claimed, agreed = submission.num_units, plan.agreed[silo.silo_id].units(plan.statistics.unit)
     subject, most = f"manifest.json, silo {silo.silo_id}, units", min(claimed, agreed)
@@ -282,7 +285,7 @@ def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission) -> Non
         raise TrustError(subject, expected=f"{claimed}, as the silo stated, or less with a reason", got=got)
 
 
-def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission]) -> None:
+def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission | Island]) -> None:
     """Check that the manifest lists the silos' experts, and that each silo's priors sum to its share of counted units.
 
     With a partition by clusters the division of a silo's share among its experts follows from its noised histogram,

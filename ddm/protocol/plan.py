@@ -60,6 +60,7 @@ from ddm.protocol.routers import MomentsRouter as MomentsRouter
 from ddm.protocol.routers import Router as Router
 from ddm.protocol.routers import SamplesRouter as SamplesRouter
 
+EXACT = 1000.0  # what an epsilon without noise reads: the largest that the format has, and a promise of nothing
 PixelSide = Annotated[int, Field(gt=0, le=65536)]
 PixelValue = Annotated[float, Field(ge=-1e6, le=1e6)]
 
@@ -212,11 +213,12 @@ class Statistics(Model):
 
     Attributes:
         unit: whose record one replacement exchanges.
-        relation: how neighbouring data sets differ: one unit's record is replaced.
+        relation: how neighbouring data sets differ: replace_one, one unit's record is replaced; none for the plan of
+            one owner's islands, whose counts are exact and hide nothing from anybody (`EXACT`).
     """
 
     unit: Unit
-    relation: Literal["replace_one"] = "replace_one"
+    relation: Literal["replace_one", "none"] = "replace_one"
     total: Budget
     counts: CountsStatistic
     sketch: SketchStatistic | None = None
@@ -233,9 +235,22 @@ class Statistics(Model):
             raise ValueError(f"a statistic has delta {delta:g}, more than the total of {self.total.delta:g}")
         return self
 
+    @model_validator(mode="after")
+    def _exact_counts_promise_nothing(self) -> "Statistics":
+        parts = [part for part in (self.counts, self.class_counts) if part]
+        noised = self.sketch or self.moments or any(part.epsilon != EXACT for part in (self.total, *parts))
+        if not self.private and (noised or self.unit != "image"):
+            raise ValueError(f'the relation "none" takes counts of images alone, with epsilon {EXACT:g}')
+        return self
+
+    @property
+    def private(self) -> bool:
+        """Whether the statistics carry noise; without it they are one owner's, and never leave them."""
+        return self.relation != "none"
+
 
 class Plan(Document):
-    """The signed instructions of one federation; see `docs/reference` for an example.
+    """The signed instructions of one federation, or of one owner's islands; see `docs/reference` for an example.
 
     `silos` train for this plan; the experts of those in `carried` go on from an earlier one.
     """
@@ -362,7 +377,7 @@ def _check_routing(
     statistics: Statistics, router: Router, sketch: SketchSpec, clustering: Clustering, partition: Partition
 ) -> None:
     """Refuse a router without its statistics, and statistics that do not fit the projection or the clusters."""
-    if isinstance(router, LearnedRouter) and statistics.sketch is None:
+    if isinstance(router, LearnedRouter) and statistics.private and statistics.sketch is None:
         raise ValueError("the router learned needs the statistic sketch, which the plan does not have")
     if isinstance(router, MomentsRouter) and statistics.moments is None:
         raise ValueError("the router moments needs the statistic moments, which the plan does not have")

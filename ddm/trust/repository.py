@@ -9,7 +9,7 @@ an entry disappeared, and refuse the role's earlier metadata as outdated; our ve
 absent".
 
 Each method writes several files, one after the other. To survive a crash in between, a caller works on a copy of the
-folder and replaces the original with it (`aggregator.changes`), holding the federation's signing lock.
+folder and replaces the original with it (`ddm.io.changes`), holding the federation's signing lock.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,13 +14,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from ddm.diffusion.path import path_named
-from ddm.errors import DataError, MissingFileError, PolicyError
+from ddm.errors import DataError, PolicyError
 from ddm.io.files import write_atomic
-from ddm.io.tensors import load_tensors, save_tensors
+from ddm.io.tensors import load_tensors
 from ddm.loading.plan import PlanFiles
-from ddm.models import build_expert, load_expert
-from ddm.models.adaptation import adapt, merged
+from ddm.models import load_expert
+from ddm.models.adaptation import adapt
 from ddm.partition.clustering import Clusters
 from ddm.partition.layout import Part, part_of_images, silo_parts
 from ddm.protocol.plan import ClassCondition, NoCondition, Plan, RandomPartition, SiloClusterPartition
@@ -29,7 +28,8 @@ from ddm.routers.counts import counts_specs
 from ddm.training.config import Engine
 from ddm.training.distributed import num_processes
 from ddm.training.launcher import do_together
-from ddm.training.loop import Progress, train
+from ddm.training.loop import Progress
+from ddm.training.planned import PlannedExpert
 from silo.config import Policy
 from silo.data.captions import some_texts
 from silo.data.cohort import Cohort
@@ -39,7 +39,6 @@ from silo.privacy.statistics import STATISTIC_NAMES
 
 # Shape legend: N images, F fine centroids, G public groups, D feature values.
 
-_MAX_SEED = 2**63
 _NO_EXPERTS: Mapping[str, OwnExpert] = MappingProxyType({})
 
 
@@ -154,29 +153,14 @@ def _check_time(plan: Plan, seconds: float) -> None:
 
 
 @dataclass(frozen=True)
-class ExpertRecipe:
-    """The weights from which one expert of a silo starts, and its training settings.
+class ExpertRecipe(PlannedExpert):
+    """One expert of this silo, and the conditions of its images.
 
     Attributes:
-        plan: the accepted plan.
-        silo_id: the silo.
-        number: which of the silo's experts.
-        bundle: the folder with the plan's files; None where no expert starts from one of them.
-        engine: how this machine trains.
         own: the silo's expert of an earlier plan that is trained on; None where there is none.
     """
 
-    plan: Plan
-    silo_id: str
-    number: int
-    bundle: Path | None
-    engine: Engine
     own: OwnExpert | None = None
-
-    @property
-    def seed(self) -> int:
-        """The seed of its training, different for each expert of a silo."""
-        return (self.plan.expert.training.seed + self.number) % _MAX_SEED
 
     def start(self) -> nn.Module:
         """Build the model to train, from random weights, the silo's own expert or the plan's public one.
@@ -185,18 +169,11 @@ class ExpertRecipe:
             MissingFileError, DigestError, TensorFileError: the expert is not the one that the documents list.
             SetupError: the adaptation names weights that the expert lacks.
         """
+        if self.own is None:
+            return super().start()
         expert, shape, condition = self.plan.expert, self.plan.expert_shape, self.plan.condition
-        if self.own is not None:
-            known = load_expert(expert.architecture, shape, self.own.folder, self.own.file, condition)
-            return adapt(known, expert.adaptation, seed=self.seed)
-        if expert.base is None:
-            return build_expert(expert.architecture, shape, condition=condition, seed=self.seed)
-        if self.bundle is None:
-            raise MissingFileError(
-                expert.base, expected="the plan's public expert", got="no folder with the plan's files"
-            )
-        base = load_expert(expert.architecture, shape, self.bundle, self.plan.file(expert.base), condition)
-        return adapt(base, expert.adaptation, seed=self.seed)
+        known = load_expert(expert.architecture, shape, self.own.folder, self.own.file, condition)
+        return adapt(known, expert.adaptation, seed=self.seed)
 
     def labels(self, cohort: Cohort, chosen: Tensor, folder: Path) -> Tensor | None:
         """Return the condition of each chosen image, texts from a file in `folder`; None for an unconditional expert.
@@ -236,27 +213,12 @@ class ExpertJob:
         self, tensors: Mapping[str, Tensor], on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
     ) -> None:
         """Train on `images` and, for a conditional expert, `labels`; write the expert and its record."""
-        recipe, plan = self.recipe, self.recipe.plan
-        objective, condition = plan.objective.of(recipe.silo_id), plan.condition
-        trained = train(
-            recipe.start(),
-            tensors["images"],
-            plan.expert.training.model_copy(update={"seed": recipe.seed}),
-            path_named(objective.path),
-            plan.t_distribution,
-            checkpoint_dir=self.work.checkpoints(self.expert_id),
-            on_progress=on_progress,
-            should_stop=should_stop,
-            prediction=objective.prediction,
-            labels=tensors.get("labels"),
-            drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
-            engine=recipe.engine,
-        )
-        if not trained.ema:  # another process has it
+        path, checkpoints = self.work.expert_path(self.expert_id), self.work.checkpoints(self.expert_id)
+        trained = self.recipe.train(tensors, path, checkpoints, on_progress, should_stop)
+        if trained is None:  # another process has it
             return
-        save_tensors(self.work.expert_path(self.expert_id), merged(trained.ema, plan.expert.adaptation))
         record = TrainingRecord(
-            plan_id=plan.plan_id,
+            plan_id=self.recipe.plan.plan_id,
             expert_id=self.expert_id,
             num_units=self.num_units,
             num_images=len(tensors["images"]),

@@ -16,7 +16,6 @@ from tuf.api.exceptions import BadVersionNumberError
 import aggregator.planning.carrying
 import aggregator.release.publish
 from aggregator.intake.inventory import take_inventory
-from aggregator.keys.store import load_key
 from aggregator.membership.withdrawal import withdraw
 from aggregator.planning.carrying import choose_carried
 from aggregator.planning.draft import draft_plan
@@ -29,6 +28,7 @@ from ddm.protocol.base import now_utc
 from ddm.protocol.growth import check_carried, check_consent, differences, standing_of
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, submission_path
+from ddm.publishing.keys import load_key
 from ddm.trust.metadata import sign_metadata
 from ddm.trust.removed_roles import check_not_gone, load_removed, record_removed
 from ddm.trust.repository import Repository

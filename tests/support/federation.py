@@ -12,7 +12,6 @@ import torch
 from aggregator.config import Federation, FederationSettings
 from aggregator.intake.inventory import take_inventory
 from aggregator.intake.service import IntakeService
-from aggregator.keys.store import load_key
 from aggregator.membership.registry import enroll
 from aggregator.planning.carrying import choose_carried
 from aggregator.planning.draft import draft_plan
@@ -23,6 +22,7 @@ from aggregator.router.train import train_router
 from aggregator.setup import init_federation
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.receipt import Receipt
+from ddm.publishing.keys import load_key
 from ddm.trust.keys import SigningKey
 from silo.config import Policy, Site
 from silo.setup import init_site, make_card, read_invitation

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from aggregator.intake.inventory import take_inventory
-from aggregator.planning.fit import fit_public
 from ddm import open_ensemble
 from ddm.encoders.public_autoencoder import WEIGHTS
 from ddm.loading.plan import PlanFiles
+from ddm.planning.fit import fit_public
 from ddm.protocol.base import sha256_file
 from ddm.protocol.footprint import encoding_bytes, file_bytes, looking_bytes
 from ddm.protocol.latent import AUTOENCODER_PATH
