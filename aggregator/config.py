@@ -1,23 +1,20 @@
 """A federation: its folders, federation.toml, the current plan."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
-from aggregator.changes import is_unsettled, settle
 from ddm.errors import DigestError, MissingFileError, SetupError
+from ddm.io.changes import is_unsettled
 from ddm.io.files import read_bounded
-from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, check_json, sha256_hex
 from ddm.protocol.plan import Plan
-from ddm.trust.paths import split_silo_role
+from ddm.publishing.home import MAX_TUF_BYTES, Home
+from ddm.trust.paths import PLANS, split_silo_role
 
-MAX_TUF_BYTES = 5_000_000
 PUBLIC_NAME = "public.npz"  # a plan's public hold-out
 KEY_NAMES = ("root", "targets", "plans", "release", "online", "receipts", "log")
 
@@ -46,20 +43,8 @@ class CurrentPlan(Document):
 
 
 @dataclass(frozen=True)
-class Federation:
+class Federation(Home):
     """The operator's folder."""
-
-    path: Path
-
-    @property
-    def keys(self) -> Path:
-        """Private keys, encrypted."""
-        return self.path / "keys"
-
-    @property
-    def tuf(self) -> Path:
-        """The TUF repository's metadata."""
-        return self.path / "tuf" / "metadata"
 
     @property
     def registry(self) -> Path:
@@ -106,10 +91,9 @@ class Federation:
         """Signed receipts and refusals; the ServerApp reads and delivers them."""
         return self.path / "receipts"
 
-    @property
-    def releases(self) -> Path:
-        """Published versions, numbered."""
-        return self.path / "releases"
+    def accepted_folder(self, plan: Plan, silo_id: str) -> Path:
+        """The folder of a silo's accepted submission, also of one that the plan carries over from an earlier one."""
+        return self.accepted / plan.origin(silo_id) / silo_id
 
     def plan_folder(self, plan_id: str) -> Path:
         """The folder of a plan's bundle, public hold-out and router."""
@@ -126,17 +110,6 @@ class Federation:
     def settings(self) -> FederationSettings:
         """Read federation.toml."""
         return load_settings(FederationSettings, self.path / "federation.toml")
-
-    @contextmanager
-    def signing_lock(self) -> Iterator[None]:
-        """Lock the federation's keys and metadata; every command that signs holds this lock.
-
-        Raises:
-            BusyError: another process holds it.
-        """
-        with locked(self.tuf.parent, "signer"):
-            settle(self.path)
-            yield
 
     def require(self) -> "Federation":
         """Return the federation if it was made by `aggregator init`.
@@ -169,7 +142,7 @@ class Federation:
             remedy = "Sign one: aggregator plan."
             raise MissingFileError("plan", expected="a signed plan", got="no plans/current.json", remedy=remedy)
         current = CurrentPlan.parse(path.read_bytes(), subject=path.name)
-        delegated = {role.split(".")[0] for role in self.delegations()}
+        delegated = {self.delegated_plan()} if self.delegations() else set()
         if delegated != {current.plan_id}:
             raise SetupError(
                 "delegations in targets.json",
@@ -186,12 +159,21 @@ class Federation:
             raise DigestError("plan.json", expected=expected, got=f"sha256 {found}", remedy=remedy)
         return Plan.parse(data, subject="plan.json"), current.plan_digest
 
+    def delegated_plan(self) -> str:
+        """Read the plan whose files the newest `targets` delegates to the role `plans`; empty before the first one."""
+        paths: list[str] = next((role["paths"] for role in self._delegations()["roles"] if role["name"] == PLANS), [])
+        return paths[0].split("/")[0] if paths else ""
+
     def delegations(self) -> dict[str, str]:
         """Read the key to which the newest `targets` delegates each silo's role."""
-        data = read_bounded(self.tuf / "targets.json", MAX_TUF_BYTES)
-        found = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)["signed"]["delegations"]
+        found = self._delegations()
         return {
             str(role["name"]): f"ed25519:{found['keys'][role['keyids'][0]]['keyval']['public']}"
             for role in found["roles"]
             if split_silo_role(str(role["name"]))
         }
+
+    def _delegations(self) -> dict[str, Any]:
+        data = read_bounded(self.tuf / "targets.json", MAX_TUF_BYTES)
+        found: dict[str, Any] = check_json(data, subject="targets.json", limit=MAX_TUF_BYTES)["signed"]["delegations"]
+        return found

@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from aggregator.changes import Change
 from aggregator.config import KEY_NAMES, Federation, FederationSettings
 from aggregator.keys.ceremony import HOLDER_KEYS, conduct
-from aggregator.keys.store import make_key, make_model_signing_key
 from aggregator.keys.tls import make_tls
 from ddm.errors import BusyError
+from ddm.io.changes import Change
 from ddm.io.files import aside, move_into_place
 from ddm.io.modes import private_folder
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc
+from ddm.publishing.keys import make_key, make_model_signing_key
 from ddm.trust.ceremony import Request
 from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
 from ddm.trust.log.note import VerifierKey

@@ -96,9 +96,10 @@ class AuditPolicy(Settings):
 
 
 class ApprovalPolicy(Settings):
-    """Whether a person approves each submission, or this policy does."""
+    """Whether a person approves each submission, or this policy does; and whether later plans may carry it over."""
 
     kind: Literal["person", "policy"] = "person"
+    carry_over: bool = False
 
 
 class Policy(Settings):

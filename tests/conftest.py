@@ -35,7 +35,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-FEDERATIONS = ("tests/integration/test_federation.py", "tests/integration/test_transport.py")
+FEDERATIONS = tuple(f"tests/integration/test_{name}.py" for name in ("federation", "growth", "transport"))
 
 
 class FileByFile(LoadScopeScheduling):

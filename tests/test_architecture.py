@@ -21,8 +21,11 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 # Rooms are the folders of a package and the files beside them. An arrow that is no longer used must go from here too.
 ROOMS = {
     "ddm": {
-        "cli": "distillation encoders ensemble errors evaluation io loading models protocol sampling system training "
-        "trust",
+        "cli": "distillation encoders ensemble errors evaluation io islands loading models protocol sampling system "
+        "training trust",
+        "islands": "diffusion encoders errors io loading partition planning protocol publishing routers training trust",
+        "publishing": "errors io loading protocol trust",
+        "planning": "encoders errors io loading models partition protocol routers",
         "evaluation": "encoders errors io loading pages protocol",
         "distillation": "diffusion encoders ensemble errors io loading models protocol routers sampling system "
         "training",
@@ -59,21 +62,19 @@ ROOMS = {
     },
     "aggregator": {
         "cli": "commands",
-        "commands": "config intake keys log membership monitoring planning release router runtime setup",
-        "monitoring": "config intake membership pages release router runtime",
-        "release": "changes config intake keys log membership pages router",
+        "commands": "config intake keys membership monitoring planning release router runtime setup",
+        "monitoring": "config intake membership pages router runtime",
+        "release": "config intake keys membership pages router",
         "pages": "intake router",
-        "planning": "changes config keys membership",
-        "runtime": "config intake keys membership transfer",
-        "setup": "changes config keys",
-        "keys": "changes config intake log membership",
+        "planning": "config intake keys membership",
+        "runtime": "config intake membership transfer",
+        "setup": "config keys",
+        "keys": "config intake membership",
         "router": "config intake",
         "intake": "config membership transfer",
-        "membership": "config log",
-        "log": "changes config",
+        "membership": "config",
         "server_app": "config transfer",
-        "config": "changes",
-        "changes": "",
+        "config": "",
         "transfer": "",
     },
 }

@@ -21,8 +21,8 @@ def log(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Sign what waits in the transparency log, and write its public form."""
-    from aggregator.keys.store import load_key
-    from aggregator.log.export import add_cosignatures, export_log, public_folder, sign_waiting
+    from ddm.publishing.keys import load_key
+    from ddm.publishing.public_log import add_cosignatures, export_log, public_folder, sign_waiting
 
     federation = Federation(fed).require()
     if cosigned is not None:

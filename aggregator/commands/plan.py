@@ -9,6 +9,7 @@ import typer
 from aggregator.commands.keys import confirm, say_missing
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
 from aggregator.config import Federation
+from ddm.errors import SetupError
 from ddm.system.console import human_bytes, human_flops, human_seconds, progress, say, table
 
 if TYPE_CHECKING:
@@ -19,29 +20,47 @@ if TYPE_CHECKING:
 def plan(
     fed: FederationArgument,
     recipe: Annotated[Path, typer.Option(help="TOML; examples/digits_three_silos/plan.toml is one.")],
-    public: Annotated[Path, typer.Option(help="Public images: npz, npy, Parquet, or a folder of npy or Parquet.")],
+    public: Annotated[
+        Path | None,
+        typer.Option(help="Public images: npz, npy, Parquet, or a folder of them; not needed with --carry."),
+    ] = None,
+    carry: Annotated[
+        str | None, typer.Option(metavar="PLAN_ID", help="Carry over the accepted experts of the plan in force.")
+    ] = None,
+    replace: Annotated[
+        list[str] | None, typer.Option(metavar="SILO", help="With --carry: this silo trains again; may be repeated.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Sign without asking.")] = False,
     passphrase_file: PassphraseOption = None,
 ) -> None:
-    """Fit the public parts of a plan, show size, time and epsilon, then sign it."""
+    """Fit the public parts of a plan, show size, time and epsilon, then sign it.
+
+    With --carry the public parts of the plan in force go on, and so do its accepted experts: only new silos train.
+    """
     from pydantic import ValidationError
 
-    from aggregator.keys.store import load_key
+    from aggregator.planning.carrying import choose_carried
     from aggregator.planning.draft import draft_plan
     from aggregator.planning.recipe import Recipe
     from aggregator.planning.sign import sign_plan
     from ddm.io.settings import load_settings, misfit
     from ddm.io.sources import read_images
+    from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
     chosen = load_settings(Recipe, recipe)
-    images = read_images(public, chosen.data)
+    given = {"--public": public, "--carry": carry, "--replace": replace}
+    if (public is None) != (carry is not None) or (replace and carry is None):
+        expected = "--public FILE; or --carry PLAN_ID, and with it --replace SILO where a silo trains again"
+        got = ", ".join(name for name, each in given.items() if each) or "no --public and no --carry"
+        raise SetupError("plan", expected=expected, got=got, remedy="See `aggregator plan --help`.")
+    source = read_images(public, chosen.data) if public else choose_carried(federation, carry or "", replace or ())
     secret = federation_passphrase(federation, passphrase_file)
     load_key(federation, "plans", secret)
     with tempfile.TemporaryDirectory() as scratch:
         try:
             with progress("Encoding public images") as on_progress:
-                draft = draft_plan(federation, chosen, images, Path(scratch), on_progress)
+                draft = draft_plan(federation, chosen, source, Path(scratch), on_progress)
         except ValidationError as error:
             # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
             raise misfit(recipe, error) from error
@@ -62,7 +81,8 @@ def costs(draft: "Draft") -> str:
     per_unit = f"per {statistics.unit}, {statistics.relation.replace('_', '-')}"
     measured = f"one thread of this machine, from {'a few steps' if cost.timed else 'its rate of matrix products'}"
     rows = [
-        ("silos", ", ".join(made.silos)),
+        ("silos that train" if made.carried else "silos", ", ".join(made.silos)),
+        *((f"carried from {plan_id}", names) for plan_id, names in _carried(made).items()),
         (f"agreed {statistics.unit}s", _agreed(made)),
         ("encoder", _encoder(made)),
         *_condition(made),
@@ -97,8 +117,16 @@ def _network(draft: "Draft") -> list[tuple[str, str]]:
 
 def _agreed(plan: "Plan") -> str:
     """Return the most units of each silo, and its share of the prior if all bring as many."""
-    units = {silo_id: plan.agreed[silo_id].units(plan.statistics.unit) for silo_id in plan.silos}
+    units = {silo_id: plan.agreed[silo_id].units(plan.statistics.unit) for silo_id in plan.members}
     return ", ".join(f"{silo_id} {num} ({num / sum(units.values()):.0%})" for silo_id, num in units.items())
+
+
+def _carried(plan: "Plan") -> dict[str, str]:
+    """Return the silos whose experts go on, by the plan for which they trained."""
+    found: dict[str, list[str]] = {}
+    for each in plan.carried:
+        found.setdefault(each.plan_id, []).append(each.silo_id)
+    return {plan_id: ", ".join(names) for plan_id, names in found.items()}
 
 
 def _encoder(plan: "Plan") -> str:

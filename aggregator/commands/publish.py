@@ -59,8 +59,8 @@ def withdraw(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Take a silo out of the present plan for good; the next version leaves it out."""
-    from aggregator.keys.store import load_key
     from aggregator.membership.withdrawal import withdraw as take_out
+    from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
     key = load_key(federation, "receipts", federation_passphrase(federation, passphrase_file))

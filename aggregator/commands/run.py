@@ -7,7 +7,7 @@ from ddm.system.console import say
 
 def run(fed: FederationArgument, passphrase_file: PassphraseOption = None) -> None:
     """Deliver the plan, take in submissions, send receipts; ends when every silo has its receipt."""
-    from aggregator.keys.store import load_key
+    from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
     federation.current_plan()

@@ -59,7 +59,7 @@ def claim_faults(plan: Plan, silo_id: str, claimed: int, *, absent: Collection[s
     agreed, what, found = agreed_units(plan, silo_id), f"{plan.statistics.unit}s", []
     if claimed > agreed:
         found.append(f"states {claimed} {what}, more than the {agreed} agreed at enrolment, which stand in the plan")
-    others = {each: agreed_units(plan, each) for each in plan.silos if each != silo_id and each not in absent}
+    others = {each: agreed_units(plan, each) for each in plan.members if each != silo_id and each not in absent}
     share = overweight({**others, silo_id: claimed}, max_influence).get(silo_id)
     if share is not None:
         found.append(

@@ -25,7 +25,7 @@ from aggregator.intake.screening import (
 )
 from aggregator.intake.secret import screening_secret
 from aggregator.intake.trial import Trial
-from aggregator.membership.registry import taking_part
+from aggregator.membership.registry import members
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.diffusion.path import path_named
 from ddm.errors import RefusedError
@@ -34,8 +34,8 @@ from ddm.loading.plan import PlanFiles
 from ddm.models import training_flops
 from ddm.models.streamed import StreamedExpert, stored_tensors
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, SiloId, sha256_hex
-from ddm.protocol.plan import ExpertObjective, Plan
-from ddm.protocol.submission import Submission, SubmittedExpert, submission_path
+from ddm.protocol.plan import ExpertObjective, OwnAdaptation, Plan
+from ddm.protocol.submission import Submission, SubmittedExpert, expert_path, submission_path
 
 PARTS: tuple[Literal["holdout", "fitted"], ...] = ("holdout", "fitted")
 _PLACES = 7  # significant digits kept of a loss
@@ -141,15 +141,22 @@ class Examiner:
         features = files.encoder.encode(some(as_latents=False))
         return Gallery(PublicSet(some(as_latents=True).flatten(1)), PublicSet(features), encode)
 
-    @cached_property
-    def _base_rms(self) -> dict[str, float]:
-        """Root mean square of each weight of the public expert that training starts from, if there is one."""
-        base, plan = self.plan.expert.base, self.plan
-        if base is None:
+    def _base_rms(self, silo_id: str, expert_id: str) -> dict[str, float]:
+        """Root mean square of each weight of the expert that training starts from, if there is one."""
+        plan, adaptation = self.plan, self.plan.expert.adaptation
+        if plan.expert.base is not None:
+            path, most = (
+                self.federation.plan_targets(plan.plan_id) / plan.expert.base,
+                plan.file(plan.expert.base).bytes,
+            )
+        elif isinstance(adaptation, OwnAdaptation) and silo_id in adaptation.submissions:
+            path = self.federation.accepted / adaptation.plan_id / silo_id / expert_path(silo_id, expert_id)
+            if not path.is_file():  # withdrawn since: a person looks at what stands out
+                return {}
+            most = path.stat().st_size
+        else:
             return {}
-        path = self.federation.plan_targets(plan.plan_id) / base
-        shape, most = plan.expert_shape, plan.file(base).bytes
-        stored = stored_tensors(plan.expert.architecture, shape, path, most, plan.condition)
+        stored = stored_tensors(plan.expert.architecture, plan.expert_shape, path, most, plan.condition)
         return {name: each.root_mean_square() for name, each in stored.items()}
 
     def examine(self, silo_id: str, submission: Submission, digest: str, folder: Path) -> Examination:
@@ -166,15 +173,15 @@ class Examiner:
 
     def accepted(self) -> dict[str, Examination]:
         """Measure the experts of every accepted submission, by silo."""
-        accepted = self.federation.accepted / self.plan.plan_id
         gone = withdrawn_silos(self.federation, self.plan)
-        remaining = [silo_id for silo_id in taking_part(self.federation, self.plan) if silo_id not in gone]
-        present = [silo_id for silo_id in remaining if (accepted / silo_id).is_dir()]
+        remaining = [silo_id for silo_id in members(self.federation, self.plan) if silo_id not in gone]
         found = {}
-        for silo_id in present:
-            document = read_bounded(accepted / silo_id / submission_path(silo_id), MAX_DOCUMENT_BYTES)
-            submission = Submission.parse(document, subject=f"submission of {silo_id}")
-            found[silo_id] = self.examine(silo_id, submission, sha256_hex(document), accepted / silo_id)
+        for silo_id in remaining:
+            folder = self.federation.accepted_folder(self.plan, silo_id)
+            if folder.is_dir():
+                document = read_bounded(folder / submission_path(silo_id), MAX_DOCUMENT_BYTES)
+                submission = Submission.parse(document, subject=f"submission of {silo_id}")
+                found[silo_id] = self.examine(silo_id, submission, sha256_hex(document), folder)
         return found
 
     def faults(self, new: Examination, accepted: Mapping[str, Examination]) -> list[str]:
@@ -230,9 +237,9 @@ class Examiner:
         plan = self.plan
         architecture, shape, condition = plan.expert.architecture, plan.expert_shape, plan.condition
         stored = stored_tensors(architecture, shape, folder / expert.file.path, expert.file.bytes, condition)
+        base = self._base_rms(silo_id, expert.expert_id)
         before = {
-            name: max(fresh_rms(each.shape, architecture.kind), self._base_rms.get(name, 0.0))
-            for name, each in stored.items()
+            name: max(fresh_rms(each.shape, architecture.kind), base.get(name, 0.0)) for name, each in stored.items()
         }
         excess = {name: each.root_mean_square() - before[name] for name, each in stored.items()}
         largest = max(excess, key=lambda name: excess[name])

@@ -11,7 +11,7 @@ from aggregator.intake.claims import Counted, counted_units
 from aggregator.intake.flags import Flags, flags_of
 from aggregator.intake.plausibility import statistic_specs
 from aggregator.intake.quarantine import is_admitted
-from aggregator.membership.registry import card_of, signing_key, taking_part
+from aggregator.membership.registry import card_of, members, signing_key
 from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import DigestError, ReplayError, SetupError
 from ddm.io.files import read_bounded
@@ -128,9 +128,9 @@ def take_inventory(federation: Federation) -> Inventory:
         TrustError: a document or a role is no longer what its silo signed.
     """
     plan, digest = federation.current_plan()
-    accepted, gone = federation.accepted / plan.plan_id, withdrawn_silos(federation, plan)
-    remaining = [silo_id for silo_id in taking_part(federation, plan) if silo_id not in gone]
-    present = [silo_id for silo_id in remaining if (accepted / silo_id).is_dir()]
+    gone = withdrawn_silos(federation, plan)
+    remaining = [silo_id for silo_id in members(federation, plan) if silo_id not in gone]
+    present = [silo_id for silo_id in remaining if federation.accepted_folder(plan, silo_id).is_dir()]
     if not present:
         raise SetupError(
             f"plan {plan.plan_id}",
@@ -144,14 +144,17 @@ def take_inventory(federation: Federation) -> Inventory:
         files=PlanFiles.load(plan, federation.plan_targets(plan.plan_id)),
         silos={silo_id: _read_silo(federation, plan, digest, silo_id) for silo_id in present},
         missing=tuple(silo_id for silo_id in remaining if silo_id not in present),
-        withdrawn=tuple(silo_id for silo_id in plan.silos if silo_id not in remaining),
+        withdrawn=tuple(silo_id for silo_id in plan.members if silo_id not in remaining),
     )
 
 
 def _read_silo(federation: Federation, plan: Plan, plan_digest: str, silo_id: str) -> AcceptedSilo:
     """Read a submission back and verify it: its role by the silo's key, its document by the role, plan and size."""
-    plan_id = plan.plan_id
-    folder, name = federation.accepted / plan_id / silo_id, submission_path(silo_id)
+    carried = next((each for each in plan.carried if each.silo_id == silo_id), None)
+    if carried is not None:
+        plan_digest = carried.plan_digest
+    plan_id = plan.origin(silo_id)
+    folder, name = federation.accepted_folder(plan, silo_id), submission_path(silo_id)
     role = read_bounded(folder / "metadata" / f"{plan_id}.{silo_id}.json", MAX_DOCUMENT_BYTES)
     key = signing_key(card_of(federation, silo_id))
     signed = verify_silo_metadata(role, plan_id=plan_id, silo_id=silo_id, key=key, now=now_utc())
@@ -161,12 +164,21 @@ def _read_silo(federation: Federation, plan: Plan, plan_digest: str, silo_id: st
     if (len(document), found) != (size, digest):
         expected = f"the document that the silo's role lists, {size} bytes, sha256 {digest}"
         raise DigestError(f"accepted {name}", expected=expected, got=f"{len(document)} bytes, sha256 {found}")
+    if carried is not None and found != carried.submission_digest:
+        expected = f"the submission that the plan carries over, sha256 {carried.submission_digest}"
+        raise DigestError(f"accepted {name}", expected=expected, got=f"sha256 {found}")
     submission = Submission.parse(document, subject=f"submission of {silo_id}")
     if (submission.plan_id, submission.plan_digest, submission.silo_id) != (plan_id, plan_digest, silo_id):
         expected = f"silo {silo_id} and plan {plan_id} with digest {plan_digest}"
         got = f"silo {submission.silo_id} and plan {submission.plan_id} with digest {submission.plan_digest}"
         raise ReplayError(f"accepted submission of {silo_id}", expected=expected, got=got)
     admitted = is_admitted(federation, digest)
-    flags = flags_of(federation, plan_id, digest) if admitted else {}
+    # A carried submission may have been flagged for its own plan, and for this one beside other experts.
+    plans = {plan_id, plan.plan_id} if admitted else set()
+    found_flags = [item for each in sorted(plans) for item in flags_of(federation, each, digest).items()]
+    flags = {
+        name: tuple(sorted({flag for other, each in found_flags if other == name for flag in each}))
+        for name, _ in found_flags
+    }
     counted = counted_units(federation, plan, silo_id, digest, submission.num_units)
     return AcceptedSilo(submission, document, folder, role, counted, admitted, flags)

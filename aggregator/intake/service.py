@@ -32,7 +32,7 @@ from aggregator.intake.quarantine import (
     is_admitted,
     set_aside,
 )
-from aggregator.membership.registry import check_ledger, remember_ledger, signing_key, taking_part
+from aggregator.membership.registry import check_ledger, members, remember_ledger, signing_key, taking_part
 from aggregator.membership.withdrawal import finish_withdrawal, withdrawn_silos
 from aggregator.transfer.delivery import MAX_SUBMISSIONS, forget_unsigned, note_unsigned
 from ddm.errors import ArchipelagoError, PolicyError, RefusedError
@@ -240,8 +240,8 @@ class IntakeService:
         return True
 
     def _claim_faults(self, silo_id: str, num_units: int) -> list[str]:
-        present = set(taking_part(self.federation, self.plan)) - set(withdrawn_silos(self.federation, self.plan))
-        absent, most = set(self.plan.silos) - present, self.federation.settings().max_influence
+        present = set(members(self.federation, self.plan)) - set(withdrawn_silos(self.federation, self.plan))
+        absent, most = set(self.plan.members) - present, self.federation.settings().max_influence
         return claim_faults(self.plan, silo_id, num_units, absent=absent, max_influence=most)
 
     def _sign(self, silo_id: str, sequence: int, digest: str | None, verdict: Accepted | Refused) -> None:

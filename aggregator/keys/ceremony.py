@@ -11,22 +11,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
-from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.intake.quarantine import held
 from aggregator.keys.silo_rotation import check_cards
-from aggregator.keys.store import MODEL_PUBLIC
-from aggregator.log.export import export_log, public_folder
-from aggregator.log.journal import Journal, sizes_given_out, stage
-from aggregator.log.keys import key_change, key_changes
 from aggregator.membership.invitation import make_invitation
 from aggregator.membership.registry import taking_part
-from aggregator.membership.withdrawal import withdrawn_silos
+from aggregator.membership.withdrawal import check_still_carried, withdrawn_silos
 from ddm.errors import BusyError, PolicyError, SetupError
+from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
 from ddm.io.locks import locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Document, PlanId, ShortText, now_utc, sha256_file, sha256_hex
-from ddm.protocol.plan import Plan
+from ddm.publishing.journal import Journal, stage
+from ddm.publishing.keys import MODEL_PUBLIC
+from ddm.publishing.logged_keys import key_change, key_changes
+from ddm.publishing.plans import sign_plan_files
+from ddm.publishing.public_log import export_log, public_folder
 from ddm.trust.ceremony import (
     MAX_REQUEST_BYTES,
     MAX_SIGNATURE_BYTES,
@@ -40,8 +40,7 @@ from ddm.trust.ceremony import (
 )
 from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import PublicKey, SigningKey
-from ddm.trust.log.entries import Entry, KeyChanged, Opened, PlanSigned
-from ddm.trust.paths import PLAN_LOG_NAMES
+from ddm.trust.log.entries import Entry, KeyChanged, Opened
 from ddm.trust.repository import Repository
 
 HOLDER_KEYS = ("root", "targets")
@@ -329,23 +328,7 @@ def _start_plan(
     """Sign the list of the plan's files, and complete the bundle for the silos."""
     check_replaceable(federation)
     bundle = change.put(f"plans/{plan_id}/bundle")
-    encoded = read_bounded(bundle / "targets" / plan_id / "plan.json", MAX_DOCUMENT_BYTES)
-    plan = Plan.parse(encoded, subject="plan.json")
-    files = {f"{plan_id}/plan.json": (len(encoded), sha256_hex(encoded))}
-    files |= {f"{plan_id}/{file.path}": (file.bytes, file.digest) for file in plan.files}
-    entry = PlanSigned(plan_id=plan_id, plan_digest=sha256_hex(encoded))
-    if (log := _write_down(federation, change, repository, key, [entry])) is not None:
-        for name, data in zip(PLAN_LOG_NAMES, log.prove(entry, sizes_given_out(federation)), strict=True):
-            write_atomic(bundle / "targets" / plan_id / name, data)
-            files[f"{plan_id}/{name}"] = (len(data), sha256_hex(data))
-    repository.start_plan(
-        plan_id,
-        files,
-        targets=targets,
-        plans_key=key("plans"),
-        release_key=key("release"),
-        online_key=key("online"),
-        now=now_utc(),
-    )
+    plan = sign_plan_files(federation, change, repository, bundle / "targets" / plan_id, targets, key)
+    check_still_carried(federation, plan)
     check_cards(federation, plan, repository.delegates().silos)
     repository.export_bundle(bundle)

@@ -4,18 +4,18 @@ There are two steps, so that the first never waits for signatures. The card is r
 keeps the silo out of later plans. Then the holders of `targets` sign metadata without the delegation to its key.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.keys.ceremony import conduct
 from aggregator.keys.silo_rotation import forget_rotations
-from aggregator.log.journal import append
 from aggregator.membership.registry import Removed, card_of, cards, read_card, removed, rotations_of, signing_key
 from ddm.errors import SetupError
+from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import MAX_CARD_BYTES
+from ddm.publishing.journal import append
 from ddm.trust.ceremony import Request
 from ddm.trust.log.entries import SiloRemoved
 from ddm.trust.repository import Repository
@@ -63,9 +63,8 @@ def remove(federation: Federation, silo_id: str, reason: str, passphrase: bytes)
         if silo_id not in delegates.silos:
             return Removal(None, [])
         change = Change.begin(federation.path)
-        others = {other: key for other, key in delegates.silos.items() if other != silo_id}
         purpose = f"remove the silo {silo_id} from plan {delegates.plan_id}"
-        targets = repository.next_targets(replace(delegates, silos=others), now_utc())
+        targets = repository.next_targets(delegates.without(silo_id), now_utc())
         request = Request.to_sign(targets, purpose, repository.targets(), repository.root())
         missing = conduct(federation, change, [request], passphrase, act="renew", purpose=purpose)
         return Removal(delegates.plan_id, missing)

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
-from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.keys.ceremony import HOLDER_KEYS, conduct
-from aggregator.keys.store import MODEL_PUBLIC, load_key, make_key, make_model_signing_key
 from aggregator.keys.tls import renew_server
-from aggregator.log.export import export_log, public_folder
-from aggregator.log.journal import stage
-from aggregator.log.keys import key_change
 from ddm.errors import SetupError
+from ddm.io.changes import Change
 from ddm.io.files import write_atomic
 from ddm.protocol.base import now_utc, sha256_file, sha256_hex
+from ddm.publishing.journal import stage
+from ddm.publishing.keys import MODEL_PUBLIC, load_key, make_key, make_model_signing_key
+from ddm.publishing.logged_keys import key_change
+from ddm.publishing.public_log import export_log, public_folder
 from ddm.trust.ceremony import Request
 from ddm.trust.drafts import Holders, log_key_of
 from ddm.trust.keys import PublicKey

@@ -8,9 +8,7 @@ the key in force, and releases publish them.
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from aggregator.changes import Change
 from aggregator.config import Federation
-from aggregator.log.journal import append
 from aggregator.membership.registry import (
     MAX_ROTATED_BYTES,
     card_of,
@@ -20,10 +18,12 @@ from aggregator.membership.registry import (
     signing_key,
 )
 from ddm.errors import BusyError, DocumentError, MissingFileError, PolicyError, RollbackError
+from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import sha256_file
 from ddm.protocol.enrolment import MAX_ROTATIONS, Card, KeyHistory, RotatedCard
 from ddm.protocol.plan import Plan
+from ddm.publishing.journal import append
 from ddm.trust.key_rotation import open_chain
 from ddm.trust.keys import PublicKey
 from ddm.trust.log.entries import SiloRotated
@@ -98,8 +98,9 @@ def check_cards(federation: Federation, plan: Plan, keys: Mapping[str, PublicKey
         PolicyError: names the silo; the silo would refuse this plan, or is no silo of the federation any more.
     """
     enrolled = cards(federation)
-    following = cards_for_next_plan(federation, (silo_id for silo_id in plan.silos if silo_id in enrolled))
-    for silo_id in plan.silos:
+    # A carried silo keeps the key that signed its submission: a rotated card waits for a plan in which it signs anew.
+    following = {**enrolled, **cards_for_next_plan(federation, (name for name in plan.silos if name in enrolled))}
+    for silo_id in plan.members:
         card = following.get(silo_id)
         if card is None or signing_key(card) != keys.get(silo_id):
             expected = f"silo {silo_id} enrolled with the key that this plan names"

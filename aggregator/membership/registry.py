@@ -11,16 +11,17 @@ from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from pydantic import Field
 
 from aggregator.config import Federation
-from aggregator.log.journal import append
 from ddm.errors import BusyError, DocumentError, LedgerError, MissingFileError, PolicyError
 from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.protocol.base import Digest, Document, PlanId, ShortText, SiloId, Time, check_json
 from ddm.protocol.enrolment import CARD_KIND, MAX_CARD_BYTES, ROTATED_CARD_FORMAT, Card, RotatedCard, SealedText
 from ddm.protocol.plan import Plan
+from ddm.publishing.journal import append
 from ddm.trust.envelope import open_sealed
 from ddm.trust.key_rotation import open_rotation
 from ddm.trust.keys import PublicKey
 from ddm.trust.log.entries import SiloEnrolled
+from ddm.trust.paths import silo_role
 
 MAX_ROTATED_BYTES = 1024 * 1024
 MAX_REMOVED_BYTES = 2 * MAX_ROTATED_BYTES
@@ -224,12 +225,17 @@ def taking_part(federation: Federation, plan: Plan) -> Mapping[str, Card]:
 
     A silo that was removed, or enrolled anew with another key, can take part from the next plan on.
     """
+    return {silo_id: card for silo_id, card in members(federation, plan).items() if silo_id in plan.silos}
+
+
+def members(federation: Federation, plan: Plan) -> Mapping[str, Card]:
+    """Return the cards of the silos that take part, and of those whose experts the plan carries over, sorted."""
     delegated = federation.delegations()
     found = cards(federation)
     return {
         silo_id: found[silo_id]
-        for silo_id in plan.silos
-        if silo_id in found and delegated.get(f"{plan.plan_id}.{silo_id}") == found[silo_id].signing_key
+        for silo_id in plan.members
+        if silo_id in found and delegated.get(silo_role(plan.origin(silo_id), silo_id)) == found[silo_id].signing_key
     }
 
 

@@ -7,17 +7,19 @@ a crash interrupted. The next release is made without the silo; older ones stay.
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from aggregator.config import Federation
-from aggregator.log.journal import append
-from ddm.errors import BusyError, SetupError
+from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.files import move_into_place, read_bounded, write_atomic
 from ddm.io.locks import locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, PlanId, ShortText, SiloId, Time, now_utc, sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt, Withdrawn
 from ddm.protocol.submission import submission_path
+from ddm.publishing.journal import append
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.entries import SiloWithdrawn
@@ -26,7 +28,10 @@ MAX_RECORD_BYTES = 65536
 
 
 class Withdrawal(Document):
-    """Why and when a silo was withdrawn, and the submission it had sent; stays with the aggregator."""
+    """Why and when a silo was withdrawn, and the submission it had sent; stays with the aggregator.
+
+    `carried_from` is the earlier plan that it had sent it for, where the plan carries its experts over.
+    """
 
     format: Literal["archipelago/withdrawal/1"] = "archipelago/withdrawal/1"
     plan_id: PlanId
@@ -34,6 +39,7 @@ class Withdrawal(Document):
     submission_digest: Digest | None
     reason: ShortText
     at: Time
+    carried_from: Annotated[PlanId | None, Field(exclude_if=lambda origin: origin is None)] = None
 
 
 def withdraw(federation: Federation, silo_id: str, reason: str, receipt_key: SigningKey) -> Withdrawal:
@@ -53,8 +59,8 @@ def withdraw(federation: Federation, silo_id: str, reason: str, receipt_key: Sig
         raise SetupError("--reason", expected="1 to 400 characters", got=f"{len(reason.strip())} characters")
     with federation.signing_lock():
         plan, plan_digest = federation.current_plan()
-        if silo_id not in plan.silos:
-            expected = f"a silo of plan {plan.plan_id}: {', '.join(plan.silos)}"
+        if silo_id not in plan.members:
+            expected = f"a silo of plan {plan.plan_id}: {', '.join(plan.members)}"
             raise SetupError("silo", expected=expected, got=ascii(silo_id[:40]))
         record = _record(federation, plan, silo_id, reason)
         federation.accepted.mkdir(parents=True, exist_ok=True)
@@ -67,14 +73,38 @@ def finish_withdrawal(federation: Federation, plan_id: str, plan_digest: str, si
     """Carry out a recorded withdrawal, or what is left of it; the caller holds the lock of intake."""
     record = read_withdrawal(federation, plan_id, silo_id)
     _notify(federation, record, plan_digest, key)
-    accepted, kept = federation.accepted / plan_id / silo_id, _folder(federation, plan_id, silo_id) / "submission"
+    accepted = federation.accepted / (record.carried_from or plan_id) / silo_id
+    kept = _folder(federation, plan_id, silo_id) / "submission"
     if accepted.exists() and not kept.exists():
         move_into_place(accepted, kept)
 
 
 def withdrawn_silos(federation: Federation, plan: Plan) -> tuple[str, ...]:
     """List the silos that were withdrawn from a plan, sorted."""
-    return tuple(silo for silo in plan.silos if _record_path(federation, plan.plan_id, silo).is_file())
+    return tuple(silo for silo in plan.members if _record_path(federation, plan.plan_id, silo).is_file())
+
+
+def check_still_carried(federation: Federation, plan: Plan) -> None:
+    """Refuse a plan that carries over a silo that was withdrawn or removed since the plan was drafted.
+
+    Raises:
+        PolicyError: names the silo.
+    """
+    if not plan.carried:
+        return
+    present, _ = federation.current_plan()
+    gone = withdrawn_silos(federation, present)
+    for each in plan.carried:
+        document = federation.accepted / each.plan_id / each.silo_id / submission_path(each.silo_id)
+        kept = each.silo_id not in gone and document.is_file()
+        if not kept or sha256_hex(read_bounded(document, MAX_DOCUMENT_BYTES)) != each.submission_digest:
+            raise PolicyError(
+                f"plan {plan.plan_id}, {each.silo_id} carried over",
+                expected=f"its accepted submission to plan {each.plan_id}",
+                got="a silo that was withdrawn" if each.silo_id in gone else "no such submission",
+                remedy="Draft the plan again: aggregator plan. One that waits for holders is discarded first: "
+                "aggregator complete --abandon.",
+            )
 
 
 def read_withdrawal(federation: Federation, plan_id: str, silo_id: str) -> Withdrawal:
@@ -99,9 +129,17 @@ def _record(federation: Federation, plan: Plan, silo_id: str, reason: str) -> Wi
     path = _record_path(federation, plan.plan_id, silo_id)
     if path.is_file():
         return read_withdrawal(federation, plan.plan_id, silo_id)
-    document = federation.accepted / plan.plan_id / silo_id / submission_path(silo_id)
+    document = federation.accepted_folder(plan, silo_id) / submission_path(silo_id)
     digest = sha256_hex(read_bounded(document, MAX_DOCUMENT_BYTES)) if document.is_file() else None
-    record = Withdrawal(plan_id=plan.plan_id, silo_id=silo_id, submission_digest=digest, reason=reason, at=now_utc())
+    origin = plan.origin(silo_id)
+    record = Withdrawal(
+        plan_id=plan.plan_id,
+        silo_id=silo_id,
+        submission_digest=digest,
+        reason=reason,
+        at=now_utc(),
+        carried_from=None if origin == plan.plan_id else origin,
+    )
     append(federation, SiloWithdrawn(plan_id=plan.plan_id, silo_id=silo_id, submission_digest=digest))
     write_atomic(path, record.encode())
     return record

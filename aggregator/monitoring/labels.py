@@ -21,6 +21,7 @@ _STANDINGS: Mapping[Standing, tuple[str, Tone]] = {
     "quarantined": ("quarantined: decision needed", "warn"),
     "refused": ("refused", "bad"),
     "accepted": ("accepted", "ok"),
+    "carried": ("carried over from an earlier plan", "ok"),
     "withdrawn": ("withdrawn from this plan", "idle"),
     "removed": ("removed from the federation", "idle"),
 }
@@ -122,7 +123,7 @@ def page_values(status: FederationStatus) -> dict[str, Any]:
         "status": status,
         "silos": [labels_of(silo, status.at) for silo in status.silos],
         "attention": list(attention(status)),
-        "num_accepted": sum(silo.standing == "accepted" for silo in status.silos),
+        "num_accepted": sum(silo.standing in ("accepted", "carried") for silo in status.silos),
         "verdict_tones": _VERDICT_TONES,
         "when": lambda at: when(at, status.at),
     }

@@ -32,7 +32,7 @@ _MAX_ENTRIES = 1000
 _MAX_STATE = 40
 _MAX_REASONS = 8
 
-Gone = Literal["removed", "withdrawn"]
+Gone = Literal["removed", "withdrawn", "carried"]
 Standing = Literal[
     "absent", "working", "approval", "sending", "silent", "arrived", "quarantined", "refused", "accepted", Gone
 ]
@@ -143,6 +143,8 @@ def read_silo(
     # Before the programs started, nothing was requested of the silo.
     waiting_since = max(filter(None, (last_seen, processes.started_at)), default=now)
     silent = last_seen is not None and processes.running and now - waiting_since > SILENT_AFTER
+    if gone is None and plan.origin(silo_id) != plan.plan_id:
+        gone = "carried"  # it signed for an earlier plan, and nothing is asked of it
     return SiloStatus(
         silo_id=silo_id,
         standing=gone or standing(submissions, arrival, state, answered=last_seen is not None, silent=silent),

@@ -11,11 +11,10 @@ from typing import Annotated, Literal
 from cryptography import x509
 from pydantic import Field
 
-from aggregator.config import MAX_TUF_BYTES, Federation
-from aggregator.membership.registry import removed, taking_part
+from aggregator.config import Federation
+from aggregator.membership.registry import members, removed
 from aggregator.membership.withdrawal import withdrawn_silos
 from aggregator.monitoring.silo_status import Earlier, Gone, SiloStatus, read_silo
-from aggregator.release.versions import manifest_path, newest_version
 from aggregator.router.report import Family, RouterReport
 from aggregator.runtime.processes import Processes, read_processes
 from ddm.errors import ArchipelagoError
@@ -34,6 +33,8 @@ from ddm.protocol.base import (
 )
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
+from ddm.publishing.home import MAX_TUF_BYTES
+from ddm.publishing.versions import manifest_path, newest_version
 
 _MAX_RELEASES = 20
 
@@ -164,7 +165,7 @@ def _silos(
             earlier=earlier_arrival(silo_id),
             gone=gone.get(silo_id),
         )
-        for silo_id in plan.silos
+        for silo_id in plan.members
     )
 
 
@@ -172,7 +173,7 @@ def _gone(federation: Federation, plan: Plan, problems: list[str]) -> dict[str, 
     """Return the plan's silos that left it; a silo both removed and withdrawn counts as removed."""
     found: dict[str, Gone] = dict.fromkeys(withdrawn_silos(federation, plan), "withdrawn")
     try:
-        out = {record.silo_id for record in removed(federation)} - taking_part(federation, plan).keys()
+        out = {record.silo_id for record in removed(federation)} - members(federation, plan).keys()
     except ArchipelagoError as error:
         problems.append(str(error)[:400])
         return found

@@ -62,6 +62,17 @@ class SiloPart:
         """Its name."""
         return self.published.silo_id
 
+    def grown(self, plan: Plan) -> str:
+        """Return what it is in a plan that carries experts over, in words."""
+        match self.published.standing:
+            case "carried":
+                return f"was carried over from plan {plan.origin(self.silo_id)}, without training again"
+            case "again":
+                return "trained for this plan, and was a silo of an earlier one"
+            case "late":
+                return "joined with this plan"
+        return "trained for this plan"
+
 
 @dataclass(frozen=True)
 class Sheet:

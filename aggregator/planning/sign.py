@@ -6,18 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
-from aggregator.changes import Change
 from aggregator.config import PUBLIC_NAME, CurrentPlan, Federation
 from aggregator.keys.ceremony import check_replaceable, conduct
 from aggregator.keys.rotation import next_receipts_key, use_next_receipts_key
 from aggregator.keys.silo_rotation import cards_for_next_plan, use_rotated_cards
 from aggregator.membership.registry import signing_key
+from aggregator.membership.withdrawal import check_still_carried
 from aggregator.planning.draft import Draft
 from ddm.errors import SetupError
+from ddm.io.changes import Change
 from ddm.io.files import link_or_copy, write_atomic
 from ddm.io.locks import locked
 from ddm.protocol.base import now_utc
 from ddm.trust.ceremony import Request
+from ddm.trust.paths import silo_role
 from ddm.trust.repository import Repository
 
 
@@ -31,6 +33,7 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
 
     Raises:
         BusyError: `aggregator run` is at work on the plan that this one replaces, or another change is under way.
+        PolicyError: a silo to carry over was withdrawn or removed since the plan was drafted.
         SetupError: submissions accepted for that plan are in no release, or the draft names a key that was rotated, or
             the agreed size of a card that was replaced.
         MissingFileError: a silo of the draft is not enrolled any more.
@@ -45,6 +48,7 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
                 got=f"{plan.receipt_key}, which was rotated after the plan was drafted",
                 remedy="Draft the plan again: aggregator plan.",
             )
+        check_still_carried(federation, plan)
         enrolled = cards_for_next_plan(federation, plan.silos)
         if other := [silo_id for silo_id, card in enrolled.items() if card.agreed != plan.agreed[silo_id]]:
             raise SetupError(
@@ -59,9 +63,12 @@ def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[s
         write_atomic(change.put("plans/current.json"), current.encode())
         use_next_receipts_key(federation, change)
         repository = Repository(federation.tuf)
+        carried = {each.silo_id: each.plan_id for each in plan.carried}
+        in_force = repository.delegates().roles
         silos = {silo_id: signing_key(card) for silo_id, card in enrolled.items()}
+        silos |= {silo_id: in_force[silo_role(origin, silo_id)] for silo_id, origin in carried.items()}
         use_rotated_cards(federation, change, plan.silos)
-        delegates = replace(repository.delegates(), plan_id=plan.plan_id, silos=silos)
+        delegates = replace(repository.delegates(), plan_id=plan.plan_id, silos=silos, carried=carried)
         targets = repository.next_targets(delegates, now_utc())
         purpose = f"start the plan {plan.plan_id}"
         request = Request.to_sign(targets, purpose, repository.targets(), repository.root())

@@ -1,22 +1,33 @@
 """Publishes a release: manifest, router, pages and the silos' signed bytes unchanged, all under one signature."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from aggregator.changes import Change
 from aggregator.config import Federation
 from aggregator.intake.inventory import AcceptedSilo, Inventory, take_inventory
 from aggregator.keys.silo_rotation import key_history
-from aggregator.keys.store import load_key, load_model_signing_key
-from aggregator.log.export import export_log, public_folder
-from aggregator.log.journal import sizes_given_out, stage
 from aggregator.membership.registry import card_of, signing_key
 from aggregator.pages.write import PAGE_NAMES, PageInput, write_pages
-from aggregator.release.export import copy_out, reserve
-from aggregator.release.versions import (
+from aggregator.router.report import RouterReport
+from aggregator.router.train import ROUTER_NAME, load_report, router_path
+from ddm.errors import BusyError, PolicyError
+from ddm.io.changes import Change
+from ddm.io.files import link_or_copy, read_bounded, write_atomic
+from ddm.io.space import check_writable, require_room
+from ddm.loading.ensemble import build_ensemble
+from ddm.loading.plan_documents import read_earlier
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
+from ddm.protocol.growth import standing_of
+from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
+from ddm.protocol.plan import Plan
+from ddm.protocol.submission import submission_path
+from ddm.publishing.export import copy_out, reserve
+from ddm.publishing.public_log import export_log, public_folder
+from ddm.publishing.version import Version, memory_for, sign_version
+from ddm.publishing.versions import (
     check_none_lost,
     is_current,
     manifest_path,
@@ -24,25 +35,10 @@ from aggregator.release.versions import (
     release_folder,
     timestamp_expiry,
 )
-from aggregator.router.report import RouterReport
-from aggregator.router.train import ROUTER_NAME, load_report, router_path
-from ddm.errors import BusyError, PolicyError, SetupError
-from ddm.io.files import link_or_copy, read_bounded, write_atomic
-from ddm.io.space import check_writable, require_room
-from ddm.loading.ensemble import build_ensemble
-from ddm.loading.log import entry_of
-from ddm.loading.release import open_release
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_file, sha256_hex
-from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
-from ddm.protocol.submission import submission_path
-from ddm.trust.drafts import log_key_of
-from ddm.trust.model_signature import MODEL_SIGNATURE_NAME, sign_model
-from ddm.trust.paths import KEY_HISTORY, LOG_NAMES, PLAN_LOG_NAMES, RELEASE_NAMES
-from ddm.trust.repository import Repository
+from ddm.trust.paths import KEY_HISTORY, PLAN_LOG_NAMES
 
 OnProgress = Callable[[int, int], None]
 _PAGES_BYTES = 64 * 1024**2  # report, card and metadata of a version
-_MEMORY_BYTES = 2 * 1024**3
 RENEWED_BEFORE = timedelta(days=30)  # a timestamp that expires sooner calls for a new version
 
 
@@ -129,7 +125,7 @@ def _next_version(
     release = change.put(f"releases/{version}")
     targets = release / "targets" / source.plan_id
     _lay_out(source, targets)
-    size = sum(path.stat().st_size for path in targets.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in targets.parent.rglob("*") if path.is_file())
     require_room({reserved.parent: size + _PAGES_BYTES, source.federation.path: _PAGES_BYTES}, "a release")
     draft = _manifest(source, targets, version)
     present = None if renew else _published_already(source.federation, draft)
@@ -137,50 +133,9 @@ def _next_version(
         return Publication(present, fresh=False)
     _write_pages(source, draft, targets, on_progress)
     manifest = _with_pages(draft, targets)
-    write_atomic(targets / "manifest.json", manifest.encode())
-    written = _write_down(source, change, manifest, targets, passphrase)
-    key = load_model_signing_key(source.federation, passphrase)
-    digests = {**_digests(manifest), **written, **_plan_proofs(targets)}
-    write_atomic(targets / MODEL_SIGNATURE_NAME, sign_model(source.plan_id, digests, key))
-    _sign(source, targets, change.put("tuf/metadata"), passphrase)
-    _check_that_it_loads(release, source.root)
-    change.commit()
+    roles = {silo_id: silo.role for silo_id, silo in source.inventory.silos.items()}
+    sign_version(Version(source.federation, change, release, manifest, roles), passphrase, now_utc())
     return Publication(manifest, fresh=True)
-
-
-def _write_down(
-    source: _Source, change: Change, manifest: Manifest, targets: Path, passphrase: bytes
-) -> Mapping[str, str]:
-    """Enter the manifest in the log, which grows with this change, and write the proofs; return their digests."""
-    log_key = log_key_of(Repository(source.federation.tuf).root())
-    if log_key is None:
-        raise SetupError("root", expected="the key of the federation's log, log_key", got="a root without it")
-    entry = entry_of(manifest, manifest.digest)
-    key = load_key(source.federation, "log", passphrase)
-    journal = stage(source.federation, change, log_key, key, [entry])
-    proofs = dict(zip(LOG_NAMES, journal.prove(entry, sizes_given_out(source.federation)), strict=True))
-    for name, data in proofs.items():
-        write_atomic(targets / name, data)
-    return {name: sha256_hex(data) for name, data in proofs.items()}
-
-
-def _plan_proofs(targets: Path) -> Mapping[str, str]:
-    """Return the digests of the plan's own proofs, which its role signs."""
-    return {name: sha256_file(targets / name) for name in PLAN_LOG_NAMES if (targets / name).is_file()}
-
-
-def _check_that_it_loads(release: Path, root: bytes) -> None:
-    """Open the release as researchers do, one expert after the other; what they would refuse is not published."""
-    opened = open_release(release, root=root, state=None, experts_later=True)
-    plan, manifest = opened.plan, opened.manifest
-    experts = build_ensemble(plan, manifest, opened.folder, memory_bytes=_memory_for(manifest)).experts
-    for k in range(len(experts)):
-        experts[k]
-
-
-def _memory_for(manifest: Manifest) -> int:
-    """Return the bytes of memory that a release's experts may take here: enough for two, or for all small ones."""
-    return max(_MEMORY_BYTES, 2 * max(expert.file.bytes for expert in manifest.experts))
 
 
 def _check_quorum(inventory: Inventory, quorum: int) -> None:
@@ -201,7 +156,7 @@ def _lay_out(source: _Source, targets: Path) -> None:
         link_or_copy(bundle / name, targets / name)
     for silo_id, silo in inventory.silos.items():
         for name in _published_names(silo_id, silo):
-            link_or_copy(silo.folder / name, targets / name)
+            link_or_copy(silo.folder / name, _home(inventory.plan, targets, silo_id) / name)
     if history := key_history(source.federation, inventory.silos):
         write_atomic(targets / KEY_HISTORY, history.encode())
     link_or_copy(router_path(source.federation, source.plan_id), targets / ROUTER_NAME)
@@ -209,6 +164,11 @@ def _lay_out(source: _Source, targets: Path) -> None:
         remedy = "Publish again when `aggregator router` has ended."
         expected = f"the router of its report, sha256 {source.report.router.digest}"
         raise BusyError("router", expected=expected, got="a file with another digest", remedy=remedy)
+
+
+def _home(plan: Plan, targets: Path, silo_id: str) -> Path:
+    """Return the folder of the plan for which a silo signed: that of an earlier plan lies beside the present one's."""
+    return targets.parent / plan.origin(silo_id)
 
 
 def _published_names(silo_id: str, silo: AcceptedSilo) -> list[str]:
@@ -234,7 +194,7 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
         cite=settings.cite,
         missing_silos=inventory.missing,
         withdrawn_silos=inventory.withdrawn,
-        silos=tuple(_published_silo(federation, silo_id, silo, targets) for silo_id, silo in inventory.silos.items()),
+        silos=tuple(_published_silo(source, silo_id, silo, targets) for silo_id, silo in inventory.silos.items()),
         experts=tuple(
             PublishedExpert(
                 expert_id=expert.expert_id,
@@ -258,13 +218,15 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
     )
 
 
-def _published_silo(federation: Federation, silo_id: str, silo: AcceptedSilo, targets: Path) -> PublishedSilo:
-    submission = silo.submission
+def _published_silo(source: _Source, silo_id: str, silo: AcceptedSilo, targets: Path) -> PublishedSilo:
+    submission, plan = silo.submission, source.inventory.plan
     name = submission_path(silo_id)
+    earlier = read_earlier(plan, lambda file: read_bounded(targets / file.path, MAX_DOCUMENT_BYTES))
     return PublishedSilo(
         silo_id=silo_id,
-        submission=File.of(name, targets / name),
-        key_fingerprint=signing_key(card_of(federation, silo_id)).fingerprint,
+        standing=standing_of(plan, earlier, silo_id),
+        submission=File.of(name, _home(plan, targets, silo_id) / name),
+        key_fingerprint=signing_key(card_of(source.federation, silo_id)).fingerprint,
         epsilon=submission.spent.epsilon,
         delta=submission.spent.delta,
         audit=submission.audit.verdict,
@@ -299,7 +261,7 @@ def _write_pages(source: _Source, draft: Manifest, targets: Path, on_progress: O
         manifest=draft,
         inventory=source.inventory,
         report=source.report,
-        ensemble=build_ensemble(plan, draft, targets, memory_bytes=_memory_for(draft)),
+        ensemble=build_ensemble(plan, draft, targets, memory_bytes=memory_for(draft)),
     )
     write_pages(content, targets, on_progress)
 
@@ -307,26 +269,3 @@ def _write_pages(source: _Source, draft: Manifest, targets: Path, on_progress: O
 def _with_pages(draft: Manifest, targets: Path) -> Manifest:
     files = [*draft.files, *(File.of(name, targets / name) for name in PAGE_NAMES)]
     return draft.model_copy(update={"files": tuple(sorted(files, key=lambda file: file.path))})
-
-
-def _digests(manifest: Manifest) -> Mapping[str, str]:
-    """Return the digest of every file that `model.sig` covers, from the documents that list them."""
-    listed = [*manifest.files, manifest.router.file]
-    listed += [silo.submission for silo in manifest.silos] + [expert.file for expert in manifest.experts]
-    return {"manifest.json": manifest.digest, **{file.path: file.digest for file in listed}}
-
-
-def _sign(source: _Source, targets: Path, metadata: Path, passphrase: bytes) -> None:
-    """Sign a copy of the federation's metadata, and export the part that readers need into the release."""
-    described = {name: File.of(name, targets / name) for name in RELEASE_NAMES if (targets / name).is_file()}
-    shutil.copytree(source.federation.tuf, metadata)
-    repository = Repository(metadata)
-    repository.publish(
-        source.plan_id,
-        {silo_id: silo.role for silo_id, silo in source.inventory.silos.items()},
-        {f"{source.plan_id}/{name}": (file.bytes, file.digest) for name, file in described.items()},
-        release_key=load_key(source.federation, "release", passphrase),
-        online_key=load_key(source.federation, "online", passphrase),
-        now=now_utc(),
-    )
-    repository.export_release(targets.parent.parent)

@@ -19,9 +19,9 @@ from aggregator.config import Federation
 from aggregator.intake.limits import submission_bytes
 from aggregator.intake.quarantine import SetAside
 from aggregator.intake.service import IntakeService
-from aggregator.keys.store import load_key
 from ddm.errors import BusyError
 from ddm.protocol.receipt import Accepted, Receipt
+from ddm.publishing.keys import load_key
 from ddm.system.console import new_app, run_app
 
 HEARTBEAT = "intake.alive"

@@ -1,10 +1,11 @@
-"""The program `ddm`: the researcher's commands verify, info, log, sample, evaluate, distill and sample-student."""
+"""The program `ddm`: a researcher's commands on releases, and one owner's: split, train and assemble."""
 
 import json
 from typing import Annotated
 
 import typer
 
+from ddm.cli.assemble import assemble
 from ddm.cli.distill import distill
 from ddm.cli.evaluate import evaluate
 from ddm.cli.log import log
@@ -22,12 +23,14 @@ from ddm.cli.options import (
 )
 from ddm.cli.sample import sample
 from ddm.cli.sample_student import sample_student
+from ddm.cli.split import split
+from ddm.cli.train import train
 from ddm.loading.release import Release
 from ddm.protocol.architecture import TextCondition
 from ddm.protocol.plan import Plan
 from ddm.system.console import human_bytes, human_flops, new_program, run_app, say, table
 
-app = new_program("Verify a published ensemble of diffusion experts, and sample from it.")
+app = new_program("Verify a published ensemble of diffusion experts and sample from it, or make one of your own data.")
 
 
 @app.command()
@@ -93,16 +96,19 @@ def info(
             f"{opened.submissions[silo.silo_id].num_units}",
             f"{len(priors[silo.silo_id])}",
             f"{sum(priors[silo.silo_id]):.3f}",
-            f"{silo.epsilon:g}",
-            f"{silo.delta:g}",
+            "none" if silo.epsilon is None else f"{silo.epsilon:g}",
+            "none" if silo.delta is None else f"{silo.delta:g}",
             silo.audit,
             silo.isolation,
         )
         for silo in manifest.silos
     ]
-    say(table(rows, ("silo", f"{plan.statistics.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
+    who = "silo" if plan.statistics.private else "island"
+    say(table(rows, (who, f"{plan.statistics.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
+    _say_grown(opened)
     _say_lowered(opened)
-    say("\nThe experts' weights were trained without differential privacy; epsilon covers the router's inputs only.")
+    covered = "epsilon covers the router's inputs only" if plan.statistics.private else "one owner had all of the data"
+    say(f"\nThe experts' weights were trained without differential privacy; {covered}.")
     warn_if_expired(opened)
 
 
@@ -120,6 +126,24 @@ def _network(plan: Plan) -> str:
     )
 
 
+_STANDINGS = {
+    "again": "trained for this plan, and was a silo of an earlier one",
+    "late": "joined with this plan",
+}
+
+
+def _say_grown(opened: Release) -> None:
+    """Say what each silo is in a plan that carries experts over, and which silos of the plan are not here."""
+    for silo in opened.manifest.silos:
+        if silo.standing == "carried":
+            say(f"  silo {silo.silo_id} was carried over from plan {opened.plan.origin(silo.silo_id)}")
+        elif silo.standing != "new":
+            say(f"  silo {silo.silo_id} {_STANDINGS[silo.standing]}")
+    for reason, absent in (("missing", opened.manifest.missing_silos), ("withdrawn", opened.manifest.withdrawn_silos)):
+        if absent:
+            say(f"  {reason}: {', '.join(absent)}; the priors are shares among the silos above")
+
+
 def _say_lowered(opened: Release) -> None:
     """Name the silos whose prior counts less than they stated, with the operator's reason."""
     for silo in opened.manifest.silos:
@@ -133,6 +157,9 @@ app.command("sample")(sample)
 app.command("evaluate")(evaluate)
 app.command("distill")(distill)
 app.command("sample-student")(sample_student)
+app.command("split")(split)
+app.command("train")(train)
+app.command("assemble")(assemble)
 
 
 def main() -> None:

@@ -90,6 +90,13 @@ MemoryOption = Annotated[
         rich_help_panel=MACHINE,
     ),
 ]
+# One owner's islands: the folder, and the keys in it.
+OWN_KEYS = "Passphrase of the owner's keys"
+IslandsArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that `ddm split` made.")]
+PassphraseOption = Annotated[
+    Path | None, typer.Option("--passphrase-file", metavar="FILE", help="Its first line opens the owner's keys.")
+]
+
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _CELL, _PICTURE_BYTES = 68, 8  # of a grid: sides of the smallest cell, bytes of a pixel with its copies
 

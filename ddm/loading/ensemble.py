@@ -118,7 +118,8 @@ def build_ensemble(
     Args:
         plan: the plan.
         manifest: lists the experts and describes the router.
-        folder: holds `plan/`, `silos/` and the router.
+        folder: holds `plan/`, `silos/` and the router; it is called as the plan, and experts that were carried over lie
+            beside it, in a folder called as theirs.
         memory_bytes: most bytes of memory for experts. They are then loaded on first use, and again after they were
             dropped, checked against their digests each time, so the errors about files below are raised while sampling.
             None loads all of them now.
@@ -138,7 +139,8 @@ def build_ensemble(
 
     def load(k: int) -> Expert:
         published = manifest.experts[k]
-        expert = load_expert(plan.expert.architecture, shape, folder, published.file, condition).to(device)
+        home = folder.parent / plan.origin(published.silo_id)
+        expert = load_expert(plan.expert.architecture, shape, home, published.file, condition).to(device)
         return on_path(arithmetic.applied(expert), plan.objective.of(published.silo_id), path)
 
     return Ensemble(

@@ -6,17 +6,21 @@ that are then parsed.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from ddm.errors import DigestError, MissingFileError, ReplayError, RootError, TrustError
 from ddm.io.files import read_bounded
 from ddm.loading.log import LogView, entry_of, read_log
+from ddm.loading.plan_documents import check_origins, read_earlier
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
-from ddm.protocol.manifest import Manifest, PublishedSilo
+from ddm.protocol.carried import Carried
+from ddm.protocol.growth import check_consent, standing_of
+from ddm.protocol.island import Island
+from ddm.protocol.manifest import Manifest, PublishedSilo, Standing
 from ddm.protocol.plan import Plan, SiloClusterPartition
-from ddm.protocol.submission import Submission, is_expert_path
+from ddm.protocol.submission import Submission, is_expert_path, submission_path
 from ddm.trust.log.memory import LogMemory
 from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, MAX_PROOF_BYTES
 from ddm.trust.model_signature import MAX_MODEL_SIGNATURE_BYTES, MODEL_SIGNATURE_NAME, check_model_signature
@@ -40,14 +44,20 @@ class Release:
         submissions: each silo's document, by silo id.
         log: the federation's log, in which the manifest stands.
         folder: holds `plan.json` and the rest.
+        earlier: the plans from which experts are carried over, by id.
     """
 
     verified: VerifiedRelease
     plan: Plan
     manifest: Manifest
-    submissions: Mapping[str, Submission]
+    submissions: Mapping[str, Submission | Island]
     log: LogView
     folder: Path
+    earlier: Mapping[str, Plan] = field(default_factory=dict)
+
+    def standing(self, silo_id: str) -> Standing:
+        """Return what a published silo is in this plan; see `ddm.protocol.growth.standing_of`."""
+        return standing_of(self.plan, self.earlier, silo_id)
 
     @property
     def manifest_digest(self) -> str:
@@ -149,11 +159,13 @@ def _read_documents(folder: Path, verified: VerifiedRelease) -> Release:
     plan = Plan.parse(_read(verified, "plan.json"), subject="plan.json")
     encoded = _read(verified, "manifest.json")
     manifest = Manifest.parse(encoded, subject="manifest.json")
+    kind: type[Submission | Island] = Submission if plan.statistics.private else Island
     submissions = {
-        silo.silo_id: Submission.parse(_read(verified, silo.submission.path), subject=silo.submission.path)
+        silo.silo_id: kind.parse(_read(verified, silo.submission.path), subject=silo.submission.path)
         for silo in manifest.silos
     }
-    _check_together(verified, plan, manifest, submissions)
+    earlier = read_earlier(plan, lambda file: _read(verified, file.path))
+    _check_together(verified, plan, earlier, manifest, submissions)
     log = read_log(
         verified.log_keys,
         _read(verified, MANIFEST_PROOF_NAME, MAX_PROOF_BYTES),
@@ -168,6 +180,7 @@ def _read_documents(folder: Path, verified: VerifiedRelease) -> Release:
         submissions=submissions,
         log=log,
         folder=folder / "targets" / verified.plan_id,
+        earlier=earlier,
     )
 
 
@@ -189,7 +202,11 @@ def _read(verified: VerifiedRelease, name: str, limit: int = MAX_DOCUMENT_BYTES)
 
 
 def _check_together(
-    verified: VerifiedRelease, plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission]
+    verified: VerifiedRelease,
+    plan: Plan,
+    earlier: Mapping[str, Plan],
+    manifest: Manifest,
+    submissions: Mapping[str, Submission | Island],
 ) -> None:
     """Check that the signed documents name each other, and that every file that they list is signed as listed."""
     plan_digest = verified.files["plan.json"].digest
@@ -199,7 +216,12 @@ def _check_together(
     if manifest.plan_digest != plan_digest:
         raise ReplayError("manifest.json", expected=f"plan digest {plan_digest}", got=manifest.plan_digest)
     _check_silos(verified, plan, manifest)
+    check_origins(plan, verified.origins)
+    carried = {each.silo_id: each for each in plan.carried}
     for silo_id, submission in submissions.items():
+        if silo_id in carried:
+            _check_carried(verified, carried[silo_id], submission)
+            continue
         got = (submission.silo_id, submission.plan_id, submission.plan_digest)
         if got != (silo_id, plan.plan_id, plan_digest):
             named = (
@@ -209,6 +231,8 @@ def _check_together(
             raise ReplayError(f"submission of {silo_id}", expected=expected, got=named)
     for silo in manifest.silos:
         _check_claims(silo, submissions[silo.silo_id])
+        if silo.standing != (standing := standing_of(plan, earlier, silo.silo_id)):
+            raise TrustError(f"manifest.json, silo {silo.silo_id}, standing", expected=standing, got=silo.standing)
         _check_units(plan, silo, submissions[silo.silo_id])
     _check_experts(plan, manifest, submissions)
     _check_files(verified, plan, manifest)
@@ -220,8 +244,8 @@ def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
     """Check that each silo of the plan is published, missing or withdrawn, and that the published ones have signed."""
     published = {silo.silo_id: silo.key_fingerprint for silo in manifest.silos}
     listed = sorted([*published, *manifest.missing_silos, *manifest.withdrawn_silos])
-    if listed != list(plan.silos):
-        expected = f"each silo of the plan once, as published, missing or withdrawn: {', '.join(plan.silos)[:200]}"
+    if listed != list(plan.members):
+        expected = f"each silo of the plan once, as published, missing or withdrawn: {', '.join(plan.members)[:200]}"
         raise TrustError("manifest.json, silos", expected=expected, got=", ".join(listed)[:200] or "no silos")
     for silo_id in sorted(published.keys() | verified.silo_keys.keys()):
         if published.get(silo_id) != verified.silo_keys.get(silo_id):
@@ -230,21 +254,31 @@ def _check_silos(verified: VerifiedRelease, plan: Plan, manifest: Manifest) -> N
             raise TrustError(subject, expected=f"{signed}, of the key that signed", got=named)
 
 
-def _check_claims(silo: PublishedSilo, submission: Submission) -> None:
+def _check_carried(verified: VerifiedRelease, carried: Carried, submission: Submission | Island) -> None:
+    """Check that a carried silo's document is the one that the plan names, and that its silo consents."""
+    path = submission_path(carried.silo_id)
+    if (found := verified.files[path].digest) != carried.submission_digest:
+        expected = f"sha256 {carried.submission_digest[:16]}..., the submission that the plan carries"
+        raise ReplayError(path, expected=expected, got=f"sha256 {found[:16]}...")
+    if not isinstance(submission, Submission):
+        raise ReplayError(path, expected="the submission of a silo", got="an island, which no plan carries over")
+    check_consent(carried, submission)
+
+
+def _check_claims(silo: PublishedSilo, submission: Submission | Island) -> None:
     """Check that what the manifest repeats of a silo's submission is what the silo signed."""
-    claims = (
-        ("epsilon", submission.spent.epsilon, silo.epsilon),
-        ("delta", submission.spent.delta, silo.delta),
-        ("audit", submission.audit.verdict, silo.audit),
-        ("isolation", submission.isolation, silo.isolation),
-    )
-    for name, signed, claimed in claims:
+    stated: tuple[float | str | None, ...] = (None, None, "none", "none")  # an island claims no guarantee
+    if isinstance(submission, Submission):
+        spent = submission.spent
+        stated = (spent.epsilon, spent.delta, submission.audit.verdict, submission.isolation)
+    claims = zip(("epsilon", "delta", "audit", "isolation"), stated, strict=True)
+    for (name, signed), claimed in zip(claims, (silo.epsilon, silo.delta, silo.audit, silo.isolation), strict=True):
         if claimed != signed:
             subject = f"manifest.json, silo {silo.silo_id}, {name}"
             raise TrustError(subject, expected=f"{signed}, as the silo signed", got=f"{claimed}")
 
 
-def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission) -> None:
+def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission | Island) -> None:
     """Check that a silo counts as what it signed, or as less with a reason, and never as more than was agreed."""
     claimed, agreed = submission.num_units, plan.agreed[silo.silo_id].units(plan.statistics.unit)
     subject, most = f"manifest.json, silo {silo.silo_id}, units", min(claimed, agreed)
@@ -256,7 +290,7 @@ def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission) -> Non
         raise TrustError(subject, expected=f"{claimed}, as the silo stated, or less with a reason", got=got)
 
 
-def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission]) -> None:
+def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission | Island]) -> None:
     """Check that the manifest lists the silos' experts, and that each silo's priors sum to its share of counted units.
 
     With a partition by clusters the division of a silo's share among its experts follows from its noised histogram,
@@ -314,8 +348,13 @@ def _check_read(verified: VerifiedRelease, manifest: Manifest) -> None:
 
 
 def _check_model_signature(verified: VerifiedRelease) -> None:
-    """Check that `model.sig`, if there is one, covers the same files as TUF; its key is not known to TUF."""
+    """Check that `model.sig`, if there is one, covers what TUF signs in the plan's folder; TUF knows no key of it.
+
+    The files of carried silos lie beside that folder.
+    """
     if MODEL_SIGNATURE_NAME in verified.files:
         data = _read(verified, MODEL_SIGNATURE_NAME, MAX_MODEL_SIGNATURE_BYTES)
-        others = {name: file.digest for name, file in verified.files.items() if name != MODEL_SIGNATURE_NAME}
+        folder = verified.files["plan.json"].path.parent
+        within = {name: file for name, file in verified.files.items() if file.path.is_relative_to(folder)}
+        others = {name: file.digest for name, file in within.items() if name != MODEL_SIGNATURE_NAME}
         check_model_signature(data, verified.plan_id, others)

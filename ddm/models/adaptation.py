@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.errors import SetupError
-from ddm.protocol.plan import Adaptation, FullAdaptation, LoraAdaptation, PartialAdaptation
+from ddm.protocol.plan import Adaptation, FullAdaptation, LoraAdaptation, OwnAdaptation, PartialAdaptation
 
 
 class LoraLinear(nn.Module):
@@ -59,7 +59,7 @@ def adapt(expert: nn.Module, adaptation: Adaptation, *, seed: int) -> nn.Module:
         SetupError: the adaptation names weights that the expert does not have.
     """
     match adaptation:
-        case FullAdaptation():
+        case FullAdaptation() | OwnAdaptation():
             return expert.requires_grad_(True)
         case LoraAdaptation(rank=rank, alpha=alpha):
             expert.requires_grad_(False)

@@ -64,7 +64,9 @@ class DiT(nn.Module):
         rows, columns = height // patch, width // patch
         self.shape, self.patch = shape, patch
         self.embed = nn.Linear(channels * patch * patch, hidden, device=device)
-        self.register_buffer("position_ND", sincos_positions(rows, columns, hidden), persistent=False)
+        self.register_buffer(
+            "position_ND", sincos_positions(rows, columns, hidden, architecture.position_grid), persistent=False
+        )
         self.time = TimeEmbedding(hidden, device)
         self.widths = [_MODULATIONS * hidden] * architecture.depth + [2 * hidden]
         self.modulation = nn.Linear(hidden, sum(self.widths), device=device)

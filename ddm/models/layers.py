@@ -91,15 +91,28 @@ def images_of(p_BND: Tensor, shape: tuple[int, ...], patch: int) -> Tensor:
     return split.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, height, width)
 
 
-def sincos_positions(rows: int, columns: int, hidden: int) -> Tensor:
+def sincos_positions(rows: int, columns: int, hidden: int, grid: tuple[int, int] | None = None) -> Tensor:
     """Fixed position embeddings of a grid: half of the features encode the row, half the column.
+
+    Args:
+        rows: R.
+        columns: S.
+        hidden: width of an embedding.
+        grid: rows G and columns H of the grid on which the network was trained first: row r is placed at ``r G / R``,
+            column s at ``s H / S``, between the places known to it. None places them at r and s.
 
     Returns:
         Shape (rows * columns, hidden), float32, not trained; a remainder modulo 4 is zero.
+
+    Source:
+        For the places, Chen et al. 2024 (PixArt-sigma), arXiv 2403.04692, section 3.3.
     """
     quarter = hidden // 4
     frequencies = torch.exp(-log(10_000.0) * torch.arange(quarter) / max(quarter, 1))
-    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    places = [
+        torch.arange(num) * (own / num) for num, own in zip((rows, columns), grid or (rows, columns), strict=True)
+    ]
+    row, column = torch.meshgrid(*places, indexing="ij")
     angles = [place.reshape(-1, 1) * frequencies for place in (row, column)]
     features = torch.cat([wave for angle in angles for wave in (torch.sin(angle), torch.cos(angle))], dim=-1)
     return F.pad(features, (0, hidden - 4 * quarter))

@@ -60,7 +60,9 @@ class MMDiT(nn.Module):
         rows, columns = height // patch, width // patch
         self.shape, self.patch, self.num_tokens = shape, patch, rows * columns
         self.embed = nn.Linear(channels * patch * patch, hidden, device=device)
-        self.register_buffer("position_ND", sincos_positions(rows, columns, hidden), persistent=False)
+        self.register_buffer(
+            "position_ND", sincos_positions(rows, columns, hidden, architecture.position_grid), persistent=False
+        )
         self.time, self.text = TimeEmbedding(hidden, device), TextEmbedding(condition, hidden, device)
         self.pooled = nn.Linear(hidden, hidden, device=device)
         num_joint = architecture.depth - architecture.shared_depth

@@ -91,13 +91,33 @@ class TransformerSize(Model):
         return None
 
 
-class Dit(TransformerSize):
+GridSide = Annotated[int, Field(gt=0, le=65536)]
+
+
+class ExpertTransformer(TransformerSize):
+    """A transformer whose positions are computed from the place of a patch.
+
+    A document without `position_grid` leaves the field out: positions are the numbers of row and column.
+
+    Attributes:
+        position_grid: rows and columns of the grid of patches on which an expert was trained first; in an image with
+            more patches, the places of rows and columns lie between those of this grid and span the same range.
+    """
+
+    position_grid: Annotated[tuple[GridSide, GridSide] | None, Field(exclude_if=lambda grid: grid is None)] = None
+
+    def patch_grid(self, shape: Shape) -> tuple[int, int]:
+        """Return rows and columns of the patches of a sample (C, H, W)."""
+        return shape[1] // self.patch, shape[2] // self.patch
+
+
+class Dit(ExpertTransformer):
     """A diffusion transformer with adaLN-zero blocks (Peebles and Xie 2023); a text enters by cross-attention."""
 
     kind: Literal["dit"] = "dit"
 
 
-class Mmdit(TransformerSize):
+class Mmdit(ExpertTransformer):
     """Joint attention over text and image tokens (Esser et al. 2024).
 
     Attributes:

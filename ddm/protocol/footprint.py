@@ -6,6 +6,7 @@ estimates for float32 on a CPU; nothing here reads a file, builds a network, or 
 
 from math import ceil, prod
 
+from ddm.protocol.base import MAX_DOCUMENT_BYTES
 from ddm.protocol.plan import (
     Autoencoder,
     ClassCondition,
@@ -78,7 +79,8 @@ def file_bytes(plan: Plan) -> dict[str, int]:
         sizes[plan.latent.path] = weights if _in_float32(plan.latent) else weights // 2
     if plan.expert.base is not None:
         sizes[plan.expert.base] = expert_size(plan).bytes
-    return {path: size + HEADER_BYTES for path, size in sizes.items()}
+    documents = dict.fromkeys(plan.earlier_plans, MAX_DOCUMENT_BYTES)
+    return {path: size + HEADER_BYTES for path, size in sizes.items()} | documents
 
 
 def statistic_bytes(plan: Plan, num_units: int) -> dict[str, int]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from ddm.protocol.architecture import Architecture, Dit
-from ddm.protocol.base import Model, NaturalInt, NumSteps, RelativePath, SiloId
+from ddm.protocol.base import Digest, Model, NaturalInt, NumSteps, PlanId, RelativePath, SiloId
 
 
 class ExpertObjective(Model):
@@ -111,6 +111,21 @@ class LoraAdaptation(Model):
     alpha: Annotated[float, Field(gt=0.0, le=4096.0)]
 
 
+class OwnAdaptation(Model):
+    """All weights are trained, from those of the silo's own expert of an earlier plan, at another resolution or not.
+
+    A silo without a submission to that plan starts from random weights.
+
+    Attributes:
+        plan_id: the earlier plan.
+        submissions: sha256 of the accepted submission of each silo that has one; a recipe leaves it out.
+    """
+
+    kind: Literal["own"] = "own"
+    plan_id: PlanId
+    submissions: Annotated[dict[SiloId, Digest], Field(max_length=1024)] = {}
+
+
 TensorPrefix = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*(\.[a-z0-9_]+)*$", max_length=200)]
 
 
@@ -127,7 +142,7 @@ class PartialAdaptation(Model):
     trained: Annotated[tuple[TensorPrefix, ...], Field(min_length=1, max_length=256)]
 
 
-Adaptation = Annotated[FullAdaptation | LoraAdaptation | PartialAdaptation, Field(discriminator="kind")]
+Adaptation = Annotated[FullAdaptation | LoraAdaptation | PartialAdaptation | OwnAdaptation, Field(discriminator="kind")]
 
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -229,4 +244,4 @@ class Expert(Model):
     @property
     def base(self) -> str | None:
         """The path of the public expert that training starts from, if there is one."""
-        return None if isinstance(self.adaptation, FullAdaptation) else self.adaptation.base
+        return None if isinstance(self.adaptation, FullAdaptation | OwnAdaptation) else self.adaptation.base

@@ -43,20 +43,28 @@ Flag = Literal[
 ]
 
 
+Standing = Literal["new", "carried", "again", "late"]
+
+
 class PublishedSilo(Model):
     """One silo: its signed submission, its key, its privacy cost, and whether a person admitted it.
 
+    An island of one owner has no epsilon and no delta, since nothing of it was hidden, and no audit.
+
     Attributes:
+        standing: what it is in a plan that carries experts over: one whose experts are `carried` from an earlier plan,
+            one that trained `again`, one that came `late`; `new`, which is left out, in a plan that carries none.
         units: the number of units that its prior counts: what its submission states, or less.
         units_reason: why it counts less; the operator's words.
     """
 
     silo_id: SiloId
+    standing: Annotated[Standing, Field(exclude_if=lambda standing: standing == "new")] = "new"
     submission: File
     key_fingerprint: Digest
-    epsilon: Epsilon
-    delta: Delta
-    audit: Literal["pass", "waived"]
+    epsilon: Annotated[Epsilon | None, Field(exclude_if=lambda epsilon: epsilon is None)] = None
+    delta: Annotated[Delta | None, Field(exclude_if=lambda delta: delta is None)] = None
+    audit: Literal["pass", "waived", "none"]
     isolation: Literal["none", "users", "containers"]
     admitted: bool = False
     units: PositiveInt

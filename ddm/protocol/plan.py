@@ -21,7 +21,6 @@ from ddm.protocol.base import (
     File,
     KeyText,
     Model,
-    NumBytes,
     NumImages,
     PlanId,
     RelativePath,
@@ -29,6 +28,8 @@ from ddm.protocol.base import (
     Time,
     Unit,
 )
+from ddm.protocol.carried import Carried as Carried
+from ddm.protocol.carried import check_listed
 from ddm.protocol.encoder import PcaEncoder as PcaEncoder
 from ddm.protocol.encoder import Side as Side
 from ddm.protocol.encoder import TimmEncoder as TimmEncoder
@@ -45,17 +46,21 @@ from ddm.protocol.learning import FullAdaptation as FullAdaptation
 from ddm.protocol.learning import LogitNormalT as LogitNormalT
 from ddm.protocol.learning import LoraAdaptation as LoraAdaptation
 from ddm.protocol.learning import Objective as Objective
+from ddm.protocol.learning import OwnAdaptation as OwnAdaptation
 from ddm.protocol.learning import PartialAdaptation as PartialAdaptation
 from ddm.protocol.learning import SiloObjective as SiloObjective
 from ddm.protocol.learning import TDistribution as TDistribution
 from ddm.protocol.learning import Training as Training
 from ddm.protocol.learning import UniformT as UniformT
+from ddm.protocol.limits import Audit as Audit
+from ddm.protocol.limits import Limits as Limits
 from ddm.protocol.routers import CountsRouter as CountsRouter
 from ddm.protocol.routers import LearnedRouter as LearnedRouter
 from ddm.protocol.routers import MomentsRouter as MomentsRouter
 from ddm.protocol.routers import Router as Router
 from ddm.protocol.routers import SamplesRouter as SamplesRouter
 
+EXACT = 1000.0  # what an epsilon without noise reads: the largest that the format has, and a promise of nothing
 PixelSide = Annotated[int, Field(gt=0, le=65536)]
 PixelValue = Annotated[float, Field(ge=-1e6, le=1e6)]
 
@@ -208,11 +213,12 @@ class Statistics(Model):
 
     Attributes:
         unit: whose record one replacement exchanges.
-        relation: how neighbouring data sets differ: one unit's record is replaced.
+        relation: how neighbouring data sets differ: replace_one, one unit's record is replaced; none for the plan of
+            one owner's islands, whose counts are exact and hide nothing from anybody (`EXACT`).
     """
 
     unit: Unit
-    relation: Literal["replace_one"] = "replace_one"
+    relation: Literal["replace_one", "none"] = "replace_one"
     total: Budget
     counts: CountsStatistic
     sketch: SketchStatistic | None = None
@@ -229,47 +235,32 @@ class Statistics(Model):
             raise ValueError(f"a statistic has delta {delta:g}, more than the total of {self.total.delta:g}")
         return self
 
+    @model_validator(mode="after")
+    def _exact_counts_promise_nothing(self) -> "Statistics":
+        parts = [part for part in (self.counts, self.class_counts) if part]
+        noised = self.sketch or self.moments or any(part.epsilon != EXACT for part in (self.total, *parts))
+        if not self.private and (noised or self.unit != "image"):
+            raise ValueError(f'the relation "none" takes counts of images alone, with epsilon {EXACT:g}')
+        return self
 
-class Audit(Model):
-    """The limits of the leak audit that gates what leaves a silo.
-
-    Attributes:
-        required: whether the audit must pass, or be waived.
-        min_holdout_units: fewest held-out units with which the audit is conclusive.
-        max_near_copy_rate: largest share of samples that are nearly copies of a training image.
-        max_mia_auc: largest area under the curve of the membership attack.
-    """
-
-    required: bool
-    min_holdout_units: NumImages
-    max_near_copy_rate: Annotated[float, Field(ge=0.0, le=1.0)]
-    max_mia_auc: Annotated[float, Field(ge=0.5, le=1.0)]
-
-
-class Limits(Model):
-    """Bounds on the size of a silo's submission and on its training time.
-
-    Attributes:
-        expert_bytes: size of the largest file of an expert.
-        statistic_bytes: size of the largest file of a statistic.
-        train_s: seconds of training, of all experts of a silo together.
-        gpu_hours: GPU hours to hold against each site's policy; they are not measured.
-    """
-
-    expert_bytes: NumBytes
-    statistic_bytes: NumBytes
-    train_s: Annotated[int, Field(gt=0, le=10**10)]
-    gpu_hours: Annotated[float, Field(ge=0.0, le=1e7)]
+    @property
+    def private(self) -> bool:
+        """Whether the statistics carry noise; without it they are one owner's, and never leave them."""
+        return self.relation != "none"
 
 
 class Plan(Document):
-    """The signed instructions of one federation; see `docs/reference` for an example."""
+    """The signed instructions of one federation, or of one owner's islands; see `docs/reference` for an example.
+
+    `silos` train for this plan; the experts of those in `carried` go on from an earlier one.
+    """
 
     format: Literal["archipelago/plan/1"] = "archipelago/plan/1"
     plan_id: PlanId
     created_at: Time
     expires_at: Time
     silos: Annotated[tuple[SiloId, ...], Field(min_length=1, max_length=1024)]
+    carried: Annotated[tuple[Carried, ...], Field(max_length=1024, exclude_if=lambda listed: not listed)] = ()
     agreed: Annotated[dict[SiloId, Agreed], Field(max_length=1024)]
     receipt_key: KeyText
     files: Annotated[tuple[File, ...], Field(min_length=1, max_length=64)]
@@ -292,8 +283,9 @@ class Plan(Document):
     def _consistent(self) -> "Plan":
         if list(self.silos) != sorted(set(self.silos)):
             raise ValueError(f"silos must be sorted and distinct; these {len(self.silos)} are not")
-        if set(self.agreed) != set(self.silos):
-            raise ValueError("agreed must name each silo once, as silos does")
+        check_listed(self.plan_id, self.silos, self.carried)
+        if set(self.agreed) != set(self.members):
+            raise ValueError("agreed must name each silo once, as silos and carried do")
         listed = [file.path for file in self.files]
         if len(set(listed)) != len(listed):
             raise ValueError(f"files must be listed once each, got {len(listed)} entries for {len(set(listed))} files")
@@ -303,16 +295,25 @@ class Plan(Document):
             raise ValueError(f"files that the plan uses must be listed in files; {len(missing)} of them are not")
         if unused := set(listed) - set(self.parts):
             raise ValueError(f"files must list what the plan uses and nothing else; {len(unused)} are not used")
-        if odd := [path for path in self.parts if not path.startswith("plan/") or not path.endswith(".safetensors")]:
+        if odd := [
+            path
+            for path in {*self.parts} - {*self.earlier_plans}
+            if not path.startswith("plan/") or not path.endswith(".safetensors")
+        ]:
             raise ValueError(f"files of a plan must be plan/NAME.safetensors; {len(odd)} are not")
+        if any(self.file(path).digest != digest for path, digest in self.earlier_plans.items()):
+            raise ValueError("the documents of earlier plans must have the digests that carried names")
         counted = self.statistics.class_counts
         if isinstance(self.condition, ClassCondition) and counted and counted.num_classes != self.condition.num_classes:
             got = f"{self.condition.num_classes} and {counted.num_classes}"
             raise ValueError(f"condition and class counts must have the same number of classes, got {got}")
         exceptions = [exception.silo_id for exception in self.objective.exceptions]
-        if exceptions != sorted(set(exceptions) & set(self.silos)):
+        if exceptions != sorted(set(exceptions) & set(self.members)):
             wanted = "exceptions of the objective must be silos of the plan, sorted and distinct"
             raise ValueError(f"{wanted}; these {len(exceptions)} are not")
+        own = self.expert.adaptation
+        if isinstance(own, OwnAdaptation) and not set(own.submissions) <= set(self.silos):
+            raise ValueError("adaptation.submissions must be of silos that train for the plan")
         if misfit := self.latent.misfit(self.data.shape):
             raise ValueError(f"the latent {self.latent.kind} needs {misfit}")
         if isinstance(self.latent, DiffusersKlLatent) and self.data.range != (-1.0, 1.0):
@@ -326,10 +327,24 @@ class Plan(Document):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The paths of the files that the plan uses: encoder, centroids, sketch, then autoencoder and public expert."""
+        """The paths of the files that the plan uses: its public parts, then the documents of earlier plans."""
         autoencoder = self.latent.path if isinstance(self.latent, Autoencoder) else None
         paths = (self.encoder.path, self.clustering.path, self.sketch.path, autoencoder, self.expert.base)
-        return tuple(path for path in paths if path is not None)
+        return (*filter(None, paths), *self.earlier_plans)
+
+    @property
+    def earlier_plans(self) -> dict[str, str]:
+        """The documents of the plans from which experts are carried: path among `files` to sha256."""
+        return {each.plan_path: each.plan_digest for each in self.carried}
+
+    @property
+    def members(self) -> tuple[SiloId, ...]:
+        """The silos whose experts this plan joins: those that train and those that are carried, sorted."""
+        return tuple(sorted([*self.silos, *(each.silo_id for each in self.carried)]))
+
+    def origin(self, silo_id: str) -> PlanId:
+        """Return the id of the plan for which a silo signs: this one, or the one that it is carried from."""
+        return next((each.plan_id for each in self.carried if each.silo_id == silo_id), self.plan_id)
 
     @property
     def expert_shape(self) -> tuple[int, ...]:
@@ -362,7 +377,7 @@ def _check_routing(
     statistics: Statistics, router: Router, sketch: SketchSpec, clustering: Clustering, partition: Partition
 ) -> None:
     """Refuse a router without its statistics, and statistics that do not fit the projection or the clusters."""
-    if isinstance(router, LearnedRouter) and statistics.sketch is None:
+    if isinstance(router, LearnedRouter) and statistics.private and statistics.sketch is None:
         raise ValueError("the router learned needs the statistic sketch, which the plan does not have")
     if isinstance(router, MomentsRouter) and statistics.moments is None:
         raise ValueError("the router moments needs the statistic moments, which the plan does not have")

@@ -181,7 +181,11 @@ class Approval(Model):
 
 
 class Submission(Document):
-    """Everything that one silo sends for one plan."""
+    """Everything that one silo sends for one plan.
+
+    `carry_over` is the silo's consent that its experts and statistics go on in later plans of the federation in which
+    they mean the same; a document without consent leaves the field out.
+    """
 
     format: Literal["archipelago/submission/1"] = "archipelago/submission/1"
     plan_id: PlanId
@@ -200,6 +204,7 @@ class Submission(Document):
     ledger: LedgerHead
     audit: AuditVerdict
     approval: Approval | None
+    carry_over: Annotated[bool, Field(exclude_if=lambda consents: not consents)] = False
     software: Annotated[dict[ShortText, ShortText], Field(max_length=256)]
 
     @model_validator(mode="after")

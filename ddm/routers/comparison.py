@@ -131,24 +131,32 @@ def compare(
     return Comparison(bands=found, sketches=sketches)
 
 
+def minus_prior(router: Router, public: PublicData) -> tuple[float, float, float]:
+    """Return a router's cross-entropy over all t less that of the prior, nats, with its 95% interval.
+
+    Args:
+        router: the router as it would be published.
+        public: the public images.
+    """
+    prior_E = log_prior(public.prior_E, router.num_experts).numpy()
+    excess_1NE = (np.mean(public.losses(router), axis=0) + prior_E)[None]
+    weights = public.weights
+    (value,), ((low, high),) = weights.means(excess_1NE).tolist(), weights.intervals(excess_1NE).tolist()
+    return value, low, high
+
+
 def refuse_worse_than_prior(name: str, router: Router, public: PublicData) -> tuple[float, float, float]:
-    """Refuse a router that is worse than the prior on public images.
+    """Refuse a router that is worse than the prior on public images; return what `minus_prior` measures.
 
     Args:
         name: the router's family.
         router: the router as it would be published.
         public: the public images.
 
-    Returns:
-        Its cross-entropy over all t less that of the prior, nats, and the 95% interval.
-
     Raises:
         RefusedError: over all t it is worse than predicting the prior, by its whole 95% interval.
     """
-    prior_E = log_prior(public.prior_E, router.num_experts).numpy()
-    excess_1NE = (np.mean(public.losses(router), axis=0) + prior_E)[None]
-    weights = public.weights
-    (value,), ((low, high),) = weights.means(excess_1NE).tolist(), weights.intervals(excess_1NE).tolist()
+    value, low, high = minus_prior(router, public)
     if low > 0:
         got = f"{value:.4f} nats worse, 95% interval {low:.4f} to {high:.4f}"
         raise RefusedError(f"{name} router on public data", expected="at least as good as the prior", got=got)

@@ -81,7 +81,7 @@ def _load(
     if published.kind != settings.kind:
         expected = f"a router of the kind counts or {settings.kind}, as the plan says"
         raise TensorFileError(published.file.path, expected=expected, got=published.kind)
-    if isinstance(settings, LearnedSettings) and published.t_release is not None:
+    if isinstance(settings, LearnedSettings) and (published.t_release is not None or not released.private):
         silo_E = silo_numbers(experts)
         tensors = load(learned_router_specs(silo_E, sketch, settings, path))
         return tensors, LearnedRouter.from_tensors(tensors, sketch, settings, path, silo_E)

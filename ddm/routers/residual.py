@@ -84,6 +84,7 @@ class PublicSketches:
     Attributes:
         s_NR: their sketches at t = 0, never clipped, float32.
         group_N: the public group of each.
+        silo_N: the silo of each where it is known, as one owner knows the islands of all images.
 
     Raises:
         ShapeError: not one group per sketch, or fewer than four images.
@@ -91,6 +92,7 @@ class PublicSketches:
 
     s_NR: Tensor
     group_N: Tensor
+    silo_N: Tensor | None = None
 
     def __post_init__(self) -> None:
         if len(self.s_NR) != len(self.group_N) or len(self.s_NR) < 4:
@@ -166,6 +168,10 @@ class _TrainingSet:
         size_G = torch.bincount(public.group_N, minlength=joint_KG.shape[1]).clamp(min=1)
         self.target_NK = (joint_KG / joint_KG.sum(0)).T[public.group_N]
         self.weight_N = (joint_KG.sum(0) / size_G)[public.group_N]
+        if public.silo_N is not None:
+            size_K = torch.bincount(public.silo_N, minlength=len(prior_K)).clamp(min=1)
+            self.target_NK = torch.eye(len(prior_K), dtype=torch.float64)[public.silo_N]
+            self.weight_N = (prior_K / size_K)[public.silo_N]
         self.public_NR = public.s_NR
         order_N = torch.randperm(len(self.public_NR), generator=self.generator)
         num_check = max(1, round(_CHECK_SHARE * len(order_N)))

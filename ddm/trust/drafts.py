@@ -1,7 +1,7 @@
 """Drafts of `root` and `targets` for their holders to sign, made from plain values; no I/O."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Self
 
@@ -10,7 +10,7 @@ from tuf.api.metadata import DelegatedRole, Delegations, Key, Role, Root, Target
 from ddm.errors import RoleError, SetupError
 from ddm.trust.keys import PublicKey
 from ddm.trust.metadata import METADATA_LIFE, expiry, public_key
-from ddm.trust.paths import PLANS, RELEASE, delegated_paths, is_plan_id, is_silo_id, split_silo_role
+from ddm.trust.paths import PLANS, RELEASE, delegated_paths, is_plan_id, is_silo_id, silo_role, split_silo_role
 from ddm.trust.silo_role import delegation
 
 LOG_KEY_FIELD = "log_key"
@@ -45,31 +45,48 @@ class Holders:
 class Delegates:
     """The delegations of `targets`: two roles of the federation, and the silos of at most one plan.
 
+    A silo that the plan carries over keeps the role of the plan for which it signed.
+
     Attributes:
         plans: the key that signs plans.
         release: the key that signs releases.
         plan_id: the plan; None before the first one.
         silos: silo id to its key.
+        carried: silo id to the earlier plan for which it signed, of silos that the plan carries over.
     """
 
     plans: PublicKey
     release: PublicKey
     plan_id: str | None = None
     silos: Mapping[str, PublicKey] = field(default_factory=dict)
+    carried: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def roles(self) -> Mapping[str, PublicKey]:
+        """The role of each silo, and its key."""
+        return {silo_role(self.carried.get(name, str(self.plan_id)), name): key for name, key in self.silos.items()}
+
+    def without(self, silo_id: str) -> Self:
+        """Return the same without one silo."""
+        silos, carried = dict(self.silos), dict(self.carried)
+        silos.pop(silo_id, None)
+        carried.pop(silo_id, None)
+        return replace(self, silos=silos, carried=carried)
 
     @classmethod
     def of(cls, targets: Targets) -> Self:
         """Read them from `targets`."""
         keys: dict[str, PublicKey] = {}
         silos: dict[str, PublicKey] = {}
-        plan_id = None
+        carried: dict[str, str] = {}
         roles = (targets.delegations.roles if targets.delegations else None) or {}
+        plan_id = next((path.split("/")[0] for path in roles[PLANS].paths or []), None)
         for name, role in roles.items():
             keys[name] = public_key(targets.get_key(role.keyids[0]))
-            plan_id = plan_id or next((path.split("/")[0] for path in role.paths or []), None)
             if silo := split_silo_role(name):
                 silos[silo[1]] = keys[name]
-        return cls(keys[PLANS], keys[RELEASE], plan_id, silos)
+                carried |= {silo[1]: silo[0]} if silo[0] != plan_id else {}
+        return cls(keys[PLANS], keys[RELEASE], plan_id, silos, carried)
 
 
 def holders_of(root: Root) -> dict[str, Holders]:
@@ -113,9 +130,12 @@ def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:
         RoleError: two silos with one key, or an invalid id.
     """
     plan_id, silos = delegates.plan_id, delegates.silos
-    if plan_id is not None and not (is_plan_id(plan_id) and all(map(is_silo_id, silos))):
-        wrong = [plan_id, *silos] if not is_plan_id(plan_id) else [name for name in silos if not is_silo_id(name)]
-        raise RoleError(f"plan {ascii(plan_id[:60])}", expected="a plan id and silo ids", got=ascii(wrong[0][:60]))
+    plans = [] if plan_id is None else [plan_id, *delegates.carried.values()]
+    wrong = [each for each in plans if not is_plan_id(each)]
+    wrong += [name for name in silos if plan_id is not None and not is_silo_id(name)]
+    if wrong:
+        subject = f"plan {ascii(str(plan_id)[:60])}"
+        raise RoleError(subject, expected="a plan id and silo ids", got=ascii(wrong[0][:60]))
     if len(set(silos.values())) != len(silos):
         got = f"{len(set(silos.values()))} keys for {len(silos)} silos"
         raise RoleError(str(plan_id), expected="a different key for each silo", got=got)
@@ -126,8 +146,8 @@ def draft_targets(version: int, delegates: Delegates, now: datetime) -> Targets:
         keys[key.keyid] = key
         paths = delegated_paths(plan_id, name) if plan_id else []
         roles[name] = DelegatedRole(name, [key.keyid], 1, True, paths)
-    if plan_id and silos:
-        below = delegation(plan_id, dict(sorted(silos.items()))).delegations
+    for silo_id, silo_key in sorted(silos.items()) if plan_id else []:
+        below = delegation(delegates.carried.get(silo_id, str(plan_id)), {silo_id: silo_key}).delegations
         if below is not None:
             keys |= below.keys
             roles |= below.roles or {}

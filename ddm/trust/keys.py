@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Self
 
 from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -130,6 +132,12 @@ class SigningKey:
         if not isinstance(private, Ed25519PrivateKey):
             raise SetupError(path.name, expected=wanted, got="a key of another algorithm")
         return cls(private)
+
+    def derive(self, name: str) -> Self:
+        """Return the key that follows from this one for a name (HKDF-SHA256, RFC 5869), and tells nothing of it."""
+        secret = self._private.private_bytes_raw()
+        own = HKDF(hashes.SHA256(), 32, salt=None, info=f"archipelago/{name}".encode()).derive(secret)
+        return type(self)(Ed25519PrivateKey.from_private_bytes(own))
 
     def save(self, path: Path, passphrase: bytes) -> None:
         """Write the key atomically, encrypted, readable by its owner only; an existing file is never overwritten.

@@ -3,12 +3,13 @@
 Offline keys sign `root` and `targets`, and targets only delegates; their holders sign drafts, which arrive here signed
 (`ddm.trust.drafts`, `ddm.trust.ceremony`). `plans`, `release` and one role per silo list files; `snapshot` and
 `timestamp` state which versions belong together. There is one plan at a time: a new plan's delegations replace those
-before. A removed role keeps an entry in the snapshot, with the next version and without length and hashes: TUF clients
-that remember the last snapshot refuse one from which an entry disappeared, and refuse the role's earlier metadata as
-outdated; our verifier reads such an entry as "must be absent".
+before, except for the roles of silos that the new plan carries over. A removed role keeps an entry in the snapshot,
+with the next version and without length and hashes: TUF clients that remember the last snapshot refuse one from which
+an entry disappeared, and refuse the role's earlier metadata as outdated; our verifier reads such an entry as "must be
+absent".
 
 Each method writes several files, one after the other. To survive a crash in between, a caller works on a copy of the
-folder and replaces the original with it (`aggregator.changes`), holding the federation's signing lock.
+folder and replaces the original with it (`ddm.io.changes`), holding the federation's signing lock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -145,11 +146,12 @@ class Repository:
         if delegates.plan_id != plan_id or not delegates.silos:
             got = f"delegations to {len(delegates.silos)} silos of {delegates.plan_id or 'no plan'}"
             raise RoleError("targets.json", expected=f"delegations to silos of {plan_id}", got=got)
+        live = {name.removesuffix(".json") for name in self._live()}
         self._install_targets(targets)
         self._write(PLANS, self._next(PLANS, plan_files, now), plans_key)
         if self._read(RELEASE, Targets).targets:
             self._write(RELEASE, self._next(RELEASE, {}, now), release_key)
-        self._close({"targets", PLANS, RELEASE}, online_key, now)
+        self._close({"targets", PLANS, RELEASE, *(live & delegates.roles.keys())}, online_key, now)
 
     def renew(
         self,
@@ -185,9 +187,7 @@ class Repository:
                 listed = self._read(role, Targets)
                 renewed = Targets(listed.version + 1, None, expiry(now, METADATA_LIFE), listed.targets)
                 self._write(role, renewed, key)
-        delegates = self.delegates()
-        silos = {silo_role(str(delegates.plan_id), silo_id) for silo_id in delegates.silos}
-        self._close({"targets", PLANS, RELEASE, *(live & silos)}, online_key, now)
+        self._close({"targets", PLANS, RELEASE, *(live & self.delegates().roles.keys())}, online_key, now)
 
     def publish(
         self,
@@ -216,10 +216,12 @@ class Repository:
         """
         _check_owner(release_files, plan_id, RELEASE)
         targets = self.targets()
-        roles = {silo_id: silo_role(plan_id, silo_id) for silo_id in silo_metadata}
+        carried = Delegates.of(targets).carried
+        origins = {silo_id: carried.get(silo_id, plan_id) for silo_id in silo_metadata}
+        roles = {silo_id: silo_role(origin, silo_id) for silo_id, origin in origins.items()}
         for silo_id, role in roles.items():
-            key = _role_key(targets, role)
-            version, _ = read_silo_metadata(silo_metadata[silo_id], plan_id=plan_id, silo_id=silo_id, key=key, now=now)
+            key, data = _role_key(targets, role), silo_metadata[silo_id]
+            version, _ = read_silo_metadata(data, plan_id=origins[silo_id], silo_id=silo_id, key=key, now=now)
             self._check_not_older(role, version, silo_metadata[silo_id])
         self._write(RELEASE, self._next(RELEASE, release_files, now), release_key)
         for silo_id, role in roles.items():

@@ -5,7 +5,8 @@ delegated roles; signatures by python-tuf. Its `Updater` is not used because it 
 archived release, and writes what it fetches; a test checks that it accepts what is accepted here. Stricter than TUF:
 
  * every file is canonical and every signature in it verifies (`ddm.trust.metadata`);
- * targets delegates exactly `plans`, `release` and the roles of one plan's silos, and lists nothing itself;
+ * targets delegates exactly `plans`, `release` and one role for each silo, of the plan or of the earlier plan from
+   which the silo's experts are carried, and lists nothing itself;
  * only its owner lists a path (`ddm.trust.paths`), so no role can sign for a silo;
  * no two silos share a key, or share one with `plans` or `release`;
  * there are no metadata files besides those that are used.
@@ -31,7 +32,7 @@ from ddm.errors import (
 from ddm.io.paths import check_path
 from ddm.trust.drafts import log_key_of
 from ddm.trust.metadata import check_expiry, check_signatures, parse_metadata, public_key
-from ddm.trust.paths import PLANS, RELEASE, delegated_paths, owner, split_silo_role
+from ddm.trust.paths import PLANS, RELEASE, delegated_paths, is_plan_id, owner, split_silo_role
 
 MAX_ROOT_ROTATIONS = 256
 
@@ -61,6 +62,8 @@ class Resolved:
         plan_id: its plan.
         targets: path relative to ``targets/`` to the signed description of the file.
         silo_keys: silo id to the fingerprint of the key that signed for it; in a bundle, of the key that will have to.
+        origins: silo id to the plan for which it signed, for the same silos: this one, or an earlier one.
+        removed: roles that the snapshot lists as removed, with the first version that would not be outdated.
         versions: role to version.
         digests: role to the sha256 of its metadata file.
         keys: role to the ids of the keys that hold it, by the newest root or by targets.
@@ -74,6 +77,8 @@ class Resolved:
     plan_id: str
     targets: Mapping[str, Target]
     silo_keys: Mapping[str, str]
+    origins: Mapping[str, str]
+    removed: Mapping[str, int]
     versions: Mapping[str, int]
     digests: Mapping[str, str]
     keys: Mapping[str, tuple[str, ...]]
@@ -119,12 +124,17 @@ def resolve(
         if not (archived and role == "timestamp"):
             check_expiry(content, now, f"metadata/{role}.json")
     listing = _listing(loaded, plan_id, stage)
+    silo_roles = list(filter(split_silo_role, _delegated(targets) if stage is Stage.BUNDLE else loaded))
     in_folder = _check_names(view, {f"{role}.json" for role in signed}, roots)
     return Resolved(
         root_fingerprint=hashlib.sha256(pinned).hexdigest(),
         plan_id=plan_id,
         targets=listing,
-        silo_keys=_silo_keys(targets, _delegated(targets) if stage is Stage.BUNDLE else loaded),
+        silo_keys=_silo_keys(targets, silo_roles),
+        origins={silo_id: origin for origin, silo_id in filter(None, map(split_silo_role, silo_roles))},
+        removed={
+            name.removesuffix(".json"): meta.version for name, meta in snapshot.meta.items() if meta.hashes is None
+        },
         versions={"root": max(in_folder), **{role: content.version for role, content in signed.items()}},
         digests={
             "root": _sha256(in_folder[max(in_folder)]),
@@ -268,18 +278,26 @@ def _delegated(targets: Targets) -> Mapping[str, DelegatedRole]:
 
 
 def _check_delegations(targets: Targets) -> str:
-    """Require the delegations of one plan, exactly as the repository writes them; return the plan's id."""
+    """Require the delegations of one plan, exactly as the repository writes them; return the plan's id.
+
+    The paths of `plans` name the plan. A role of another plan is that of a silo whose experts are carried over.
+    """
     subject = "metadata/targets.json"
     roles = _delegated(targets)
-    names = {split_silo_role(role) for role in roles if role not in (PLANS, RELEASE)}
-    plans = {name[0] for name in names if name}
-    if None in names or len(plans) != 1 or not {PLANS, RELEASE} <= set(roles):
+    names = [split_silo_role(role) for role in roles if role not in (PLANS, RELEASE)]
+    silos = [name[1] for name in names if name]
+    listed = (roles[PLANS].paths if PLANS in roles else None) or [""]
+    plan_id = listed[0].split("/")[0]
+    if None in names or not silos or not is_plan_id(plan_id) or RELEASE not in roles:
         got = ", ".join(sorted(roles))[:200] or "no delegations"
         raise RoleError(subject, expected="delegations to plans, release and the silos of one plan", got=got)
-    plan_id = plans.pop()
+    if len(set(silos)) != len(silos):
+        got = f"{len(silos)} roles of {len(set(silos))} silos"
+        raise RoleError(subject, expected="one role for each silo", got=got)
     users: dict[str, str] = {}
     for role in roles.values():
-        if role != DelegatedRole(role.name, role.keyids, 1, True, delegated_paths(plan_id, role.name)):
+        paths = delegated_paths(_plan_of(role.name, plan_id), role.name)
+        if role != DelegatedRole(role.name, role.keyids, 1, True, paths):
             got = f"threshold {role.threshold} and paths {ascii(role.paths or [])[:200]}"
             expected = f"role {role.name} terminating, with threshold 1 and exactly its own paths"
             raise RoleError(subject, expected=expected, got=got)
@@ -291,6 +309,12 @@ def _check_delegations(targets: Targets) -> str:
                 got = f"one key for {other} and {role.name}"
                 raise RoleError(subject, expected="a different key for each silo", got=got)
     return plan_id
+
+
+def _plan_of(role: str, plan_id: str) -> str:
+    """Return the plan whose files a role lists: for a silo's role the one in its name."""
+    name = split_silo_role(role)
+    return name[0] if name else plan_id
 
 
 def _roles_present(targets: Targets, snapshot: Snapshot, stage: Stage) -> list[str]:
@@ -315,17 +339,17 @@ def _listing(loaded: Mapping[str, Targets], plan_id: str, stage: Stage) -> Mappi
     for role, content in loaded.items():
         for path, file in content.targets.items():
             check_path(path, f"metadata/{role}.json")
-            if owner(path, plan_id) != role:
-                expected = f"a file that only role {owner(path, plan_id) or '(none)'} lists"
+            if (found := owner(path, _plan_of(role, plan_id))) != role:
+                expected = f"a file that only role {found or '(none)'} lists"
                 raise RoleError(f"targets/{path}", expected=expected, got=f"listed by role {role}")
             listing[path] = Target(file.length, file.hashes["sha256"], role)
     required = [f"{plan_id}/plan.json"]
     if stage is Stage.RELEASE:
-        silos = [name[1] for name in map(split_silo_role, loaded) if name]
-        required += [f"{plan_id}/manifest.json", *(f"{plan_id}/silos/{silo}/submission.json" for silo in silos)]
+        silos = [name for name in map(split_silo_role, loaded) if name]
+        required += [f"{plan_id}/manifest.json", *(f"{plan}/silos/{silo}/submission.json" for plan, silo in silos)]
     for path in required:
         if path not in listing:
-            expected = f"listed by role {owner(path, plan_id)}"
+            expected = f"listed by role {owner(path, path.split('/')[0])}"
             raise AbsentFileError(f"targets/{path}", expected=expected, got="not listed")
     return listing
 

@@ -1,7 +1,8 @@
 """The memory of verified versions, which detects rollbacks to older versions with valid signatures.
 
 There is one folder per pinned root, with one file per plan (and one for plan bundles, where an older plan is a rollback
-too), and every later root seen, so that a revoked key stays revoked. It is written only after complete verification.
+too), one of the silos' roles that are gone (`ddm.trust.removed_roles`), and every later root seen, so that a revoked
+key stays revoked. It is written only after complete verification.
 
 A thief of the online key can sign versions so high that no later one follows (a fast-forward attack). Therefore, as the
 TUF specification says (5.3.11), the memory of timestamp and snapshot goes when the newest root takes a key from them.
@@ -23,6 +24,7 @@ from ddm.io.untrusted import read_small
 from ddm.protocol.base import Digest, Document, Model, PositiveInt
 from ddm.trust.metadata import LIMITS
 from ddm.trust.remembering import remembering
+from ddm.trust.removed_roles import check_not_gone, load_removed, record_removed
 from ddm.trust.rules import MAX_ROOT_ROTATIONS, Resolved
 
 MAX_STATE_BYTES = 1024 * 1024
@@ -85,6 +87,7 @@ class Memory:
             DocumentError: the memory itself is damaged.
         """
         check_not_older(still_trusted(self._load(scope), resolved), resolved)
+        self._check_carried(scope, resolved)
 
     def record(self, scope: str, resolved: Resolved) -> None:
         """Remember verified metadata, unless another process has recorded something newer meanwhile.
@@ -97,6 +100,7 @@ class Memory:
             loaded = self._load(scope)
             before = still_trusted(loaded, resolved)
             check_not_older(before, resolved)
+            self._check_carried(scope, resolved)
             now = {
                 role: _Seen(version=version, digest=resolved.digests[role], keys=resolved.keys.get(role, ()))
                 for role, version in resolved.versions.items()
@@ -108,6 +112,14 @@ class Memory:
             record = _Record(roles={**before, **now})
             if record.roles != loaded:
                 write_atomic(self._path(scope), record.encode())
+            record_removed(self.folder, resolved)
+
+    def _check_carried(self, scope: str, resolved: Resolved) -> None:
+        """Refuse experts carried over from an earlier plan although their silo was seen to be gone from it."""
+        if "snapshot" not in self.unchanged(
+            scope, resolved
+        ):  # the very release that was verified before stays readable
+            check_not_gone(load_removed(self.folder), resolved)
 
     def unchanged(self, scope: str, resolved: Resolved) -> frozenset[str]:
         """Return the roles whose metadata are, to the byte, those seen before."""

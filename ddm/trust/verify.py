@@ -68,7 +68,9 @@ class VerifiedRelease:
     Attributes:
         root_fingerprint: sha256 of the pinned 1.root.json.
         plan_id: its plan.
-        files: path relative to ``targets/<plan_id>/`` to the file.
+        files: path relative to the folder of its plan to the file; a silo whose experts are carried over has only files
+            below ``silos/``, in the folder of the plan for which it signed.
+        origins: silo id to the plan for which it signed, for the silos of `silo_keys`.
         silo_keys: silo id to the fingerprint of the key that targets lists for it, for each silo present; in a bundle,
             for each silo of the plan.
         versions: role to version.
@@ -85,6 +87,7 @@ class VerifiedRelease:
     versions: Mapping[str, int]
     expires: datetime
     expired: bool
+    origins: Mapping[str, str] = field(default_factory=dict)
     log_keys: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
 
@@ -221,7 +224,7 @@ def _verify(folder: Path, root: bytes, asked: _Asked, now: datetime) -> Verified
     silo_keys, found = None, Found(resolved.silo_keys, rotations, asked.accepted)
     if memory and asked.stage is Stage.RELEASE:
         same = memory.unchanged(scope, resolved)
-        unchanged = [silo_id for silo_id in found.keys if silo_role(resolved.plan_id, silo_id) in same]
+        unchanged = [silo_id for silo_id in found.keys if silo_role(resolved.origins[silo_id], silo_id) in same]
         silo_keys, found = KeyMemory(memory.folder), replace(found, unchanged=unchanged)
         silo_keys.check(found)
     files = _check_files(folder, entries, resolved, asked.later)
@@ -233,6 +236,7 @@ def _verify(folder: Path, root: bytes, asked: _Asked, now: datetime) -> Verified
         versions=resolved.versions,
         expires=resolved.expires,
         expired=resolved.expired,
+        origins=resolved.origins,
         log_keys=resolved.log_keys,
     )
     asked.before_recording(verified)
@@ -303,7 +307,8 @@ def _check_files(
             raise AbsentFileError(name, expected="a signed file", got="no such file")
     files: dict[str, VerifiedFile] = {}
     for name, target in signed.items():
-        entry, relative = entries[name], name.removeprefix(f"targets/{resolved.plan_id}/")
+        # A silo has one role, of one plan, so no two plans' files have the same name here.
+        entry, relative = entries[name], name.split("/", 2)[2]
         if not (postponed := later(relative)):
             check_digest(folder, name, target.bytes, target.digest)
         elif entry.bytes != target.bytes:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from ddm.errors import AbsentFileError, BusyError, DigestError, NumericalError, PolicyError, ReplayError, SignatureError
@@ -16,9 +17,10 @@ from ddm.io.tensors import check_file, stored_bytes
 from ddm.io.untrusted import read_small
 from ddm.loading.log import read_log
 from ddm.loading.plan import PlanFiles, sketch_noise_level
+from ddm.loading.plan_documents import check_origins, read_earlier
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.models.adaptation import check_trained
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, sha256_hex
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, PLAN_ID_PATTERN, File, sha256_hex
 from ddm.protocol.plan import PartialAdaptation, Plan, TimmEncoder
 from ddm.trust.keys import PublicKey, group_fingerprint
 from ddm.trust.log.entries import PlanSigned
@@ -28,6 +30,7 @@ from ddm.trust.paths import PLAN_CONSISTENCY_NAME, PLAN_LOG_NAMES, PLAN_PROOF_NA
 from ddm.trust.verify import MAX_METADATA_BYTES, VerifiedRelease, check_bundle_metadata, verify_bundle
 from silo.config import Policy, Site
 from silo.plan.looks import look_at
+from silo.plan.own_experts import check_own_experts
 from silo.plan.policy import check_plan
 
 
@@ -133,13 +136,16 @@ def receive_plan(
             odd = sorted({name for name, _ in listed.items() ^ signed.items()})
             got = f"{len(odd)} unlisted or different, such as {ascii(odd[0])[:80]}"
             raise DigestError("files of plan.json", expected="exactly those that the signature lists", got=got)
+        check_origins(accepted.plan, verified.origins)
         check_plan(accepted.plan, policy, silo_id=silo_id, now=now, parts=parts)
         _check_own_key(plan_id, silo_id, key, verified.silo_keys)
         _check_agreed(accepted.plan, site, silo_id)
         _check_size(accepted.plan)
         _check_encoder(accepted.plan, policy)
         _check_base(accepted)
+        check_own_experts(site, accepted.plan, silo_id)
         _check_noise(accepted)
+        read_earlier(accepted.plan, partial(_read_listed, accepted.folder))
         shutil.rmtree(plan_folder(site, plan_id), ignore_errors=True)
         move_into_place(part, plan_folder(site, plan_id))
         return load_accepted(site, plan_id, accepted.digest)
@@ -232,6 +238,10 @@ def _check_encoder(plan: Plan, policy: Policy) -> None:
     if needed > most:
         expected = f"at most {most} (sizes.max_memory_bytes in policy.toml)"
         raise PolicyError(f"plan {plan.plan_id}: bytes of the encoder", expected=expected, got=str(needed))
+
+
+def _read_listed(folder: Path, file: File) -> bytes:
+    return read_small(folder, file.path, MAX_DOCUMENT_BYTES)
 
 
 def _check_base(accepted: AcceptedPlan) -> None:

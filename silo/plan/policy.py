@@ -80,6 +80,8 @@ def _above(subject: str, required: float, most: float, name: str) -> Iterator[tu
 
 def _privacy_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]]:
     statistics, total = plan.statistics, plan.statistics.total
+    if not statistics.private:
+        yield "relation of the statistics", "replace_one", "none: a plan of one owner's islands, for no silo"
     if (policy.privacy.unit, statistics.unit) == ("patient", "image"):
         got = "image; image-level statistics say nothing about a patient, who may have many images"
         yield "privacy unit", "patient", got

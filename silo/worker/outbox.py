@@ -50,6 +50,7 @@ def draft(
     silo_id: str,
     sequence: int,
     isolation: Isolation,
+    carry_over: bool,
     now: datetime,
 ) -> Submission:
     """Write down everything that would leave, except the approval and the signature over all of it."""
@@ -77,6 +78,7 @@ def draft(
         ledger=LedgerHead(head_digest=head_digest, num_entries=num_entries, chain=chain),
         audit=verdict,
         approval=None,
+        carry_over=carry_over,
         software={"archipelago": version("archipelago"), "torch": version("torch")},
     )
 

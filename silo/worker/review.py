@@ -5,6 +5,11 @@ from ddm.system.console import human_bytes, human_seconds, table
 from silo.config import Site
 from silo.worker.approval import load_draft, review_folder
 
+_CARRY_OVER = {
+    True: "may carry these experts and statistics over, in this federation, where they mean the same",
+    False: "may not carry them over",
+}
+
 
 def review_text(site: Site) -> str:
     """Describe the draft that waits for approval, on one screen."""
@@ -22,6 +27,7 @@ def _heading(draft: Submission) -> str:
         f"  statistics cost epsilon {spent.epsilon:g}, delta {spent.delta:g} per {spent.unit} ({spent.relation})",
         f"  leak audit      {audit}",
         f"  isolation       {draft.isolation}" + _isolation_note(draft.isolation),
+        f"  later plans     {_CARRY_OVER[draft.carry_over]}",
         f"  ledger          {draft.ledger.num_entries} entries, head {draft.ledger.head_digest[:16]}",
     ]
     return "\n".join(lines)

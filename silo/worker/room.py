@@ -9,7 +9,7 @@ from ddm.io.tensors import TensorSpec, stored_bytes
 from ddm.models import expected_tensors
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.latent import Autoencoder
-from ddm.protocol.learning import FullAdaptation
+from ddm.protocol.learning import FullAdaptation, OwnAdaptation
 from ddm.protocol.plan import Plan, most_experts
 from ddm.routers.conditional import class_counts_specs
 from ddm.routers.counts import counts_specs
@@ -54,7 +54,7 @@ def plan_bytes(plan: Plan, num_images: int, num_units: int) -> int:
     checkpoints are small and not counted.
     """
     expert = stored_bytes(expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition))
-    copies = _COPIES if isinstance(plan.expert.adaptation, FullAdaptation) else 0
+    copies = _COPIES if isinstance(plan.expert.adaptation, FullAdaptation | OwnAdaptation) else 0
     experts = most_experts(plan) * expert * (1 + KEPT * copies) + copies * expert
     # Each statistic is kept as it was drawn and as it leaves.
     statistics = 2 * sum(statistic_bytes(plan, num_units).values())

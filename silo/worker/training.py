@@ -9,18 +9,18 @@ nearest to the cluster, up to the fewest images that plan and policy allow for a
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from ddm.diffusion.path import path_named
-from ddm.errors import DataError, MissingFileError, PolicyError
+from ddm.errors import DataError, PolicyError
 from ddm.io.files import write_atomic
 from ddm.io.images import Images, select
-from ddm.io.tensors import load_tensors, save_tensors
+from ddm.io.tensors import load_tensors
 from ddm.loading.plan import PlanFiles
-from ddm.models import build_expert, load_expert
-from ddm.models.adaptation import adapt, merged
+from ddm.models import load_expert
+from ddm.models.adaptation import adapt
 from ddm.partition.clustering import Clusters
 from ddm.partition.layout import Part, part_of_images, silo_parts
 from ddm.protocol.plan import ClassCondition, NoCondition, Plan, RandomPartition, SiloClusterPartition
@@ -29,16 +29,18 @@ from ddm.routers.counts import counts_specs
 from ddm.training.config import Engine
 from ddm.training.distributed import num_processes
 from ddm.training.launcher import do_together
-from ddm.training.loop import Progress, train
+from ddm.training.loop import Progress
+from ddm.training.planned import PlannedExpert
 from silo.config import Policy
 from silo.data.captions import some_texts
 from silo.data.cohort import Cohort
+from silo.plan.own_experts import OwnExpert
 from silo.plan.workspace import TrainingRecord, Workspace
 from silo.privacy.statistics import STATISTIC_NAMES
 
 # Shape legend: N images, F fine centroids, G public groups, D feature values.
 
-_MAX_SEED = 2**63
+_NO_EXPERTS: Mapping[str, OwnExpert] = MappingProxyType({})
 
 
 def fewest_images(plan: Plan, policy: Policy) -> int:
@@ -85,6 +87,7 @@ def train_experts(
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
     bundle: Path | None = None,
+    own: Mapping[str, OwnExpert] = _NO_EXPERTS,
     engine: Engine = Engine(),
 ) -> None:
     """Train every expert of this silo and write it with its record, resuming exactly where an earlier process stopped.
@@ -100,6 +103,7 @@ def train_experts(
         on_progress: called with the steps taken and the steps in all, over all experts.
         should_stop: called before every step.
         bundle: the folder with the plan's files, for a plan whose experts start from a public one.
+        own: this silo's experts of an earlier plan, by name, for a plan that trains them on.
         engine: how this machine trains.
 
     Raises:
@@ -120,7 +124,7 @@ def train_experts(
 
             fewest = fewest_images(plan, policy)
             chosen = images_of_part(part, part_N == number, fine_N, files.clusters, fewest)
-            recipe = ExpertRecipe(plan, silo_id, number, bundle, engine)
+            recipe = ExpertRecipe(plan, silo_id, number, bundle, engine, own.get(part.expert_id))
             _train_expert(recipe, cohort, chosen, part.expert_id, work, watch, should_stop)
         seconds += work.record(part.expert_id).training.seconds
         _check_time(plan, seconds)  # again: with several processes, one may write the record before `watch` stops them
@@ -150,44 +154,27 @@ def _check_time(plan: Plan, seconds: float) -> None:
 
 
 @dataclass(frozen=True)
-class ExpertRecipe:
-    """The weights from which one expert of a silo starts, and its training settings.
+class ExpertRecipe(PlannedExpert):
+    """One expert of this silo, and the conditions of its images.
 
     Attributes:
-        plan: the accepted plan.
-        silo_id: the silo.
-        number: which of the silo's experts.
-        bundle: the folder with the plan's files; None where no expert starts from one of them.
-        engine: how this machine trains.
+        own: the silo's expert of an earlier plan that is trained on; None where there is none.
     """
 
-    plan: Plan
-    silo_id: str
-    number: int
-    bundle: Path | None
-    engine: Engine
-
-    @property
-    def seed(self) -> int:
-        """The seed of its training, different for each expert of a silo."""
-        return (self.plan.expert.training.seed + self.number) % _MAX_SEED
+    own: OwnExpert | None = None
 
     def start(self) -> nn.Module:
-        """Build the model to train, from random weights or from the plan's public expert.
+        """Build the model to train, from random weights, the silo's own expert or the plan's public one.
 
         Raises:
-            MissingFileError, DigestError, TensorFileError: the public expert is not the one that the plan lists.
+            MissingFileError, DigestError, TensorFileError: the expert is not the one that the documents list.
             SetupError: the adaptation names weights that the expert lacks.
         """
+        if self.own is None:
+            return super().start()
         expert, shape, condition = self.plan.expert, self.plan.expert_shape, self.plan.condition
-        if expert.base is None:
-            return build_expert(expert.architecture, shape, condition=condition, seed=self.seed)
-        if self.bundle is None:
-            raise MissingFileError(
-                expert.base, expected="the plan's public expert", got="no folder with the plan's files"
-            )
-        base = load_expert(expert.architecture, shape, self.bundle, self.plan.file(expert.base), condition)
-        return adapt(base, expert.adaptation, seed=self.seed)
+        known = load_expert(expert.architecture, shape, self.own.folder, self.own.file, condition)
+        return adapt(known, expert.adaptation, seed=self.seed)
 
     def labels(self, cohort: Cohort, chosen: Tensor, folder: Path) -> Tensor | None:
         """Return the condition of each chosen image, texts from a file in `folder`; None for an unconditional expert.
@@ -227,27 +214,12 @@ class ExpertJob:
         self, tensors: Mapping[str, Images], on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
     ) -> None:
         """Train on `images` and, for a conditional expert, `labels`; write the expert and its record."""
-        recipe, plan = self.recipe, self.recipe.plan
-        objective, condition, labels = plan.objective.of(recipe.silo_id), plan.condition, tensors.get("labels")
-        trained = train(
-            recipe.start(),
-            tensors["images"],
-            plan.expert.training.model_copy(update={"seed": recipe.seed}),
-            path_named(objective.path),
-            plan.t_distribution,
-            checkpoint_dir=self.work.checkpoints(self.expert_id),
-            on_progress=on_progress,
-            should_stop=should_stop,
-            prediction=objective.prediction,
-            labels=labels if isinstance(labels, Tensor) else None,
-            drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
-            engine=recipe.engine,
-        )
-        if not trained.ema:  # another process has it
+        path, checkpoints = self.work.expert_path(self.expert_id), self.work.checkpoints(self.expert_id)
+        trained = self.recipe.train(tensors, path, checkpoints, on_progress, should_stop)
+        if trained is None:  # another process has it
             return
-        save_tensors(self.work.expert_path(self.expert_id), merged(trained.ema, plan.expert.adaptation))
         record = TrainingRecord(
-            plan_id=plan.plan_id,
+            plan_id=self.recipe.plan.plan_id,
             expert_id=self.expert_id,
             num_units=self.num_units,
             num_images=len(tensors["images"]),

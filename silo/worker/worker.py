@@ -21,6 +21,7 @@ from silo.data.captions import check_encoder, keep_texts
 from silo.data.cohort import Cohort
 from silo.data.latents import keep_latents, pixels_of, training_inputs
 from silo.plan.acceptance import AcceptedPlan, bundle_mark, load_accepted, receive_plan, waiting_plans
+from silo.plan.own_experts import own_experts
 from silo.plan.workspace import AuditRecord, Workspace, open_workspace
 from silo.worker import outbox, stages
 from silo.worker import training as experts
@@ -195,6 +196,7 @@ class Worker:
             on_progress=self._progress,
             should_stop=self.stopping.is_set,
             bundle=accepted.folder,
+            own=own_experts(self.site, accepted.plan, self.settings.silo_id),
             engine=self.settings.training,
         )
         verdict = stages.audit_experts(accepted, work, self.policy)
@@ -225,6 +227,7 @@ class Worker:
             silo_id=self.settings.silo_id,
             sequence=self.state.sequence,
             isolation=self.isolation,
+            carry_over=self.policy.approval.carry_over,
             now=now_utc(),
         )
         digest = outbox.stage_review(submission, work, review_folder(self.site))

@@ -14,11 +14,11 @@ import tomli_w
 import aggregator.cli
 import silo.cli
 from aggregator.config import Federation
-from aggregator.release.export import copy_out, reserve
 from ddm.errors import SetupError
 from ddm.io.files import write_for_group
 from ddm.io.modes import close_to_others, group_folder, open_to_everyone, open_to_group, private_folder
 from ddm.protocol.base import sha256_hex
+from ddm.publishing.export import copy_out, reserve
 from silo.config import Site
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, images, recipe, write_policy
 from tests.support.forked import ended, forked

@@ -15,11 +15,11 @@ import pytest
 import aggregator.keys.removal
 from aggregator.keys.removal import remove
 from aggregator.keys.silo_rotation import cards_for_next_plan, take_rotation
-from aggregator.log.journal import Journal
 from aggregator.membership.registry import card_of, enroll, read_card, signing_key
 from ddm.errors import ArchipelagoError, BusyError, PolicyError, SetupError
 from ddm.io.locks import unread
 from ddm.protocol.enrolment import CARD_KIND, Agreed, RotatedCard
+from ddm.publishing.journal import Journal
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.entries import parse_entry, topic

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import aggregator.release.publish
-from aggregator.keys.store import load_key
 from aggregator.membership.registry import read_card
 from ddm.errors import ArchipelagoError, DocumentError, ReplayError, SignatureError
 from ddm.protocol.base import File, now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, KeyHistory, KeyRotation, RotatedCard
+from ddm.publishing.keys import load_key
 from ddm.trust.envelope import seal
 from ddm.trust.key_rotation import open_chain, open_rotation, seal_rotation
 from ddm.trust.keys import SigningKey

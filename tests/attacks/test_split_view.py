@@ -15,19 +15,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import aggregator.keys.ceremony
 import aggregator.release.publish
 from aggregator.config import Federation, FederationSettings
 from aggregator.keys.rotation import rotate
-from aggregator.keys.store import load_key
-from aggregator.log.export import public_folder
-from aggregator.log.journal import CHECKPOINT, ENTRIES
 from aggregator.release.publish import publish
 from ddm.cli.main import app
 from ddm.errors import ArchipelagoError, SetupError, SplitViewError, TrustError
 from ddm.io.settings import load_settings, save_settings
 from ddm.loading.log import entry_of
 from ddm.protocol.base import now_utc
+from ddm.publishing import plans as publishing_plans
+from ddm.publishing import version as publishing_version
+from ddm.publishing.journal import CHECKPOINT, ENTRIES
+from ddm.publishing.keys import load_key
+from ddm.publishing.public_log import public_folder
 from ddm.trust.log.checkpoint import open_checkpoint
 from ddm.trust.log.entries import PlanSigned
 from ddm.trust.log.note import VerifierKey
@@ -265,11 +266,11 @@ def test_manifest_that_is_not_in_the_log_is_not_published_and_not_read(
 ) -> None:
     """The attack: the log gets another manifest than readers."""
     monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
-    monkeypatch.setattr(aggregator.release.publish, "entry_of", lambda manifest, digest: entry_of(manifest, "0" * 64))
+    monkeypatch.setattr(publishing_version, "entry_of", lambda manifest, digest: entry_of(manifest, "0" * 64))
     with pytest.raises(TrustError, match="manifest.tlog-proof"):
         publish(published.tiny.federation, PASSPHRASE, tmp_path / "out", renew=True)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(aggregator.release.publish, "_check_that_it_loads", lambda release, root: None)
+    monkeypatch.setattr(publishing_version, "_check_that_it_loads", lambda release, root: None)
     publish(published.tiny.federation, PASSPHRASE, tmp_path / "out", renew=True)
     found = ddm("verify", tmp_path / "out", "--root", published.root, "--state", tmp_path)
     assert isinstance(found, TrustError)
@@ -279,7 +280,7 @@ def test_federation_restored_from_an_old_backup_does_not_overwrite_its_public_lo
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An honest operator's mistake that would look like an attack."""
-    from aggregator.log.export import export_log
+    from ddm.publishing.public_log import export_log
 
     monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
     federation, backup = published.tiny.federation, tmp_path / "backup"
@@ -328,7 +329,7 @@ def test_plan_that_is_not_in_the_log_is_refused_by_a_silo(tmp_path: Path, monkey
     keyed.found()
     for silo_id in ("east", "north"):
         keyed.enroll(silo_id)
-    monkeypatch.setattr(aggregator.keys.ceremony, "PlanSigned", other)
+    monkeypatch.setattr(publishing_plans, "PlanSigned", other)
     keyed.plan(1)
     site = Site(tmp_path / "north")
     site.make_folders()

@@ -26,9 +26,10 @@ from tuf.api.exceptions import (
 )
 
 import aggregator.release.publish
-from aggregator.keys.store import load_key
+import ddm.publishing.version
 from ddm.errors import RollbackError, SignatureError
 from ddm.protocol.base import now_utc
+from ddm.publishing.keys import load_key
 from ddm.trust.keys import SigningKey
 from ddm.trust.schema import MAX_VERSION
 from ddm.trust.verify import verify_bundle
@@ -319,7 +320,7 @@ def test_freeze_is_refused_when_the_timestamp_is_over(
     readers: Readers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(aggregator.release.publish, "now_utc", lambda: now_utc() - timedelta(days=91))
-    monkeypatch.setattr(aggregator.release.publish, "_check_that_it_loads", lambda *args: None)
+    monkeypatch.setattr(ddm.publishing.version, "_check_that_it_loads", lambda *args: None)
     readers.publish()
     readers.refuse(14, ExpiredMetadataError)
 

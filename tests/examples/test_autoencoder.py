@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from aggregator.planning.recipe import AutoencoderKlRecipe
 from ddm.encoders.autoencoder import open_weights
+from ddm.planning.recipe import AutoencoderKlRecipe
 
 pytestmark = pytest.mark.slow
 

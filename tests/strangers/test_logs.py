@@ -15,7 +15,6 @@ from flwr.app.message.message import Metadata
 
 from aggregator.config import Federation
 from aggregator.intake.service import IntakeService
-from aggregator.keys.store import load_key
 from aggregator.membership.registry import enroll
 from aggregator.server_app import FlowerCarrier
 from ddm.errors import ArchipelagoError, DocumentError, FormatError, ReplayError
@@ -24,6 +23,7 @@ from ddm.io.tensors import TensorSpec, check_file, read_header
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
+from ddm.publishing.keys import load_key
 from ddm.system.console import fail, say
 from ddm.transport.flower import decode_reply, encode
 from ddm.transport.messages import Report

@@ -1,6 +1,8 @@
 """A tiny real federation in one process: every step for real except Flower, whose files are copied by hand."""
 
 import shutil
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +12,8 @@ import torch
 from aggregator.config import Federation, FederationSettings
 from aggregator.intake.inventory import take_inventory
 from aggregator.intake.service import IntakeService
-from aggregator.keys.store import load_key
 from aggregator.membership.registry import enroll
+from aggregator.planning.carrying import choose_carried
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
 from aggregator.planning.sign import sign_plan
@@ -20,6 +22,7 @@ from aggregator.router.train import train_router
 from aggregator.setup import init_federation
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.receipt import Receipt
+from ddm.publishing.keys import load_key
 from ddm.trust.keys import SigningKey
 from silo.config import Policy, Site
 from silo.setup import init_site, make_card, read_invitation
@@ -30,7 +33,7 @@ PASSPHRASE = b"correct horse"
 NUM_STEPS = 6
 POLICY = {
     "audit": {"required": True, "waiver": {"role": "test operator", "reason": "made-up images"}},
-    "approval": {"kind": "policy"},
+    "approval": {"kind": "policy", "carry_over": True},
 }
 
 
@@ -97,18 +100,22 @@ class TinyFederation:
         federation = Federation(path / "fed")
         settings = FederationSettings(name="tiny", host="127.0.0.1", port=9092)
         init_federation(federation, settings, PASSPHRASE)
-        root_digest = sha256_hex((federation.tuf / "1.root.json").read_bytes())
-        sites = {}
+        tiny = cls(path, federation, {})
         for index, (silo_id, size) in enumerate(sizes.items()):
-            site = Site(path / silo_id)
-            np.savez(path / f"{silo_id}.npz", **cohort(size, index - 0.5, seed=index, patients=patients))
-            invited = read_invitation(federation.path / "invitation.json", root_digest)
-            key = init_site(site, silo_id, path / f"{silo_id}.npz", invited, PASSPHRASE, None)
-            write_policy(site, POLICY)
-            (path / f"{silo_id}.card.json").write_bytes(make_card(site, key))
-            enroll(federation, path / f"{silo_id}.card.json")
-            sites[silo_id] = site
-        return cls(path, federation, sites)
+            tiny.join(silo_id, size, index, patients=patients)
+        return tiny
+
+    def join(self, silo_id: str, size: int, index: int, *, patients: bool = False) -> None:
+        """Make the site of a silo and enroll it, before the first plan or late; `index` chooses its images."""
+        root_digest = sha256_hex((self.federation.tuf / "1.root.json").read_bytes())
+        site, data = Site(self.path / silo_id), self.path / f"{silo_id}.npz"
+        np.savez(data, **cohort(size, index - 0.5, seed=index, patients=patients))  # type: ignore[arg-type]
+        invited = read_invitation(self.federation.path / "invitation.json", root_digest)
+        key = init_site(site, silo_id, data, invited, PASSPHRASE, None)
+        write_policy(site, POLICY)
+        (self.path / f"{silo_id}.card.json").write_bytes(make_card(site, key))
+        enroll(self.federation, self.path / f"{silo_id}.card.json")
+        self.sites[silo_id] = site
 
     def copy(self, folder: Path) -> "TinyFederation":
         """Return the same in another folder, which a test may change."""
@@ -131,6 +138,26 @@ class TinyFederation:
         sign_plan(self.federation, draft, PASSPHRASE)
         shutil.rmtree(scratch)
         return draft.plan.plan_id
+
+    def grow(self, *, replaced: Sequence[str] = (), chosen: Recipe | None = None) -> str:
+        """Sign a plan that carries over what the plan in force has; return its id."""
+        plan, _ = self.federation.current_plan()
+        carrying = choose_carried(self.federation, plan.plan_id, replaced)
+        with tempfile.TemporaryDirectory() as scratch:
+            draft = draft_plan(self.federation, chosen or recipe(), carrying, Path(scratch))
+            sign_plan(self.federation, draft, PASSPHRASE)
+        return draft.plan.plan_id
+
+    def take_part(self, silo_id: str, plan_id: str) -> None:
+        """From the delivery of a plan to the silo's receipt."""
+        self.deliver_plan(silo_id, plan_id)
+        self.work(silo_id)
+        self.collect(silo_id, plan_id)
+        (receipt,) = self.take_in()
+        if receipt.verdict.kind != "accepted":
+            raise AssertionError(receipt.verdict)
+        self.deliver_receipt(silo_id, plan_id)
+        self.work(silo_id, until="accepted")
 
     def deliver_plan(self, silo_id: str, plan_id: str) -> None:
         """What the courier does with a plan."""

@@ -13,16 +13,16 @@ from aggregator.config import Federation, FederationSettings
 from aggregator.keys.ceremony import complete, sign_document
 from aggregator.keys.rotation import next_receipts_key
 from aggregator.keys.silo_rotation import key_history
-from aggregator.keys.store import load_key
 from aggregator.membership.registry import enroll, read_card, taking_part
 from aggregator.planning.cost import Cost
 from aggregator.planning.draft import Draft
-from aggregator.planning.fit import PublicImages
 from aggregator.planning.sign import sign_plan
 from aggregator.setup import init_federation
+from ddm.planning.fit import PublicImages
 from ddm.protocol.base import File, now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Agreed, Card, KeyRotation, RotatedCard
 from ddm.protocol.plan import Plan
+from ddm.publishing.keys import load_key
 from ddm.trust.drafts import Holders
 from ddm.trust.envelope import seal
 from ddm.trust.key_rotation import seal_rotation

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 from aggregator.config import Federation
-from aggregator.keys.store import load_key
 from ddm.io.files import write_atomic
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt, Refused
+from ddm.publishing.keys import load_key
 from ddm.system.processes import free_port
 from ddm.transport.messages import FileEntry, Span
 from ddm.transport.shards import PartFolder

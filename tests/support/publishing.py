@@ -6,12 +6,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from aggregator.keys.store import load_key
 from aggregator.release.publish import Publication, publish
 from ddm.loading.release import Release, open_release
 from ddm.protocol.base import sha256_file
 from ddm.protocol.footprint import opening_bytes, sampling_bytes
 from ddm.protocol.manifest import Manifest
+from ddm.publishing.keys import load_key
 from ddm.trust.keys import SigningKey
 from tests.conftest import Published
 from tests.support.federation import PASSPHRASE, TinyFederation

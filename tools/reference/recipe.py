@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from aggregator.planning.recipe import Recipe
+from ddm.islands.recipe import OwnerRecipe
 from tools.reference.docstring import Docstring, parse
 
 HEAD = """\
@@ -18,8 +19,9 @@ HEAD = """\
 `make docs` writes this page from the code. The recipe is what an operator writes for `aggregator plan`: one TOML file
 of at most 16 KiB. A field that is not named here is refused, and so is a value out of bounds. [The demo's
 recipe](../../examples/digits_three_silos/plan.toml) is a complete example; [Documents](documents.md#plan) says what
-becomes of it in the signed plan. Where a table comes in several kinds, its field `kind` says which, and each has fields
-of its own. Paths are relative to where the command is run.
+becomes of it in the signed plan. `ddm split` reads the same file, without need of `statistics`, `audit` and `limits`,
+and with a table `[owner]`. Where a table comes in several kinds, its field `kind` says which, and each has fields of
+its own. Paths are relative to where the command is run.
 """
 ROW = "| `{name}` | {type} | {default} | {bounds} | {meaning} |"
 TABLE = "| field | type | default | bounds | meaning |\n| --- | --- | --- | --- | --- |"
@@ -46,7 +48,8 @@ class Table:
 
 def recipe_page() -> str:
     """Return the page."""
-    return "\n".join([HEAD, *(line for table in tables(Table("", Recipe)) for line in section(table))])
+    every = [*tables(Table("", Recipe)), Table("owner", OwnerRecipe, "Of `ddm split` alone; optional.")]
+    return "\n".join([HEAD, *(line for table in every for line in section(table))])
 
 
 def tables(table: Table) -> Iterator[Table]:
@@ -118,7 +121,7 @@ def default_of(info: FieldInfo) -> str:
     """Return a default as TOML writes it."""
     if info.is_required():
         return "required"
-    if info.default is None or info.default == ():
+    if info.default is None or info.default in ((), {}):
         return "none"
     return f"`{json.dumps(info.default)}`"
 
@@ -139,6 +142,8 @@ def described(annotation: Any, metadata: list[Any]) -> tuple[str, str]:
             word, bounds = described(arguments[0], [])
             many = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
             return f"list of {many}{word}s", "; ".join(filter(None, [length(metadata), bounds and f"each {bounds}"]))
+        case origin if origin is dict:
+            return "table", length(metadata)
         case _:
             return NAMES[annotation], limits(annotation, flat(metadata))
 

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
 from aggregator.keys.removal import remove
 from aggregator.keys.rotation import ROTATED_KEYS, check_name, rotate
-from aggregator.keys.store import load_key, load_model_signing_key
 from ddm.errors import BusyError, MissingFileError, PassphraseError, SetupError, SignatureError
+from ddm.publishing.keys import load_key, load_model_signing_key
 from ddm.trust.keys import PublicKey
 from ddm.trust.verify import verify_bundle, verify_release
 from tests.aggregator.keys.test_tls import handshake

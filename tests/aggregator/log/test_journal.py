@@ -12,13 +12,13 @@ from tuf.ngclient.config import EnvelopeType
 from aggregator.config import Federation
 from aggregator.keys.removal import remove
 from aggregator.keys.rotation import rotate
-from aggregator.keys.store import load_key
-from aggregator.log.export import add_cosignatures, export_log, public_folder, sign_waiting
-from aggregator.log.journal import CHECKPOINT, ENTRIES, Journal, append
 from aggregator.membership.withdrawal import withdraw
 from ddm.errors import RoleError, SetupError, SignatureError
 from ddm.loading.public_log import read_public_log
 from ddm.protocol.base import sha256_hex
+from ddm.publishing.journal import CHECKPOINT, ENTRIES, Journal, append
+from ddm.publishing.keys import load_key
+from ddm.publishing.public_log import add_cosignatures, export_log, public_folder, sign_waiting
 from ddm.trust.ceremony import Request, in_words
 from ddm.trust.drafts import draft_root, holders_of
 from ddm.trust.keys import SigningKey

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from aggregator.keys.removal import remove
-from aggregator.keys.store import load_key
 from aggregator.membership.withdrawal import withdraw
 from aggregator.monitoring.labels import attention, describe, page_values
 from aggregator.monitoring.silo_status import Arrival, SubmissionStatus, standing
@@ -19,6 +18,7 @@ from aggregator.transfer.delivery import SiloDelivery, load_bundle
 from ddm.io.locks import locked
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import Accepted, Refused
+from ddm.publishing.keys import load_key
 from ddm.system.processes import program
 from ddm.transport.messages import Ask, Envelope, Report, Status
 from ddm.trust.keys import SigningKey

@@ -30,6 +30,8 @@ def test_named_size_becomes_the_numbers_that_a_plan_holds() -> None:
     assert named.model_dump()["expert"]["architecture"] == {"kind": "dit", **numbers}
     large = asked(kind="mmdit", size="3B/2").expert.architecture
     assert large == Mmdit(patch=2, hidden=2560, depth=30, heads=20, shared_depth=30)
+    gridded = asked(kind="dit", size="S/2", position_grid=(2, 2)).expert.architecture
+    assert gridded == Dit(patch=2, hidden=384, depth=12, heads=6, position_grid=(2, 2))
     third = asked(kind="mmdit", size="d24/4").expert.architecture
     assert third == Mmdit(patch=4, hidden=1536, depth=24, heads=24)
 

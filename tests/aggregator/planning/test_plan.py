@@ -9,11 +9,12 @@ from pydantic import ValidationError
 
 from aggregator.commands.plan import costs
 from aggregator.intake.service import IntakeService
-from aggregator.keys.store import load_key
 from aggregator.planning.draft import draft_plan
-from aggregator.planning.recipe import ClusteringRecipe, Recipe
+from aggregator.planning.recipe import Recipe
 from ddm.errors import BusyError, PolicyError
+from ddm.planning.recipe import ClusteringRecipe
 from ddm.privacy.accounting import DiscreteLaplaceMechanism, GaussianMechanism, gaussian_mu, total_epsilon
+from ddm.publishing.keys import load_key
 from ddm.system.console import human_seconds
 from ddm.trust.repository import Repository
 from ddm.trust.verify import verify_bundle
@@ -57,7 +58,7 @@ def test_new_plan_is_current_when_signing_stopped_after_it_was_decided(
 ) -> None:
     tiny = published.tiny
     with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr("aggregator.changes.settle", stop)
+        patch.setattr("ddm.io.changes.settle", stop)
         tiny.sign()
     plan, _ = tiny.federation.require().current_plan()
     assert plan.plan_id != published.plan_id

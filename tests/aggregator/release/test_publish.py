@@ -3,6 +3,7 @@
 import os
 import shutil
 import weakref
+from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,20 @@ import torch
 import aggregator.pages.drawing
 import aggregator.release.publish
 import ddm.loading.ensemble
-from aggregator.changes import Change, is_unsettled
+import ddm.publishing.version
 from aggregator.config import FederationSettings
 from aggregator.intake.inventory import take_inventory
-from aggregator.log.export import public_folder
 from aggregator.pages.drawing import Effort
-from aggregator.release.versions import check_none_lost, is_current
 from aggregator.router.train import train_router
 from ddm.errors import BusyError, DigestError, DiskError, MissingFileError, PolicyError, RollbackError, SetupError
+from ddm.io.changes import Change, is_unsettled
 from ddm.io.settings import load_settings, save_settings
 from ddm.loading.public_log import read_public_log
 from ddm.loading.release import open_release
 from ddm.models import load_expert
 from ddm.protocol.base import check_json, sha256_file, sha256_hex
+from ddm.publishing.public_log import public_folder
+from ddm.publishing.versions import check_none_lost, is_current
 from ddm.trust.log.entries import Released
 from tests.conftest import Published
 from tests.support.federation import TinyFederation
@@ -157,11 +159,11 @@ def test_metadata_signed_before_the_release_is_there_would_be_noticed(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests below: publishing that writes the federation's own metadata first."""
-    honest = aggregator.release.publish._sign
+    honest = ddm.publishing.version._sign
 
-    def hasty(source: Any, targets: Path, metadata: Path, passphrase: bytes) -> None:
-        honest(source, targets, metadata, passphrase)
-        shutil.copytree(metadata, source.federation.tuf, dirs_exist_ok=True)
+    def hasty(version: Any, passphrase: bytes, now: datetime) -> None:
+        honest(version, passphrase, now)
+        shutil.copytree(version.change.put("tuf/metadata"), version.home.tuf, dirs_exist_ok=True)
 
     def crash(change: Change) -> None:
         raise Crash
@@ -169,7 +171,7 @@ def test_metadata_signed_before_the_release_is_there_would_be_noticed(
     monkeypatch.setattr(Change, "commit", crash)
     check_listed(published.tiny)
     for sign in (honest, hasty):
-        monkeypatch.setattr(aggregator.release.publish, "_sign", sign)
+        monkeypatch.setattr(ddm.publishing.version, "_sign", sign)
         with pytest.raises(Crash):
             again(published.tiny, tmp_path / "out", renew=True)
         if sign is honest:
@@ -257,7 +259,7 @@ def test_publishing_holds_two_experts_in_memory_however_many_there_are(
         return expert
 
     monkeypatch.setattr(ddm.loading.ensemble, "load_expert", load)
-    monkeypatch.setattr(aggregator.release.publish, "_MEMORY_BYTES", 0)
+    monkeypatch.setattr(ddm.publishing.version, "_MEMORY_BYTES", 0)
     monkeypatch.setattr(aggregator.release.publish, "_write_pages", WRITE_PAGES)
     monkeypatch.setattr(aggregator.pages.drawing, "EFFORTS", (Effort(own=2, mixed=4, strategies=("lock", "full")),))
     tiny.complete(tmp_path / "release")
@@ -322,11 +324,9 @@ def test_published_model_signature_belongs_to_this_version_alone(published: Publ
 def test_model_signature_over_other_files_is_refused_although_tuf_lists_it(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = aggregator.release.publish._digests
+    honest = ddm.publishing.version._digests
     with monkeypatch.context() as patch, pytest.raises(DigestError, match=r"model\.sig"):
-        patch.setattr(
-            aggregator.release.publish, "_digests", lambda manifest: {**honest(manifest), "plan.json": "0" * 64}
-        )
+        patch.setattr(ddm.publishing.version, "_digests", lambda manifest: {**honest(manifest), "plan.json": "0" * 64})
         again(published.tiny, tmp_path / "lie", renew=True)
     assert versions(published.tiny) == ["1"]
     again(published.tiny, tmp_path / "truth", renew=True)

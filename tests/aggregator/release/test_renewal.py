@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import aggregator.release.publish
-from aggregator.release.versions import timestamp_expiry
 from ddm.protocol.base import now_utc
+from ddm.publishing.versions import timestamp_expiry
 from tests.conftest import Published
 from tests.support.publishing import again, opened
 

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 from aggregator.planning.draft import draft_plan
-from aggregator.planning.recipe import TimmRecipe
 from ddm.encoders.timm import TimmEncoder, create_model, timm_specs
 from ddm.errors import DataError, SetupError, ShapeError, TensorFileError
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.plan import PlanFiles
+from ddm.planning.recipe import TimmRecipe
 from ddm.protocol.plan import DataSpec
 from tests.support.federation import TinyFederation, images, recipe
 

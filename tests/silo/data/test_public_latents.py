@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from aggregator.intake.inventory import take_inventory
-from aggregator.planning.fit import fit_public
 from ddm import open_ensemble
-from ddm.encoders.public_autoencoder import WEIGHTS
+from ddm.encoders.public_autoencoder import CONFIG, WEIGHTS
+from ddm.errors import SetupError
 from ddm.loading.plan import PlanFiles
+from ddm.planning.fit import fit_public
 from ddm.protocol.base import sha256_file
 from ddm.protocol.footprint import encoding_bytes, file_bytes, looking_bytes
 from ddm.protocol.latent import AUTOENCODER_PATH
@@ -68,3 +69,17 @@ def test_silo_trains_on_published_latents_and_the_release_decodes_samples(tmp_pa
     with torch.no_grad():
         decoded = theirs.decode(drawn.latents / 0.18215).sample
     torch.testing.assert_close(drawn.images, decoded, rtol=1e-4, atol=1e-5)
+
+    tiny.join("east", 50, 2)  # and the plan that carries them over keeps the autoencoder, byte for byte
+    write_autoencoder(tmp_path / "other", LAYOUT | {"scaling_factor": 0.13025}, channels=(8, 8), images=1)
+    with pytest.raises(SetupError, match="scaling_factor"):
+        tiny.grow(chosen=recipe(latent=asked(tmp_path / "other")))
+    (tmp_path / "other" / CONFIG).write_bytes((tmp_path / "vae" / CONFIG).read_bytes())
+    changed = (tmp_path / "vae" / WEIGHTS).read_bytes()
+    (tmp_path / "other" / WEIGHTS).write_bytes(changed[:-1] + bytes([changed[-1] ^ 1]))
+    with pytest.raises(SetupError, match="digest"):
+        tiny.grow(chosen=recipe(latent=asked(tmp_path / "other")))
+    tiny.grow(chosen=recipe(latent=asked(tmp_path / "vae")))
+    grown, _ = tiny.federation.current_plan()
+    assert [each.silo_id for each in grown.carried] == ["north", "west"]
+    assert (grown.latent, grown.file(AUTOENCODER_PATH)) == (plan.latent, listed)

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from aggregator.keys.store import load_key
 from aggregator.membership.registry import remember_ledger
 from aggregator.planning.recipe import Recipe
 from ddm.errors import ApprovalError, AuditError, BudgetError, DataError, SubmissionRefusedError
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
 from ddm.protocol.submission import submission_path
+from ddm.publishing.keys import load_key
 from ddm.system.processes import program
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey

@@ -9,10 +9,10 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from aggregator.changes import Change
-from aggregator.config import Federation
 from ddm.errors import PassphraseError, SetupError
+from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
+from ddm.publishing.home import Home
 from ddm.trust.keys import MAX_KEY_FILE_BYTES, PublicKey, SigningKey
 
 MODEL_KEY = "keys/model-signing.key"
@@ -36,17 +36,17 @@ def make_model_signing_key(change: Change, passphrase: bytes) -> None:
     write_atomic(change.put(MODEL_PUBLIC), public)
 
 
-def load_key(federation: Federation, name: str, passphrase: bytes) -> SigningKey:
+def load_key(home: Home, name: str, passphrase: bytes) -> SigningKey:
     """Open one of the federation's keys.
 
     Raises:
         MissingFileError: the key is not in this folder, because holders keep it.
         PassphraseError: wrong passphrase.
     """
-    return SigningKey.load(federation.keys / f"{name}.key", passphrase)
+    return SigningKey.load(home.keys / f"{name}.key", passphrase)
 
 
-def load_model_signing_key(federation: Federation, passphrase: bytes) -> ec.EllipticCurvePrivateKey:
+def load_model_signing_key(home: Home, passphrase: bytes) -> ec.EllipticCurvePrivateKey:
     """Open the P-256 key that signs `model.sig`; its public half is `model-signing.pub.pem`.
 
     Raises:
@@ -54,7 +54,7 @@ def load_model_signing_key(federation: Federation, passphrase: bytes) -> ec.Elli
         PassphraseError: wrong passphrase.
         SetupError: not a P-256 key.
     """
-    path = federation.path / MODEL_KEY
+    path = home.path / MODEL_KEY
     data = read_bounded(path.resolve(), MAX_KEY_FILE_BYTES, subject=path.name)
     try:
         key = load_pem_private_key(data, passphrase or b"\0")

@@ -1,6 +1,6 @@
 """Finds published versions of the ensemble, and whether the newest one is the last that the federation signed.
 
-A version and the metadata that list it take effect together (`aggregator.changes`): the repository never lists a
+A version and the metadata that list it take effect together (`ddm.io.changes`): the repository never lists a
 release that does not exist, and version numbers are consecutive.
 """
 
@@ -8,29 +8,29 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from aggregator.config import MAX_TUF_BYTES, Federation
 from ddm.errors import SetupError
 from ddm.io.files import read_bounded
 from ddm.protocol.base import check_json, sha256_file
+from ddm.publishing.home import MAX_TUF_BYTES, Home
 
 
-def newest_version(federation: Federation) -> int:
+def newest_version(home: Home) -> int:
     """Return the highest version that is published, 0 before the first."""
-    found = (int(path.name) for path in federation.releases.glob("[1-9]*") if path.name.isdigit())
+    found = (int(path.name) for path in home.releases.glob("[1-9]*") if path.name.isdigit())
     return max(found, default=0)
 
 
-def release_folder(federation: Federation, version: int) -> Path:
+def release_folder(home: Home, version: int) -> Path:
     """Return the folder of a version."""
-    return federation.releases / str(version)
+    return home.releases / str(version)
 
 
-def manifest_path(federation: Federation, version: int) -> Path | None:
+def manifest_path(home: Home, version: int) -> Path | None:
     """Return the path of a version's manifest, None if there is no such version."""
-    return next(release_folder(federation, version).glob("targets/*/manifest.json"), None)
+    return next(release_folder(home, version).glob("targets/*/manifest.json"), None)
 
 
-def check_none_lost(federation: Federation) -> None:
+def check_none_lost(home: Home) -> None:
     """Refuse to publish if the release signed last is gone: its version number would be used twice.
 
     Raises:
@@ -38,10 +38,10 @@ def check_none_lost(federation: Federation) -> None:
     """
     listed = [
         target["hashes"]["sha256"]
-        for name, target in _signed(federation.tuf / "release.json")["targets"].items()
+        for name, target in _signed(home.tuf / "release.json")["targets"].items()
         if name.endswith("/manifest.json")
     ]
-    newest = manifest_path(federation, newest_version(federation))
+    newest = manifest_path(home, newest_version(home))
     found = sha256_file(newest) if newest else None
     if listed and listed != [found]:
         raise SetupError(
@@ -52,22 +52,20 @@ def check_none_lost(federation: Federation) -> None:
         )
 
 
-def is_current(federation: Federation, version: int) -> bool:
+def is_current(home: Home, version: int) -> bool:
     """Whether nothing was signed since a version was published: its metadata equal the federation's present ones."""
-    source = release_folder(federation, version) / "metadata"
+    source = release_folder(home, version) / "metadata"
     published = {path.name: path for path in source.glob("*.json")}
-    roots = {path.name for path in federation.tuf.glob("*.root.json")}
+    roots = {path.name for path in home.tuf.glob("*.root.json")}
     return roots <= published.keys() and all(
-        (federation.tuf / name).is_file() and sha256_file(path) == sha256_file(federation.tuf / name)
+        (home.tuf / name).is_file() and sha256_file(path) == sha256_file(home.tuf / name)
         for name, path in published.items()
     )
 
 
-def timestamp_expiry(federation: Federation, version: int) -> datetime:
+def timestamp_expiry(home: Home, version: int) -> datetime:
     """Return when a version's timestamp expires."""
-    return datetime.fromisoformat(
-        _signed(release_folder(federation, version) / "metadata" / "timestamp.json")["expires"]
-    )
+    return datetime.fromisoformat(_signed(release_folder(home, version) / "metadata" / "timestamp.json")["expires"])
 
 
 def _signed(path: Path) -> dict[str, Any]:

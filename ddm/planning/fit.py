@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aggregator.planning.recipe import DiffusersKlRecipe, PcaRecipe, PublicRecipe, Recipe, TextRecipe
 from ddm.encoders import Encoder, PcaEncoder, Progress
-from ddm.encoders.autoencoder import open_latent, open_weights, spread
+from ddm.encoders.autoencoder import Identity, Latent, open_latent, open_weights, spread
 from ddm.errors import DataError
 from ddm.io.files import replacing, require_file
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.plan import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH
 from ddm.models import MAX_WEIGHT, expected_tensors
-from ddm.partition.clustering import fit_clustering
+from ddm.partition.clustering import Clusters, fit_clustering
+from ddm.planning.recipe import DiffusersKlRecipe, PcaRecipe, PublicRecipe, SharedRecipe, TextRecipe
 from ddm.protocol.latent import AUTOENCODER_PATH, AutoencoderSize
 from ddm.protocol.plan import Autoencoder, AutoencoderKlLatent, Condition, IdentityLatent, TimmEncoder
 from ddm.protocol.plan import PcaEncoder as PcaSpec
@@ -56,6 +56,9 @@ class Fitted:
         num_fine: number of fine centroids.
         condition: what experts are told, the encoder of texts pinned by digests.
         sketch: what routers see of an image.
+        network: the encoder itself.
+        clusters: the clusters themselves.
+        autoencoder: the latent itself.
     """
 
     images: PublicImages
@@ -65,9 +68,12 @@ class Fitted:
     num_fine: int
     condition: Condition
     sketch: Sketch
+    network: Encoder
+    clusters: Clusters
+    autoencoder: Latent
 
 
-def fit_public(recipe: Recipe, public: Tensor, folder: Path, on_progress: Progress | None = None) -> Fitted:
+def fit_public(recipe: SharedRecipe, public: Tensor, folder: Path, on_progress: Progress | None = None) -> Fitted:
     """Fit the public parts of a plan and write them into `folder`.
 
     Args:
@@ -82,34 +88,47 @@ def fit_public(recipe: Recipe, public: Tensor, folder: Path, on_progress: Progre
         TensorFileError: the autoencoder's weights are not what the recipe's sizes imply.
         DataError: too few public images for the recipe.
     """
-    fitted, holdout = _divide(public, recipe.public)
-    condition = _condition(recipe)
+    fitted, holdout = (public[rows] for rows in divide(len(public), recipe.public))
+    condition = condition_of(recipe)
     encoder, encoder_spec = _open_encoder(recipe, fitted)
-    num_fine = recipe.clustering.fine_for(len(fitted), recipe.statistics.counts.num_groups)
-    latent_spec, latents = _encode(recipe, fitted, holdout, folder, on_progress)
+    num_fine = recipe.clustering.fine_for(len(fitted), recipe.num_groups)
+    latent, latent_spec, latents = _encode(recipe, fitted, holdout, folder, on_progress)
     images = PublicImages(fitted, holdout, latents)
-    sketch = _fit_partition(recipe, encoder, num_fine, images, folder, on_progress)
+    sketch, clusters = _fit_partition(recipe, encoder, num_fine, images, folder, on_progress)
     paths = [CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH]
     if latents is not None:
         paths.append(AUTOENCODER_PATH)
-    if recipe.base and recipe.expert.base:
-        save_tensors(folder / recipe.expert.base, _open_base(recipe, recipe.base, images.seen, condition))
-        paths.append(recipe.expert.base)
-    return Fitted(images, tuple(sorted(paths)), encoder_spec, latent_spec, num_fine, condition, sketch)
+    paths += write_base(recipe, images, condition, folder)
+    return Fitted(
+        images=images,
+        paths=tuple(sorted(paths)),
+        encoder=encoder_spec,
+        latent=latent_spec,
+        num_fine=num_fine,
+        condition=condition,
+        sketch=sketch,
+        network=encoder,
+        clusters=clusters,
+        autoencoder=latent,
+    )
 
 
-def _divide(public: Tensor, settings: PublicRecipe) -> tuple[Tensor, Tensor]:
-    """Return the images to fit on and those held out."""
-    order = torch.randperm(len(public), generator=torch.Generator().manual_seed(settings.seed))
-    num_holdout = int(len(public) * settings.holdout_share)
+def divide(num: int, settings: PublicRecipe) -> tuple[Tensor, Tensor]:
+    """Return which of so many images are fitted on, and which are held out.
+
+    Raises:
+        DataError: too few to hold out.
+    """
+    order = torch.randperm(num, generator=torch.Generator().manual_seed(settings.seed))
+    num_holdout = int(num * settings.holdout_share)
     if num_holdout < FEWEST_HELD_OUT:
         expected = f"at least {FEWEST_HELD_OUT} to hold out, by public.holdout_share"
         remedy = "Give more public images, or raise public.holdout_share in the recipe."
-        raise DataError("public images", expected=expected, got=f"{num_holdout} of {len(public)}", remedy=remedy)
-    return public[order[num_holdout:]], public[order[:num_holdout]]
+        raise DataError("public images", expected=expected, got=f"{num_holdout} of {num}", remedy=remedy)
+    return order[num_holdout:], order[:num_holdout]
 
 
-def _condition(recipe: Recipe) -> Condition:
+def condition_of(recipe: SharedRecipe) -> Condition:
     """Return what experts are told, the encoder of texts pinned by the digests of its files."""
     condition = recipe.condition
     if not isinstance(condition, TextRecipe):
@@ -119,7 +138,7 @@ def _condition(recipe: Recipe) -> Condition:
     return pin(Path(condition.encoder), max_tokens=condition.max_tokens, drop=condition.drop)
 
 
-def _open_encoder(recipe: Recipe, fitted: Tensor) -> tuple[Encoder, PcaSpec | TimmEncoder]:
+def _open_encoder(recipe: SharedRecipe, fitted: Tensor) -> tuple[Encoder, PcaSpec | TimmEncoder]:
     """Fit or load the encoder, and describe it for the plan."""
     wanted = recipe.encoder
     if isinstance(wanted, PcaRecipe):
@@ -135,8 +154,8 @@ def _open_encoder(recipe: Recipe, fitted: Tensor) -> tuple[Encoder, PcaSpec | Ti
 
 
 def _encode(
-    recipe: Recipe, fitted: Tensor, holdout: Tensor, folder: Path, on_progress: Progress | None
-) -> tuple[IdentityLatent | Autoencoder, tuple[Tensor, Tensor] | None]:
+    recipe: SharedRecipe, fitted: Tensor, holdout: Tensor, folder: Path, on_progress: Progress | None
+) -> tuple[Latent, IdentityLatent | Autoencoder, tuple[Tensor, Tensor] | None]:
     """Open the autoencoder if there is one, encode all images, and write its weights where the plan has them.
 
     Latents of MONAI's are divided by how wide they are on the images that the plan is fitted on; a published one brings
@@ -144,7 +163,7 @@ def _encode(
     """
     wanted, target = recipe.latent, folder / AUTOENCODER_PATH
     if isinstance(wanted, IdentityLatent):
-        return wanted, None
+        return Identity(), wanted, None
     target.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(wanted, DiffusersKlRecipe):
         from ddm.encoders.public_autoencoder import describe  # takes seconds, and most recipes do without
@@ -153,7 +172,7 @@ def _encode(
         with replacing(target) as copy, weights.open("rb") as published_file:
             shutil.copyfileobj(published_file, copy)
         published = open_latent(spec, recipe.data.shape, None, folder)
-        return spec, (published.encode(fitted, on_progress), published.encode(holdout, on_progress))
+        return published, spec, (published.encode(fitted, on_progress), published.encode(holdout, on_progress))
     opened = open_weights(
         require_file(Path(wanted.weights), "the weights of the autoencoder"), wanted, recipe.data.shape
     )
@@ -161,10 +180,19 @@ def _encode(
     scale = spread(raw_fitted)
     sizes = {name: getattr(wanted, name) for name in AutoencoderSize.model_fields}
     save_tensors(target, opened.tensors())
-    return AutoencoderKlLatent(**sizes, scale=scale), (raw_fitted / scale, raw_holdout / scale)
+    opened.scale = scale  # from here on as the plan has it
+    return opened, AutoencoderKlLatent(**sizes, scale=scale), (raw_fitted / scale, raw_holdout / scale)
 
 
-def _open_base(recipe: Recipe, weights: str, seen: Tensor, condition: Condition) -> dict[str, Tensor]:
+def write_base(recipe: SharedRecipe, images: PublicImages, condition: Condition, folder: Path) -> list[str]:
+    """Write the public expert that training starts from, if the recipe names one, and return its path in the plan."""
+    if not (recipe.base and recipe.expert.base):
+        return []
+    save_tensors(folder / recipe.expert.base, _open_base(recipe, recipe.base, images.seen, condition))
+    return [recipe.expert.base]
+
+
+def _open_base(recipe: SharedRecipe, weights: str, seen: Tensor, condition: Condition) -> dict[str, Tensor]:
     """Load the public expert that training starts from; it must be what the recipe wants trained."""
     path = require_file(Path(weights), "the public expert that training starts from")
     specs = expected_tensors(recipe.expert.architecture, tuple(seen.shape[1:]), condition)
@@ -172,24 +200,22 @@ def _open_base(recipe: Recipe, weights: str, seen: Tensor, condition: Condition)
 
 
 def _fit_partition(
-    recipe: Recipe,
+    recipe: SharedRecipe,
     encoder: Encoder,
     num_fine: int,
     images: PublicImages,
     folder: Path,
     on_progress: Progress | None,
-) -> Sketch:
+) -> tuple[Sketch, Clusters]:
     """Fit clusters on features of images, and the sketch on what experts see of them; write both and the encoder."""
-    statistics, clustering = recipe.statistics, recipe.clustering
-    num_groups = statistics.counts.num_groups
+    clustering, num_groups = recipe.clustering, recipe.num_groups
     features = encoder.encode(images.fitted, on_progress)
     clusters = fit_clustering(
         features, num_fine, clustering.num_coarse, num_groups, seed=recipe.public.seed, balanced=clustering.balanced
     )
     group_N = clusters.group_F[clusters.assign(features)]
-    released = max((part.rank for part in (statistics.sketch, statistics.moments) if part), default=recipe.sketch.rank)
-    sketch = Sketch.fit(images.seen, group_N, recipe.sketch.rank, num_groups, released_rank=released)
+    sketch = Sketch.fit(images.seen, group_N, recipe.sketch.rank, num_groups, released_rank=recipe.released_rank)
     for path, part in ((ENCODER_PATH, encoder), (CENTROIDS_PATH, clusters), (SKETCH_PATH, sketch)):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         save_tensors(folder / path, part.tensors())
-    return sketch
+    return sketch, clusters

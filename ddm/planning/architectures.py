@@ -28,7 +28,7 @@ class DitRecipe(Dit):
 
     def plain(self) -> Dit:
         """Return what a plan says of it."""
-        return Dit(patch=self.patch, hidden=self.hidden, depth=self.depth, heads=self.heads)
+        return Dit.model_construct(**{name: getattr(self, name) for name in Dit.model_fields})
 
 
 class MmditRecipe(Mmdit):
@@ -48,9 +48,7 @@ class MmditRecipe(Mmdit):
 
     def plain(self) -> Mmdit:
         """Return what a plan says of it."""
-        return Mmdit(
-            patch=self.patch, hidden=self.hidden, depth=self.depth, heads=self.heads, shared_depth=self.shared_depth
-        )
+        return Mmdit.model_construct(**{name: getattr(self, name) for name in Mmdit.model_fields})
 
 
 class ExpertRecipe(Expert):

@@ -1,7 +1,7 @@
 """The federation's log on disk: appends entries, and signs a checkpoint together with the change that they belong to.
 
 `log/entries.jsonl` holds one entry a line, `log/signed-checkpoint` the last checkpoint. Entries may wait, unsigned, for
-the next command that has the passphrase. A checkpoint is staged in the change that it belongs to (`aggregator.changes`)
+the next command that has the passphrase. A checkpoint is staged in the change that it belongs to (`ddm.io.changes`)
 and comes into force with it, after its entries; a change that was never committed leaves nothing of either. Repeating
 the last word on a key, a silo, a plan or a version changes nothing.
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from aggregator.changes import Change
-from aggregator.config import Federation
 from ddm.errors import SetupError
+from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
+from ddm.publishing.home import Home
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.checkpoint import Checkpoint, SignedCheckpoint, sign_checkpoint
 from ddm.trust.log.entries import MAX_ENTRIES, MAX_ENTRY_BYTES, Entry, encode_entry, parse_entry, topic
@@ -41,14 +41,14 @@ class Journal:
     signed: SignedCheckpoint | None = None
 
     @classmethod
-    def load(cls, federation: Federation) -> Self:
+    def load(cls, home: Home) -> Self:
         """Read the log, whose entries must be those that its last checkpoint describes.
 
         Raises:
             SetupError: entries are missing or changed.
             DocumentError: an entry or the checkpoint does not parse.
         """
-        lines, path = federation.path / ENTRIES, federation.path / CHECKPOINT
+        lines, path = home.path / ENTRIES, home.path / CHECKPOINT
         data = read_bounded(lines, MAX_ENTRIES * (MAX_ENTRY_BYTES + 1)) if lines.exists() else b""
         entries = tuple(data.splitlines())
         for number, entry in enumerate(entries, start=1):
@@ -115,19 +115,19 @@ class Journal:
         return b"".join(entry + b"\n" for entry in self.entries)
 
 
-def append(federation: Federation, *entries: Entry) -> None:
+def append(home: Home, *entries: Entry) -> None:
     """Write entries down durably; the next command that signs covers them with a checkpoint."""
-    before = Journal.load(federation)
+    before = Journal.load(home)
     after = before.extended(entries)
     if after != before:
-        write_atomic(federation.path / ENTRIES, after.encode())
+        write_atomic(home.path / ENTRIES, after.encode())
 
 
-def stage(federation: Federation, change: Change, log_key: str, key: SigningKey, entries: Iterable[Entry]) -> Journal:
+def stage(home: Home, change: Change, log_key: str, key: SigningKey, entries: Iterable[Entry]) -> Journal:
     """Add entries and a checkpoint of all entries to a change; return the log as it will be.
 
     Args:
-        federation: its log is the one that is continued.
+        home: its log is the one that is continued.
         change: puts both into force.
         log_key: the verifier key that the newest root names.
         key: the log's key.
@@ -141,8 +141,8 @@ def stage(federation: Federation, change: Change, log_key: str, key: SigningKey,
     if verifier.public != key.public:
         expected = f"the key that the newest root names, {verifier.public.short[:19]}"
         raise SetupError("keys/log.key", expected=expected, got=key.public.short[:19])
-    journal = Journal.load(federation).extended(entries)
-    check_continues(federation.path / PUBLIC / "checkpoint", journal)  # before anything is signed that forks it
+    journal = Journal.load(home).extended(entries)
+    check_continues(home.path / PUBLIC / "checkpoint", journal)  # before anything is signed that forks it
     journal = journal.sign(verifier.name, key)
     if journal.signed is not None:
         write_atomic(change.put(ENTRIES), journal.encode())
@@ -170,11 +170,12 @@ def check_continues(path: Path, journal: Journal) -> None:
         )
 
 
-def sizes_given_out(federation: Federation) -> list[int]:
+def sizes_given_out(home: Home) -> list[int]:
     """List the sizes of the checkpoints in published releases and in the bundles of plans."""
-    released = federation.releases.glob("*/targets/*/manifest.tlog-proof")
-    planned = (federation.path / "plans").glob("*/bundle/targets/*/plan/plan.tlog-proof")
-    return sorted({_size(path) for path in [*released, *planned]})
+    released = home.releases.glob("*/targets/*/manifest.tlog-proof")
+    planned = (home.path / "plans").glob("*/bundle/targets/*/plan/plan.tlog-proof")
+    own = home.path.glob("plan/plan/plan.tlog-proof")  # of one owner's islands
+    return sorted({_size(path) for path in [*released, *planned, *own]})
 
 
 def _size(path: Path) -> int:

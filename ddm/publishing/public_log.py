@@ -7,11 +7,11 @@ of trust lie beside them, by which a reader follows a rotated log key.
 from dataclasses import replace
 from pathlib import Path
 
-from aggregator.changes import Change
-from aggregator.config import Federation
-from aggregator.log.journal import CHECKPOINT, PUBLIC, Journal, check_continues, stage
 from ddm.errors import SetupError
+from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
+from ddm.publishing.home import Home
+from ddm.publishing.journal import CHECKPOINT, PUBLIC, Journal, check_continues, stage
 from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import SigningKey
 from ddm.trust.log.checkpoint import open_checkpoint
@@ -20,36 +20,36 @@ from ddm.trust.log.tiles import layout
 from ddm.trust.repository import Repository
 
 
-def public_folder(federation: Federation) -> Path:
+def public_folder(home: Home) -> Path:
     """Return the folder of the public form, which the commands that sign keep up to date."""
-    return federation.path / PUBLIC
+    return home.path / PUBLIC
 
 
-def sign_waiting(federation: Federation, key: SigningKey) -> Journal:
+def sign_waiting(home: Home, key: SigningKey) -> Journal:
     """Cover entries that wait unsigned with a checkpoint; return the log.
 
     Raises:
         SetupError: the federation's root names no log, or another key.
         BusyError: another process signs.
     """
-    with federation.signing_lock():
-        log_key = log_key_of(Repository(federation.tuf).root())
+    with home.signing_lock():
+        log_key = log_key_of(Repository(home.tuf).root())
         if log_key is None:
             raise SetupError("root", expected="the key of the federation's log, log_key", got="a root without it")
-        change = Change.begin(federation.path, beside_waiting=True)
-        journal = stage(federation, change, log_key, key, [])
+        change = Change.begin(home.path, beside_waiting=True)
+        journal = stage(home, change, log_key, key, [])
         change.commit()
-        export_log(federation, public_folder(federation))
+        export_log(home, public_folder(home))
         return journal
 
 
-def export_log(federation: Federation, out: Path) -> None:
+def export_log(home: Home, out: Path) -> None:
     """Bring a public copy of the log up to date with its last checkpoint.
 
     Raises:
         SetupError: the copy there is of another log, or of more entries: this folder is older than it.
     """
-    journal = Journal.load(federation)
+    journal = Journal.load(home)
     if journal.signed is None:
         return
     entries = journal.entries[: journal.signed.size]
@@ -57,7 +57,7 @@ def export_log(federation: Federation, out: Path) -> None:
     for path, data in layout(entries):
         if not (out / path).exists():
             write_atomic(out / path, data)
-    for root in sorted(federation.tuf.glob("*.root.json")):
+    for root in sorted(home.tuf.glob("*.root.json")):
         if not (out / root.name).exists():
             write_atomic(out / root.name, root.read_bytes())
     encoded = journal.signed.encode()
@@ -65,16 +65,16 @@ def export_log(federation: Federation, out: Path) -> None:
         write_atomic(out / "checkpoint", encoded)
 
 
-def add_cosignatures(federation: Federation, cosigned: Path) -> int:
+def add_cosignatures(home: Home, cosigned: Path) -> int:
     """Add the signatures under a copy of the last checkpoint, by witnesses, to it; return how many are new.
 
     Raises:
         SetupError: it is a copy of another checkpoint.
         SignatureError: the log's own signature on it is invalid.
     """
-    with federation.signing_lock():
-        journal = Journal.load(federation)
-        log_key = log_key_of(Repository(federation.tuf).root())
+    with home.signing_lock():
+        journal = Journal.load(home)
+        log_key = log_key_of(Repository(home.tuf).root())
         data = read_bounded(cosigned, MAX_NOTE_BYTES)
         theirs = open_checkpoint(data, [VerifierKey.parse(log_key)] if log_key else [], cosigned.name)
         if journal.signed is None or theirs.checkpoint != journal.signed.checkpoint:
@@ -84,6 +84,6 @@ def add_cosignatures(federation: Federation, cosigned: Path) -> int:
         new = tuple(each for each in theirs.note.signatures if each not in ours.signatures)
         note = replace(ours, signatures=ours.signatures + new)
         # As a reader would read it: too many signatures would make it unreadable for all.
-        write_atomic(federation.path / CHECKPOINT, Note.parse(note.encode(), "cosigned checkpoint").encode())
-        export_log(federation, public_folder(federation))
+        write_atomic(home.path / CHECKPOINT, Note.parse(note.encode(), "cosigned checkpoint").encode())
+        export_log(home, public_folder(home))
         return len(new)

@@ -1,1 +1,0 @@
-"""Keeps the federation's transparency log: appends, signs, and writes its public form."""

@@ -1,0 +1,230 @@
+"""Makes one signed release of the islands that are trained: experts, router, shares, card."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from ddm.errors import SetupError
+from ddm.io.changes import Change
+from ddm.io.files import link_or_copy, write_atomic
+from ddm.io.space import check_writable, require_room
+from ddm.io.tensors import save_tensors
+from ddm.islands.card import CARD_NAME, card
+from ddm.islands.folder import Islands
+from ddm.islands.keys import island_key
+from ddm.islands.router import OwnersRouter, fit_router
+from ddm.loading.plan import PlanFiles
+from ddm.protocol.base import File, now_utc, sha256_file, sha256_hex
+from ddm.protocol.island import Island
+from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
+from ddm.protocol.submission import NoWeightPrivacy, SubmittedExpert, expert_path, submission_path
+from ddm.publishing.export import copy_out, reserve
+from ddm.publishing.keys import load_key
+from ddm.publishing.public_log import export_log, public_folder
+from ddm.publishing.version import Version, sign_version
+from ddm.publishing.versions import check_none_lost, manifest_path, newest_version, release_folder
+from ddm.routers.base import Progress
+from ddm.trust.keys import SigningKey
+from ddm.trust.paths import PLAN_LOG_NAMES
+from ddm.trust.silo_role import sign_silo_metadata
+
+ROUTER_NAME = "router.safetensors"
+_SMALL_BYTES = 64 * 1024**2  # documents and metadata of a version, and the largest router
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What was published.
+
+    Attributes:
+        manifest: of this version.
+        router: how the router did.
+    """
+
+    manifest: Manifest
+    router: OwnersRouter
+
+
+def missing_islands(islands: Islands) -> list[int]:
+    """Return the numbers of the islands that are not trained yet."""
+    return [number for number in range(len(islands.split.islands)) if not islands.island(number).is_trained]
+
+
+def assemble(
+    islands: Islands,
+    out: Path,
+    passphrase: bytes,
+    *,
+    partial: bool = False,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    on_progress: Progress | None = None,
+) -> Assembled:
+    """Publish the next version, and copy it to `out`.
+
+    Args:
+        islands: the folder.
+        out: a path where nothing exists.
+        passphrase: opens the owner's keys.
+        partial: publish without the islands that are not trained, shares renormalised.
+        seed: of the router's training.
+        device: where a router on images is trained.
+        on_progress: called with the router's step, number of steps and held-out loss.
+
+    Raises:
+        SetupError: islands are not trained, and `partial` is false; or none of them is.
+        BusyError: `out` exists, or another process assembles.
+        DigestError: an expert is not the one that was trained.
+        PassphraseError: wrong passphrase.
+    """
+    missing, num = missing_islands(islands), len(islands.split.islands)
+    if len(missing) == num or (missing and not partial):
+        raise SetupError(
+            f"{len(missing)} of {num} islands",
+            expected="a trained expert" if len(missing) == num else "a trained expert, or --partial",
+            got=f"none for {_numbers(missing)}",
+            remedy=f"Train them: ddm train {islands.path}. One alone: --island {missing[0]}.",
+        )
+    check_writable([islands.path, islands.tuf])
+    with islands.signing_lock(), reserve(out) as reserved:
+        check_none_lost(islands)
+        present = [number for number in range(num) if number not in missing]
+        size = sum(islands.trained(number).expert.bytes for number in present)
+        require_room({reserved.parent: size + _SMALL_BYTES, islands.path: _SMALL_BYTES}, "a release")
+        key = load_key(islands, "islands", passphrase)
+        change = Change.begin(islands.path)
+        try:
+            done = _next_version(islands, present, key, change, passphrase, seed, device, on_progress)
+        finally:
+            shutil.rmtree(change.folder, ignore_errors=True)
+        export_log(islands, public_folder(islands))
+        copy_out(release_folder(islands, done.manifest.version), reserved, out)
+    return done
+
+
+def _next_version(
+    islands: Islands,
+    present: Sequence[int],
+    key: SigningKey,
+    change: Change,
+    passphrase: bytes,
+    seed: int,
+    device: torch.device | str,
+    on_progress: Progress | None,
+) -> Assembled:
+    plan, number = islands.plan, newest_version(islands) + 1
+    release = change.put(f"releases/{number}")
+    targets = release / "targets" / plan.plan_id
+    proofs = (name for name in PLAN_LOG_NAMES if (islands.bundle / name).is_file())
+    for name in ("plan.json", *(file.path for file in plan.files), *proofs):
+        link_or_copy(islands.bundle / name, targets / name)
+    files = PlanFiles.load(plan, targets)
+    router = fit_router(islands, files, present, seed=seed, device=device, on_progress=on_progress)
+    save_tensors(targets / ROUTER_NAME, router.tensors)
+    silos, roles = [], {}
+    for k in present:
+        silo, role = _lay_out(islands, k, key, number, targets)
+        silos.append(silo)
+        roles[silo.silo_id] = role
+    draft = _manifest(islands, present, silos, router, targets, number)
+    root_digest = sha256_file(islands.tuf / "1.root.json")
+    write_atomic(targets / CARD_NAME, card(islands.split, plan, draft, router, root_digest).encode())
+    listed = sorted([*draft.files, File.of(CARD_NAME, targets / CARD_NAME)], key=lambda file: file.path)
+    manifest = draft.model_copy(update={"files": tuple(listed)})
+    sign_version(Version(islands, change, release, manifest, roles), passphrase, now_utc())
+    return Assembled(manifest, router)
+
+
+def _lay_out(
+    islands: Islands, number: int, source: SigningKey, sequence: int, targets: Path
+) -> tuple[PublishedSilo, bytes]:
+    """Put an island's expert and document into the release; return its entry, and its signed metadata."""
+    plan, split, record = islands.plan, islands.split, islands.trained(number)
+    name = split.islands[number].island_id
+    key = island_key(source, plan.plan_id, name)
+    link_or_copy(islands.island(number).expert, targets / expert_path(name, name))
+    expert = SubmittedExpert(
+        expert_id=name,
+        cluster=number if split.by == "clusters" else None,
+        num_images=record.num_images,
+        steps=record.steps,
+        file=record.expert,
+        training=record.training,
+        privacy=NoWeightPrivacy(),
+    )
+    document = Island(
+        plan_id=plan.plan_id,
+        plan_digest=split.plan_digest,
+        silo_id=name,
+        created_at=now_utc(),
+        num_units=record.num_images,
+        experts=(expert,),
+        software={package: version(package) for package in ("archipelago", "torch")},
+    )
+    write_atomic(targets / submission_path(name), document.encode())
+    submission = File.of(submission_path(name), targets / submission_path(name))
+    listed = {f"{plan.plan_id}/{file.path}": (file.bytes, file.digest) for file in (submission, expert.file)}
+    role = sign_silo_metadata(plan.plan_id, name, listed, key, version=sequence, now=now_utc())
+    silo = PublishedSilo(
+        silo_id=name,
+        submission=submission,
+        key_fingerprint=key.public.fingerprint,
+        audit="none",
+        isolation="none",
+        units=record.num_images,
+    )
+    return silo, role
+
+
+def _manifest(
+    islands: Islands,
+    present: Sequence[int],
+    silos: Sequence[PublishedSilo],
+    router: OwnersRouter,
+    targets: Path,
+    number: int,
+) -> Manifest:
+    """Describe everything but the card, which is made from the manifest."""
+    plan, split = islands.plan, islands.split
+    old, total = manifest_path(islands, number - 1), sum(silo.units for silo in silos)
+    names = {silo.silo_id for silo in silos}
+    return Manifest(
+        plan_id=plan.plan_id,
+        plan_digest=split.plan_digest,
+        version=number,
+        supersedes_digest=sha256_hex(old.read_bytes()) if old else None,
+        published_at=now_utc(),
+        licence=split.licence,
+        cite=split.cite,
+        missing_silos=tuple(name for name in plan.silos if name not in names),
+        withdrawn_silos=(),
+        silos=tuple(silos),
+        experts=tuple(
+            PublishedExpert(
+                expert_id=silo.silo_id,
+                silo_id=silo.silo_id,
+                cluster=k if split.by == "clusters" else None,
+                prior=silo.units / total,
+                file=islands.trained(k).expert,
+            )
+            for k, silo in zip(present, silos, strict=True)
+        ),
+        router=PublishedRouter(
+            kind=router.kind,
+            t_release=None,
+            training_prior=(1.0 / len(silos),) * len(silos),
+            temperature=router.calibration.temperature,
+            file=File.of(ROUTER_NAME, targets / ROUTER_NAME),
+        ),
+        evaluation=router.evaluation,
+        files=tuple(File.of(name, targets / name) for name in sorted(["plan.json", *(f.path for f in plan.files)])),
+    )
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:20]))
+    return f"{shown}, …" if len(numbers) > 20 else shown

@@ -1,0 +1,81 @@
+"""Reads one owner's data set: images, and columns that belong to them. The only place that knows the files' formats."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from ddm.errors import DataError
+from ddm.io.idx import is_idx, labels_beside, read_idx, read_idx_images
+from ddm.io.sources import open_source, read_images
+from ddm.protocol.plan import DataSpec
+
+_MAX_CELL_BYTES = 16 * 1024  # of one caption or label, with room for four bytes a character
+
+
+def _is_idx(path: Path) -> bool:
+    return path.is_file() and is_idx(path)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One owner's images.
+
+    Attributes:
+        path: see `ddm.io.sources.open_source`, with columns of as many rows; or an idx file, its labels beside it.
+        images: shape (N, C, H, W) or (N, C, D, H, W), float32, in the recipe's range.
+    """
+
+    path: Path
+    images: Tensor
+
+    @classmethod
+    def read(cls, path: Path, spec: DataSpec) -> "Dataset":
+        """Read the images.
+
+        Raises:
+            MissingFileError: nothing at `path`.
+            DataError: no images in it, or of another shape or range.
+        """
+        return cls(path, read_idx_images(path, spec) if _is_idx(path) else read_images(path, spec))
+
+    def column(self, name: str) -> np.ndarray:
+        """Read a column, one value an image.
+
+        Raises:
+            MissingFileError, DataError: there is none, or not one value for each image.
+        """
+        num = len(self.images)
+        if not _is_idx(self.path):
+            found = open_source(self.path).column(name, _MAX_CELL_BYTES)
+        elif name == "labels":
+            found = read_idx(labels_beside(self.path))
+        else:
+            raise DataError("data file", expected=f"an npz with the array {name}", got="an idx file, with labels only")
+        if found.shape != (num,):
+            raise DataError(f"column {name}", expected=f"shape ({num},), one value an image", got=str(found.shape))
+        return found
+
+    def classes(self, num_classes: int) -> np.ndarray:
+        """Read the column `labels` as classes, int64.
+
+        Raises:
+            MissingFileError, DataError: see `column`; or labels that are no whole numbers below `num_classes`.
+        """
+        found = self.column("labels")
+        if found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= num_classes:
+            got = f"{found.min()} to {found.max()}" if found.dtype.kind in "iu" else str(found.dtype)
+            raise DataError("column labels", expected=f"whole numbers, 0 to {num_classes - 1}", got=got)
+        return found.astype(np.int64)
+
+    def captions(self) -> list[str]:
+        """Read the column `captions` as texts.
+
+        Raises:
+            DataError: see `column`; or captions that are no text.
+        """
+        found = self.column("captions")
+        if found.dtype.kind != "U":
+            raise DataError("column captions", expected="text", got=str(found.dtype))
+        return [str(text) for text in found]

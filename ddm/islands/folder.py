@@ -1,0 +1,192 @@
+"""The folder of one owner's islands: where everything lies, and the record of how the data set was divided."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ddm.errors import DigestError, DocumentError, MissingFileError, SetupError
+from ddm.io.files import read_bounded
+from ddm.protocol.base import (
+    MAX_DOCUMENT_BYTES,
+    Digest,
+    Document,
+    File,
+    Model,
+    NaturalInt,
+    NumImages,
+    NumSteps,
+    PlanId,
+    ShortText,
+    SiloId,
+    Time,
+    sha256_hex,
+)
+from ddm.protocol.plan import Plan
+from ddm.protocol.submission import ExpertTraining
+from ddm.publishing.home import Home
+
+SPLIT_NAME = "split.json"
+
+
+class SplitIsland(Model):
+    """One island: its name, its number of images, and the column's value that they share."""
+
+    island_id: SiloId
+    num_images: NumImages
+    value: ShortText | None = None
+
+
+class Split(Document):
+    """How one owner's data set was divided.
+
+    Attributes:
+        by: clusters of features, at random, or the values of a column.
+        column: the column's name.
+        data: the file's name.
+        seed: of the random division.
+    """
+
+    format: Literal["archipelago/split/1"] = "archipelago/split/1"
+    plan_id: PlanId
+    plan_digest: Digest
+    created_at: Time
+    by: Literal["clusters", "random", "column"]
+    column: ShortText | None = None
+    seed: NaturalInt
+    name: ShortText
+    data: ShortText
+    licence: ShortText
+    cite: ShortText
+    islands: Annotated[tuple[SplitIsland, ...], Field(min_length=2, max_length=1024)]
+    software: dict[ShortText, ShortText]
+
+
+class TrainedIsland(Document):
+    """The outcome of training one island, written after its expert: once it exists, the island is trained."""
+
+    format: Literal["archipelago/trained-island/1"] = "archipelago/trained-island/1"
+    plan_id: PlanId
+    num_images: NumImages
+    steps: NumSteps
+    training: ExpertTraining
+    expert: File
+
+
+@dataclass(frozen=True)
+class IslandFolder:
+    """One island's own folder."""
+
+    path: Path
+
+    @property
+    def images(self) -> Path:
+        """Its images as its expert sees them."""
+        return self.path / "images.npy"
+
+    @property
+    def rows(self) -> Path:
+        """Which images of the data file these are."""
+        return self.path / "rows.npy"
+
+    @property
+    def labels(self) -> Path:
+        """The condition of each image, where the plan has one."""
+        return self.path / "labels.npy"
+
+    @property
+    def expert(self) -> Path:
+        """The trained expert, averaged weights."""
+        return self.path / "expert.safetensors"
+
+    @property
+    def record(self) -> Path:
+        """See `TrainedIsland`."""
+        return self.path / "trained.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """From where its training goes on."""
+        return self.path / "checkpoints"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its expert is there."""
+        return self.record.is_file()
+
+
+class Islands(Home):
+    """The folder that `ddm split` makes."""
+
+    @property
+    def bundle(self) -> Path:
+        """Holds `plan.json` and the files of the plan."""
+        return self.path / "plan"
+
+    @property
+    def router(self) -> Path:
+        """Holds what the router is made from."""
+        return self.path / "router"
+
+    @property
+    def root(self) -> Path:
+        """The root of trust, for those who open the releases."""
+        return self.path / "root.json"
+
+    def island(self, number: int) -> IslandFolder:
+        """Return the folder of an island."""
+        return IslandFolder(self.path / "islands" / str(number))
+
+    @cached_property
+    def split(self) -> Split:
+        """Read how the data set was divided.
+
+        Raises:
+            MissingFileError: not such a folder.
+            SetupError: it was made by a version with another format.
+        """
+        if not (self.path / SPLIT_NAME).is_file():
+            got = "a folder without it" if self.path.is_dir() else "nothing there"
+            remedy = "Make one: ddm split --data PATH --recipe plan.toml --islands K --out DIR."
+            raise MissingFileError(str(self.path), expected=f"a folder with {SPLIT_NAME}", got=got, remedy=remedy)
+        try:
+            return Split.parse(read_bounded(self.path / SPLIT_NAME, MAX_DOCUMENT_BYTES), subject=SPLIT_NAME)
+        except DocumentError as error:
+            raise SetupError(
+                f"{self.path}, {error.subject}",
+                expected="a folder made by this version of ddm split",
+                got=error.got,
+                remedy="Use the version that made it, or split the data set again.",
+            ) from error
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Read the plan.
+
+        Raises:
+            DigestError: it is not the one that was split by.
+        """
+        data = read_bounded(self.bundle / "plan.json", MAX_DOCUMENT_BYTES)
+        if (found := sha256_hex(data)) != self.split.plan_digest:
+            expected, got = f"sha256 {self.split.plan_digest[:16]}...", f"sha256 {found[:16]}..."
+            remedy = "Copy the folder again from where it was split."
+            raise DigestError("plan/plan.json", expected=expected, got=got, remedy=remedy)
+        return Plan.parse(data, subject="plan.json")
+
+    def trained(self, number: int) -> TrainedIsland:
+        """Read an island's record, whose expert must be there as it was written.
+
+        Raises:
+            DigestError: the expert is another file.
+        """
+        folder = self.island(number)
+        record = TrainedIsland.parse(read_bounded(folder.record, MAX_DOCUMENT_BYTES), subject=folder.record.name)
+        present = File.of(record.expert.path, folder.expert) if folder.expert.is_file() else None
+        if present != record.expert or record.plan_id != self.split.plan_id:
+            got = "another file" if present else "no file"
+            remedy = f"Copy islands/{number} again, or remove trained.json there and train it again."
+            expected = "the expert that trained.json describes"
+            raise DigestError(f"islands/{number}/{folder.expert.name}", expected=expected, got=got, remedy=remedy)
+        return record

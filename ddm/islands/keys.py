@@ -1,0 +1,76 @@
+"""The keys of one owner: made when the data set is split, and kept encrypted in its folder."""
+
+from ddm.io.changes import Change
+from ddm.io.files import write_atomic
+from ddm.islands.folder import Islands
+from ddm.protocol.base import now_utc, sha256_file, sha256_hex
+from ddm.protocol.plan import Plan
+from ddm.publishing.home import Home
+from ddm.publishing.keys import MODEL_PUBLIC, load_key, make_key, make_model_signing_key
+from ddm.publishing.logged_keys import key_changes
+from ddm.publishing.plans import sign_plan_files
+from ddm.trust.drafts import Delegates, Holders, draft_root, draft_targets
+from ddm.trust.keys import PublicKey, SigningKey
+from ddm.trust.log.entries import Entry, KeyChanged, Opened
+from ddm.trust.log.note import VerifierKey
+from ddm.trust.metadata import sign_metadata
+from ddm.trust.repository import Repository
+
+KEY_NAMES = ("root", "targets", "plans", "release", "online", "log", "islands")
+
+
+def make_keys(home: Home, passphrase: bytes) -> PublicKey:
+    """Make the keys; return the public half of the one that the islands' keys follow from."""
+    change = Change.begin(home.path)
+    public = {name: make_key(change, name, passphrase) for name in KEY_NAMES}
+    make_model_signing_key(change, passphrase)
+    change.commit()
+    return public["islands"]
+
+
+def island_key(islands: SigningKey, plan_id: str, island_id: str) -> SigningKey:
+    """Return the key with which an island signs: a silo's role needs a key that no other role has."""
+    return islands.derive(f"{plan_id}.{island_id}")
+
+
+def found(islands: Islands, plan: Plan, name: str, passphrase: bytes) -> None:
+    """Make the root of trust, sign the plan, and open the log with both.
+
+    Args:
+        islands: holds keys and plan.
+        plan: as it lies there.
+        name: the owner's, in the log.
+        passphrase: opens the keys.
+    """
+    keys: dict[str, SigningKey] = {}
+
+    def key(wanted: str) -> SigningKey:
+        if wanted not in keys:
+            keys[wanted] = load_key(islands, wanted, passphrase)
+        return keys[wanted]
+
+    now, change = now_utc(), Change.begin(islands.path)
+    log = VerifierKey(f"archipelago/{name}/{key('log').public.fingerprint[:16]}", key("log").public)
+    held = {role: Holders((key(role).public,)) for role in ("root", "targets")}
+    online = Holders((key("online").public,))
+    first = draft_root(1, {**held, "snapshot": online, "timestamp": online}, now, str(log))
+    root = sign_metadata(first, [key("root")])
+    delegates = Delegates(key("plans").public, key("release").public)
+    repository = Repository.create(
+        change.put("tuf/metadata"),
+        root=root,
+        targets=sign_metadata(draft_targets(1, delegates, now), [key("targets")]),
+        plans_key=key("plans"),
+        release_key=key("release"),
+        online_key=key("online"),
+        now=now,
+    )
+    of_island = {name: island_key(key("islands"), plan.plan_id, name).public for name in plan.silos}
+    delegates = Delegates(key("plans").public, key("release").public, plan.plan_id, of_island)
+    targets = sign_metadata(repository.next_targets(delegates, now), [key("targets")])
+    model_key = KeyChanged(key="model-signing", fingerprints=(sha256_file(islands.path / MODEL_PUBLIC),))
+    opened = Opened(federation=name, root_digest=sha256_hex(root))
+    opening: tuple[Entry, ...] = (opened, *key_changes(None, repository), model_key)
+    sign_plan_files(islands, change, repository, islands.bundle, targets, key, opening)
+    write_atomic(change.put(islands.root.name), root)
+    change.commit()

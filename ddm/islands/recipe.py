@@ -1,0 +1,82 @@
+"""The recipe of `ddm split`: the TOML of `aggregator plan`, without what only a federation needs."""
+
+from typing import Annotated
+
+from pydantic import Field, StringConstraints, model_validator
+
+from ddm.io.settings import Settings
+from ddm.planning.recipe import SharedRecipe
+from ddm.protocol.base import ShortText
+from ddm.protocol.plan import Audit, Limits, MomentsRouter, OwnAdaptation, Partition, Statistics
+
+_MOST_GROUPS = 128
+
+
+class OwnerRecipe(Settings):
+    """What a federation has elsewhere: a name, terms of publication, and how the clusters are fitted.
+
+    Attributes:
+        name: what the releases are called.
+        licence: of the releases.
+        cite: how to cite them.
+        fit_images: most images, drawn at random, that encoder, clusters, sketch and router are fitted on.
+        num_groups: groups of fine centroids that the router distinguishes; by default 128, or `[statistics]` says.
+    """
+
+    name: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,40}$")] = "islands"
+    licence: ShortText = "CC-BY-4.0"
+    cite: ShortText = "McAllister et al., Decentralized Diffusion Models, CVPR 2025"
+    fit_images: Annotated[int, Field(gt=0, le=10**7)] = 40_000
+    num_groups: Annotated[int, Field(gt=0, le=4096)] | None = None
+
+
+class IslandsRecipe(SharedRecipe):
+    """One TOML file: how one owner's data set is divided, and how each island's expert is trained.
+
+    A federation's recipe is one too: its statistics, audit and limits are not used, since nothing leaves anybody.
+
+    Attributes:
+        base: the file of the public expert that training starts from; only for the adaptations lora and partial, which
+            need it.
+        valid_days: not used; a plan of islands is valid as long as its signatures.
+    """
+
+    owner: OwnerRecipe = OwnerRecipe()
+    partition: Partition
+    valid_days: int | None = None
+    statistics: Statistics | None = None
+    audit: Audit | None = None
+    limits: Limits | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of fine centroids that the router distinguishes."""
+        if self.owner.num_groups:
+            return self.owner.num_groups
+        if self.statistics:
+            return self.statistics.counts.num_groups
+        return min(_MOST_GROUPS, self.clustering.num_fine or _MOST_GROUPS)
+
+    @property
+    def released_rank(self) -> int:
+        """The dimensions of the sketch that its scale is fitted in: all, since none is released."""
+        return self.sketch.rank
+
+    @property
+    def not_used(self) -> tuple[str, ...]:
+        """The tables of a federation's recipe that stand in this one."""
+        return tuple(name for name in ("statistics", "audit", "limits") if getattr(self, name) is not None)
+
+    @model_validator(mode="after")
+    def _no_earlier_plan(self) -> "IslandsRecipe":
+        if isinstance(self.expert.adaptation, OwnAdaptation):
+            raise ValueError("expert.adaptation.kind own needs a federation's earlier plan: use full, lora or partial")
+        return self
+
+    @model_validator(mode="after")
+    def _router_needs_no_statistic(self) -> "IslandsRecipe":
+        if isinstance(self.router, MomentsRouter):
+            raise ValueError(
+                "router.kind moments is made from a federation's statistics: use learned, counts or samples"
+            )
+        return self

@@ -1,0 +1,223 @@
+"""The router of one owner's islands: trained on labelled images and exact counts, judged on labelled images held out.
+
+It knows the island of every image, so that the comparisons of a federation, which weight public images by noised
+counts, hold here without an assumption: each island is a group of its own, in which only its images lie.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ddm.diffusion.path import path_named
+from ddm.errors import DataError
+from ddm.io.tensors import TensorSpec, load_tensors
+from ddm.islands.arrays import map_array
+from ddm.islands.folder import Islands
+from ddm.loading.plan import PlanFiles
+from ddm.partition.layout import Layout, Part
+from ddm.protocol.manifest import Evaluation
+from ddm.protocol.plan import EXACT, Plan
+from ddm.protocol.plan import LearnedRouter as LearnedSettings
+from ddm.protocol.plan import SamplesRouter as SamplesSettings
+from ddm.routers.base import Progress
+from ddm.routers.calibration import Calibrated, Calibration, calibrate
+from ddm.routers.comparison import compare, minus_prior
+from ddm.routers.conditional import ConditionalPrior
+from ddm.routers.counts import CountsRouter
+from ddm.routers.learned import LearnedRouter
+from ddm.routers.public import Evidence, PublicData
+from ddm.routers.residual import PublicSketches, fit_residual
+from ddm.routers.samples import SamplesRouter, fit_samples
+
+# Shape legend: N images, K islands that are there, G groups of fine centroids, C classes.
+
+_MAX_COUNTS_BYTES = 2**32
+_MOST_JUDGED = 1 << 18  # images x islands that a router is judged on: the bootstrap takes each 2,000 times
+
+AnyRouter = CountsRouter | LearnedRouter | SamplesRouter
+Kind = Literal["counts", "learned", "samples"]
+_PARTS = ("-islands", "-groups")
+
+
+@dataclass(frozen=True)
+class OwnersRouter:
+    """The router to publish.
+
+    Attributes:
+        kind: its family: the plan's, or counts where the plan's is worse.
+        reason: why it is this one.
+        tensors: what a release stores.
+        calibration: its temperature.
+        evaluation: how it did on images held out.
+        minus_prior: cross-entropy on these less that of the prior, nats, with its 95% interval.
+    """
+
+    kind: Kind
+    reason: str
+    tensors: dict[str, Tensor]
+    calibration: Calibration
+    evaluation: tuple[Evaluation, ...]
+    minus_prior: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Images whose islands are known, those of missing islands left out.
+
+    Attributes:
+        images: as experts see them, shape (N, ...).
+        island_N: the place of each image's island among those that are there.
+        group_N: the group of each.
+    """
+
+    images: Tensor
+    island_N: Tensor
+    group_N: Tensor
+
+    @classmethod
+    def read(cls, islands: Islands, name: str, present: Sequence[int]) -> "Labelled":
+        """Read the images called `fitted` or `holdout`.
+
+        Raises:
+            DataError: none of them is of an island that is there.
+        """
+        images, island_N, group_N = (map_array(islands.router / f"{name}{part}.npy") for part in ("", *_PARTS))
+        place_K = torch.full((len(islands.split.islands),), -1, dtype=torch.int64)
+        place_K[list(present)] = torch.arange(len(present))
+        kept = place_K[island_N] >= 0
+        if not bool(kept.any()):
+            expected = f"some of the {len(present)} islands that are trained"
+            raise DataError(f"{name} images", expected=expected, got=f"{len(images)}, all of other islands")
+        return cls(images[kept], place_K[island_N[kept]], group_N[kept])
+
+
+def fit_router(
+    islands: Islands,
+    files: PlanFiles,
+    present: Sequence[int],
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    on_progress: Progress | None = None,
+) -> OwnersRouter:
+    """Fit counts and the plan's family on the islands that are there, and keep the better one.
+
+    Args:
+        islands: the folder.
+        files: the plan's tensors.
+        present: the numbers of the islands that are there, ascending.
+        seed: of initial weights, batches and noise.
+        device: where a router on images is trained.
+        on_progress: called with step, number of steps and held-out loss.
+    """
+    plan = islands.plan
+    path, sketch = path_named(plan.objective.ensemble_path), files.sketch
+    num_units = [islands.split.islands[number].num_images for number in present]
+    tensors = load_tensors(islands.router / "counts.safetensors", _counts_specs(plan), max_bytes=_MAX_COUNTS_BYTES)
+    counts = CountsRouter.from_counts(sketch, tensors["counts"][list(present)], num_units, EXACT, path)
+    held_out = Labelled.read(islands, "holdout", present)
+    judged = _judged(held_out, plan, num_units, seed)
+    kind: Kind = "counts"
+    router: AnyRouter = counts
+    reason = "the plan asks for the counts router"
+    calibration = calibrate(counts, judged)
+    chosen = _calibrated(counts, calibration)
+    bands: list[Evaluation] = []
+    if isinstance(plan.router, LearnedSettings | SamplesSettings):
+        candidate = _fit(islands, plan, counts, present, num_units, seed, device, on_progress)
+        own = calibrate(candidate, judged)
+        comparison = compare(chosen, _calibrated(candidate, own), judged)
+        bands = [
+            _evaluation(
+                f"router_cross_entropy_{plan.router.kind}_minus_counts_held_out_images_t_{band.low:.2f}_{band.high:.2f}",
+                (band.difference, band.difference_low, band.difference_high),
+            )
+            for band in comparison.bands
+        ]
+        reason = f"{plan.router.kind} is worse than counts in {len(comparison.worse)} of {len(bands)} comparisons"
+        if not comparison.worse:
+            kind, router, calibration = plan.router.kind, candidate, own
+            chosen, reason = _calibrated(candidate, own), f"{kind} is nowhere worse than counts"
+    gain = minus_prior(chosen, judged)
+    found = [_evaluation(f"router_cross_entropy_{kind}_minus_prior_held_out_images", gain), *bands]
+    for error in calibration.errors:
+        found.append(_evaluation(f"router_calibration_error_t_{error.low:.2f}_{error.high:.2f}", error.after))
+    stored = {**router.tensors(), **_class_prior(plan, files, tensors, present, num_units)}
+    return OwnersRouter(kind, reason, stored, calibration, tuple(found), gain)
+
+
+def _calibrated(router: AnyRouter, calibration: Calibration) -> Calibrated:
+    """The router as it would be published: every family answers likelihoods, so that its training prior is equal."""
+    return Calibrated(router, calibration.temperature, [1.0] * router.num_experts)
+
+
+def _judged(held_out: Labelled, plan: Plan, num_units: Sequence[int], seed: int) -> PublicData:
+    """Return the images held out as what judges routers, each island being a group in which nobody else has images."""
+    num = len(num_units)
+    parts = [Part(f"{number}", None, tuple(range(num))) for number in range(num)]
+    layout = Layout.of(plan.partition, [[part] for part in parts])
+    own_KK = torch.diag(torch.tensor(num_units))
+    some = slice(max(1000, _MOST_JUDGED // num))  # they lie in random order
+    return PublicData(
+        held_out.images[some],
+        held_out.island_N[some],
+        evidence=Evidence(own_KK, num_units, EXACT, layout),
+        prior_E=[n / sum(num_units) for n in num_units],
+        path=path_named(plan.objective.ensemble_path),
+        seed=seed,
+    )
+
+
+def _fit(
+    islands: Islands,
+    plan: Plan,
+    counts: CountsRouter,
+    present: Sequence[int],
+    num_units: Sequence[int],
+    seed: int,
+    device: torch.device | str,
+    on_progress: Progress | None,
+) -> AnyRouter:
+    """Fit the plan's family on the images that encoder and clusters were fitted on."""
+    known, path = Labelled.read(islands, "fitted", present), path_named(plan.objective.ensemble_path)
+    if isinstance(plan.router, LearnedSettings):
+        s_NR = counts.sketch.of(known.images, torch.zeros(len(known.images)), path).float()
+        public = PublicSketches(s_NR, known.group_N, known.island_N)
+        prior_K = torch.tensor(num_units, dtype=torch.float64) / sum(num_units)
+        return LearnedRouter(counts, fit_residual(counts, public, prior_K, plan.router, seed, on_progress))
+    if not isinstance(plan.router, SamplesSettings):
+        raise DataError("router", expected="learned, counts or samples", got=plan.router.kind)
+    own = [known.images[known.island_N == k] for k in range(len(present))]
+    num = min(plan.router.images_per_expert, *map(len, own))
+    generator = torch.Generator().manual_seed(seed)
+    drawn_EN = torch.stack([part[torch.randperm(len(part), generator=generator)[:num]] for part in own])
+    return fit_samples(drawn_EN, plan.router, path, seed, on_progress, device=device)
+
+
+def _counts_specs(plan: Plan) -> dict[str, TensorSpec]:
+    """Return the specs of the islands' exact histograms."""
+    num, statistics = len(plan.silos), plan.statistics
+    specs = {"counts": TensorSpec("I64", (num, statistics.counts.num_groups))}
+    if terms := statistics.class_counts:
+        specs["class_counts"] = TensorSpec("I64", (num, terms.num_classes, statistics.counts.num_groups))
+    return specs
+
+
+def _class_prior(
+    plan: Plan, files: PlanFiles, tensors: dict[str, Tensor], present: Sequence[int], num_units: Sequence[int]
+) -> dict[str, Tensor]:
+    """Return the conditional prior to store beside the router; empty for a plan without classes."""
+    if "class_counts" not in tensors:
+        return {}
+    every = tuple(range(plan.statistics.counts.num_groups))
+    layout = Layout.of(plan.partition, [[Part(plan.silos[number], None, every)] for number in present])
+    by_class = tensors["class_counts"][list(present)]
+    return dict(ConditionalPrior.from_counts(files.sketch, by_class, num_units, EXACT, layout).tensors())
+
+
+def _evaluation(metric: str, figure: tuple[float, float, float]) -> Evaluation:
+    value, low, high = figure
+    return Evaluation(metric=metric, strategy=None, value=value, low=low, high=high)

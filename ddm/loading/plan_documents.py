@@ -1,0 +1,54 @@
+"""Reads the plans from which a plan carries experts over, and checks that these mean the same there."""
+
+from collections.abc import Callable, Mapping
+
+from ddm.errors import DigestError, RoleError
+from ddm.protocol.base import File, sha256_hex
+from ddm.protocol.growth import check_carried
+from ddm.protocol.plan import Plan
+
+
+def read_earlier(plan: Plan, read: Callable[[File], bytes]) -> Mapping[str, Plan]:
+    """Return the plans from which experts are carried over, by id.
+
+    Args:
+        plan: verified; it lists the documents with their digests.
+        read: returns the bytes of a listed file.
+
+    Raises:
+        DigestError: a document is not the listed one.
+        DocumentError: a document does not parse.
+        ReplayError: an expert would mean something else in this plan than in its own.
+    """
+    found: dict[str, Plan] = {}
+    for path, digest in plan.earlier_plans.items():
+        data = read(plan.file(path))
+        if (got := sha256_hex(data)) != digest:
+            raise DigestError(path, expected=f"sha256 {digest[:16]}...", got=f"sha256 {got[:16]}...")
+        old = Plan.parse(data, subject=path)
+        found[old.plan_id] = old
+    for carried in plan.carried:
+        if carried.plan_id not in found:
+            got = f"documents of {', '.join(sorted(found))[:200]}"
+            raise DigestError(carried.plan_path, expected=f"the document of plan {carried.plan_id}", got=got)
+        check_carried(carried, found[carried.plan_id], plan)
+    return found
+
+
+def check_origins(plan: Plan, origins: Mapping[str, str]) -> None:
+    """Check that targets delegates to each silo the role of the plan for which the plan says that it signs.
+
+    Args:
+        plan: verified.
+        origins: silo id to the plan in its role's name.
+
+    Raises:
+        RoleError: names the silo.
+    """
+    for silo_id, origin in origins.items():
+        expected = plan.origin(silo_id)
+        if origin != expected or silo_id not in plan.members:
+            got = f"{silo_id} with the role of plan {origin}"
+            raise RoleError(
+                "metadata/targets.json", expected=f"a silo of the plan with the role of {expected}", got=got
+            )

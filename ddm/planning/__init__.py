@@ -1,0 +1,1 @@
+"""Fits what a plan makes public: encoder, latents, clusters and sketch."""

@@ -1,0 +1,191 @@
+"""The part of a recipe that every plan needs, of a federation or not: data, encoder, clusters, experts, router."""
+
+from abc import abstractmethod
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
+
+from ddm.io.settings import Settings
+from ddm.planning.architectures import ExpertRecipe
+from ddm.protocol.architecture import MaxTokens, Probability
+from ddm.protocol.base import NaturalInt
+from ddm.protocol.latent import AutoencoderSize, IdentityLatent
+from ddm.protocol.plan import (
+    ClassCondition,
+    DataSpec,
+    LogitNormalT,
+    NoCondition,
+    Objective,
+    Router,
+    Side,
+    UniformT,
+)
+
+MOST_FINE = 1024
+IMAGES_PER_FINE = 4
+
+PathText = Annotated[str, Field(max_length=4096)]
+
+
+class PcaRecipe(Settings):
+    """Principal components of the public images.
+
+    Attributes:
+        dim: number of principal components.
+    """
+
+    kind: Literal["pca"] = "pca"
+    dim: Annotated[int, Field(gt=0, le=4096)]
+
+
+class TimmRecipe(Settings):
+    """A network of timm, with weights from a file on this machine (from where the command is run), or random ones.
+
+    Attributes:
+        model: its name in timm.
+        weights: the file of its weights, safetensors; needed unless the weights are random.
+        random_weights: draw random weights, for tests.
+        seed: seed of the random weights.
+        image_size: height and width of its input in pixels; by default the network's own.
+    """
+
+    kind: Literal["timm"]
+    model: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+    weights: PathText | None = None
+    random_weights: bool = False
+    seed: NaturalInt = 0
+    image_size: tuple[Side, Side] | None = None
+
+    @model_validator(mode="after")
+    def _weights_are_chosen(self) -> "TimmRecipe":
+        if (self.weights is None) != self.random_weights:
+            raise ValueError("name the weights' file, or ask for random_weights = true")
+        return self
+
+
+class AutoencoderKlRecipe(AutoencoderSize):
+    """A public autoencoder, with weights from a file on this machine (from where the command is run).
+
+    Attributes:
+        weights: the file of its weights, safetensors.
+    """
+
+    kind: Literal["autoencoder_kl"] = "autoencoder_kl"
+    weights: PathText
+
+
+class DiffusersKlRecipe(Settings):
+    """A published autoencoder, as of Stable Diffusion, SDXL or FLUX, from a folder in the layout of diffusers.
+
+    Attributes:
+        folder: holds `config.json` and `diffusion_pytorch_model.safetensors`, which say its sizes and factors.
+        tile: side in pixels of the overlapping tiles that larger images are cut into; 0 for whole images.
+    """
+
+    kind: Literal["diffusers_kl"]
+    folder: PathText
+    tile: Annotated[int, Field(ge=0, le=65536)] = 0
+
+
+class TextRecipe(Settings):
+    """A text, as a frozen encoder in a folder on this machine sees it (from where the command is run).
+
+    Attributes:
+        encoder: the folder with its configuration, tokenizer and weights.
+        max_tokens: tokens of a text that experts read; what is longer is cut off.
+        drop: share of the samples whose text training hides, for guidance.
+    """
+
+    kind: Literal["text"] = "text"
+    encoder: PathText
+    max_tokens: MaxTokens
+    drop: Probability = 0.1
+
+
+class ClusteringRecipe(Settings):
+    """How many fine centroids and coarse clusters; by default 1,024 fine ones where the public images allow it.
+
+    Attributes:
+        num_fine: number of fine centroids; by default 1,024, but no more than a quarter of the public images and no
+            fewer than one a group.
+        num_coarse: number of coarse clusters.
+        balanced: whether coarse clusters hold about equally many public images.
+    """
+
+    num_fine: Annotated[int, Field(gt=0, le=65536)] | None = None
+    num_coarse: Annotated[int, Field(gt=0, le=4096)]
+    balanced: bool = False
+
+    def fine_for(self, num_images: int, num_groups: int) -> int:
+        """Return the number of fine centroids: a quarter of the images at most, at least one a group."""
+        return self.num_fine or max(num_groups, min(MOST_FINE, num_images // IMAGES_PER_FINE))
+
+
+class SketchRecipe(Settings):
+    """How many dimensions of an image routers see.
+
+    Attributes:
+        rank: dimensions of the public projection; it costs no privacy.
+    """
+
+    rank: Annotated[int, Field(gt=0, le=1024)]
+
+
+class PublicRecipe(Settings):
+    """How the public images are used: a part is held out to judge the routers.
+
+    Attributes:
+        holdout_share: share of the public images that is held out.
+        seed: seed of the choice.
+    """
+
+    holdout_share: Annotated[float, Field(gt=0.0, lt=0.9)] = 0.25
+    seed: NaturalInt = 0
+
+
+class SharedRecipe(Settings):
+    """What a recipe says of the plan itself: what is fitted, and how experts are trained.
+
+    Attributes:
+        base: the file of the public expert that training starts from; only for the adaptations lora and partial, which
+            need it.
+    """
+
+    public: PublicRecipe = PublicRecipe()
+    data: DataSpec
+    latent: Annotated[IdentityLatent | AutoencoderKlRecipe | DiffusersKlRecipe, Field(discriminator="kind")] = (
+        IdentityLatent()
+    )
+    encoder: Annotated[PcaRecipe | TimmRecipe, Field(discriminator="kind")]
+    clustering: ClusteringRecipe
+    sketch: SketchRecipe
+    t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")] = UniformT()
+    condition: Annotated[NoCondition | ClassCondition | TextRecipe, Field(discriminator="kind")] = NoCondition()
+    objective: Objective = Objective()
+    expert: Annotated[ExpertRecipe, AfterValidator(ExpertRecipe.plain), SerializeAsAny()]
+    base: PathText | None = None
+    router: Router
+
+    @property
+    @abstractmethod
+    def num_groups(self) -> int:
+        """The number of groups of fine centroids that images are counted in."""
+
+    @property
+    @abstractmethod
+    def released_rank(self) -> int:
+        """The dimensions of the sketch that its scale is fitted in."""
+
+    @model_validator(mode="after")
+    def _base_is_there(self) -> "SharedRecipe":
+        if (self.base is None) != (self.expert.base is None):
+            raise ValueError("base is needed where the expert is adapted from one, and only there")
+        return self
+
+    @model_validator(mode="after")
+    def _training_reaches_a_checkpoint(self) -> "SharedRecipe":
+        training = self.expert.training
+        if training.checkpoint_steps > training.num_steps:  # every silo would refuse the plan
+            wanted = f"expert.training.checkpoint_steps must be at most num_steps, {training.num_steps}"
+            raise ValueError(f"{wanted}, not {training.checkpoint_steps}")
+        return self

@@ -1,0 +1,38 @@
+"""What a plan says of an expert that it takes over from an earlier plan, without training it again."""
+
+from ddm.protocol.base import Digest, Model, PlanId, SiloId
+
+
+class Carried(Model):
+    """One silo's accepted submission to an earlier plan, whose experts and statistics go on as they are.
+
+    Attributes:
+        silo_id: the silo.
+        plan_id: the plan for which the silo trained and signed.
+        plan_digest: sha256 of that plan's document, which the bundle holds.
+        submission_digest: sha256 of the submission, as the silo signed it.
+    """
+
+    silo_id: SiloId
+    plan_id: PlanId
+    plan_digest: Digest
+    submission_digest: Digest
+
+    @property
+    def plan_path(self) -> str:
+        """The path of the earlier plan's document among the files of the plan that carries."""
+        return f"plan/{self.plan_id}.json"
+
+
+def check_listed(plan_id: str, silos: tuple[str, ...], carried: tuple[Carried, ...]) -> None:
+    """Refuse a silo that is carried twice, or trains as well, and two documents of one earlier plan.
+
+    Raises:
+        ValueError: on either.
+    """
+    names = [each.silo_id for each in carried]
+    if names != sorted(set(names) - set(silos)) or len(names) + len(silos) > 1024:
+        raise ValueError(f"carried must be silos that do not train, sorted, distinct; these {len(names)} are not")
+    plans = {(each.plan_id, each.plan_digest) for each in carried}
+    if len({each for each, _ in plans} - {plan_id}) != len(plans):
+        raise ValueError("carried must name earlier plans, each by one digest")

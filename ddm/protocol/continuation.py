@@ -1,0 +1,60 @@
+"""Whether a silo's expert of an earlier plan may be trained on in a later one; rules only, no file, no network."""
+
+from typing import Any
+
+from ddm.errors import ReplayError
+from ddm.protocol.architecture import Dit, Mmdit, Unet
+from ddm.protocol.plan import Plan, SiloClusterPartition
+
+
+def grid_of(plan: Plan) -> tuple[int, int] | None:
+    """Return the grid of patches whose places an expert of this plan knows; None for a network without patches."""
+    match plan.expert.architecture:
+        case Dit() | Mmdit() as architecture:
+            return architecture.position_grid or architecture.patch_grid(plan.expert_shape)
+        case Unet():
+            return None
+
+
+def check_continuation(old: Plan, new: Plan, silo_id: str) -> None:
+    """Refuse to train a silo's expert on where its weights would mean something else than what they learned.
+
+    Image size, training recipe and public parts may differ. Architecture, objective, condition and the list of a silo's
+    experts may not; positions must span the range that the expert knows.
+
+    Args:
+        old: the plan for which the silo trained the expert.
+        new: the plan in which it trains it on.
+        silo_id: the silo.
+
+    Raises:
+        ReplayError: names what differs.
+    """
+    before, now = _compared(old, silo_id), _compared(new, silo_id)
+    if isinstance(new.partition, SiloClusterPartition):
+        now["partition"] = "silo_cluster, whose clusters are those of one plan"
+    for name, value in before.items():
+        if now[name] != value:
+            raise ReplayError(
+                f"plan {new.plan_id}, experts of {silo_id} from plan {old.plan_id}: {name}",
+                expected=f"{value}, as they were trained",
+                got=f"{now[name]}",
+                remedy="Keep what the earlier plan states; only sizes of images, the training recipe and the public "
+                "parts may change where experts are trained on.",
+            )
+
+
+def _compared(plan: Plan, silo_id: str) -> dict[str, Any]:
+    fields = plan.model_dump(mode="json", include={"expert", "condition", "partition"})
+    objective = plan.objective.of(silo_id)
+    condition = {name: value for name, value in fields["condition"].items() if name != "drop"}
+    partition = {name: value for name, value in fields["partition"].items() if name != "min_images"}
+    architecture = {name: value for name, value in fields["expert"]["architecture"].items() if name != "position_grid"}
+    return {
+        "expert.architecture": architecture,
+        "expert.architecture.position_grid": grid_of(plan),
+        "channels of a sample": plan.expert_shape[0],
+        "objective": f"{objective.path}, {objective.prediction}",
+        "condition": condition,
+        "partition": partition,
+    }

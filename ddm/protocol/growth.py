@@ -1,0 +1,132 @@
+"""Whether an expert of an earlier plan means the same in a later one; rules only, no file, no network.
+
+An expert and its silo's statistics are numbers that only the plan gives a meaning: the space of the images, the path on
+which the expert predicts, the groups that the histogram counts, the projection of the sketches, the privacy of their
+noise. A plan that carries them over must agree with theirs in all of this. What only tells how an expert was trained
+(steps, rates, times, adaptation), the router, and the audit may differ.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddm.errors import ReplayError
+from ddm.protocol.carried import Carried
+from ddm.protocol.manifest import Standing
+from ddm.protocol.plan import Autoencoder, Plan
+from ddm.protocol.submission import Submission
+
+_EQUAL = ("data", "latent", "encoder", "clustering", "sketch", "partition", "condition", "statistics")
+
+
+def differences(old: Plan, new: Plan, silo_id: str) -> list[tuple[str, str, str]]:
+    """Return what differs between two plans so that a silo's expert of the one means something else in the other.
+
+    Args:
+        old: the plan for which the silo trained.
+        new: the plan that would carry its expert.
+        silo_id: the silo.
+
+    Returns:
+        The field, its value in the old plan and in the new one; empty where the expert may be carried.
+    """
+    return list(_differing("", _meaning(old, silo_id), _meaning(new, silo_id)))
+
+
+def check_carried(carried: Carried, old: Plan, new: Plan) -> None:
+    """Refuse a plan in which a carried expert would mean something else than where its silo trained it.
+
+    Args:
+        carried: what the new plan says of the silo.
+        old: the document with the digest that it names.
+        new: the plan that carries.
+
+    Raises:
+        ReplayError: names the field that differs, or the silo was no silo of the earlier plan.
+    """
+    subject = f"plan {new.plan_id}, {carried.silo_id} carried from {carried.plan_id}"
+    if old.plan_id != carried.plan_id or carried.silo_id not in old.silos:
+        got = f"plan {old.plan_id} with {', '.join(old.silos)[:200]}"
+        raise ReplayError(subject, expected=f"plan {carried.plan_id}, for which {carried.silo_id} trained", got=got)
+    if found := differences(old, new, carried.silo_id):
+        field, before, now = found[0]
+        more = f" (and {len(found) - 1} more: {', '.join(name for name, _, _ in found[1:])[:200]})" if found[1:] else ""
+        raise ReplayError(
+            f"{subject}: {field}",
+            expected=f"{before[:120]}, as in the plan for which it was trained",
+            got=f"{now[:120]}{more}",
+            remedy="An expert goes on only into a plan in which it means the same. Give the recipe the earlier value, "
+            f"or let the silo train again: --replace {carried.silo_id}.",
+        )
+
+
+def check_consent(carried: Carried, submission: Submission) -> None:
+    """Refuse a submission that is not the carried one, or whose silo did not consent to being carried.
+
+    Raises:
+        ReplayError: it is of another silo or another plan, or its silo did not consent.
+    """
+    subject = f"submission of {carried.silo_id}, carried"
+    got = (submission.silo_id, submission.plan_id, submission.plan_digest)
+    if got != (carried.silo_id, carried.plan_id, carried.plan_digest):
+        expected = f"{carried.silo_id} for plan {carried.plan_id} of digest {carried.plan_digest[:16]}..."
+        found = f"{got[0]} for plan {got[1]} of digest {got[2][:16]}..."
+        raise ReplayError(subject, expected=expected, got=found)
+    if not submission.carry_over:
+        raise ReplayError(
+            subject,
+            expected="carry_over, the silo's signed consent to later plans",
+            got="a submission without it, which is for its own plan only",
+            remedy=f"Let the silo train again: --replace {carried.silo_id}. For the next time it may consent: "
+            "carry_over = true under [approval] in its policy.toml.",
+        )
+
+
+def standing_of(plan: Plan, earlier: Mapping[str, Plan], silo_id: str) -> Standing:
+    """Return what a silo is in a plan that carries others: `carried`, `again` or `late`; `new` where none is carried.
+
+    Args:
+        plan: the plan.
+        earlier: the plans from which it carries, by id.
+        silo_id: one of its silos.
+    """
+    if not plan.carried:
+        return "new"
+    if any(carried.silo_id == silo_id for carried in plan.carried):
+        return "carried"
+    return (
+        "again"
+        if any(silo_id in (*old.silos, *(c.silo_id for c in old.carried)) for old in earlier.values())
+        else "late"
+    )
+
+
+def _meaning(plan: Plan, silo_id: str) -> dict[str, Any]:
+    """Return what gives the numbers of a silo's expert and statistics their meaning."""
+    fields = plan.model_dump(mode="json")
+    own = plan.objective.of(silo_id)
+    return {name: fields[name] for name in _EQUAL} | {
+        "expert": {name: fields["expert"][name] for name in ("architecture", "dtype")},
+        "objective": {"path": plan.objective.ensemble_path, silo_id: f"{own.path}, {own.prediction}"},
+        "files": _digests(plan),
+        "agreed": {silo_id: fields["agreed"].get(silo_id)},
+    }
+
+
+def _digests(plan: Plan) -> dict[str, str]:
+    """Return the digests of the public files that give experts and statistics their meaning."""
+    paths = [plan.encoder.path, plan.clustering.path, plan.sketch.path]
+    paths += [plan.latent.path] if isinstance(plan.latent, Autoencoder) else []
+    return {path: plan.file(path).digest for path in paths}
+
+
+def _differing(name: str, before: Any, now: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield the innermost fields in which two values differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            yield from _differing(f"{name}.{key}" if name else key, before.get(key), now.get(key))
+    elif before != now:
+        yield name, _words(before), _words(now)
+
+
+def _words(value: Any) -> str:
+    return "nothing" if value is None else str(value)

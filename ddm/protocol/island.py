@@ -1,0 +1,31 @@
+"""One island of one owner's data set: what stands in a release where a silo's submission stands.
+
+An owner hides nothing from itself, so there is no statistic that leaves, no budget and no ledger; what an island states
+of itself is signed with a key of its own all the same, and read as strictly.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ddm.protocol.base import Digest, Document, NumImages, PlanId, ShortText, SiloId, Time
+from ddm.protocol.submission import SubmittedExpert
+
+
+class Island(Document):
+    """One island: its expert and its number of images.
+
+    Attributes:
+        silo_id: the island's name; a plan lists islands where it lists silos.
+        num_units: its images.
+        experts: its one expert.
+    """
+
+    format: Literal["archipelago/island/1"] = "archipelago/island/1"
+    plan_id: PlanId
+    plan_digest: Digest
+    silo_id: SiloId
+    created_at: Time
+    num_units: Annotated[NumImages, Field(ge=2)]
+    experts: Annotated[tuple[SubmittedExpert, ...], Field(min_length=1, max_length=1)]
+    software: Annotated[dict[ShortText, ShortText], Field(max_length=256)]

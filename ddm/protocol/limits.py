@@ -1,0 +1,39 @@
+"""What a plan demands of the leak audit, and bounds on what a silo's part may take. A part of the plan."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ddm.protocol.base import Model, NumBytes, NumImages
+
+
+class Audit(Model):
+    """The limits of the leak audit that gates what leaves a silo.
+
+    Attributes:
+        required: whether the audit must pass, or be waived.
+        min_holdout_units: fewest held-out units with which the audit is conclusive.
+        max_near_copy_rate: largest share of samples that are nearly copies of a training image.
+        max_mia_auc: largest area under the curve of the membership attack.
+    """
+
+    required: bool
+    min_holdout_units: NumImages
+    max_near_copy_rate: Annotated[float, Field(ge=0.0, le=1.0)]
+    max_mia_auc: Annotated[float, Field(ge=0.5, le=1.0)]
+
+
+class Limits(Model):
+    """Bounds on the size of a silo's submission and on its training time.
+
+    Attributes:
+        expert_bytes: size of the largest file of an expert.
+        statistic_bytes: size of the largest file of a statistic.
+        train_s: seconds of training, of all experts of a silo together.
+        gpu_hours: GPU hours to hold against each site's policy; they are not measured.
+    """
+
+    expert_bytes: NumBytes
+    statistic_bytes: NumBytes
+    train_s: Annotated[int, Field(gt=0, le=10**10)]
+    gpu_hours: Annotated[float, Field(ge=0.0, le=1e7)]

@@ -1,0 +1,44 @@
+"""The folder of whoever signs releases: its keys, its TUF metadata, its published versions, and who may sign now."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddm.io.changes import settle
+from ddm.io.locks import locked
+
+MAX_TUF_BYTES = 5_000_000
+
+
+@dataclass(frozen=True)
+class Home:
+    """A folder with keys that sign releases."""
+
+    path: Path
+
+    @property
+    def keys(self) -> Path:
+        """Private keys, encrypted."""
+        return self.path / "keys"
+
+    @property
+    def tuf(self) -> Path:
+        """The TUF repository's metadata."""
+        return self.path / "tuf" / "metadata"
+
+    @property
+    def releases(self) -> Path:
+        """Published versions, numbered."""
+        return self.path / "releases"
+
+    @contextmanager
+    def signing_lock(self) -> Iterator[None]:
+        """Lock the keys and the metadata; every command that signs holds this lock.
+
+        Raises:
+            BusyError: another process holds it.
+        """
+        with locked(self.tuf.parent, "signer"):
+            settle(self.path)
+            yield

@@ -1,0 +1,98 @@
+"""Trains one expert as a plan says: the weights that it starts from, its seed, its objective, its condition."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from ddm.diffusion.path import path_named
+from ddm.errors import MissingFileError
+from ddm.io.images import Images
+from ddm.io.tensors import save_tensors
+from ddm.models import build_expert, load_expert
+from ddm.models.adaptation import adapt, merged
+from ddm.protocol.plan import NoCondition, Plan
+from ddm.training.config import Engine
+from ddm.training.loop import Progress, Trained, train
+
+_MAX_SEED = 2**63
+
+
+@dataclass(frozen=True)
+class PlannedExpert:
+    """The weights from which one expert of a plan starts, and its training settings.
+
+    Attributes:
+        plan: the plan.
+        silo_id: the silo, or the island.
+        number: which of the silo's experts, or which island: its seed follows from it.
+        bundle: the folder with the plan's files; None where no expert starts from one of them.
+        engine: how this machine trains.
+    """
+
+    plan: Plan
+    silo_id: str
+    number: int
+    bundle: Path | None
+    engine: Engine
+
+    @property
+    def seed(self) -> int:
+        """The seed of its training, different for each number."""
+        return (self.plan.expert.training.seed + self.number) % _MAX_SEED
+
+    def start(self) -> nn.Module:
+        """Build the model to train, from random weights or from the plan's public expert.
+
+        Raises:
+            MissingFileError, DigestError, TensorFileError: the public expert is not the one that the plan lists.
+            SetupError: the adaptation names weights that the expert lacks.
+        """
+        expert, shape, condition = self.plan.expert, self.plan.expert_shape, self.plan.condition
+        if expert.base is None:
+            return build_expert(expert.architecture, shape, condition=condition, seed=self.seed)
+        if self.bundle is None:
+            raise MissingFileError(
+                expert.base, expected="the plan's public expert", got="no folder with the plan's files"
+            )
+        base = load_expert(expert.architecture, shape, self.bundle, self.plan.file(expert.base), condition)
+        return adapt(base, expert.adaptation, seed=self.seed)
+
+    def train(
+        self,
+        tensors: Mapping[str, Images],
+        path: Path,
+        checkpoints: Path,
+        on_progress: Callable[[Progress], None],
+        should_stop: Callable[[], bool],
+    ) -> Trained | None:
+        """Train on `images` and, for a conditional expert, `labels`, and write the whole expert to `path`.
+
+        Returns:
+            The finished run; None in all processes but the one that wrote the expert.
+
+        Raises:
+            KeyboardInterrupt: `should_stop` returned true; a checkpoint was written first.
+            SetupError, NumericalError, DataError: see `ddm.training.loop.train`.
+        """
+        plan, objective, condition = self.plan, self.plan.objective.of(self.silo_id), self.plan.condition
+        labels = tensors.get("labels")
+        trained = train(
+            self.start(),
+            tensors["images"],
+            plan.expert.training.model_copy(update={"seed": self.seed}),
+            path_named(objective.path),
+            plan.t_distribution,
+            checkpoint_dir=checkpoints,
+            on_progress=on_progress,
+            should_stop=should_stop,
+            prediction=objective.prediction,
+            labels=labels if isinstance(labels, Tensor) else None,
+            drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
+            engine=self.engine,
+        )
+        if not trained.ema:
+            return None
+        save_tensors(path, merged(trained.ema, plan.expert.adaptation))
+        return trained

@@ -1,0 +1,91 @@
+"""Finds a silo's own experts of an earlier plan, from which a plan trains on, and verifies that they are these."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddm.errors import DigestError, MissingFileError
+from ddm.io.files import read_bounded
+from ddm.io.tensors import check_file
+from ddm.models import MAX_WEIGHT, expected_tensors
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_hex
+from ddm.protocol.continuation import check_continuation
+from ddm.protocol.plan import OwnAdaptation, Plan
+from ddm.protocol.submission import Submission, submission_path
+from silo.config import Site
+
+_REMEDY = "Restore private/ and outbox/ from backup, or ask the aggregator for a plan that trains from random weights."
+
+
+@dataclass(frozen=True)
+class OwnExpert:
+    """The file of an expert that this silo trained for an earlier plan: its folder, and its path, bytes and digest."""
+
+    folder: Path
+    file: File
+
+
+def own_experts(site: Site, plan: Plan, silo_id: str) -> Mapping[str, OwnExpert]:
+    """Return the experts that this silo trains on, by their names; empty where it starts from random weights.
+
+    The plan names the digest of the silo's submission, which names those of its experts and of the earlier plan. The
+    weights are read from where the worker alone writes.
+
+    Raises:
+        MissingFileError: the silo's files of the earlier plan are gone.
+        DigestError: the site's copy of the earlier plan is not the one that the submission names.
+        ReplayError: the experts would mean something else in this plan.
+    """
+    adaptation = plan.expert.adaptation
+    if not isinstance(adaptation, OwnAdaptation) or silo_id not in adaptation.submissions:
+        return {}
+    submission = _submission(site, adaptation, silo_id)
+    old = _earlier_plan(site, submission)
+    check_continuation(old, plan, silo_id)
+    home = site.private / "checkpoints" / old.plan_id / "experts"
+    found = {}
+    for expert in submission.experts:
+        file = expert.file.model_copy(update={"path": "expert.safetensors"})
+        found[expert.expert_id] = OwnExpert(home / expert.expert_id, file)
+    return found
+
+
+def check_own_experts(site: Site, plan: Plan, silo_id: str) -> None:
+    """Check the experts that this silo trains on, block by block, before weeks of work depend on them.
+
+    Raises:
+        MissingFileError, DigestError, ReplayError: see `own_experts`.
+        TensorFileError: an expert is not what the plan implies.
+    """
+    specs = expected_tensors(plan.expert.architecture, plan.expert_shape, plan.condition)
+    for own in own_experts(site, plan, silo_id).values():
+        if not (path := own.folder / own.file.path).is_file():
+            expected = "this silo's own expert, from which the plan trains on"
+            raise MissingFileError(path.parent.name, expected=expected, got="no such file", remedy=_REMEDY)
+        check_file(path, specs, max_bytes=own.file.bytes, max_abs=MAX_WEIGHT, digest=own.file.digest)
+
+
+def _submission(site: Site, adaptation: OwnAdaptation, silo_id: str) -> Submission:
+    wanted = adaptation.submissions[silo_id]
+    for path in sorted((site.outbox / adaptation.plan_id).glob(f"*/{submission_path(silo_id)}")):
+        data = read_bounded(path, MAX_DOCUMENT_BYTES)
+        if sha256_hex(data) == wanted:
+            return Submission.parse(data, subject="own submission")
+    raise MissingFileError(
+        f"own submission to plan {adaptation.plan_id}",
+        expected=f"the one from which the plan trains on, sha256 {wanted[:16]}...",
+        got="no such submission in the outbox",
+        remedy=_REMEDY,
+    )
+
+
+def _earlier_plan(site: Site, submission: Submission) -> Plan:
+    plan_id = submission.plan_id
+    path = site.private / "plans" / plan_id / "targets" / plan_id / "plan.json"
+    if not path.is_file():
+        raise MissingFileError(f"plan {plan_id}", expected="this site's copy of it", got="no such file", remedy=_REMEDY)
+    data = read_bounded(path, MAX_DOCUMENT_BYTES)
+    if (found := sha256_hex(data)) != submission.plan_digest:
+        expected = f"sha256 {submission.plan_digest[:16]}..., as this silo's submission names it"
+        raise DigestError(f"plan {plan_id}", expected=expected, got=f"sha256 {found[:16]}...", remedy=_REMEDY)
+    return Plan.parse(data, subject=f"plan {plan_id}")

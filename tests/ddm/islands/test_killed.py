@@ -1,0 +1,52 @@
+"""Training that is killed, and training by several processes, end in the bytes of one that was left alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddm.islands.folder import Islands
+from tests.support.forked import ended, forked
+from tests.support.islands import Owner
+from tests.support.publishing import killed_at
+from tests.support.threads import THREADS
+
+
+def trained(owner: Owner) -> bytes:
+    """Train the first island in a process of its own, to the end; return its expert."""
+    assert ended(forked(lambda: owner.train("--island", 0))) == 0
+    return Islands(owner.run).island(0).expert.read_bytes()
+
+
+def test_island_killed_again_and_again_ends_in_the_same_bytes(tmp_path: Path) -> None:
+    """By kill -9 right before a change on disk: while the second checkpoint is written, then the third."""
+    owner = Owner.make(tmp_path / "one", steps=20)
+    assert owner.split().code == 0
+    assert owner.train("--island", 1).code == 0  # here, so that the processes below need not import what it takes
+    shutil.copytree(owner.path, tmp_path / "two")
+    wanted = trained(Owner(tmp_path / "two"))
+    island, steps = Islands(owner.run).island(0), set[str]()
+    for changes in (20, 24):
+        assert killed_at(changes, lambda: owner.train("--island", 0))
+        assert not island.is_trained
+        steps |= {path.name for path in island.checkpoints.glob("step-*.json")}
+    assert len(steps) > 1, "it was killed after more than one checkpoint"
+    assert trained(owner) == wanted
+    assert not island.checkpoints.exists()
+
+
+@pytest.mark.slow
+def test_two_processes_share_an_island_and_torchrun_starts_them_too(tmp_path: Path) -> None:
+    owner = Owner.make(tmp_path, steps=20)
+    assert owner.split().code == 0
+    assert owner.train("--island", 0, "--processes", 2).code == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    words = ["-m", "ddm.cli.main", "train", str(owner.run), "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
+    done = subprocess.run([*torchrun, *words], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("All 2 islands are trained") == 1
+    assert [Islands(owner.run).island(number).is_trained for number in range(2)] == [True, True]

@@ -1,0 +1,188 @@
+"""One data set in islands, from split to verified samples, through the commands that a researcher types."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddm.encoders.text import TextEncoder
+from ddm.islands.arrays import map_array
+from ddm.islands.folder import Islands
+from ddm.loading.plan import PlanFiles
+from ddm.loading.release import open_release
+from ddm.protocol.plan import TextCondition
+from tests.support.islands import RECIPE, Owner, digits
+from tests.support.text_encoders import network, save
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Owner:
+    """Two islands by clusters, trained and assembled once."""
+    owner = Owner.make(tmp_path_factory.mktemp("owner"))
+    for done in (owner.split("--islands", 2), owner.train(), owner.assemble("release")):
+        assert done.code == 0, done.err
+    return owner
+
+
+def copied(owner: Owner, to: Path) -> Owner:
+    """A copy whose changes reach nobody."""
+    shutil.copytree(owner.path, to / "owner")
+    return Owner(to / "owner")
+
+
+def manifest(owner: Owner, release: str) -> dict[str, object]:
+    done = owner.read("info", release, "--json")
+    assert done.code == 0, done.err
+    found: dict[str, object] = json.loads(done.out)
+    return found
+
+
+def test_release_of_islands_verifies_and_samples_with_the_researchers_commands(trained: Owner, tmp_path: Path) -> None:
+    verified = trained.read("verify", "release")
+    assert verified.code == 0, verified.err
+    info = trained.read("info", "release")
+    assert "island0" in info.out and "one owner had all of the data" in info.out
+    for strategy in ("lock", "full"):
+        out = tmp_path / f"{strategy}.npz"
+        sampled = trained.read("sample", "release", "--num", 6, "--steps", 3, "--strategy", strategy, "--out", out)
+        assert sampled.code == 0, sampled.err
+        images = np.load(out)["images"]
+        assert images.shape == (6, 1, 8, 8)
+        assert np.isfinite(images).all()
+
+
+def test_release_states_shares_of_the_images_and_no_privacy(trained: Owner) -> None:
+    found = open_release(trained.path / "release", root=trained.root, state=None)
+    split = Islands(trained.run).split
+    assert [expert.prior for expert in found.manifest.experts] == pytest.approx(
+        [island.num_images / 600 for island in split.islands], abs=1e-12
+    )
+    assert not found.plan.statistics.private
+    assert [(silo.epsilon, silo.delta, silo.audit) for silo in found.manifest.silos] == [(None, None, "none")] * 2
+    assert b'"epsilon"' not in (found.folder / "manifest.json").read_bytes()
+    assert [expert.cluster for expert in found.manifest.experts] == [0, 1]
+
+
+def test_islands_hold_every_image_once_in_the_cluster_of_its_nearest_centroid(trained: Owner) -> None:
+    """Against distances by numpy, in float64."""
+    islands, (images, _) = Islands(trained.run), digits()
+    files = PlanFiles.load(islands.plan, islands.bundle)
+    feature_ND = files.encoder.encode(torch.from_numpy(images)).double().numpy()
+    centre_FD = files.clusters.centroids_FD.double().numpy()
+    nearest_N = ((feature_ND[:, None] - centre_FD[None]) ** 2).sum(2).argmin(1)
+    island_N = files.clusters.coarse_F.numpy()[nearest_N]
+    for number in range(2):
+        rows = map_array(islands.island(number).rows).numpy()
+        assert rows.tolist() == np.flatnonzero(island_N == number).tolist()
+        assert np.array_equal(map_array(islands.island(number).images).numpy(), images[rows])
+
+
+def test_random_islands_are_equal_disjoint_and_whole(tmp_path: Path) -> None:
+    owner = Owner.make(tmp_path)
+    assert owner.split("--islands", 7, "--by", "random").code == 0
+    islands = Islands(owner.run)
+    rows = [map_array(islands.island(number).rows).tolist() for number in range(7)]
+    assert sorted(row for part in rows for row in part) == list(range(600))
+    assert {len(part) for part in rows} == {85, 86}
+    assert not any(part == sorted(range(part[0], part[0] + len(part))) for part in rows)  # not in the file's order
+    assert (islands.split.by, islands.split.column) == ("random", None)
+
+
+def test_islands_by_a_column_hold_one_value_each(tmp_path: Path) -> None:
+    owner = Owner.make(tmp_path)
+    assert owner.split("--by", "site").code == 0
+    islands, (_, label_N) = Islands(owner.run), digits()
+    assert [island.value for island in islands.split.islands] == ["high", "low"]
+    for number, small in ((0, False), (1, True)):
+        assert set(label_N[map_array(islands.island(number).rows).numpy()] < 4) == {small}
+    wrong = Owner.make(tmp_path / "other").split("--by", "site", "--islands", 3)
+    assert wrong.code == 3
+    assert "3 values" in wrong.err
+
+
+def test_missing_island_is_named_a_partial_release_renormalised_and_the_next_version_whole(
+    trained: Owner, tmp_path: Path
+) -> None:
+    owner = copied(trained, tmp_path)
+    (owner.run / "islands" / "1" / "trained.json").unlink()
+    (owner.run / "islands" / "1" / "expert.safetensors").unlink()
+    refused = owner.assemble("second")
+    assert refused.code == 3
+    assert "none for 1" in refused.err and "--island 1" in refused.err
+    assert not (owner.path / "second").exists()
+    done = owner.assemble("second", "--partial")
+    assert done.code == 0, done.err
+    assert "PARTIAL: without island1" in done.out
+    second = manifest(owner, "second")
+    assert (second["version"], second["missing_silos"]) == (2, ["island1"])
+    assert [expert["prior"] for expert in second["experts"]] == [1.0]  # type: ignore[attr-defined]
+    assert owner.read("sample", "second", "--num", 2, "--steps", 2, "--out", tmp_path / "some.npz").code == 0
+    trained_now = owner.train()
+    assert "All 2 islands are trained" in trained_now.out
+    assert owner.assemble("third").code == 0
+    third = manifest(owner, "third")
+    assert (third["version"], third["missing_silos"], len(third["experts"])) == (3, [], 2)  # type: ignore[arg-type]
+    later = owner.read("verify", "third", "--state", tmp_path / "seen")
+    assert later.code == 0, later.err
+    rolled_back = owner.read("verify", "second", "--state", tmp_path / "seen")
+    assert rolled_back.code == 13
+
+
+def test_training_again_gives_the_same_expert_to_the_byte(trained: Owner, tmp_path: Path) -> None:
+    owner = copied(trained, tmp_path)
+    expert = owner.run / "islands" / "0" / "expert.safetensors"
+    before = expert.read_bytes()
+    expert.unlink()
+    (expert.parent / "trained.json").unlink()
+    assert owner.train("--island", 0).code == 0
+    assert expert.read_bytes() == before
+    other = (owner.run / "islands" / "1" / "expert.safetensors").read_bytes()
+    assert other != before
+
+
+def test_expert_that_changed_after_training_is_not_assembled(trained: Owner, tmp_path: Path) -> None:
+    owner = copied(trained, tmp_path)
+    expert = owner.run / "islands" / "0" / "expert.safetensors"
+    data = bytearray(expert.read_bytes())
+    data[-1] ^= 1
+    expert.write_bytes(data)
+    refused = owner.assemble("second")
+    assert refused.code == 12
+    assert "islands/0" in refused.err
+
+
+@pytest.mark.parametrize("kind", ["counts", pytest.param("samples", marks=pytest.mark.slow)])
+def test_other_router_families_are_assembled_too(trained: Owner, tmp_path: Path, kind: str) -> None:
+    size = {
+        "counts": "",
+        "samples": "hidden = 16\ndepth = 1\npatch = 4\nheads = 2\nnum_steps = 20\nimages_per_expert = 60\n",
+    }[kind]
+    before = 'kind = "learned"\nhidden = 16\ndepth = 1\nnum_steps = 40\n'
+    recipe = RECIPE.replace(before, f'kind = "{kind}"\n{size}')
+    classes = '[condition]\nkind = "class"\nnum_classes = 10\n' if kind == "counts" else ""
+    owner = Owner.make(tmp_path, steps=5, recipe=recipe, extra=classes)
+    for done in (owner.split(), owner.train(), owner.assemble("release")):
+        assert done.code == 0, done.err
+    chosen = ("--class", 3) if classes else ()
+    sampled = owner.read("sample", "release", "--num", 2, "--steps", 2, *chosen, "--out", tmp_path / "some.npz")
+    assert sampled.code == 0, sampled.err
+
+
+@pytest.mark.slow
+def test_captions_are_encoded_once_and_condition_the_experts(tmp_path: Path) -> None:
+    folder = save(tmp_path / "tiny-t5", network("T5EncoderModel"))
+    wanted = f'[condition]\nkind = "text"\nencoder = "{folder}"\nmax_tokens = 4\n'
+    owner = Owner.make(tmp_path / "owner", steps=5, extra=wanted)
+    for done in (owner.split(), owner.train(), owner.assemble("release")):
+        assert done.code == 0, done.err
+    islands, (_, label_N) = Islands(owner.run), digits()
+    rows = map_array(islands.island(1).rows).numpy()[:3]
+    condition = islands.plan.condition
+    assert isinstance(condition, TextCondition)
+    texts = TextEncoder.open(folder, condition).encode([f"the digit {label_N[row]}" for row in rows])
+    assert torch.allclose(map_array(islands.island(1).labels)[:3], texts, atol=1e-6)
+    words = ("--text", "the digit 3", "--text-encoder", folder, "--num", 2, "--steps", 2)
+    assert owner.read("sample", "release", *words, "--out", tmp_path / "some.npz").code == 0
