@@ -12,6 +12,7 @@ from tuf.api.metadata import MetaFile, Role, Root, Snapshot, Targets, Timestamp
 from ddm.errors import ArchipelagoError, DocumentError, FormatError, SignatureError, TrustError
 from ddm.protocol.base import Document, now_utc, sha256_hex
 from ddm.protocol.enrolment import MAX_ROTATION_BYTES, Card, Invitation, KeyHistory, KeyRotation, RotatedCard
+from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
@@ -213,6 +214,14 @@ def silo_role() -> bytes:
     return sign_silo_metadata(PLAN, "north", files, KEY, version=1, now=NOW)
 
 
+def island_document() -> dict[str, Any]:
+    """What an island of one owner states: a part of a submission."""
+    whole = submission_document()
+    kept = ("plan_id", "plan_digest", "silo_id", "created_at", "num_units", "software")
+    expert = whole["experts"][0] | {"privacy": {"kind": "none"}}
+    return {name: whole[name] for name in kept} | {"format": "archipelago/island/1", "experts": [expert]}
+
+
 def _document(kind: type[Document], sample: dict[str, Any]) -> Door:
     parse = lambda data: kind.parse(data, subject="document")  # noqa: E731
     return Door(json.dumps(sample).encode(), parse, again=lambda value: value.encode())
@@ -256,6 +265,7 @@ def doors() -> Mapping[str, Door]:
     return {
         "plan": _document(Plan, plan_document()),
         "submission": _document(Submission, submission_document()),
+        "island": _document(Island, island_document()),
         "manifest": _document(Manifest, manifest_document()),
         "receipt": _document(Receipt, receipt_document()),
         "card": _document(Card, card_document()),
