@@ -46,6 +46,8 @@ class PretendGpu(TorchFunctionMode):
             return self.device_of(args[0])
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return self.device_of(args[0]) == GPU
+        if func == Tensor.pin_memory:  # of a tensor on the CPU; what is pinned is as good as what is not
+            return args[0]
         if func in (Tensor.to, Tensor.cuda, Tensor.cpu):
             return self._moved(func, *args, **given)
         tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
@@ -96,7 +98,8 @@ class PretendGpu(TorchFunctionMode):
 def pretend_gpu() -> Iterator[PretendGpu]:
     """A GPU that torch says is there; what would be done in other threads is done in this one."""
     there, in_turn = mock.patch("torch.cuda.is_available", lambda: True), mock.patch(_POOL, _InTurn)
-    with there, in_turn, PretendGpu() as gpu:
+    in_line = mock.patch("ddm.training.loop.drawing_threads", lambda device, num_processes: 0)
+    with there, in_turn, in_line, PretendGpu() as gpu:
         yield gpu
 
 
