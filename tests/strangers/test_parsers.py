@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from securesystemslib.formats import encode_canonical
 
 from ddm.errors import DocumentError
 from ddm.protocol.base import Document, check_json
@@ -141,3 +142,13 @@ def test_json_of_strangers_is_refused_or_is_what_the_standard_library_reads(data
     except DocumentError:
         return
     assert found == json.loads(data)
+
+
+def test_request_to_sign_that_names_an_absent_key_is_refused() -> None:
+    door = doors()["request to sign"]
+    request = json.loads(door.sample)
+    root = json.loads(request["payload"])
+    del root["keys"][root["roles"]["root"]["keyids"][0]]
+    request["payload"] = str(encode_canonical(root))
+    with pytest.raises(DocumentError, match="role root"):
+        door.parse(json.dumps(request).encode())
