@@ -19,7 +19,19 @@ from torch import Tensor
 
 from ddm.errors import DataError, MissingFileError
 from ddm.io.files import replacing
-from ddm.io.images import Convert, FileArray, Images, Joined, Rows, Stored, StoredImages, blocks, write_rows
+from ddm.io.images import (
+    BLOCK_BYTES,
+    Convert,
+    FileArray,
+    Images,
+    Joined,
+    Rows,
+    Stored,
+    StoredImages,
+    blocks,
+    rows_of,
+    write_rows,
+)
 from ddm.io.npz import npy_header, npz_array, npz_blocks, npz_header, npz_names, open_npy, read_array
 from ddm.io.parquet import ParquetTable
 from ddm.io.space import require_room
@@ -307,7 +319,9 @@ class _Npy:
         return self._array.parts[0] if len(self._array.parts) == 1 else self._array
 
     def unpacked(self) -> Iterator[NDArray[np.generic]]:
-        raise NotImplementedError  # it is always read in place
+        size = rows_of(BLOCK_BYTES, self.row[1])
+        for start in range(0, len(self), size):
+            yield self._array.read(range(start, min(start + size, len(self))))
 
     @property
     def columns(self) -> frozenset[str]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -128,6 +129,27 @@ def test_reference_is_read_in_blocks_and_by_number(
     rows = found.rows([31, 2, 31])
     assert list(rows) == [2, 31] and torch.equal(rows[31], torch.cat(blocks)[31])
     assert (found.group_name, found.groups[:4]) == ("labels", ["0", "1", "2", "0"])
+
+
+@pytest.mark.parametrize("kind", ["npz", "npy", "folder", "parts", "parquet"])
+def test_reference_may_be_any_kind_of_data(tmp_path: Path, kind: str) -> None:
+    grey, labels = np.random.default_rng(0).integers(0, 256, (40, 8, 8)).astype(np.uint8), np.arange(40) % 3
+    path = tmp_path / {"npz": "r.npz", "npy": "r.npy", "parquet": "r.parquet"}.get(kind, "r")
+    if kind == "npz":
+        np.savez(path, images=grey, labels=labels)
+    elif kind == "npy":
+        np.save(path, grey)
+    elif kind == "parquet":
+        pd.DataFrame({"image": list(grey.reshape(40, 64)), "label": labels}).to_parquet(path)
+    else:
+        path.mkdir()
+        np.save(path / "labels.npy", labels)
+        for number, part in enumerate(np.array_split(grey, 1 if kind == "folder" else 3)):
+            np.save(path / ("images.npy" if kind == "folder" else f"images-{number}.npy"), part)
+    found = open_reference(path, SPEC)
+    np.testing.assert_allclose(torch.cat(list(found.blocks())).numpy()[:, 0], grey / 255.0, rtol=1e-6)
+    assert list(found.groups) == ([] if kind == "npy" else [str(label) for label in labels])
+    assert found.digest is not None
 
 
 def test_samples_that_copy_the_reference_are_found_and_shown_first() -> None:
