@@ -21,7 +21,7 @@ from ddm.errors import BusyError, DocumentError, MissingFileError, PolicyError, 
 from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
 from ddm.protocol.base import sha256_file
-from ddm.protocol.enrolment import MAX_ROTATIONS, Card, KeyHistory, RotatedCard
+from ddm.protocol.enrolment import MAX_KEY_HISTORY_BYTES, MAX_ROTATIONS, Card, KeyHistory, RotatedCard
 from ddm.protocol.plan import Plan
 from ddm.publishing.journal import append
 from ddm.trust.key_rotation import open_chain
@@ -115,13 +115,20 @@ def check_cards(federation: Federation, plan: Plan, keys: Mapping[str, PublicKey
 
 
 def key_history(federation: Federation, silos: Iterable[str]) -> KeyHistory | None:
-    """Return the rotations of these silos up to the keys in force, None where there are none."""
-    found = {}
-    for silo_id in silos:
-        kept = _read(_in_force_path(federation, silo_id))
-        if kept is not None:
-            found[silo_id] = kept.rotations
-    return KeyHistory(silos=found) if found else None
+    """Return the rotations of these silos up to the keys in force, None where there are none.
+
+    Where all of them are more than readers take, those of each silo that are longest ago are left out. A reader who
+    remembers a key from before is asked.
+    """
+    kept = {silo_id: _read(_in_force_path(federation, silo_id)) for silo_id in silos}
+    found = {silo_id: card.rotations for silo_id, card in kept.items() if card is not None}
+    if not found:
+        return None
+    num = max(map(len, found.values()))
+    while len((history := KeyHistory(silos=found)).encode()) > MAX_KEY_HISTORY_BYTES:
+        num -= 1
+        found = {silo_id: rotations[-num:] for silo_id, rotations in found.items()}
+    return history
 
 
 def forget_rotations(federation: Federation, silo_id: str) -> None:

@@ -14,6 +14,7 @@ from ddm.errors import ShapeError
 from ddm.models.conditions import ClassEmbedding, CrossAttention, Text, TextEmbedding
 from ddm.models.layers import (
     MLP_RATIO,
+    HeadNorm,
     TimeEmbedding,
     attend,
     check_fit,
@@ -72,7 +73,8 @@ class DiT(nn.Module):
         self.modulation = nn.Linear(hidden, sum(self.widths), device=device)
         reads_text = isinstance(condition, TextCondition)
         self.blocks = nn.ModuleList(
-            Block(hidden, architecture.heads, device, reads_text=reads_text) for _ in range(architecture.depth)
+            Block(hidden, architecture.heads, device, reads_text=reads_text, qk_norm=architecture.qk_norm)
+            for _ in range(architecture.depth)
         )
         self.head = nn.Linear(hidden, channels * patch * patch, device=device)
         self.classes = ClassEmbedding(condition, hidden, device) if isinstance(condition, ClassCondition) else None
@@ -129,13 +131,16 @@ class DiT(nn.Module):
 class Block(nn.Module):
     """Self-attention, cross-attention to a text if there is one, and a two-layer network, on the residual stream."""
 
-    def __init__(self, hidden: int, heads: int, device: str | None = None, *, reads_text: bool = False) -> None:
+    def __init__(
+        self, hidden: int, heads: int, device: str | None = None, *, reads_text: bool = False, qk_norm: bool = False
+    ) -> None:
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(hidden, 3 * hidden, device=device)
         self.project = nn.Linear(hidden, hidden, device=device)
         self.up = nn.Linear(hidden, MLP_RATIO * hidden, device=device)
         self.down = nn.Linear(MLP_RATIO * hidden, hidden, device=device)
+        self.norms = nn.ModuleList(HeadNorm(hidden // heads, device) for _ in range(2 if qk_norm else 0))
         self.reader = CrossAttention(hidden, heads, device) if reads_text else None
 
     def forward(self, h_BND: Tensor, modulation: Tensor, text: Text | None = None) -> Tensor:
@@ -151,5 +156,7 @@ class Block(nn.Module):
         batch, tokens, hidden = h_BND.shape
         qkv = self.qkv(h_BND).view(batch, tokens, 3, self.heads, hidden // self.heads)
         q_BAND, k_BAND, v_BAND = qkv.permute(2, 0, 3, 1, 4)
+        if len(self.norms):
+            q_BAND, k_BAND = (norm(part) for norm, part in zip(self.norms, (q_BAND, k_BAND), strict=True))
         out: Tensor = self.project(attend(q_BAND, k_BAND, v_BAND))
         return out

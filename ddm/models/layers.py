@@ -128,6 +128,19 @@ def modulate(h_BND: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return torch.addcmul(shift, normalise(h_BND), 1 + scale)
 
 
+class HeadNorm(nn.Module):
+    """RMS normalisation of a token within one head, times a learned scale for each value."""
+
+    def __init__(self, width: int, device: str | None = None) -> None:
+        super().__init__()
+        # Stored as the difference from 1, so that it starts at zero and weight decay pulls the scale towards 1.
+        self.scale = nn.Parameter(torch.zeros(width, device=device))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Return the normalised values, same shape."""
+        return F.rms_norm(h, h.shape[-1:], (1 + self.scale).to(h.dtype), eps=1e-6)
+
+
 def heads_of(h_BND: Tensor, heads: int) -> Tensor:
     """Split the width among heads, shape (B, A, N, D / A)."""
     batch, tokens, hidden = h_BND.shape

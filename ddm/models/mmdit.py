@@ -16,6 +16,7 @@ from ddm.errors import ShapeError
 from ddm.models.conditions import TextEmbedding
 from ddm.models.layers import (
     MLP_RATIO,
+    HeadNorm,
     TimeEmbedding,
     attend,
     check_fit,
@@ -179,19 +180,6 @@ class SharedBlock(nn.Module):
         k, v, q = _normalised(kvq, self.norms, self.heads)
         both = torch.cat([attend(q, k, v, mask_B11T), F.gelu(up)], dim=-1)
         return torch.addcmul(h_BTD, gate, self.narrow(both))
-
-
-class HeadNorm(nn.Module):
-    """RMS normalisation of a token within one head, times a learned scale for each value."""
-
-    def __init__(self, width: int, device: str | None = None) -> None:
-        super().__init__()
-        # Stored as the difference from 1, so that it starts at zero and weight decay pulls the scale towards 1.
-        self.scale = nn.Parameter(torch.zeros(width, device=device))
-
-    def forward(self, h: Tensor) -> Tensor:
-        """Return the normalised values, same shape."""
-        return F.rms_norm(h, h.shape[-1:], (1 + self.scale).to(h.dtype), eps=1e-6)
 
 
 def _norms(width: int, num: int, device: str | None) -> nn.ModuleList:

@@ -112,9 +112,16 @@ class ExpertTransformer(TransformerSize):
 
 
 class Dit(ExpertTransformer):
-    """A diffusion transformer with adaLN-zero blocks (Peebles and Xie 2023); a text enters by cross-attention."""
+    """A diffusion transformer with adaLN-zero blocks (Peebles and Xie 2023); a text enters by cross-attention.
+
+    Attributes:
+        qk_norm: whether queries and keys are normalised in each head, so that attention stays bounded at high learning
+            rates and in bf16 (Dehghani et al. 2023); those of an MMDiT always are. A document without it leaves the
+            field out.
+    """
 
     kind: Literal["dit"] = "dit"
+    qk_norm: Annotated[bool, Field(exclude_if=lambda normalised: not normalised)] = False
 
 
 class Mmdit(ExpertTransformer):

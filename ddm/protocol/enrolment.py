@@ -64,6 +64,7 @@ MAX_CARD_BYTES = 16384
 
 MAX_ROTATION_BYTES = 4096
 MAX_ROTATIONS = 64
+MAX_KEY_HISTORY_BYTES = 4 * 1024 * 1024
 ROTATED_CARD_FORMAT = "archipelago/rotated-card/1"
 # An envelope as `ddm.trust.envelope` writes it; what is in it is read after its signature is checked.
 _ENVELOPE = r'^\{"format":"archipelago/envelope/1",[^\r\n]*\}$'

@@ -207,10 +207,12 @@ def _dit_linears(sizes: TransformerSize, shape: Shape, condition: Condition) -> 
 
 def _dit(sizes: TransformerSize, shape: Shape, condition: Condition) -> NetworkSize:
     hidden, tokens = sizes.hidden, _tokens(sizes, shape)
-    parameters = sum(_linear(*pair) for pair in _dit_linears(sizes, shape, condition))
+    normalised = isinstance(sizes, Dit) and sizes.qk_norm
+    norms = 2 * sizes.depth * (hidden // sizes.heads) if normalised else 0
+    parameters = sum(_linear(*pair) for pair in _dit_linears(sizes, shape, condition)) + norms
     text = condition.max_tokens if isinstance(condition, TextCondition) else 0
     widest, modulation = tokens * hidden, (6 * sizes.depth + 2) * hidden
-    block = _BLOCK_KEPT * widest + ((_READER_KEPT * widest + 3 * text * hidden) if text else 0)
+    block = (_BLOCK_KEPT + 4 * normalised) * widest + ((_READER_KEPT * widest + 3 * text * hidden) if text else 0)
     outside = _outside(shape, condition) + 2 * modulation + 3 * text * hidden
     return NetworkSize(
         parameters=parameters + _condition_parameters(condition, hidden),

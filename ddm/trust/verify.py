@@ -15,7 +15,7 @@ from ddm.errors import AbsentFileError, DigestError, RoleError, SignatureError, 
 from ddm.io.files import require_folder
 from ddm.io.untrusted import Entry, check_digest, read_small, scan
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.enrolment import KeyHistory, KeyRotation
+from ddm.protocol.enrolment import MAX_KEY_HISTORY_BYTES, KeyHistory, KeyRotation
 from ddm.trust.key_rotation import open_chain
 from ddm.trust.keys import PublicKey, group_fingerprint, parse_fingerprint
 from ddm.trust.metadata import LIMITS
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 MAX_METADATA_BYTES = 64 * 1024 * 1024
-MAX_KEY_HISTORY_BYTES = 4 * 1024 * 1024
 _NO_PINS: Mapping[str, str] = MappingProxyType({})
 
 

@@ -40,9 +40,9 @@ RELEASED = {
 }
 
 
-def awake(shape: tuple[int, int, int] = (3, 4, 6), condition: Condition = NoCondition()) -> DiT:
+def awake(shape: tuple[int, int, int] = (3, 4, 6), condition: Condition = NoCondition(), sizes: Dit = SMALL) -> DiT:
     """A small model whose zero gates have been given values, in float64."""
-    model = DiT(SMALL, shape, condition).double()
+    model = DiT(sizes, shape, condition).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -86,7 +86,11 @@ def plain_dit(model: DiT, image: Tensor, t: Tensor, c: Tensor | None = None) -> 
 
     for block in model.blocks:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (parts.pop(0) for _ in range(6))
-        projected = [block.qkv(normalised(token, shift_a, scale_a)).split(16) for token in tokens]
+        projected = [list(block.qkv(normalised(token, shift_a, scale_a)).split(16)) for token in tokens]
+        for part, norm in enumerate(block.norms):
+            for vectors in projected:
+                heads = [head / (head.square().mean() + 1e-6).sqrt() for head in vectors[part].split(8)]
+                vectors[part] = torch.cat([head * (1 + norm.scale) for head in heads])
         for i, token in enumerate(list(tokens)):
             heads = []
             for head in (slice(0, 8), slice(8, 16)):
@@ -121,6 +125,18 @@ def test_dit_equals_its_definition_written_out() -> None:
         assert torch.allclose(found, expected, atol=1e-10)
         assert not torch.allclose(model(x, t_B.flip(0)), expected, atol=1e-2)
         assert not torch.allclose(model(x.flip(3), t_B).flip(3), expected, atol=1e-2)
+
+
+def test_queries_and_keys_are_normalised_in_every_head_where_the_architecture_says_so() -> None:
+    model = awake(sizes=SMALL.model_copy(update={"qk_norm": True}))
+    x, t_B = inputs()
+    with torch.no_grad():
+        expected = torch.stack([plain_dit(model, image, t) for image, t in zip(x, t_B, strict=True)])
+        assert torch.allclose(model(x, t_B), expected, atol=1e-10)
+        for block in model.blocks:
+            block.qkv.weight[:32] *= 1000.0  # and so attention stays what it was
+            block.qkv.bias[:32] *= 1000.0
+        assert torch.allclose(model(x, t_B), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

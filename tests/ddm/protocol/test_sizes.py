@@ -42,6 +42,7 @@ EXPERTS: list[tuple[Architecture, Shape, Condition]] = [
         for patch, hidden, depth, heads in ((1, 8, 1, 2), (2, 48, 3, 4), (4, 64, 2, 1), (8, 12, 5, 6))
         for condition in (NONE, CLASS, TEXT)
     ),
+    *((Dit(patch=2, hidden=48, depth=3, heads=4, qk_norm=True), (3, 16, 8), condition) for condition in (NONE, TEXT)),
     *(
         (Mmdit(patch=2, hidden=32, depth=depth, heads=4, shared_depth=shared), (4, 8, 8), TEXT)
         for depth, shared in ((1, 0), (3, 0), (3, 1), (4, 4), (1, 1))
