@@ -87,10 +87,10 @@ def plain_dit(model: DiT, image: Tensor, t: Tensor, c: Tensor | None = None) -> 
     for block in model.blocks:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = (parts.pop(0) for _ in range(6))
         projected = [list(block.qkv(normalised(token, shift_a, scale_a)).split(16)) for token in tokens]
-        for part, norm in enumerate(block.norms):
+        for number, norm in enumerate(block.norms):
             for vectors in projected:
-                heads = [head / (head.square().mean() + 1e-6).sqrt() for head in vectors[part].split(8)]
-                vectors[part] = torch.cat([head * (1 + norm.scale) for head in heads])
+                scaled = [head / (head.square().mean() + 1e-6).sqrt() for head in vectors[number].split(8)]
+                vectors[number] = torch.cat([head * (1 + norm.scale) for head in scaled])
         for i, token in enumerate(list(tokens)):
             heads = []
             for head in (slice(0, 8), slice(8, 16)):

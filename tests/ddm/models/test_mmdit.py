@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ddm.errors import ShapeError
 from ddm.models import build_expert, expected_tensors, training_flops
-from ddm.models.mmdit import HeadNorm, MMDiT
+from ddm.models.layers import HeadNorm
+from ddm.models.mmdit import MMDiT
 from ddm.protocol.architecture import ClassCondition, Mmdit, NoCondition, TextCondition
 from tests.support.case import case
 
