@@ -149,21 +149,24 @@ def heads_of(h_BND: Tensor, heads: int) -> Tensor:
 
 def attend(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attend, and concatenate the heads again, shape (B, N, D); `mask` is False for tokens to ignore."""
-    if _trains_few_tokens_in_bf16(q_BAND, k_BAND):
-        scores = (q_BAND * q_BAND.shape[-1] ** -0.5) @ k_BAND.transpose(-1, -2)
-        weights = torch.softmax(scores if mask is None else scores.masked_fill(~mask, -inf), -1)
-        mixed = weights @ v_BAND
-    else:
+    if not _trains_in_bf16_on_a_cpu(q_BAND):
         mixed = F.scaled_dot_product_attention(q_BAND, k_BAND, v_BAND, attn_mask=mask)
+    elif k_BAND.shape[-2] <= _FEW_TOKENS * q_BAND.shape[-1]:
+        scores = (q_BAND * q_BAND.shape[-1] ** -0.5) @ k_BAND.transpose(-1, -2)
+        mixed = torch.softmax(scores if mask is None else scores.masked_fill(~mask, -inf), -1) @ v_BAND
+    else:
+        in_float32 = (part.float() for part in (q_BAND, k_BAND, v_BAND))
+        mixed = F.scaled_dot_product_attention(*in_float32, attn_mask=mask).to(q_BAND.dtype)
     return mixed.transpose(1, 2).flatten(2)
 
 
-def _trains_few_tokens_in_bf16(q_BAND: Tensor, k_BAND: Tensor) -> bool:
-    """Whether products written out beat torch's fused attention, whose backward pass in bf16 is slow on CPUs.
+def _trains_in_bf16_on_a_cpu(q_BAND: Tensor) -> bool:
+    """Whether torch's fused attention is to be avoided, whose backward pass in bf16 is slow on CPUs.
 
-    They are one and a half to five times as fast, up to about eight tokens for each number of a head
-    (`examples/benchmarks/attention.py`). What they keep for the gradient is then less than a block keeps besides.
+    Products written out are one and a half to five times as fast, up to about eight tokens for each number of a head
+    (`examples/benchmarks/attention.py`). What they keep for the gradient is then less than a block keeps besides. With
+    more tokens float32 is up to twice as fast in narrow heads, and as fast in wide ones.
     """
     if not (q_BAND.dtype == torch.bfloat16 and q_BAND.device.type == "cpu" and torch.is_grad_enabled()):
         return False
-    return q_BAND.requires_grad and k_BAND.shape[-2] <= _FEW_TOKENS * q_BAND.shape[-1]
+    return q_BAND.requires_grad
