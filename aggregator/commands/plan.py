@@ -79,6 +79,7 @@ def costs(draft: "Draft") -> str:
     made, cost = draft.plan, draft.cost
     training, statistics = made.expert.training, made.statistics
     per_unit = f"per {statistics.unit}, {statistics.relation.replace('_', '-')}"
+    rate = f"rate {training.learning_rate:.2g} ({training.schedule})"
     measured = f"one thread of this machine, from {'a few steps' if cost.timed else 'its rate of matrix products'}"
     rows = [
         ("silos that train" if made.carried else "silos", ", ".join(made.silos)),
@@ -87,7 +88,8 @@ def costs(draft: "Draft") -> str:
         ("encoder", _encoder(made)),
         *_condition(made),
         ("experts a silo", _experts(draft)),
-        ("an expert", f"{made.expert.architecture.kind}, {human_bytes(cost.expert_bytes)}, {training.num_steps} steps"),
+        ("an expert", f"{made.expert.architecture.kind}, {human_bytes(cost.expert_bytes)}"),
+        ("its steps", f"{training.num_steps} of {training.batch_size} images, {rate}, {training.precision}"),
         *_network(draft),
         ("training", f"about {human_seconds(cost.train_s)} a silo ({measured})"),
         ("total, stated", f"epsilon {statistics.total.epsilon:g}, delta {statistics.total.delta:g} {per_unit}"),

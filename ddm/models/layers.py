@@ -155,8 +155,8 @@ def attend(q_BAND: Tensor, k_BAND: Tensor, v_BAND: Tensor, mask: Tensor | None =
         scores = (q_BAND * q_BAND.shape[-1] ** -0.5) @ k_BAND.transpose(-1, -2)
         mixed = torch.softmax(scores if mask is None else scores.masked_fill(~mask, -inf), -1) @ v_BAND
     else:
-        in_float32 = (part.float() for part in (q_BAND, k_BAND, v_BAND))
-        mixed = F.scaled_dot_product_attention(*in_float32, attn_mask=mask).to(q_BAND.dtype)
+        q, k, v = (part.float() for part in (q_BAND, k_BAND, v_BAND))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).to(q_BAND.dtype)
     return mixed.transpose(1, 2).flatten(2)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from ddm.errors import ShapeError
+from ddm.planning.training import TrainingRecipe
 from ddm.protocol.architecture import Dit, Mmdit, TransformerSize, Unet, dit_size, mmdit_size
 from ddm.protocol.learning import Expert
 
@@ -54,6 +55,8 @@ class MmditRecipe(Mmdit):
 class ExpertRecipe(Expert):
     """The recipe of every expert."""
 
+    training: TrainingRecipe
+
     architecture: Annotated[
         Annotated[DitRecipe, AfterValidator(DitRecipe.plain)]
         | Annotated[MmditRecipe, AfterValidator(MmditRecipe.plain)]
@@ -63,7 +66,8 @@ class ExpertRecipe(Expert):
 
     def plain(self) -> Expert:
         """Return what a plan says of it."""
-        return Expert.model_construct(**{name: getattr(self, name) for name in Expert.model_fields})
+        values = {name: getattr(self, name) for name in Expert.model_fields}
+        return Expert.model_construct(**values | {"training": self.training.plain(self.architecture)})
 
 
 def _expanded(given: Any, named: Callable[[str], TransformerSize]) -> Any:

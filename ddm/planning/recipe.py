@@ -159,7 +159,7 @@ class SharedRecipe(Settings):
     encoder: Annotated[PcaRecipe | TimmRecipe, Field(discriminator="kind")]
     clustering: ClusteringRecipe
     sketch: SketchRecipe
-    t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")] = UniformT()
+    t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")] = LogitNormalT()
     condition: Annotated[NoCondition | ClassCondition | TextRecipe, Field(discriminator="kind")] = NoCondition()
     objective: Objective = Objective()
     expert: Annotated[ExpertRecipe, AfterValidator(ExpertRecipe.plain), SerializeAsAny()]
@@ -180,12 +180,4 @@ class SharedRecipe(Settings):
     def _base_is_there(self) -> "SharedRecipe":
         if (self.base is None) != (self.expert.base is None):
             raise ValueError("base is needed where the expert is adapted from one, and only there")
-        return self
-
-    @model_validator(mode="after")
-    def _training_reaches_a_checkpoint(self) -> "SharedRecipe":
-        training = self.expert.training
-        if training.checkpoint_steps > training.num_steps:  # every silo would refuse the plan
-            wanted = f"expert.training.checkpoint_steps must be at most num_steps, {training.num_steps}"
-            raise ValueError(f"{wanted}, not {training.checkpoint_steps}")
         return self

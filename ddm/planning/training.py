@@ -1,0 +1,74 @@
+"""What a recipe may leave out of the training. Its defaults were measured, see docs/results/recipe.md.
+
+They may get better from version to version. Those of `Training` may not: a plan that leaves a field out keeps its
+meaning.
+"""
+
+from typing import Annotated, Any, Literal, assert_never
+
+from pydantic import Field, model_validator
+
+from ddm.protocol.architecture import Architecture, Dit, Mmdit, Unet
+from ddm.protocol.base import NumSteps
+from ddm.protocol.learning import Share, Training
+
+RATE_TIMES_WIDTH = 0.5
+EMA_WIDTH = 0.1
+CHECKPOINT_STEPS = 500
+
+
+class TrainingRecipe(Training):
+    """How an expert is trained, by AdamW. `seed` covers training only, never the noise of a statistic.
+
+    Attributes:
+        learning_rate: the highest of the run; by default 0.5 over the width of a transformer, or over that of the
+            widest level of a unet, since wider networks need smaller ones.
+        schedule: how the learning rate falls: along half a cosine or a line to `final_rate`, or not at all.
+        weight_decay: AdamW's weight decay.
+        precision: precision of the arithmetic, auto being bf16 where the machine multiplies in it (GPUs, AMX,
+            avx512_bf16) and fp32 elsewhere; weights stay float32.
+        ema_width: the average's width as a share of the run, so that it grows with the run (Karras et al. 2024); 0.1
+            where the recipe names none of the three averages.
+        checkpoint_steps: steps between checkpoints; by default 500, or all steps where they are fewer.
+    """
+
+    # A plan states both numbers; only its recipe may leave them to `plain`.
+    learning_rate: Annotated[float | None, Field(gt=0.0, le=1.0)] = None  # type: ignore[assignment]
+    checkpoint_steps: NumSteps | None = None  # type: ignore[assignment]
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    weight_decay: Share = 0.01
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _averaged(cls, given: Any) -> Any:
+        averages = ("ema_decay", "ema_half_life", "ema_width")
+        if not isinstance(given, dict) or any(given.get(name) is not None for name in averages):
+            return given
+        return {**given, "ema_width": EMA_WIDTH}
+
+    @model_validator(mode="after")
+    def _reaches_a_checkpoint(self) -> "TrainingRecipe":
+        if (self.checkpoint_steps or 0) > self.num_steps:  # every silo would refuse the plan
+            raise ValueError(
+                f"checkpoint_steps must be at most num_steps, {self.num_steps}, not {self.checkpoint_steps}"
+            )
+        return self
+
+    def plain(self, architecture: Architecture) -> Training:
+        """Return what a plan says of it, for an expert of these sizes."""
+        values = {name: getattr(self, name) for name in Training.model_fields}
+        values["learning_rate"] = self.learning_rate or RATE_TIMES_WIDTH / width(architecture)
+        values["checkpoint_steps"] = self.checkpoint_steps or min(CHECKPOINT_STEPS, self.num_steps)
+        return Training.model_construct(**values)
+
+
+def width(architecture: Architecture) -> int:
+    """Return the width of the residual stream, of a unet that of its widest level."""
+    match architecture:
+        case Dit() | Mmdit():
+            return architecture.hidden
+        case Unet():
+            return max(architecture.channels)
+        case _:
+            assert_never(architecture)

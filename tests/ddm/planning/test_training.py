@@ -1,0 +1,53 @@
+"""What a recipe leaves out of the training is filled in from the expert's size, and a plan states all of it."""
+
+from collections.abc import Mapping
+
+import pytest
+from pydantic import ValidationError
+
+from ddm.planning.architectures import ExpertRecipe
+from ddm.protocol.learning import Expert, Training
+
+LEAST = {"num_steps": 2000, "batch_size": 64}
+DIT = {"kind": "dit", "patch": 2, "hidden": 64, "depth": 2, "heads": 4}
+
+
+def expert(architecture: Mapping[str, object] = DIT, **training: object) -> Expert:
+    """The expert of a plan whose recipe says this, read as from a TOML file."""
+    return ExpertRecipe.model_validate({"architecture": architecture, "training": LEAST | training}).plain()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rate"),
+    [
+        (DIT, 0.5 / 64),
+        ({"kind": "dit", "size": "XL/2"}, 0.5 / 1152),
+        ({"kind": "mmdit", "size": "3B/2"}, 0.5 / 2560),
+        ({"kind": "unet", "channels": (32, 64), "attention": (False, True)}, 0.5 / 64),
+    ],
+)
+def test_learning_rate_follows_from_the_width(architecture: Mapping[str, object], rate: float) -> None:
+    assert expert(architecture).training.learning_rate == pytest.approx(rate, rel=1e-12)
+
+
+def test_what_a_recipe_says_stands() -> None:
+    said = {"learning_rate": 0.003, "schedule": "constant", "weight_decay": 0.0, "precision": "fp32"}
+    training = expert(**said, checkpoint_steps=7, ema_decay=0.9).training
+    assert {name: getattr(training, name) for name in said} == said
+    assert (training.checkpoint_steps, training.ema_decay, training.ema_width) == (7, 0.9, None)
+
+
+def test_plan_states_every_number_and_reads_back_as_it_was() -> None:
+    training = expert().training
+    assert type(training) is Training
+    assert (training.schedule, training.precision, training.ema_width) == ("cosine", "auto", 0.1)
+    assert training.checkpoint_steps == 500
+    assert Training.model_validate_json(training.model_dump_json()) == training
+    stated = {"learning_rate", "schedule", "weight_decay", "precision", "checkpoint_steps", "ema_width"}
+    assert stated <= training.model_dump().keys(), "what later versions fill in otherwise must not be left out"
+
+
+def test_short_run_has_its_checkpoint_at_the_end() -> None:
+    assert expert(num_steps=20).training.checkpoint_steps == 20
+    with pytest.raises(ValidationError, match="checkpoint_steps must be at most num_steps, 20, not 21"):
+        expert(num_steps=20, checkpoint_steps=21)
