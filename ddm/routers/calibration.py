@@ -12,7 +12,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from ddm.errors import MathError
-from ddm.routers.base import Router, SketchRouter, log_prior
+from ddm.routers.base import ConditionalRouter, Router, SketchRouter, log_prior
 from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.evaluation import BANDS, Band
 from ddm.routers.public import PublicData, PublicWeights, spread
@@ -68,6 +68,23 @@ class Calibrated:
             t_B: shape (B,), 0 is data, 1 is noise.
         """
         return self._applied(self.router.log_likelihood(x_B, t_B))
+
+    @property
+    def knows_shares(self) -> bool:
+        """Whether the router itself says how data of a condition are divided among experts."""
+        return isinstance(self.router, ConditionalRouter) and self.router.knows_shares
+
+    def given(self, condition_B: Tensor) -> Router:
+        """Return the router under each sample's condition; this one, where it reads none."""
+        if not isinstance(self.router, ConditionalRouter):
+            return self
+        return Calibrated(self.router.given(condition_B), self.temperature, self.log_training_prior_E.exp().tolist())
+
+    def log_shares(self, condition_B: Tensor) -> Tensor:
+        """Return ``log p(c | e)`` up to a term common to all e, which no temperature changes; 0 where nobody knows."""
+        if isinstance(self.router, ConditionalRouter):
+            return self.router.log_shares(condition_B)
+        return torch.zeros(len(condition_B), self.num_experts, device=condition_B.device)
 
     def on_sketches(self, rank: int) -> OnSketches | None:
         """Return this router on sketches of `rank` dimensions; None for one that needs the image itself."""
