@@ -13,7 +13,7 @@ from aggregator.intake.claims import refuse_overweight
 from aggregator.intake.examination import public_images, refuse_outliers
 from aggregator.intake.inventory import Inventory
 from aggregator.router.images import training_images
-from aggregator.router.report import Band, CalibrationBand, Family, Interval, RouterReport
+from aggregator.router.report import Band, Family, RouterReport
 from ddm.diffusion.path import Expert, path_named
 from ddm.errors import MissingFileError
 from ddm.io.files import write_atomic
@@ -23,6 +23,7 @@ from ddm.loading.ensemble import on_path
 from ddm.models import load_expert
 from ddm.partition.layout import Layout
 from ddm.protocol.base import File, sha256_hex
+from ddm.protocol.calibration import Interval
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Progress
@@ -229,10 +230,7 @@ def _report(
         minus_prior=minus_prior,
         bands=tuple(_band(band) for band in comparison.bands) if comparison else (),
         sketches=_band(sketches) if sketches else None,
-        calibration=tuple(
-            CalibrationBand(low=error.low, high=error.high, before=error.before, after=error.after)
-            for error in chosen.calibration.errors
-        ),
+        calibration=chosen.calibration.errors,
     )
 
 

@@ -148,8 +148,7 @@ def fit_router(
             chosen, reason = _calibrated(candidate, own), f"{kind} is nowhere worse than counts"
     gain = minus_prior(chosen, judged)
     found = [_evaluation(f"router_cross_entropy_{kind}_minus_prior_held_out_images", gain), *bands]
-    for error in calibration.errors:
-        found.append(_evaluation(f"router_calibration_error_t_{error.low:.2f}_{error.high:.2f}", error.after))
+    found += [figure for band in calibration.errors for figure in band.evaluations()]
     stored = {**router.tensors(), **_class_prior(plan, files, tensors, present, num_units)}
     return OwnersRouter(kind, reason, stored, calibration, tuple(found), gain)
 
