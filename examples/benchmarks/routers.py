@@ -254,18 +254,21 @@ def draws(numbers: tuple[int, ...], rounds: int, images: tuple[int, ...]) -> lis
 
 
 def main() -> None:
-    """Command line: --rounds N --quick --json --out FOLDER --work FOLDER."""
-    arguments = parse(__doc__, rounds=5)
+    """Command line: --rounds N --parts NAME,... --quick --json --out FOLDER --work FOLDER."""
+    arguments = parse(__doc__, rounds=5, parts="evaluation,opening,lock")
     numbers, images = ((8, 16), (16, 32)) if arguments.quick else (NUMBERS, (256, 1024))
     torch.set_num_threads(1)
-    load = Path("/proc/loadavg").read_text().split()[0]
-    say(f"load of the machine {load}")
-    header: tuple[str, ...] = ("router", "experts", "ms_a_batch", "of_one_expert", "stored_kib", "risen_kib")
-    report("routers", header, evaluations(numbers, arguments.rounds), arguments)
-    header = ("experts", "files", "mib", "open_cpu_s", "ms_an_expert", "of_hashing", "risen_mib")
-    report("routers_open", header, openings(numbers, arguments.rounds, arguments.work / "routers"), arguments)
-    header = ("experts", "images", "images_an_expert", "lock_images_s", "of_dense")
-    report("routers_lock", header, draws(numbers, arguments.rounds, images), arguments)
+    say(f"load of the machine {Path('/proc/loadavg').read_text().split()[0]}")
+    parts, rounds = arguments.parts.split(","), arguments.rounds
+    if "evaluation" in parts:
+        header: tuple[str, ...] = ("router", "experts", "ms_a_batch", "of_one_expert", "stored_kib", "risen_kib")
+        report("routers", header, evaluations(numbers, rounds), arguments)
+    if "opening" in parts:
+        header = ("experts", "files", "mib", "open_cpu_s", "ms_an_expert", "of_hashing", "risen_mib")
+        report("routers_open", header, openings(numbers, rounds, arguments.work / "routers"), arguments)
+    if "lock" in parts:
+        header = ("experts", "images", "images_an_expert", "lock_images_s", "of_dense")
+        report("routers_lock", header, draws(numbers, rounds, images), arguments)
     say(f"load of the machine {Path('/proc/loadavg').read_text().split()[0]}")
 
 
