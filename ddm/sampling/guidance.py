@@ -103,7 +103,7 @@ class Asked:
         def branch(value: ConditionValue) -> Branch:
             told, _ = condition_and_null(condition, value)
             counted = class_prior is not None and isinstance(value, int)
-            if self.condition_prior is None and not counted and _knows_shares(router):
+            if self.condition_prior is None and not counted and knows_shares(router):
                 return Branch(target, router, told, router_shares=True)
             known = _known(value, self.condition_prior, class_prior, len(prior))
             return Branch(conditional_log_prior(known.prior, prior, self.prior), known.router or router, told)
@@ -123,7 +123,8 @@ class Asked:
         return branches, Branch(target, router, null) if self.guidance else None, of_samples
 
 
-def _knows_shares(router: Router | None) -> bool:
+def knows_shares(router: Router | None) -> bool:
+    """Whether a router has learned how data of a condition are divided among the experts."""
     return isinstance(router, ConditionalRouter) and router.knows_shares
 
 
@@ -135,7 +136,7 @@ def router_shares(router: Router | None, told: Tensor, prior: Sequence[float]) -
         told: the condition, as experts receive it.
         prior: the ensemble's own.
     """
-    if not isinstance(router, ConditionalRouter) or not router.knows_shares:
+    if not isinstance(router, ConditionalRouter) or not knows_shares(router):
         return None
     log_K = log_prior(prior, len(prior)) + router.log_shares(told[None])[0].double().cpu()
     shares: list[float] = log_K.softmax(0).tolist()

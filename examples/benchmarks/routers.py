@@ -58,7 +58,7 @@ NUMBERS = (8, 64, 256)
 SHAPE = (1, 16, 16)
 ARCHITECTURE = Dit(patch=2, hidden=64, depth=3, heads=4)
 RANK, NUM_GROUPS, BATCH = 32, 128, 64
-IMAGES_EACH, STEPS = 12, 4
+IMAGES_EACH, NUM_JUDGED, STEPS = 12, 48, 2
 PASSPHRASE = b"benchmark"
 
 
@@ -71,7 +71,7 @@ def routers(num: int) -> dict[str, Router]:
     counts = CountsRouter(sketch, (mass_KG / mass_KG.sum(1, keepdim=True)).log(), path)
     residual = Residual(sketch, num, 128, 3, path)
     with torch.no_grad():
-        residual.layers[-1].bias.copy_(torch.linspace(-1, 1, num))
+        list(residual.layers.parameters())[-1].copy_(torch.linspace(-1, 1, num))
     mean_KR = 0.1 * torch.randn(num, RANK, generator=generator, dtype=torch.float64)
     cov_KRR = 0.1 * torch.eye(RANK, dtype=torch.float64).repeat(num, 1, 1)
     net = TokenRouter(ARCHITECTURE, SHAPE, num)
@@ -135,7 +135,7 @@ def evaluations(numbers: tuple[int, ...], rounds: int) -> list[tuple[object, ...
                     if number:
                         ratios.setdefault((name, num), []).append(own / alone)
                         times.setdefault((name, num), []).append(own)
-        rows = []
+        rows: list[tuple[object, ...]] = []
         for (name, num), found in ratios.items():
             router = built[num][name]
             rise = max(risen(partial(router.log_likelihood, x, t)) for _ in range(3))
@@ -172,7 +172,7 @@ def make_release(work: Path, num: int) -> tuple[Path, bytes]:
                 },
             },
             "router": {"kind": "counts"},
-            "public": {"holdout_share": 0.5},
+            "public": {"holdout_share": NUM_JUDGED / len(island)},
         }
     )
     split(Dataset.read(work / "data.npz", recipe.data), recipe, num, "site", work / "run", PASSPHRASE)
@@ -214,7 +214,7 @@ def openings(numbers: tuple[int, ...], rounds: int, work: Path) -> list[tuple[ob
             say(f"{num} experts: hashed in {hashed:.3f} s, opened in {opened:.3f} s")
             if number:
                 found[num].append((opened, hashed))
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for num, pairs in found.items():
         release, root = made[num]
         files = [path.stat().st_size for path in release.rglob("*") if path.is_file()]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddm.cli.conditions import condition_shares
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.errors import MathError
@@ -102,6 +103,8 @@ def test_at_pure_noise_the_posterior_is_the_experts_share_of_the_condition(
         share_K = torch.tensor(PRIOR).double() * SHARE_KC[:, label]
         found = ensemble.posterior(x, at, one).exp()
         torch.testing.assert_close(found, (share_K / share_K.sum()).expand(5, 2), atol=0.08, rtol=0)
+        known = condition_shares(ensemble, one, None)  # what the command `ddm sample` says and samples by
+        torch.testing.assert_close(torch.tensor([known]).expand(5, 2), found, atol=1e-6, rtol=0, check_dtype=False)
         declared = ensemble.posterior(x, at, one, condition_prior=[0.9, 0.1]).exp()
         torch.testing.assert_close(declared, torch.tensor([[0.9, 0.1]]).double().expand(5, 2))
     torch.testing.assert_close(ensemble.posterior(x, at).exp(), torch.tensor([PRIOR]).double().expand(5, 2))
