@@ -32,6 +32,7 @@ _DRAWN_TOGETHER = 256
 _CHECKED_TOGETHER = 1024
 _CHECKS = 10
 _CHECK_DRAWS = 4
+_MOST_CHECKED = 2048  # images; each is noised to several times
 
 
 class SamplesRouter:
@@ -259,9 +260,10 @@ def _train(
     on_progress: Progress | None,
 ) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    rows = torch.arange(len(check)).repeat(_CHECK_DRAWS)
+    some = torch.randperm(len(check), generator=generator)[:_MOST_CHECKED]
+    rows = some.repeat(_CHECK_DRAWS)
     fixed = [_Noised.of(check, part, path, settings.drop, generator) for part in torch.split(rows, _CHECKED_TOGETHER)]
-    weight_N = check.weight_N.repeat(_CHECK_DRAWS)
+    weight_N = check.weight_N[rows]
     best, kept = _checked(net, fixed, weight_N, path), deepcopy(net.state_dict())
     num_steps = settings.num_steps
     every = max(1, num_steps // _CHECKS)
