@@ -33,7 +33,7 @@ ROOMS = {
         "system trust",
         "ensemble": "diffusion encoders errors protocol routers sampling",
         "sampling": "diffusion errors io protocol routers",
-        "routers": "diffusion encoders errors io models partition privacy protocol",
+        "routers": "diffusion encoders errors io models partition privacy protocol training",
         "training": "diffusion errors io models protocol system",
         "encoders": "errors io protocol system",
         "models": "errors io protocol",

@@ -40,6 +40,7 @@ def plan(
     from pydantic import ValidationError
 
     from aggregator.planning.carrying import choose_carried
+    from aggregator.planning.columns import read_columns
     from aggregator.planning.draft import draft_plan
     from aggregator.planning.recipe import Recipe
     from aggregator.planning.sign import sign_plan
@@ -55,12 +56,13 @@ def plan(
         got = ", ".join(name for name, each in given.items() if each) or "no --public and no --carry"
         raise SetupError("plan", expected=expected, got=got, remedy="See `aggregator plan --help`.")
     source = read_images(public, chosen.data) if public else choose_carried(federation, carry or "", replace or ())
+    columns = read_columns(public, chosen) if public else None
     secret = federation_passphrase(federation, passphrase_file)
     load_key(federation, "plans", secret)
     with tempfile.TemporaryDirectory() as scratch:
         try:
             with progress("Encoding public images") as on_progress:
-                draft = draft_plan(federation, chosen, source, Path(scratch), on_progress)
+                draft = draft_plan(federation, chosen, source, Path(scratch), on_progress, columns=columns)
         except ValidationError as error:
             # What only shows when the recipe meets the rest of the plan, e.g. a patch that does not divide the image.
             raise misfit(recipe, error) from error

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from aggregator.pages import charts
 from aggregator.pages.drawing import MAX_SILOS, Drawing
 from aggregator.router.report import RouterReport
+from ddm.protocol.calibration import calibration_rows
 from ddm.protocol.manifest import Flag, Manifest, PublishedSilo
-from ddm.protocol.plan import Plan
+from ddm.protocol.plan import Plan, SamplesRouter
 from ddm.protocol.submission import Submission
 
 SHOWN_OWN, SHOWN_MIXED = 8, 32
@@ -143,6 +144,19 @@ class ReportContent:
     shares: tuple[ShareChart, ...]
 
     @property
+    def calibration(self) -> list[tuple[str, str, str]]:
+        """The router's expected calibration error by noise level, as published and at temperature 1."""
+        return calibration_rows(self.router.calibration)
+
+    @property
+    def made_from(self) -> str:
+        """What the published router was made from."""
+        asked = self.plan.router
+        if self.manifest.router.kind != "samples" or not isinstance(asked, SamplesRouter):
+            return "differentially private statistics"
+        return _LABELS[asked.labels]
+
+    @property
     def some_silos_unshown(self) -> bool:
         """Whether the page shows the own images of only some silos."""
         return len(self.silos) > MAX_SILOS
@@ -167,6 +181,14 @@ class ReportContent:
         """The plan's silos that are not in the release, each with the reason."""
         missing = [(silo_id, "missing") for silo_id in self.manifest.missing_silos]
         return tuple(sorted([*missing, *((silo_id, "withdrawn") for silo_id in self.manifest.withdrawn_silos)]))
+
+
+_LABELS = {
+    "experts": "images drawn from the experts (it is as private as their weights)",
+    "group": "public images, weighed by differentially private counts",
+    "class": "public images with classes, weighed by differentially private counts",
+    "silo": "public images that name a silo",
+}
 
 
 def silo_parts(manifest: Manifest, submissions: Mapping[str, Submission]) -> tuple[SiloPart, ...]:

@@ -1,24 +1,26 @@
 """Draft a plan from a recipe and public images: fit what is public, write the document, work out its cost."""
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 from torch import Tensor
 
 from aggregator.config import Federation
+from aggregator.intake.public_columns import Columns, kept_columns
 from aggregator.keys.rotation import next_receipts_key
 from aggregator.keys.silo_rotation import cards_for_next_plan
 from aggregator.membership.registry import cards
 from aggregator.planning.carrying import Carrying, reuse_public
+from aggregator.planning.columns import check_carried, fitted_columns
 from aggregator.planning.continuing import check_continued, expert_of
 from aggregator.planning.cost import Cost, cost_of
 from aggregator.planning.recipe import Recipe
 from ddm.encoders import Progress
 from ddm.errors import SetupError
 from ddm.loading.plan import CENTROIDS_PATH, SKETCH_PATH
-from ddm.planning.fit import Fitted, PublicImages, fit_public
+from ddm.planning.fit import Fitted, PublicImages, condition_of, divide, fit_public
 from ddm.privacy.plan_cost import check_total
 from ddm.protocol.base import File, now_utc
 from ddm.protocol.plan import Agreed, Clustering, Plan, SketchSpec
@@ -33,12 +35,14 @@ class Draft:
         folder: holds `plan/*.safetensors` as the plan lists them.
         images: the public images that it was fitted on, and those held out.
         cost: what it costs each silo.
+        columns: what a samples router learns from beside these images.
     """
 
     plan: Plan
     folder: Path
     images: PublicImages
     cost: Cost
+    columns: Columns = field(default_factory=dict)
 
 
 def draft_plan(
@@ -47,6 +51,8 @@ def draft_plan(
     public: Tensor | Carrying,
     folder: Path,
     on_progress: Progress | None = None,
+    *,
+    columns: Columns | None = None,
 ) -> Draft:
     """Fit the public parts into `folder` and write the plan around them; nothing is signed yet.
 
@@ -56,6 +62,7 @@ def draft_plan(
         public: public images, shape (N, C, H, W); or what is carried over, with the public parts of its plan.
         folder: where the plan's files go.
         on_progress: called with images encoded and images in all, which is long with a large network.
+        columns: the columns of all public images that the recipe's router learns from.
 
     Raises:
         SetupError: no silo is enrolled, or none that trains; or see `ddm.planning.fit.fit_public`.
@@ -74,8 +81,12 @@ def draft_plan(
         got = f"{', '.join(enrolled)}, all carried over"
         raise SetupError("plan", expected="at least one silo that trains", got=got, remedy=remedy)
     if isinstance(public, Carrying):
+        kept = kept_columns(federation, public.plan.plan_id)
+        check_carried(kept, recipe)
         fitted = reuse_public(federation, recipe, public, folder)
     else:
+        condition, rows = condition_of(recipe), divide(len(public), recipe.public)[0]
+        kept = fitted_columns(columns or {}, rows, recipe, condition, silos)
         fitted = fit_public(recipe, public, folder, on_progress)
     agreed = {silo_id: card.agreed for silo_id, card in cards_for_next_plan(federation, silos).items()}
     plan = _document(federation, recipe, agreed, fitted, folder, carrying)
@@ -83,7 +94,7 @@ def draft_plan(
         carrying.check(plan)
     check_continued(federation, plan)
     check_total(plan)
-    return Draft(plan, folder, fitted.images, cost_of(plan, fitted.sketch, fitted.images.seen))
+    return Draft(plan, folder, fitted.images, cost_of(plan, fitted.sketch, fitted.images.seen), kept)
 
 
 def _document(

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from ddm.planning.recipe import SharedRecipe
-from ddm.protocol.plan import Audit, Limits, Partition, Statistics
+from ddm.protocol.plan import Audit, Limits, Partition, SamplesRouter, Statistics
 
 
 class Recipe(SharedRecipe):
@@ -38,4 +38,11 @@ class Recipe(SharedRecipe):
     def _statistics_are_private(self) -> "Recipe":
         if not self.statistics.private:
             raise ValueError('statistics.relation must be "replace_one": a silo releases nothing without noise')
+        return self
+
+    @model_validator(mode="after")
+    def _router_is_labelled(self) -> "Recipe":
+        router = self.router
+        if isinstance(router, SamplesRouter) and router.labels == "class" and self.statistics.class_counts is None:
+            raise ValueError('router.labels "class" needs the statistic class_counts, which says who holds a class')
         return self

@@ -85,5 +85,6 @@ def _lay_out(draft: Draft, home: Path) -> None:
     arrays = {"fitted": images.fitted, "holdout": images.holdout}
     if images.latents:
         arrays |= {"fitted_latents": images.latents[0], "holdout_latents": images.latents[1]}
-    np.savez_compressed(public, **{name: array.numpy() for name, array in arrays.items()})  # type: ignore[arg-type]
+    stored = {name: array.numpy() for name, array in arrays.items()} | dict(draft.columns)
+    np.savez_compressed(public, **stored)  # type: ignore[arg-type]
     write_atomic(home / PUBLIC_NAME, public.getvalue())

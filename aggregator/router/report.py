@@ -5,12 +5,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ddm.protocol.base import Digest, Document, File, Model, PlanId, PositiveInt
+from ddm.protocol.calibration import CalibrationBand, Interval, calibration_rows
 from ddm.protocol.manifest import Evaluation
 from ddm.system.console import table
 
 Family = Literal["counts", "moments", "learned", "samples"]
-Interval = tuple[float, float, float]
-"""A figure with the ends of its 95% interval."""
 
 
 class Band(Model):
@@ -24,15 +23,6 @@ class Band(Model):
     difference: float
     difference_low: float
     difference_high: float
-
-
-class CalibrationBand(Model):
-    """Expected calibration error of the published router for t in [low, high), before and after its temperature."""
-
-    low: float
-    high: float
-    before: Interval
-    after: Interval
 
 
 class RouterReport(Document):
@@ -63,11 +53,7 @@ class RouterReport(Document):
             if band:
                 figure = (band.difference, band.difference_low, band.difference_high)
                 found.append(_evaluation(f"{versus}_{source}_t_{band.low:.2f}_{band.high:.2f}", figure))
-        for error in self.calibration:
-            name = f"t_{error.low:.2f}_{error.high:.2f}"
-            found.append(_evaluation(f"router_calibration_error_{name}", error.after))
-            found.append(_evaluation(f"router_calibration_error_at_temperature_1_{name}", error.before))
-        return tuple(found)
+        return (*found, *(figure for band in self.calibration for figure in band.evaluations()))
 
 
 def describe(report: RouterReport) -> str:
@@ -86,13 +72,10 @@ def describe(report: RouterReport) -> str:
         for name, band in named
     ]
     header = ("public held-out images", "prior", "counts", report.candidate, f"{report.candidate} - counts, 95%")
-    errors = [
-        (f"t {error.low:g}-{error.high:g}", f"{error.before[0]:.4f}", f"{error.after[0]:.4f}")
-        for error in report.calibration
-    ]
-    heads = ("calibration error", "at temperature 1", f"at {report.temperature:.3g}")
+    heads = ("calibration error, 95%", f"published, at temperature {report.temperature:.3g}", "at temperature 1")
+    errors = table(calibration_rows(report.calibration), heads)
     lines = [table(rows, header)] if rows else []
-    return "\n".join([*lines, table(errors, heads), f"Published router: {report.published}, because {report.reason}."])
+    return "\n".join([*lines, errors, f"Published router: {report.published}, because {report.reason}."])
 
 
 def _evaluation(metric: str, figure: Interval) -> Evaluation:

@@ -12,7 +12,8 @@ from aggregator.config import Federation
 from aggregator.intake.claims import refuse_overweight
 from aggregator.intake.examination import public_images, refuse_outliers
 from aggregator.intake.inventory import Inventory
-from aggregator.router.report import Band, CalibrationBand, Family, Interval, RouterReport
+from aggregator.router.images import training_images
+from aggregator.router.report import Band, Family, RouterReport
 from ddm.diffusion.path import Expert, path_named
 from ddm.errors import MissingFileError
 from ddm.io.files import write_atomic
@@ -22,6 +23,7 @@ from ddm.loading.ensemble import on_path
 from ddm.models import load_expert
 from ddm.partition.layout import Layout
 from ddm.protocol.base import File, sha256_hex
+from ddm.protocol.calibration import Interval
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Progress
@@ -31,10 +33,11 @@ from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.influence import capped_shares
 from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
+from ddm.routers.loading import knows_shares
 from ddm.routers.moments import MomentsRouter, moments_noise_std
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.residual import PublicSketches
-from ddm.routers.samples import SamplesRouter, draw_from_experts, fit_samples
+from ddm.routers.samples import SamplesRouter, fit_samples
 from ddm.sampling.expert_cache import LazyExperts
 from ddm.system.devices import device_named
 
@@ -170,10 +173,14 @@ def _fit(
         )
         router: AnyRouter = learned.split(layout)
     elif isinstance(settings, SamplesSettings):
-        num, device = settings.images_per_expert, device_named()
-        experts = _experts(inventory, device)
-        drawn_EN = draw_from_experts(experts, plan.expert_shape, num, seed, path, on_progress, device=device)
-        router = fit_samples(drawn_EN, settings, path, seed, on_progress, device=device)
+        device = device_named()
+        images = training_images(
+            federation, inventory, settings, counts, lambda: _experts(inventory, device), seed, on_progress, device
+        )
+        knows, told = knows_shares(plan, settings), plan.condition
+        router = fit_samples(
+            images, settings, path, seed, on_progress, condition=told, knows_shares=knows, device=device
+        )
     else:
         released = inventory.moments().values()
         sum_KR, second_KRR = (torch.stack([sums[name] for sums in released]) for name in ("sum", "second"))
@@ -223,10 +230,7 @@ def _report(
         minus_prior=minus_prior,
         bands=tuple(_band(band) for band in comparison.bands) if comparison else (),
         sketches=_band(sketches) if sketches else None,
-        calibration=tuple(
-            CalibrationBand(low=error.low, high=error.high, before=error.before, after=error.after)
-            for error in chosen.calibration.errors
-        ),
+        calibration=chosen.calibration.errors,
     )
 
 

@@ -24,6 +24,7 @@ def assemble(
     from ddm.islands.assemble import assemble as publish
     from ddm.islands.assemble import missing_islands
     from ddm.islands.folder import Islands
+    from ddm.protocol.calibration import calibration_rows
     from ddm.system.devices import device_named
 
     islands = Islands(folder)
@@ -45,6 +46,12 @@ def assemble(
     say(f"Router: {router.kind}, because {router.reason}.")
     value, low, high = router.minus_prior
     say(f"  on images held out {value:+.4f} nats against the shares alone, 95% interval {low:+.4f} to {high:+.4f}")
+    heads = (
+        "calibration error, 95%",
+        f"published, at temperature {manifest.router.temperature:.3g}",
+        "at temperature 1",
+    )
+    say(table(calibration_rows(router.calibration.errors), heads))
     if missing:
         say(f"PARTIAL: without {', '.join(manifest.missing_silos)}, which are not trained yet.")
     say(f"Published {manifest.plan_id}, version {manifest.version}: {out}")

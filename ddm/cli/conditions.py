@@ -8,7 +8,7 @@ from torch import Tensor
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
 from ddm.protocol.plan import ClassCondition, Condition, TextCondition
-from ddm.sampling.guidance import ConditionValue, condition_and_null, conditional_log_prior
+from ddm.sampling.guidance import ConditionValue, condition_and_null, conditional_log_prior, router_shares
 from ddm.system.console import say
 
 
@@ -44,18 +44,21 @@ def condition_shares(
 ) -> list[float] | None:
     """Return each expert's share of the data with the condition; None where it is unknown or there is no condition.
 
-    Declared shares come first, then those that the release states for a class; a text has the prior of all images.
+    Declared shares come first, then those that the release states for a class, then those that a router learned which
+    reads conditions; else a text has the prior of all images.
 
     Raises:
         MathError: these experts do not take the condition.
     """
-    if condition is not None:
-        condition_and_null(ensemble.condition, condition)
-    if condition is None or declared is not None:
+    if condition is None:
         return declared
-    if not isinstance(condition, int):
-        return list(ensemble.prior)
-    return list(ensemble.class_prior(condition).prior) if ensemble.class_prior else None
+    told, _ = condition_and_null(ensemble.condition, condition)
+    if declared is not None:
+        return declared
+    if isinstance(condition, int) and ensemble.class_prior:
+        return list(ensemble.class_prior(condition).prior)
+    learned = router_shares(ensemble.router, told, ensemble.prior)
+    return learned if learned or isinstance(condition, int) else list(ensemble.prior)
 
 
 def expert_shares(ensemble: Ensemble, target_prior: list[float], class_prior: list[float] | None) -> Tensor:

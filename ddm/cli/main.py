@@ -27,6 +27,7 @@ from ddm.cli.split import split
 from ddm.cli.train import train
 from ddm.loading.release import Release
 from ddm.protocol.architecture import TextCondition
+from ddm.protocol.calibration import calibration_bands, calibration_rows
 from ddm.protocol.plan import Plan
 from ddm.system.console import human_bytes, human_flops, new_program, run_app, say, table
 
@@ -107,6 +108,7 @@ def info(
     say(table(rows, (who, f"{plan.statistics.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
     _say_grown(opened)
     _say_lowered(opened)
+    _say_calibration(opened)
     covered = "epsilon covers the router's inputs only" if plan.statistics.private else "one owner had all of the data"
     say(f"\nThe experts' weights were trained without differential privacy; {covered}.")
     warn_if_expired(opened)
@@ -142,6 +144,14 @@ def _say_grown(opened: Release) -> None:
     for reason, absent in (("missing", opened.manifest.missing_silos), ("withdrawn", opened.manifest.withdrawn_silos)):
         if absent:
             say(f"  {reason}: {', '.join(absent)}; the priors are shares among the silos above")
+
+
+def _say_calibration(opened: Release) -> None:
+    """Show how far the router's probabilities are off, by noise level, where the manifest states it."""
+    manifest = opened.manifest
+    if rows := calibration_rows(calibration_bands(manifest.evaluation)):
+        heads = (f"router {manifest.router.kind}", "expected calibration error, 95%", "at temperature 1")
+        say("\n" + table(rows, heads))
 
 
 def _say_lowered(opened: Release) -> None:

@@ -142,6 +142,7 @@ def sample(
     from ddm.loading.memory import room_for_experts
     from ddm.models.arithmetic import Arithmetic
     from ddm.protocol.footprint import condition_bytes, sampling_bytes
+    from ddm.sampling.guidance import knows_shares
     from ddm.system.devices import device_named
     from ddm.system.memory import memory_limit
 
@@ -181,7 +182,7 @@ def sample(
     written = write_samples(drawn.images, drawn.expert_N.tolist(), out, opened.manifest_digest)
     shares = describe_shares(ensemble, shares_of(drawn, ensemble), weights, class_prior, label)
     say(f"{num} samples in {out} ({written}). Experts: {shares}")
-    if text is not None and declared is None:
+    if text is not None and declared is None and not knows_shares(ensemble.router):
         say("No release states who holds images of this text: the prior is that of all images (or --set class-prior).")
     warn_if_expired(opened)
 

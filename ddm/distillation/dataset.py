@@ -127,7 +127,8 @@ def class_branch(ensemble: Ensemble, label: int) -> Branch:
         expected = "class counts, which state each expert's share of a class"
         raise MathError("classes", expected=expected, got="a release without class counts", remedy=remedy)
     known = ensemble.class_prior(label)
-    return Branch(conditional_log_prior(known.prior, ensemble.prior, None), known.router or ensemble.router)
+    log_prior_K = conditional_log_prior(known.prior, ensemble.prior, None)
+    return Branch(log_prior_K, known.router or ensemble.router, torch.tensor(label))
 
 
 def own_samples(

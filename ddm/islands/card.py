@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from ddm.islands.folder import Split
 from ddm.islands.router import OwnersRouter
+from ddm.protocol.calibration import calibration_rows
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 
@@ -46,6 +47,13 @@ def card(split: Split, plan: Plan, manifest: Manifest, router: OwnersRouter, roo
         "",
         *_absent(manifest),
         *_islands(split, manifest),
+        "",
+        "Expected calibration error of the router on images held out, in bands of the noise level t (0 is data), with",
+        f"95% intervals; the published temperature is {manifest.router.temperature:.3g}:",
+        "",
+        "| noise level | as published | at temperature 1 |",
+        "| --- | ---: | ---: |",
+        *(f"| {' | '.join(row)} |" for row in calibration_rows(router.calibration.errors)),
         "",
         "## Open",
         "",

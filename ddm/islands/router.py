@@ -27,7 +27,9 @@ from ddm.routers.calibration import Calibrated, Calibration, calibrate
 from ddm.routers.comparison import compare, minus_prior
 from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter
+from ddm.routers.labelled import Labelled
 from ddm.routers.learned import LearnedRouter
+from ddm.routers.loading import knows_shares
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.residual import PublicSketches, fit_residual
 from ddm.routers.samples import SamplesRouter, fit_samples
@@ -64,21 +66,23 @@ class OwnersRouter:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class OwnersImages:
     """Images whose islands are known, those of missing islands left out.
 
     Attributes:
         images: as experts see them, shape (N, ...).
         island_N: the place of each image's island among those that are there.
         group_N: the group of each.
+        condition_N: the class or the text of each, where it is asked for.
     """
 
     images: Tensor
     island_N: Tensor
     group_N: Tensor
+    condition_N: Tensor | None = None
 
     @classmethod
-    def read(cls, islands: Islands, name: str, present: Sequence[int]) -> "Labelled":
+    def read(cls, islands: Islands, name: str, present: Sequence[int], *, told: bool = False) -> "OwnersImages":
         """Read the images called `fitted` or `holdout`.
 
         Raises:
@@ -91,7 +95,8 @@ class Labelled:
         if not bool(kept.any()):
             expected = f"some of the {len(present)} islands that are trained"
             raise DataError(f"{name} images", expected=expected, got=f"{len(images)}, all of other islands")
-        return cls(images[kept], place_K[island_N[kept]], group_N[kept])
+        condition_N = map_array(islands.router / f"{name}-conditions.npy")[kept] if told else None
+        return cls(images[kept], place_K[island_N[kept]], group_N[kept], condition_N)
 
 
 def fit_router(
@@ -118,7 +123,7 @@ def fit_router(
     num_units = [islands.split.islands[number].num_images for number in present]
     tensors = load_tensors(islands.router / "counts.safetensors", _counts_specs(plan), max_bytes=_MAX_COUNTS_BYTES)
     counts = CountsRouter.from_counts(sketch, tensors["counts"][list(present)], num_units, EXACT, path)
-    held_out = Labelled.read(islands, "holdout", present)
+    held_out = OwnersImages.read(islands, "holdout", present)
     judged = _judged(held_out, plan, num_units, seed)
     kind: Kind = "counts"
     router: AnyRouter = counts
@@ -143,8 +148,7 @@ def fit_router(
             chosen, reason = _calibrated(candidate, own), f"{kind} is nowhere worse than counts"
     gain = minus_prior(chosen, judged)
     found = [_evaluation(f"router_cross_entropy_{kind}_minus_prior_held_out_images", gain), *bands]
-    for error in calibration.errors:
-        found.append(_evaluation(f"router_calibration_error_t_{error.low:.2f}_{error.high:.2f}", error.after))
+    found += [figure for band in calibration.errors for figure in band.evaluations()]
     stored = {**router.tensors(), **_class_prior(plan, files, tensors, present, num_units)}
     return OwnersRouter(kind, reason, stored, calibration, tuple(found), gain)
 
@@ -154,7 +158,7 @@ def _calibrated(router: AnyRouter, calibration: Calibration) -> Calibrated:
     return Calibrated(router, calibration.temperature, [1.0] * router.num_experts)
 
 
-def _judged(held_out: Labelled, plan: Plan, num_units: Sequence[int], seed: int) -> PublicData:
+def _judged(held_out: OwnersImages, plan: Plan, num_units: Sequence[int], seed: int) -> PublicData:
     """Return the images held out as what judges routers, each island being a group in which nobody else has images."""
     num = len(num_units)
     parts = [Part(f"{number}", None, tuple(range(num))) for number in range(num)]
@@ -182,7 +186,8 @@ def _fit(
     on_progress: Progress | None,
 ) -> AnyRouter:
     """Fit the plan's family on the images that encoder and clusters were fitted on."""
-    known, path = Labelled.read(islands, "fitted", present), path_named(plan.objective.ensemble_path)
+    reads = isinstance(plan.router, SamplesSettings) and plan.router.conditional
+    known, path = OwnersImages.read(islands, "fitted", present, told=reads), path_named(plan.objective.ensemble_path)
     if isinstance(plan.router, LearnedSettings):
         s_NR = counts.sketch.of(known.images, torch.zeros(len(known.images)), path).float()
         public = PublicSketches(s_NR, known.group_N, known.island_N)
@@ -190,11 +195,21 @@ def _fit(
         return LearnedRouter(counts, fit_residual(counts, public, prior_K, plan.router, seed, on_progress))
     if not isinstance(plan.router, SamplesSettings):
         raise DataError("router", expected="learned, counts or samples", got=plan.router.kind)
-    own = [known.images[known.island_N == k] for k in range(len(present))]
-    num = min(plan.router.images_per_expert, *map(len, own))
-    generator = torch.Generator().manual_seed(seed)
-    drawn_EN = torch.stack([part[torch.randperm(len(part), generator=generator)[:num]] for part in own])
-    return fit_samples(drawn_EN, plan.router, path, seed, on_progress, device=device)
+    generator, most = torch.Generator().manual_seed(seed), plan.router.images_per_expert
+    own = [torch.nonzero(known.island_N == k)[:, 0] for k in range(len(present))]
+    rows = torch.cat([each[torch.randperm(len(each), generator=generator)[:most]] for each in own])
+    told = None if known.condition_N is None else known.condition_N[rows]
+    images = Labelled.of_experts(known.images[rows], known.island_N[rows], len(present), told)
+    return fit_samples(
+        images,
+        plan.router,
+        path,
+        seed,
+        on_progress,
+        condition=plan.condition,
+        knows_shares=knows_shares(plan, plan.router),
+        device=device,
+    )
 
 
 def _counts_specs(plan: Plan) -> dict[str, TensorSpec]:

@@ -34,9 +34,11 @@ from ddm.protocol.plan import (
     ClassCondition,
     ClassCountsStatistic,
     Clustering,
+    Condition,
     CountsStatistic,
     Limits,
     Plan,
+    SamplesRouter,
     SiloPartition,
     SketchSpec,
     Statistics,
@@ -248,9 +250,7 @@ def _write_islands(
     num, shape = len(dataset.images), plan.expert_shape
     text_values = plan.condition.max_tokens * plan.condition.dim if isinstance(plan.condition, TextCondition) else 0
     require_room({islands.path: 4 * num * (int(np.prod(shape)) + text_values)}, "the islands' images")
-    label_N = dataset.classes(plan.condition.num_classes) if isinstance(plan.condition, ClassCondition) else None
-    captions = dataset.captions() if isinstance(plan.condition, TextCondition) else None
-    done = 0
+    done, told = 0, _told(dataset, plan.condition)
     for number in range(len(plan.silos)):
         folder, rows = islands.island(number), torch.nonzero(division.island_N == number)[:, 0]
 
@@ -264,11 +264,24 @@ def _write_islands(
 
         write_rows(folder.rows, (len(rows),), [rows.numpy()], np.int64)
         write_rows(folder.images, (len(rows), *shape), seen())
-        if label_N is not None:
-            write_rows(folder.labels, (len(rows),), [label_N[rows.numpy()]], np.int64)
-        if captions is not None and isinstance(plan.condition, TextCondition):
-            texts = _texts([captions[row] for row in rows.tolist()], recipe, plan.condition)
-            write_rows(folder.labels, (len(rows), plan.condition.max_tokens, plan.condition.dim), texts)
+        if told is not None:
+            _write_conditions(folder.labels, told[rows.numpy()], recipe, plan.condition)
+
+
+def _told(dataset: Dataset, condition: Condition) -> np.ndarray | None:
+    """Return the class or the caption of every image; None where experts are told nothing."""
+    if isinstance(condition, ClassCondition):
+        return dataset.classes(condition.num_classes)
+    return np.array(dataset.captions()) if isinstance(condition, TextCondition) else None
+
+
+def _write_conditions(path: Path, told: np.ndarray, recipe: IslandsRecipe, condition: Condition) -> None:
+    """Write some images' classes, or their captions as experts read them."""
+    if isinstance(condition, TextCondition):
+        texts = _texts([str(caption) for caption in told], recipe, condition)
+        write_rows(path, (len(told), condition.max_tokens, condition.dim), texts)
+    else:
+        write_rows(path, (len(told),), [told], np.int64)
 
 
 def _texts(captions: list[str], recipe: IslandsRecipe, condition: TextCondition) -> Iterator[np.ndarray]:
@@ -296,6 +309,11 @@ def _write_router(
     num_islands, num_groups = int(island_N.max()) + 1, recipe.num_groups
     images = fitted.images
     seen = images.latents or (images.fitted, images.holdout)
+    if isinstance(recipe.router, SamplesRouter) and recipe.router.conditional:
+        told = _told(dataset, fitted.condition)
+        if told is not None:
+            own = told[chosen[divide(len(chosen), recipe.public)[0]].numpy()]
+            _write_conditions(islands.router / "fitted-conditions.npy", own, recipe, fitted.condition)
     for name, part, rows in zip(("fitted", "holdout"), seen, divide(len(chosen), recipe.public), strict=True):
         own = chosen[rows]
         write_rows(islands.router / f"{name}.npy", tuple(part.shape), [part.numpy()])

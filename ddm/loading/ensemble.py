@@ -20,6 +20,7 @@ from ddm.models.arithmetic import Arithmetic
 from ddm.protocol.footprint import sampling_bytes
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import ExpertObjective, Plan
+from ddm.routers.base import ConditionalRouter
 from ddm.routers.calibration import Calibrated
 from ddm.routers.counts import CountsRouter
 from ddm.routers.loading import load_router
@@ -189,15 +190,19 @@ def _class_priors(router: Calibrated, sketch: Sketch, path: Path) -> ClassPriors
     """Return the experts' shares of each class and a router for it; None where the silos sent no class counts.
 
     Class counts are histograms over public groups, so the router of a class is a counts router whatever family the
-    release's router is of. It takes over the temperature of a released counts router.
+    release's router is of. It takes over the temperature of a released counts router. A router that reads the class
+    itself answers instead.
     """
     conditional = router.conditional
     if conditional is None:
         return None
+    reads = isinstance(router.router, ConditionalRouter)
     temperature = router.temperature if isinstance(router.router, CountsRouter) else 1.0
 
     def class_prior(label: int) -> ClassPrior:
         prior = conditional.log_prior(label).exp().tolist()
+        if reads:
+            return ClassPrior(prior)
         own = conditional.router(label, sketch, path)
         return ClassPrior(prior, Calibrated(own, temperature, [1.0] * own.num_experts))
 

@@ -13,6 +13,8 @@ _SMALL = 0.02
 class TokenRouter(DiT):
     """A DiT with a class token, from which it computes the logits; a fresh one returns 0 everywhere.
 
+    With a condition it also says how probable the condition is at each expert, which no image is needed for.
+
     Args:
         architecture: its sizes.
         shape: one image, (C, H, W).
@@ -34,8 +36,27 @@ class TokenRouter(DiT):
         self.class_token = nn.Parameter(torch.empty(architecture.hidden))
         nn.init.normal_(self.class_token, std=_SMALL)
         self.head = nn.Linear(architecture.hidden, num_experts)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        told = not isinstance(condition, NoCondition)
+        self.shares = nn.Linear(architecture.hidden, num_experts) if told else None
+        for last in (self.head, *([self.shares] if self.shares else [])):
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+
+    def log_shares(self, c: Tensor | None, num: int) -> Tensor:
+        """Return ``log p(c | e)`` of conditions up to a term common to all experts, shape (B, E); 0 for the null one.
+
+        Args:
+            c: as for `forward`.
+            num: B.
+        """
+        if self.shares is None or c is None:
+            return self.head.bias.new_zeros(num, self.num_experts)
+        if self.classes is not None:
+            read_BD, told_B = self.classes(c, num), c >= 0
+        elif self.text is not None:
+            read_BD, told_B = self.text(c, num).mean(), (c != 0).flatten(1).any(1)
+        found_BE: Tensor = self.shares(read_BD) * told_B.to(read_BD)[:, None]
+        return found_BE
 
     def forward(self, x_BCHW: Tensor, t_B: Tensor, c: Tensor | None = None, *, kept_BM: Tensor | None = None) -> Tensor:
         """Return one logit per expert, shape (B, E); the arguments are those of `DiT.forward`."""

@@ -9,6 +9,7 @@ from ddm.errors import ShapeError
 from ddm.planning.training import TrainingRecipe
 from ddm.protocol.architecture import Dit, Mmdit, TransformerSize, Unet, dit_size, mmdit_size
 from ddm.protocol.learning import Expert
+from ddm.protocol.routers import CountsRouter, LearnedRouter, MomentsRouter, SamplesRouter
 
 SizeName = Annotated[str, Field(max_length=40)]
 
@@ -50,6 +51,33 @@ class MmditRecipe(Mmdit):
     def plain(self) -> Mmdit:
         """Return what a plan says of it."""
         return Mmdit.model_construct(**{name: getattr(self, name) for name in Mmdit.model_fields})
+
+
+class SamplesRecipe(SamplesRouter):
+    """A transformer on x_t, the paper's router, trained on labelled public images or on images that the experts draw.
+
+    Trained on images of the experts it is as private as their weights; labels of public images cost no privacy.
+
+    Attributes:
+        size: a published size, as in `"B/2"`, the paper's, in place of patch, hidden, depth, heads.
+    """
+
+    size: SizeName | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expanded(cls, given: Any) -> Any:
+        return _expanded(given, dit_size)
+
+    def plain(self) -> SamplesRouter:
+        """Return what a plan says of it."""
+        return SamplesRouter.model_construct(**{name: getattr(self, name) for name in SamplesRouter.model_fields})
+
+
+RouterRecipe = Annotated[
+    LearnedRouter | CountsRouter | MomentsRouter | Annotated[SamplesRecipe, AfterValidator(SamplesRecipe.plain)],
+    Field(discriminator="kind"),
+]
 
 
 class ExpertRecipe(Expert):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from ddm.io.settings import Settings
-from ddm.planning.architectures import ExpertRecipe
+from ddm.planning.architectures import ExpertRecipe, RouterRecipe
 from ddm.protocol.architecture import MaxTokens, Probability
 from ddm.protocol.base import NaturalInt
 from ddm.protocol.latent import AutoencoderSize, IdentityLatent
@@ -16,7 +16,6 @@ from ddm.protocol.plan import (
     LogitNormalT,
     NoCondition,
     Objective,
-    Router,
     Side,
     UniformT,
 )
@@ -137,10 +136,12 @@ class PublicRecipe(Settings):
     Attributes:
         holdout_share: share of the public images that is held out.
         seed: seed of the choice.
+        silo_column: the column that names the silo which each public image is like, for the router labels silo.
     """
 
     holdout_share: Annotated[float, Field(gt=0.0, lt=0.9)] = 0.25
     seed: NaturalInt = 0
+    silo_column: Annotated[str, Field(max_length=100)] = "silos"
 
 
 class SharedRecipe(Settings):
@@ -164,7 +165,7 @@ class SharedRecipe(Settings):
     objective: Objective = Objective()
     expert: Annotated[ExpertRecipe, AfterValidator(ExpertRecipe.plain), SerializeAsAny()]
     base: PathText | None = None
-    router: Router
+    router: RouterRecipe
 
     @property
     @abstractmethod

@@ -54,7 +54,7 @@ def widest_layer(plan: Plan) -> tuple[str, int]:
     if isinstance(plan.latent, Autoencoder):
         found["autoencoder"] = autoencoder_size(plan.latent, plan.data.shape).widest
     if isinstance(plan.router, SamplesRouter):
-        found["router (samples)"] = token_router_size(plan.router, plan.expert_shape, 1).widest
+        found["router (samples)"] = _token_router(plan, plan.router, 1).widest
     if isinstance(plan.encoder, TimmEncoder):
         found["encoder (timm)"] = _timm_values(plan.encoder, plan.data.shape)
     name = max(found, key=lambda name: found[name])
@@ -146,9 +146,13 @@ def router_bytes(plan: Plan, num_experts: int) -> int:
         sizes = (rank + _TIME_FEATURES, plan.router.hidden, plan.router.depth, num_experts)
         found += 2 * FLOAT_BYTES * perceptron_parameters(*sizes)
     if isinstance(plan.router, SamplesRouter):
-        size = token_router_size(plan.router, plan.expert_shape, num_experts)
+        size = _token_router(plan, plan.router, num_experts)
         found += 2 * size.bytes + 3 * FLOAT_BYTES * size.buffers
     return found
+
+
+def _token_router(plan: Plan, router: SamplesRouter, num_experts: int) -> NetworkSize:
+    return token_router_size(router, plan.expert_shape, num_experts, router.told(plan.condition))
 
 
 def opening_bytes(plan: Plan, num_experts: int) -> int:
@@ -170,7 +174,7 @@ def sampling_bytes(plan: Plan, num_experts: int, num: int, batch: int, steps: in
     num_groups, at_once = plan.statistics.counts.num_groups, _at_once(prod(plan.expert_shape), num, batch, steps)
     found = drawing_bytes(expert_size(plan), plan.latent, plan.data.shape, num=num, batch=batch, steps=steps)
     if isinstance(plan.router, SamplesRouter):
-        found += FLOAT_BYTES * at_once * token_router_size(plan.router, plan.expert_shape, num_experts).alive
+        found += FLOAT_BYTES * at_once * _token_router(plan, plan.router, num_experts).alive
     # The log densities of every group; in between, and for every expert, blocks of bounded size.
     found += _DOUBLE_BYTES * (at_once * (2 * num_groups + 4 * num_experts) + 8 * _ROUTED_AT_ONCE)
     found += 4 * _DOUBLE_BYTES * num_groups * (plan.sketch.rank + num_experts)

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from ddm.protocol.architecture import TransformerSize
+from ddm.protocol.architecture import Condition, NoCondition, Probability, Shape, TransformerSize
 from ddm.protocol.base import Model, NumSteps
+from ddm.protocol.learning import Share
 
 
 class CountsRouter(Model):
@@ -35,17 +36,60 @@ class LearnedRouter(Model):
     num_steps: NumSteps
 
 
+Labels = Literal["experts", "group", "class", "silo"]
+
+
 class SamplesRouter(TransformerSize):
-    """A transformer on x_t, trained on images drawn from the submitted experts; as private as their weights.
+    """A transformer on x_t, the paper's router, trained on labelled public images or on images that the experts draw.
+
+    Trained on images of the experts it is as private as their weights; labels of public images cost no privacy.
 
     Attributes:
+        labels: what tells the router whose data an image resembles: the expert that drew it (experts); or of public
+            images their public group (group), their class and group (class), weighed by the silos' noised counts, or
+            the silo that they are said to be of (silo). One owner's islands are always known.
         num_steps: training steps of the router.
-        images_per_expert: images drawn from each expert.
+        images_per_expert: images drawn from each expert, or of each island at most; not used for public images.
+        batch_size: images in a step.
+        learning_rate: the highest of the run.
+        schedule: how the learning rate falls: not at all, to `final_rate` along half a cosine, or along a line.
+        warmup_steps: steps over which it rises from 0 first; the fall has begun by then.
+        final_rate: the share of the learning rate that is left at the end; not for the schedule constant.
+        weight_decay: AdamW's weight decay.
+        conditional: whether the router reads the class or the text that experts are told, too.
+        drop: share of the images whose condition training hides, for answers without one; only where it reads one.
     """
 
     kind: Literal["samples"] = "samples"
+    labels: Annotated[Labels, Field(exclude_if=lambda labels: labels == "experts")] = "experts"
     num_steps: NumSteps
-    images_per_expert: Annotated[int, Field(gt=1, le=1_000_000)]
+    images_per_expert: Annotated[int, Field(gt=1, le=1_000_000)] = 1000
+    batch_size: Annotated[int, Field(gt=0, le=2**20, exclude_if=lambda images: images == 128)] = 128
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0, exclude_if=lambda rate: rate == 1e-3)] = 1e-3
+    schedule: Annotated[
+        Literal["constant", "cosine", "linear"], Field(exclude_if=lambda schedule: schedule == "cosine")
+    ] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9, exclude_if=lambda steps: steps == 0)] = 0
+    final_rate: Annotated[Share, Field(exclude_if=lambda share: share == 0.0)] = 0.0
+    weight_decay: Annotated[Share, Field(exclude_if=lambda decay: decay == 0.05)] = 0.05
+    conditional: Annotated[bool, Field(exclude_if=lambda reads: not reads)] = False
+    drop: Annotated[Probability, Field(exclude_if=lambda share: share == 0.1)] = 0.1
+
+    def misfit(self, shape: Shape, condition: Condition) -> str | None:
+        """See `TransformerSize.misfit`; a router that reads a condition needs one."""
+        if self.conditional and isinstance(condition, NoCondition):
+            return "a condition to read, class or text: leave conditional out for experts without one"
+        return super().misfit(shape, condition)
+
+    def told(self, condition: Condition) -> Condition:
+        """Return the condition that the router reads, given that of the experts."""
+        return condition if self.conditional else NoCondition()
+
+    @model_validator(mode="after")
+    def _only_a_falling_rate_has_an_end(self) -> "SamplesRouter":
+        if self.final_rate and self.schedule == "constant":
+            raise ValueError("final_rate needs the schedule cosine or linear")
+        return self
 
 
 Router = Annotated[LearnedRouter | CountsRouter | MomentsRouter | SamplesRouter, Field(discriminator="kind")]

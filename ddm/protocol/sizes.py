@@ -87,11 +87,14 @@ def network_size(architecture: Architecture, shape: Shape, condition: Condition 
             assert_never(architecture)
 
 
-def token_router_size(sizes: TransformerSize, shape: Shape, num_experts: int) -> NetworkSize:
-    """Return the size of the samples router, a transformer with a class token."""
-    size = _dit(sizes, shape, NoCondition())
+def token_router_size(
+    sizes: TransformerSize, shape: Shape, num_experts: int, condition: Condition = NoCondition()
+) -> NetworkSize:
+    """Return the size of the samples router, a transformer with a class token, which may read a condition."""
+    size = _dit(sizes, shape, condition)
     hidden, pixels = sizes.hidden, shape[0] * sizes.patch**2
-    parameters = size.parameters - _linear(hidden, pixels) + _linear(hidden, num_experts) + hidden
+    answers = 1 if isinstance(condition, NoCondition) else 2
+    parameters = size.parameters - _linear(hidden, pixels) + answers * _linear(hidden, num_experts) + hidden
     return NetworkSize(parameters, size.widest + hidden, 2 * size.alive, 2 * size.kept, size.buffers)
 
 

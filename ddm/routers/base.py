@@ -52,6 +52,28 @@ class SketchRouter(Router, Protocol):
         ...
 
 
+@runtime_checkable
+class ConditionalRouter(Router, Protocol):
+    """A router that also reads the condition of each sample, a class or a text."""
+
+    @property
+    def knows_shares(self) -> bool:
+        """Whether `log_shares` says how the silos' data are divided under a condition."""
+        ...
+
+    def given(self, condition_B: Tensor) -> Router:
+        """Return the router ``log p(x_t | k, c, t)`` of these samples' conditions.
+
+        Args:
+            condition_B: as experts receive it, classes (B,) or texts (B, L, D); null where a sample has none.
+        """
+        ...
+
+    def log_shares(self, condition_B: Tensor) -> Tensor:
+        """Return ``log p(c | k)`` up to a term common to all k, shape (B, K)."""
+        ...
+
+
 def log_prior(prior: Sequence[float] | Tensor, num_experts: int) -> Tensor:
     """Check and normalise expert weights, and return their logarithm; weight 0 withdraws an expert.
 

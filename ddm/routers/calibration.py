@@ -12,7 +12,8 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from ddm.errors import MathError
-from ddm.routers.base import Router, SketchRouter, log_prior
+from ddm.protocol.calibration import CalibrationBand
+from ddm.routers.base import ConditionalRouter, Router, SketchRouter, log_prior
 from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.evaluation import BANDS, Band
 from ddm.routers.public import PublicData, PublicWeights, spread
@@ -69,6 +70,23 @@ class Calibrated:
         """
         return self._applied(self.router.log_likelihood(x_B, t_B))
 
+    @property
+    def knows_shares(self) -> bool:
+        """Whether the router itself says how data of a condition are divided among experts."""
+        return isinstance(self.router, ConditionalRouter) and self.router.knows_shares
+
+    def given(self, condition_B: Tensor) -> Router:
+        """Return the router under each sample's condition; this one, where it reads none."""
+        if not isinstance(self.router, ConditionalRouter):
+            return self
+        return Calibrated(self.router.given(condition_B), self.temperature, self.log_training_prior_E.exp().tolist())
+
+    def log_shares(self, condition_B: Tensor) -> Tensor:
+        """Return ``log p(c | e)`` up to a term common to all e, which no temperature changes; 0 where nobody knows."""
+        if isinstance(self.router, ConditionalRouter):
+            return self.router.log_shares(condition_B)
+        return torch.zeros(len(condition_B), self.num_experts, device=condition_B.device)
+
     def on_sketches(self, rank: int) -> OnSketches | None:
         """Return this router on sketches of `rank` dimensions; None for one that needs the image itself."""
         if not isinstance(self.router, SketchRouter):
@@ -81,33 +99,16 @@ class Calibrated:
 
 
 @dataclass(frozen=True)
-class CalibrationError:
-    """Expected calibration error for t in [low, high), before and after calibration, on images not used to fit T.
-
-    Attributes:
-        low: where the band begins.
-        high: where it ends.
-        before: at T = 1, with its 95% interval.
-        after: at the chosen T, with its 95% interval.
-    """
-
-    low: float
-    high: float
-    before: tuple[float, float, float]
-    after: tuple[float, float, float]
-
-
-@dataclass(frozen=True)
 class Calibration:
     """The chosen temperature and its effect.
 
     Attributes:
         temperature: 1 unless another one clearly helps.
-        errors: the calibration errors per band of t.
+        errors: the calibration errors per band of t, on images not used to fit T.
     """
 
     temperature: float
-    errors: tuple[CalibrationError, ...]
+    errors: tuple[CalibrationBand, ...]
 
 
 def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS) -> Calibration:
@@ -123,7 +124,7 @@ def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS)
     """
     log_prior_E = log_prior(public.prior_E, router.num_experts)
     found = [public.log_likelihoods(router, band, index) for index, band in enumerate(bands)]
-    fit_N, judge_N = _halves(public.group_N, public.seed)
+    fit_N, judge_N = halves(public.group_N, public.seed)
     weight_NE = torch.from_numpy(public.evidence.weights(public.group_N[fit_N], public.seed).weight_NE)
 
     def losses(temperature: float, rows: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS)
     for (low, high), log_DNE in zip(bands, found, strict=True):
         posteriors = [(log_DNE[:, judge_N] / t + log_prior_E).softmax(2) for t in (1.0, chosen)]
         before, after = (calibration_error(weights, w_DNE) for w_DNE in posteriors)
-        errors.append(CalibrationError(low=low, high=high, before=before, after=after))
+        errors.append(CalibrationBand(low=low, high=high, before=before, after=after))
     return Calibration(temperature=chosen, errors=tuple(errors))
 
 
@@ -171,7 +172,7 @@ def calibration_error(weights: PublicWeights, w_DNE: Tensor) -> tuple[float, flo
     return float(value[0]), max(float(low), 0.0), float(high)
 
 
-def _halves(group_N: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def halves(group_N: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Split the images of each group into two halves at random."""
     order_N = torch.randperm(len(group_N), generator=torch.Generator().manual_seed(seed))
     order_N = order_N[group_N[order_N].argsort(stable=True)]

@@ -61,15 +61,8 @@ class ConditionalPrior:
             counted_K: the number of units that each silo counts as beside the others, where it is not `num_units`; its
                 counts are scaled to it.
         """
-        num_silos, num_classes, num_groups = noisy_KCG.shape
-        weight_CG = sketch.group_weight_G.double().repeat(num_classes, 1) / num_classes
-        cells = [
-            expected_counts(noisy.flatten().numpy(), n, epsilon, weight_CG.flatten().numpy())
-            for noisy, n in zip(noisy_KCG, num_units, strict=True)
-        ]
-        count_KCG, error_KCG = (
-            torch.stack([torch.from_numpy(cell[part]) for cell in cells]).view(noisy_KCG.shape) for part in (0, 1)
-        )
+        num_classes = noisy_KCG.shape[1]
+        count_KCG, error_KCG = expected_class_counts(sketch, noisy_KCG, num_units, epsilon)
         counted_K = num_units if counted_K is None else counted_K
         scale_K = torch.tensor(counted_K, dtype=torch.float64) / torch.tensor(num_units, dtype=torch.float64)
         count_KCG, error_KCG = (value * scale_K[:, None, None] for value in (count_KCG, error_KCG))
@@ -111,6 +104,22 @@ class ConditionalPrior:
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "ConditionalPrior":
         """Rebuild it from tensors loaded against `conditional_specs`."""
         return cls(tensors["class_prior"].double(), tensors["class_mass"].double())
+
+
+def expected_class_counts(
+    sketch: Sketch, noisy_KCG: Tensor, num_units: Sequence[int], epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """Return `expected_counts` of histograms over classes and groups, and their deviations, both (K, C, G)."""
+    num_classes = noisy_KCG.shape[1]
+    weight_CG = sketch.group_weight_G.double().repeat(num_classes, 1) / num_classes
+    cells = [
+        expected_counts(noisy.flatten().numpy(), n, epsilon, weight_CG.flatten().numpy())
+        for noisy, n in zip(noisy_KCG, num_units, strict=True)
+    ]
+    count_KCG, error_KCG = (
+        torch.stack([torch.from_numpy(cell[part]) for cell in cells]).view(noisy_KCG.shape) for part in (0, 1)
+    )
+    return count_KCG, error_KCG
 
 
 def conditional_specs(num_experts: int, plan: Plan) -> dict[str, TensorSpec]:

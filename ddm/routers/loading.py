@@ -86,13 +86,21 @@ def _load(
         tensors = load(learned_router_specs(silo_E, sketch, settings, path))
         return tensors, LearnedRouter.from_tensors(tensors, sketch, settings, path, silo_E)
     if isinstance(settings, SamplesSettings):
-        tensors = load(samples_router_specs(num_experts, plan.expert_shape, settings))
-        return tensors, SamplesRouter.from_tensors(tensors, num_experts, plan.expert_shape, settings, path)
+        shape, told = plan.expert_shape, plan.condition
+        tensors = load(samples_router_specs(num_experts, shape, settings, told))
+        knows = knows_shares(plan, settings)
+        router = SamplesRouter.from_tensors(tensors, num_experts, shape, settings, path, told, knows_shares=knows)
+        return tensors, router
     if released.moments and settings.kind == "moments":
         tensors = load(moments_router_specs(num_experts, released.moments.rank))
         return tensors, MomentsRouter.from_tensors(tensors, sketch, path)
     expected = "a router with the t_release of the sketches it was made from"
     raise TensorFileError(published.file.path, expected=expected, got="no t_release")
+
+
+def knows_shares(plan: Plan, settings: SamplesSettings) -> bool:
+    """Whether a plan's samples router learns from labels who holds a condition; what experts are told says nothing."""
+    return settings.labels != "experts" or not plan.statistics.private
 
 
 def silo_numbers(experts: Sequence[PublishedExpert]) -> tuple[int, ...]:

@@ -1,49 +1,55 @@
-"""The samples router: a transformer on x_t itself, trained on images that the submitted experts generate.
+"""The samples router, the paper's: a transformer on x_t itself, which may read the experts' condition.
 
-It needs no statistic. It has the privacy of the experts' weights: none, where they were trained without DP-SGD.
+Trained on labelled public images, see `ddm.routers.labelled`, it costs no privacy beyond that of the counts that weigh
+them. Trained on images that the submitted experts generate, it has the privacy of the experts' weights: none, where
+they were trained without DP-SGD.
 """
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ddm.diffusion.path import Experts, Path, expand_time, x_t
+from ddm.diffusion.path import Expert, Experts, Path, expand_time, x_t
 from ddm.diffusion.rng import stream
 from ddm.diffusion.solver import integrate, uniform_times
-from ddm.errors import NumericalError, ShapeError
+from ddm.errors import NumericalError
 from ddm.io.tensors import TensorSpec
 from ddm.models.token_router import TokenRouter
-from ddm.protocol.plan import Dit
+from ddm.protocol.plan import Condition, Dit, NoCondition
 from ddm.protocol.plan import SamplesRouter as Settings
 from ddm.routers.base import Progress
+from ddm.routers.labelled import Labelled
+from ddm.training.schedule import learning_rate
 
-# Shape legend: E experts, N images of one expert, B batch, ... all data dimensions.
+# Shape legend: E experts, N images, B batch, ... all data dimensions.
 
 _SOLVER_STEPS = 16
 _DRAWN_TOGETHER = 256
-_HELD_OUT_SHARE = 0.1
-_BATCH = 128
-_LEARNING_RATE = 1e-3
-_WEIGHT_DECAY = 0.05
+_CHECKED_TOGETHER = 1024
 _CHECKS = 10
 _CHECK_DRAWS = 4
+_MOST_CHECKED = 2048  # images; each is noised to several times
 
 
 class SamplesRouter:
-    """``log p(x_t | e, t) = alpha_t net_e(x_t, t)``: exactly equal for all experts at t = 1.
+    """``log p(x_t | e, c, t) = alpha_t net_e(x_t, t, c)``: exactly equal for all experts at t = 1.
 
     Args:
-        net: trained on equal numbers of images of every expert, so that its logits are log-likelihoods.
+        net: trained as if all experts had equally many images, so that its logits are log-likelihoods.
         path: the probability path.
+        knows_shares: whether it was trained on images that show how data of a condition are divided among experts;
+            those that experts were told to draw do not.
     """
 
-    def __init__(self, net: TokenRouter, path: Path) -> None:
+    def __init__(self, net: TokenRouter, path: Path, *, knows_shares: bool = False) -> None:
         self.num_experts = net.num_experts
         self.net = net.eval().requires_grad_(False)
         self.path = path
+        self.knows_shares = knows_shares and net.shares is not None
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return ``log p(x_t | e, t)`` up to a term common to all e, shape (B, E); equal for all e at t = 1.
@@ -53,7 +59,16 @@ class SamplesRouter:
             t_B: shape (B,), 0 is data, 1 is noise.
         """
         self.net.to(x_B.device)
-        return _gated(self.net, x_B.float(), t_B.to(x_B.device, torch.float32), self.path)
+        return _gated(self.net, x_B.float(), t_B.to(x_B.device, torch.float32), None, self.path)
+
+    def given(self, condition_B: Tensor) -> "SamplesRouter | _Given":
+        """Return ``log p(x_t | e, c, t)`` of samples with these conditions; itself where it reads none."""
+        return _Given(self, condition_B) if self.net.shares is not None else self
+
+    def log_shares(self, condition_B: Tensor) -> Tensor:
+        """Return ``log p(c | e)`` up to a term common to all e, shape (B, E); 0 for the null condition."""
+        self.net.to(condition_B.device)
+        return self.net.log_shares(condition_B, len(condition_B))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a release stores."""
@@ -61,19 +76,57 @@ class SamplesRouter:
 
     @classmethod
     def from_tensors(
-        cls, tensors: Mapping[str, Tensor], num_experts: int, shape: Sequence[int], settings: Settings, path: Path
+        cls,
+        tensors: Mapping[str, Tensor],
+        num_experts: int,
+        shape: Sequence[int],
+        settings: Settings,
+        path: Path,
+        condition: Condition = NoCondition(),
+        *,
+        knows_shares: bool = False,
     ) -> "SamplesRouter":
         """Rebuild the router from tensors loaded against `samples_router_specs`."""
-        net = _build(num_experts, shape, settings)
+        net = _build(num_experts, shape, settings, condition)
         net.load_state_dict({k.removeprefix("net."): v for k, v in tensors.items() if k.startswith("net.")})
-        return cls(net, path)
+        return cls(net, path, knows_shares=knows_shares)
 
 
-def samples_router_specs(num_experts: int, shape: Sequence[int], settings: Settings) -> dict[str, TensorSpec]:
-    """Return the names, dtypes and shapes of a stored samples router."""
+@dataclass(frozen=True)
+class _Given:
+    """The router under the conditions of B samples."""
+
+    router: SamplesRouter
+    condition_B: Tensor
+
+    @property
+    def num_experts(self) -> int:
+        return self.router.num_experts
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        net, told = self.router.net.to(x_B.device), self.condition_B.to(x_B.device)
+        told = told if told.dim() == 1 else told.float()
+        return _gated(net, x_B.float(), t_B.to(x_B.device, torch.float32), told, self.router.path)
+
+
+def samples_router_specs(
+    num_experts: int, shape: Sequence[int], settings: Settings, condition: Condition = NoCondition()
+) -> dict[str, TensorSpec]:
+    """Return the names, dtypes and shapes of a stored samples router; `condition` is that of the experts."""
     with torch.device("meta"):
-        state = _build(num_experts, shape, settings).state_dict()
+        state = _build(num_experts, shape, settings, condition).state_dict()
     return {f"net.{name}": TensorSpec("F32", tuple(tensor.shape)) for name, tensor in state.items()}
+
+
+@dataclass(frozen=True)
+class _Told:
+    """An expert under the conditions of B samples."""
+
+    expert: Expert
+    condition_B: Tensor
+
+    def __call__(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        return self.expert(x_B, t_B, self.condition_B)
 
 
 @torch.no_grad()
@@ -86,6 +139,7 @@ def draw_from_experts(
     on_progress: Progress | None,
     *,
     device: torch.device | str = "cpu",
+    condition_EN: Tensor | None = None,
 ) -> Tensor:
     """Generate images with every expert separately, one expert after the other.
 
@@ -97,6 +151,7 @@ def draw_from_experts(
         path: the probability path.
         on_progress: called with experts done, experts in all, and nan in place of a loss.
         device: where the experts compute.
+        condition_EN: what each expert is told of each image, (E, N) or (E, N, L, D); None for nothing.
 
     Returns:
         Shape (E, N, ...), float32, on the CPU.
@@ -107,8 +162,10 @@ def draw_from_experts(
     drawn, times = [], uniform_times(_SOLVER_STEPS)
     for e in range(len(experts)):
         noise = torch.from_numpy(stream("router samples", seed, e).standard_normal((num, *shape), dtype="float32"))
-        x_1 = noise * path.sigma(torch.ones(()))
-        parts = [integrate(experts[e], part.to(device), times).cpu() for part in torch.split(x_1, _DRAWN_TOGETHER)]
+        x_1, expert, parts = noise * path.sigma(torch.ones(())), experts[e], []
+        for rows in torch.split(torch.arange(num), _DRAWN_TOGETHER):
+            told = expert if condition_EN is None else _Told(expert, condition_EN[e, rows].to(device))
+            parts.append(integrate(told, x_1[rows].to(device), times).cpu())
         drawn.append(torch.cat(parts))
         if num_broken := int((~drawn[-1].flatten(1).isfinite().all(1)).sum()):
             got = f"NaN or infinity in {num_broken} of {num}"
@@ -119,71 +176,111 @@ def draw_from_experts(
 
 
 def fit_samples(
-    drawn_EN: Tensor,
+    images: Labelled,
     settings: Settings,
     path: Path,
     seed: int,
     on_progress: Progress | None = None,
     *,
+    condition: Condition = NoCondition(),
+    knows_shares: bool = False,
     device: torch.device | str = "cpu",
 ) -> SamplesRouter:
-    """Train the router by cross-entropy on noised images of every expert, each equally often, t uniform.
+    """Train the router by cross-entropy on noised images, those of every expert equally often, t uniform.
 
-    The weights with the lowest loss on held-out generated images are kept, the initial ones included.
+    The weights with the lowest loss on held-out images of these are kept, the initial ones included. A router that
+    reads a condition predicts the expert from image and condition together, ``log p(c | e) + alpha_t net(x_t, t, c)``;
+    in a share of the images the condition is hidden.
 
     Args:
-        drawn_EN: images generated by the experts, shape (E, N, C, H, W).
-        settings: the plan's sizes and number of steps.
+        images: labelled images, with conditions if the router reads them.
+        settings: the plan's recipe.
         path: the probability path.
         seed: of initial weights, batches and noise.
         on_progress: called with step, number of steps, and held-out loss.
+        condition: the kind of condition of the experts.
+        knows_shares: see `SamplesRouter`.
         device: where to train; the router is on the CPU afterwards.
 
     Raises:
-        ShapeError: fewer than two images of each expert.
+        ShapeError: too few images; see `Labelled.divided`.
         NumericalError: the training diverged.
     """
-    num_experts, num = drawn_EN.shape[:2]
-    if num < 2:
-        raise ShapeError("drawn images", expected="at least 2 of each expert", got=f"{num} of each")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = _build(num_experts, drawn_EN.shape[2:], settings)
-    num_check = max(1, round(_HELD_OUT_SHARE * num))
+        net = _build(images.num_experts, images.images.shape[1:], settings, condition)
     generator = torch.Generator().manual_seed(seed)
-    check_EN = drawn_EN[:, :num_check].repeat(1, _CHECK_DRAWS, *[1] * (drawn_EN.dim() - 2))
-    check = _noised(check_EN.flatten(0, 1), path, generator)
-    _train(net.to(device), drawn_EN[:, num_check:], check, settings.num_steps, path, generator, on_progress)
-    return SamplesRouter(net.cpu(), path)
+    train, check = images.divided(generator)
+    _train(net.to(device), train, check, settings, path, generator, on_progress)
+    return SamplesRouter(net.cpu(), path, knows_shares=knows_shares)
+
+
+@dataclass(frozen=True)
+class _Noised:
+    """A batch at its times.
+
+    Attributes:
+        x_B: noised images.
+        t_B: their times.
+        target_BE: p(e | image).
+        condition_B: what the router is told, None for nothing.
+    """
+
+    x_B: Tensor
+    t_B: Tensor
+    target_BE: Tensor
+    condition_B: Tensor | None
+
+    @classmethod
+    def of(cls, images: Labelled, rows: Tensor, path: Path, drop: float, generator: torch.Generator) -> "_Noised":
+        x_0, t_B = images.images[rows], torch.rand(len(rows), generator=generator)
+        x_B, condition = x_t(path, x_0, torch.randn(x_0.shape, generator=generator), t_B), None
+        if images.condition_N is not None:
+            condition = images.condition_N[rows]
+            hidden_B = torch.rand(len(rows), generator=generator) < drop
+            condition[hidden_B] = -1 if condition.dim() == 1 else 0
+        return cls(x_B, t_B, images.target_JE[images.cell_N[rows]], condition)
+
+    def losses(self, net: TokenRouter, path: Path) -> Tensor:
+        """Return the cross-entropy of each image, shape (B,), on the net's device."""
+        device = net.class_token.device
+        x_B, t_B, target_BE = (part.to(device) for part in (self.x_B, self.t_B, self.target_BE))
+        told = None if self.condition_B is None else self.condition_B.to(device)
+        logits_BE = _gated(net, x_B, t_B, told, path) + net.log_shares(told, len(x_B))
+        return cross_entropy(logits_BE, target_BE, reduction="none")
 
 
 def _train(
     net: TokenRouter,
-    train_EN: Tensor,
-    check: tuple[Tensor, Tensor],
-    num_steps: int,
+    train: Labelled,
+    check: Labelled,
+    settings: Settings,
     path: Path,
     generator: torch.Generator,
     on_progress: Progress | None,
 ) -> None:
-    num_experts, each = len(train_EN), max(1, _BATCH // len(train_EN))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
-    best, kept = _check(net, check, path), deepcopy(net.state_dict())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    some = torch.randperm(len(check), generator=generator)[:_MOST_CHECKED]
+    rows = some.repeat(_CHECK_DRAWS)
+    fixed = [_Noised.of(check, part, path, settings.drop, generator) for part in torch.split(rows, _CHECKED_TOGETHER)]
+    weight_N = check.weight_N[rows]
+    best, kept = _checked(net, fixed, weight_N, path), deepcopy(net.state_dict())
+    num_steps = settings.num_steps
     every = max(1, num_steps // _CHECKS)
     for step in range(1, num_steps + 1):
-        pick_EB = torch.randint(train_EN.shape[1], (num_experts, each), generator=generator)
-        x_B = train_EN[torch.arange(num_experts)[:, None], pick_EB].flatten(0, 1)
-        loss = _loss(net, *_noised(x_B, path, generator), path)
-        if not bool(torch.isfinite(loss)):
-            raise NumericalError("router training", expected="a finite loss", got=f"{float(loss)} at step {step}")
+        loss = _Noised.of(train, train.draw(settings.batch_size, generator), path, settings.drop, generator)
+        mean = loss.losses(net, path).mean()
+        if not bool(torch.isfinite(mean)):
+            remedy = "Use a smaller router.learning_rate."
+            got = f"{float(mean)} at step {step}"
+            raise NumericalError("router training", expected="a finite loss", got=got, remedy=remedy)
+        optimizer.param_groups[0]["lr"] = learning_rate(settings, step - 1)
         optimizer.zero_grad()
-        torch.autograd.backward(loss)
+        torch.autograd.backward(mean)
         optimizer.step()
-        schedule.step()
         if step % every and step != num_steps:
             continue
-        now = _check(net, check, path)
+        now = _checked(net, fixed, weight_N, path)
         if now < best:
             best, kept = now, deepcopy(net.state_dict())
         if on_progress:
@@ -191,29 +288,18 @@ def _train(
     net.load_state_dict(kept)
 
 
-def _noised(x_B: Tensor, path: Path, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noise images to uniformly drawn times."""
-    t_B = torch.rand(len(x_B), generator=generator)
-    return x_t(path, x_B, torch.randn(x_B.shape, generator=generator), t_B), t_B
-
-
 @torch.no_grad()
-def _check(net: TokenRouter, check: tuple[Tensor, Tensor], path: Path) -> float:
-    return _loss(net, *check, path).item()
+def _checked(net: TokenRouter, fixed: Sequence[_Noised], weight_N: Tensor, path: Path) -> float:
+    """Return the weighted mean loss of images at times that do not change."""
+    losses = torch.cat([part.losses(net, path).double().cpu() for part in fixed])
+    return float((losses * weight_N).sum() / weight_N.sum())
 
 
-def _loss(net: TokenRouter, x_B: Tensor, t_B: Tensor, path: Path) -> Tensor:
-    """Return the mean cross-entropy of images in the order of experts, equally many of each, on the net's device."""
-    device = net.class_token.device
-    label_B = torch.arange(net.num_experts, device=device).repeat_interleave(len(x_B) // net.num_experts)
-    return cross_entropy(_gated(net, x_B.to(device), t_B.to(device), path), label_B)
-
-
-def _gated(net: TokenRouter, x_B: Tensor, t_B: Tensor, path: Path) -> Tensor:
-    logits_BE: Tensor = net(x_B, t_B)
+def _gated(net: TokenRouter, x_B: Tensor, t_B: Tensor, condition_B: Tensor | None, path: Path) -> Tensor:
+    logits_BE: Tensor = net(x_B, t_B, condition_B)
     return expand_time(path.alpha(t_B), logits_BE) * logits_BE
 
 
-def _build(num_experts: int, shape: Sequence[int], settings: Settings) -> TokenRouter:
+def _build(num_experts: int, shape: Sequence[int], settings: Settings, condition: Condition) -> TokenRouter:
     sizes = Dit(patch=settings.patch, hidden=settings.hidden, depth=settings.depth, heads=settings.heads)
-    return TokenRouter(sizes, tuple(shape), num_experts)
+    return TokenRouter(sizes, tuple(shape), num_experts, settings.told(condition))

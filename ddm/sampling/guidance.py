@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddm.errors import MathError, ShapeError
 from ddm.protocol.plan import ClassCondition, Condition, NoCondition
-from ddm.routers.base import Router, log_prior
+from ddm.routers.base import ConditionalRouter, Router, log_prior
 from ddm.sampling.mixture import Branch, OfSamples
 
 ConditionValue = int | Tensor
@@ -102,6 +102,9 @@ class Asked:
 
         def branch(value: ConditionValue) -> Branch:
             told, _ = condition_and_null(condition, value)
+            counted = class_prior is not None and isinstance(value, int)
+            if self.condition_prior is None and not counted and knows_shares(router):
+                return Branch(target, router, told, router_shares=True)
             known = _known(value, self.condition_prior, class_prior, len(prior))
             return Branch(conditional_log_prior(known.prior, prior, self.prior), known.router or router, told)
 
@@ -118,6 +121,26 @@ class Asked:
             _, null = condition_and_null(condition, several[0])
         of_samples = OfSamples(group_N, several)
         return branches, Branch(target, router, null) if self.guidance else None, of_samples
+
+
+def knows_shares(router: Router | None) -> bool:
+    """Whether a router has learned how data of a condition are divided among the experts."""
+    return isinstance(router, ConditionalRouter) and router.knows_shares
+
+
+def router_shares(router: Router | None, told: Tensor, prior: Sequence[float]) -> list[float] | None:
+    """Return each expert's share of the data with a condition, as the router has learned it; None where it has not.
+
+    Args:
+        router: the ensemble's.
+        told: the condition, as experts receive it.
+        prior: the ensemble's own.
+    """
+    if not isinstance(router, ConditionalRouter) or not knows_shares(router):
+        return None
+    log_K = log_prior(prior, len(prior)) + router.log_shares(told[None])[0].double().cpu()
+    shares: list[float] = log_K.softmax(0).tolist()
+    return shares
 
 
 def per_sample(condition: Condition, value: ConditionValue) -> Tensor | None:

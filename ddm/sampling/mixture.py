@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ddm.diffusion.path import Experts, expand_time
 from ddm.errors import MathError, ShapeError
-from ddm.routers.base import Router, log_posterior
+from ddm.routers.base import ConditionalRouter, Router, log_posterior
 from ddm.sampling.precision import InArithmetic, evaluate, full_precision
 
 
@@ -72,29 +72,58 @@ class Branch:
         router: models which expert's data x_t came from, under the condition; None works only where the posterior is
             the prior.
         condition: the condition, without the batch dimension; None for unconditional experts.
+        router_shares: whether `log_prior_K` is that of all data, and the router says how data of the condition differ.
     """
 
     log_prior_K: Tensor
     router: Router | None
     condition: Tensor | None = None
+    router_shares: bool = False
 
     @property
     def num_active(self) -> int:
         """The number of experts with a weight above 0."""
         return int(self.log_prior_K.isfinite().sum())
 
-    def log_posterior(self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None, *, together: int) -> Tensor:
-        """Return the log-posterior (B, K) among the experts allowed: the prior's at t = 1, and where one is allowed."""
+    def log_posterior(
+        self,
+        x_B: Tensor,
+        t_B: Tensor,
+        allowed_BK: Tensor | None = None,
+        *,
+        together: int,
+        condition_B: Tensor | None = None,
+    ) -> Tensor:
+        """Return the log-posterior (B, K) among the experts allowed: the prior's at t = 1, and where one is allowed.
+
+        Args:
+            x_B: noised samples.
+            t_B: their times.
+            allowed_BK: all where omitted.
+            together: most samples that the router evaluates at once.
+            condition_B: each sample's condition, where they differ within the branch.
+        """
         log_prior_BK = self.log_prior_K.to(x_B.device).expand(len(x_B), -1)
+        if condition_B is None and self.condition is not None:
+            condition_B = self.condition.expand(len(x_B), *self.condition.shape)
+        told = isinstance(self.router, ConditionalRouter) and condition_B is not None
+        condition_B = condition_B.to(x_B.device) if told and condition_B is not None else None
+        if self.router_shares and isinstance(self.router, ConditionalRouter) and condition_B is not None:
+            log_prior_BK = log_prior_BK + self.router.log_shares(condition_B).to(log_prior_BK)
         if allowed_BK is not None:
             log_prior_BK = log_prior_BK.masked_fill(~allowed_BK, -torch.inf)
         if bool((t_B >= 1).all()) or int(log_prior_BK.isfinite().sum(1).max()) == 1:
             return log_prior_BK.log_softmax(1)
         if self.router is None:
             raise MathError("mixture at t < 1", expected="a router", got="an ensemble without a router")
-        parts = zip(*(torch.split(each, together) for each in (x_B, t_B, log_prior_BK)), strict=True)
+        found = []
         with full_precision(x_B):
-            return torch.cat([log_posterior(self.router, *part) for part in parts])
+            for rows in torch.split(torch.arange(len(x_B), device=x_B.device), together):
+                router = self.router
+                if isinstance(router, ConditionalRouter) and condition_B is not None:
+                    router = router.given(condition_B[rows])
+                found.append(log_posterior(router, x_B[rows], t_B[rows], log_prior_BK[rows]))
+        return torch.cat(found)
 
     def posterior(self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None, *, together: int) -> Tensor:
         """Return `log_posterior` as probabilities."""
@@ -170,7 +199,8 @@ class Mixture:
     def log_posterior(self, x_B: Tensor, t_B: Tensor, allowed_BK: Tensor | None = None) -> Tensor:
         """Return the log-posterior (B, K) of the experts under each sample's condition."""
         if len(self.conditional) == 1 or self.of_samples is None:
-            return self.conditional[0].log_posterior(x_B, t_B, allowed_BK, together=self.together)
+            own = self.of_samples.condition_B if self.of_samples else None
+            return self.conditional[0].log_posterior(x_B, t_B, allowed_BK, together=self.together, condition_B=own)
         found = x_B.new_empty(len(x_B), len(self.experts), dtype=torch.float64)
         group_B = self.of_samples.group_B.to(x_B.device)
         for group in range(len(self.conditional)):

@@ -26,6 +26,7 @@ from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Router
 from ddm.routers.calibration import Calibrated, calibrate
 from ddm.routers.counts import CountsRouter, counts_specs
+from ddm.routers.labelled import Labelled
 from ddm.routers.learned import fit_learned
 from ddm.routers.moments import MomentsRouter, moments_noise_std, moments_specs
 from ddm.routers.public import Evidence, PublicData
@@ -138,7 +139,7 @@ def fit_from_samples(world: World, experts: Sequence[nn.Module], num_steps: int,
         patch=patch, hidden=64, depth=3, heads=4, num_steps=num_steps, images_per_expert=IMAGES_PER_EXPERT
     )
     drawn_EN = draw_from_experts(experts, shape, IMAGES_PER_EXPERT, seed, PATH, None)
-    return fit_samples(drawn_EN, settings, PATH, seed)
+    return fit_samples(Labelled.drawn(drawn_EN), settings, PATH, seed)
 
 
 @cache

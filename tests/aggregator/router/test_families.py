@@ -51,6 +51,13 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
+LABELLED = ROUTERS["samples"] | {"num_steps": 80, "learning_rate": 0.006, "warmup_steps": 5}
+ROUTERS |= {
+    f"samples by {labels}": LABELLED | {"labels": labels, "conditional": True, "images_per_expert": 40}
+    for labels in ("group", "class", "silo", "experts")
+}
+
+
 @dataclass(frozen=True)
 class Statistics:
     """Stands for the inventory: what two silos released."""
@@ -158,6 +165,8 @@ def opened_files(files: PlanFiles, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _plan(kind: str, partition: str) -> Plan:
     document = plan_document(router=ROUTERS[kind], silos=["east", "north"])
+    if ROUTERS[kind].get("conditional"):
+        document["condition"] = {"kind": "class", "num_classes": NUM_CLASSES, "drop": 0.1}
     document["data"] = {"shape": [1, 4, 4], "range": [-4.0, 4.0]}
     document["sketch"] = {"path": "plan/sketch.safetensors", "rank": RANK}
     document["clustering"] |= {"num_fine": GROUPS, "num_coarse": 2}
@@ -174,14 +183,20 @@ def _plan(kind: str, partition: str) -> Plan:
 
 def _statistics(folder: Path, kind: str, partition: str, files: PlanFiles, world: World) -> Statistics:
     """Lay out what the aggregator finds: public images, and experts of fresh weights."""
-    np.savez(folder / "public.npz", fitted=world.public[:600].numpy(), holdout=world.public[600:].numpy())
+    group, columns = world.public_group[:600].numpy(), {}
+    if kind.startswith("samples by"):
+        columns["fitted_classes"] = np.arange(600) // GROUPS % NUM_CLASSES
+        columns["fitted_silos"] = np.array(["east", "", "nobody", "north"])[group]
+    arrays = {"fitted": world.public[:600].numpy(), "holdout": world.public[600:].numpy()} | columns
+    np.savez(folder / "public.npz", **arrays)  # type: ignore[arg-type]
     plan = _plan(kind, partition)
     found = Statistics(plan, files, world, {"east": None, "north": None})
     layout = found.layout()
     for k, silo in enumerate(found.silos):
         experts = []
         for e in [e for e, silo_k in enumerate(layout.silo_E) if silo_k == k]:
-            weights = build_expert(plan.expert.architecture, plan.data.shape, seed=e).state_dict()
+            built = build_expert(plan.expert.architecture, plan.data.shape, condition=plan.condition, seed=e)
+            weights = built.state_dict()
             save_tensors(folder / f"{e}.safetensors", weights)
             file = File.of(f"{e}.safetensors", folder / f"{e}.safetensors")
             experts.append(SimpleNamespace(expert_id=silo, file=file))
@@ -249,6 +264,44 @@ def test_trained_router_is_published_judged_and_loaded(
     w = posterior(router, world.silos[0], torch.zeros(300), torch.tensor(report.expert_priors).log())
     east = w[:, torch.tensor(layout.silo_E) == 0].sum(1)
     assert float(east.mean()) > 0.7  # the prior would say 0.6
+
+
+@pytest.mark.parametrize(
+    ("labels", "partition"), [("group", "silo_cluster"), ("class", "silo_cluster"), ("silo", "silo")]
+)
+def test_samples_router_learns_whose_public_images_are_from_their_labels(
+    labels: str, partition: str, files: PlanFiles, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise AssertionError("no expert is asked for images where public ones are labelled")
+
+    monkeypatch.setattr(under_test, "_experts", none)
+    monkeypatch.setattr(under_test, "_fault", lambda *_: None)
+    drawn = _statistics(tmp_path, f"samples by {labels}", partition, files, world)
+    report = train_router(Folder(tmp_path), drawn, seed=0)  # type: ignore[arg-type]
+    assert report.candidate == report.published == "samples"
+    router = _open(tmp_path, report, drawn)
+    assert router.knows_shares
+    layout = drawn.layout()
+    of_east = torch.tensor(layout.silo_E) == 0
+    for condition_B in (None, torch.ones(300, dtype=torch.int64)):
+        own = router if condition_B is None else router.given(condition_B)
+        uniform = torch.zeros(len(layout.parts))
+        w = posterior(own, world.silos[0], torch.full((300,), 0.1), uniform)
+        assert float(w[:, of_east].sum(1).mean()) > 0.7
+
+
+def test_samples_router_reads_the_class_that_experts_were_told_to_draw(
+    files: PlanFiles, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(under_test, "_fault", lambda *_: None)
+    monkeypatch.setattr(under_test, "refuse_worse_than_prior", lambda *_: (0.0, 0.0, 0.0))
+    drawn = _statistics(tmp_path, "samples by experts", "silo", files, world)
+    report = train_router(Folder(tmp_path), drawn, seed=0)  # type: ignore[arg-type]
+    router = _open(tmp_path, report, drawn)
+    assert report.published == "samples" and not router.knows_shares and router.conditional is not None
+    at, one = torch.full((300,), 0.3), torch.ones(300, dtype=torch.int64)
+    assert router.given(one).log_likelihood(world.silos[0], at).shape == (300, 2)
 
 
 def test_learned_router_of_clusters_tells_silos_apart_as_the_one_of_silos(

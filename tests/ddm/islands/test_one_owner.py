@@ -45,6 +45,10 @@ def test_release_of_islands_verifies_and_samples_with_the_researchers_commands(t
     assert verified.code == 0, verified.err
     info = trained.read("info", "release")
     assert "island0" in info.out and "one owner had all of the data" in info.out
+    card = next(trained.path.glob("release/targets/*/README.md")).read_text()
+    for low, high in ((0, 0.2), (0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 1)):
+        error = next(line for line in card.splitlines() if line.startswith(f"| t {low:g} to {high:g} |")).split("|")[2]
+        assert error.strip() in info.out
     for strategy in ("lock", "full"):
         out = tmp_path / f"{strategy}.npz"
         sampled = trained.read("sample", "release", "--num", 6, "--steps", 3, "--strategy", strategy, "--out", out)
@@ -158,24 +162,31 @@ def test_expert_that_changed_after_training_is_not_assembled(trained: Owner, tmp
 def test_other_router_families_are_assembled_too(trained: Owner, tmp_path: Path, kind: str) -> None:
     size = {
         "counts": "",
-        "samples": "hidden = 16\ndepth = 1\npatch = 4\nheads = 2\nnum_steps = 20\nimages_per_expert = 60\n",
+        "samples": "hidden = 16\ndepth = 1\npatch = 4\nheads = 2\nnum_steps = 20\nconditional = true\n",
     }[kind]
     before = 'kind = "learned"\nhidden = 16\ndepth = 1\nnum_steps = 40\n'
     recipe = RECIPE.replace(before, f'kind = "{kind}"\n{size}')
-    classes = '[condition]\nkind = "class"\nnum_classes = 10\n' if kind == "counts" else ""
+    classes = '[condition]\nkind = "class"\nnum_classes = 10\n'
     owner = Owner.make(tmp_path, steps=5, recipe=recipe, extra=classes)
     for done in (owner.split(), owner.train(), owner.assemble("release")):
         assert done.code == 0, done.err
-    chosen = ("--class", 3) if classes else ()
-    sampled = owner.read("sample", "release", "--num", 2, "--steps", 2, *chosen, "--out", tmp_path / "some.npz")
-    assert sampled.code == 0, sampled.err
+    for strategy in ("lock", "full"):
+        how = ("--strategy", strategy, "--class", 3, "--out", tmp_path / f"{strategy}.npz")
+        sampled = owner.read("sample", "release", "--num", 2, "--steps", 2, *how)
+        assert sampled.code == 0, sampled.err
+    if kind == "samples":
+        conditions = map_array(Islands(owner.run).router / "fitted-conditions.npy")
+        assert len(conditions) == len(map_array(Islands(owner.run).router / "fitted.npy"))
 
 
 @pytest.mark.slow
 def test_captions_are_encoded_once_and_condition_the_experts(tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny-t5", network("T5EncoderModel"))
     wanted = f'[condition]\nkind = "text"\nencoder = "{folder}"\nmax_tokens = 4\n'
-    owner = Owner.make(tmp_path / "owner", steps=5, extra=wanted)
+    before = 'kind = "learned"\nhidden = 16\ndepth = 1\nnum_steps = 40\n'
+    reading = 'kind = "samples"\nhidden = 16\ndepth = 1\npatch = 4\nheads = 2\nnum_steps = 20\nconditional = true\n'
+    assert before in RECIPE
+    owner = Owner.make(tmp_path / "owner", steps=5, recipe=RECIPE.replace(before, reading), extra=wanted)
     for done in (owner.split(), owner.train(), owner.assemble("release")):
         assert done.code == 0, done.err
     islands, (_, label_N) = Islands(owner.run), digits()
@@ -185,4 +196,6 @@ def test_captions_are_encoded_once_and_condition_the_experts(tmp_path: Path) -> 
     texts = TextEncoder.open(folder, condition).encode([f"the digit {label_N[row]}" for row in rows])
     assert torch.allclose(map_array(islands.island(1).labels)[:3], texts, atol=1e-6)
     words = ("--text", "the digit 3", "--text-encoder", folder, "--num", 2, "--steps", 2)
-    assert owner.read("sample", "release", *words, "--out", tmp_path / "some.npz").code == 0
+    sampled = owner.read("sample", "release", *words, "--out", tmp_path / "some.npz")
+    assert sampled.code == 0, sampled.err
+    assert "No release states" not in sampled.out  # the router does

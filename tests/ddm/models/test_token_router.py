@@ -52,11 +52,28 @@ def test_router_takes_the_conditions_that_experts_take() -> None:
         TokenRouter(SMALL, (3, 4, 4, 6), 4)
 
 
+def test_shares_of_a_condition_need_no_image_and_are_none_without_one() -> None:
+    text = torch.randn(3, 2, 5).double()
+    text[2], text[0, 1] = 0, 0  # no text, and a padded one
+    for told, null, condition in (
+        (torch.tensor([0, 2, -1]), torch.tensor([-1]), ClassCondition(num_classes=3)),
+        (text, torch.zeros(1, 2, 5).double(), TextCondition(dim=5, max_tokens=2)),
+    ):
+        router = awake(condition=condition)
+        found = router.log_shares(told, 3)
+        assert found.shape == (3, 4) and torch.equal(found[2], torch.zeros(4).double())
+        assert not torch.allclose(found[0], found[1], atol=1e-3)
+        for none in (router.log_shares(null, 1), router.log_shares(None, 1), awake().log_shares(None, 1)):
+            assert torch.equal(none, torch.zeros(1, 4).double())
+        alone = told[:1, :1] if condition.kind == "text" else told[:1]  # without its padding
+        torch.testing.assert_close(router.log_shares(alone, 1), found[:1])
+
+
 def test_router_of_scale_b_weighs_what_the_explanation_says() -> None:
     with torch.device("meta"):
         plain = num_parameters(TokenRouter(dit_size("B/2"), (4, 32, 32), 8))
         reading = num_parameters(TokenRouter(dit_size("B/2"), (4, 32, 32), 8, TextCondition(dim=768, max_tokens=77)))
     assert plain == 129_529_352
-    assert reading == 159_059_720
-    text_embedding = 2 * (768**2 + 768) + 768
-    assert reading - plain - text_embedding == 12 * (4 * 768**2 + 4 * 768)
+    assert reading == 159_065_872
+    text_embedding, shares = 2 * (768**2 + 768) + 768, 8 * 768 + 8
+    assert reading - plain - text_embedding - shares == 12 * (4 * 768**2 + 4 * 768)

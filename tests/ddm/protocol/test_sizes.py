@@ -76,11 +76,14 @@ def test_parameters_of_a_low_rank_adaptation_are_counted_exactly(
 
 
 @pytest.mark.parametrize("num_experts", [1, 7])
-def test_parameters_of_the_samples_router_are_counted_exactly(num_experts: int) -> None:
+@pytest.mark.parametrize(
+    "condition", [NoCondition(), ClassCondition(num_classes=5), TextCondition(dim=6, max_tokens=3)]
+)
+def test_parameters_of_the_samples_router_are_counted_exactly(num_experts: int, condition: Condition) -> None:
     sizes, shape = TransformerSize(patch=2, hidden=24, depth=2, heads=3), (3, 8, 4)
     with torch.device("meta"):
-        built = TokenRouter(Dit(**sizes.model_dump()), shape, num_experts)
-    assert token_router_size(sizes, shape, num_experts).parameters == num_parameters(built)
+        built = TokenRouter(Dit(**sizes.model_dump()), shape, num_experts, condition)
+    assert token_router_size(sizes, shape, num_experts, condition).parameters == num_parameters(built)
 
 
 @pytest.mark.parametrize("channels", [(8,), (8, 16), (16, 8, 24)])

@@ -3,12 +3,17 @@ import math
 import numpy as np
 import pytest
 import torch
+from sklearn.calibration import calibration_curve
 from torch import Tensor
 
 from ddm.errors import MathError
+from ddm.partition.layout import Layout, Part
+from ddm.protocol.calibration import CalibrationBand, calibration_bands, calibration_rows
+from ddm.protocol.plan import EXACT, SiloPartition
 from ddm.routers.base import Router, SketchRouter, posterior
-from ddm.routers.calibration import Calibrated, calibrate, calibration_error
+from ddm.routers.calibration import Calibrated, calibrate, calibration_error, halves
 from ddm.routers.counts import CountsRouter
+from ddm.routers.evaluation import BANDS
 from ddm.routers.public import Evidence, PublicData, PublicWeights
 from tests.support.case import case
 from tests.support.router_problems import GROUPS, PATH, World, make_world, one_each
@@ -77,6 +82,46 @@ def test_calibration_error_matches_its_definition_written_out(world: World) -> N
     value, low, high = calibration_error(weights, w_DNE)
     assert value == pytest.approx(np.abs(gaps).sum())
     assert 0 <= low < high
+
+
+def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_band(counts: CountsRouter) -> None:
+    """Islands judge a router on images of known islands, as many of each as it has: the plain error."""
+    label_N = (
+        torch.arange(300) % 10 // 7
+    )  # seven of ten of island 0: shares inside a bin of confidence, not between two
+    size = torch.bincount(label_N)
+    parts = [[Part(f"{k}", None, (0, 1))] for k in range(2)]
+    layout = Layout.of(SiloPartition(min_images=1), parts)
+    evidence = Evidence(torch.diag(size), size.tolist(), EXACT, layout)
+    images = torch.randn(300, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    data = PublicData(images, label_N, evidence, (size.double() / 300).tolist(), PATH, seed=0)
+    found = calibrate(Sharper(counts, 2.0), data)
+    _, judge_N = halves(label_N, 0)
+    log_prior_E = (size.double() / 300).log()
+    assert [(band.low, band.high) for band in found.errors] == list(BANDS) and found.temperature != 1.0
+    for index, band in enumerate(BANDS):
+        log_DNE = data.log_likelihoods(Sharper(counts, 2.0), band, index)[:, judge_N]
+        for temperature, error in ((1.0, found.errors[index].before), (found.temperature, found.errors[index].after)):
+            w_DNE = (log_DNE / temperature + log_prior_E).softmax(2)
+            confidence, top = (part.flatten().numpy() for part in w_DNE.max(2))
+            hit = top == label_N[judge_N].repeat(len(w_DNE)).numpy()
+            right, claimed = calibration_curve(hit, confidence, n_bins=15)
+            share, _ = np.histogram(confidence, np.linspace(0, 1, 16))
+            theirs = float((share[share > 0] / share.sum() * np.abs(right - claimed)).sum())
+            assert error[0] == pytest.approx(theirs, abs=1e-6) and error[1] <= error[0] <= error[2]
+
+
+def test_calibration_is_read_back_from_a_manifest_as_it_was_measured() -> None:
+    bands = [
+        CalibrationBand(low=low, high=high, before=(0.2, 0.1, 0.3), after=(low / 9, 0.0, high / 9))
+        for low, high in BANDS
+    ]
+    listed = [figure for band in reversed(bands) for figure in band.evaluations()]
+    other = listed[0].model_copy(update={"metric": "router_cross_entropy_counts_minus_prior_t_0.00_0.20"})
+    assert calibration_bands([other, *listed]) == bands
+    assert calibration_bands(listed[1:])[-1] == bands[-2]  # half of a band is none
+    rows = calibration_rows(bands)
+    assert rows[1] == ("t 0.2 to 0.4", "0.0222 [0.0000, 0.0444]", "0.2000 [0.1000, 0.3000]")
 
 
 def test_weights_are_the_silos_shares_spread_over_the_images_of_a_group(world: World) -> None:

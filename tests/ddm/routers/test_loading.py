@@ -17,6 +17,7 @@ from ddm.routers.base import Router, posterior
 from ddm.routers.calibration import Calibrated
 from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter
+from ddm.routers.labelled import Labelled
 from ddm.routers.learned import LearnedRouter
 from ddm.routers.loading import load_router
 from ddm.routers.moments import MomentsRouter
@@ -87,7 +88,7 @@ def _moments() -> MomentsRouter:
 def _samples(num_experts: int) -> SamplesRouter:
     drawn = torch.randn(num_experts, 4, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     settings = SamplesSettings.model_validate(SETTINGS["samples"])
-    router = fit_samples(drawn, settings, PATH, 0)
+    router = fit_samples(Labelled.drawn(drawn), settings, PATH, 0)
     with torch.no_grad():
         router.net.head.bias.copy_(torch.linspace(-1, 1, num_experts))
     return router

@@ -11,6 +11,7 @@ from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.plan import SamplesRouter as Settings
 from ddm.routers.base import Router, posterior
 from ddm.routers.evaluation import cross_entropy
+from ddm.routers.labelled import Labelled
 from ddm.routers.samples import SamplesRouter, draw_from_experts, fit_samples, samples_router_specs
 from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
 
@@ -48,7 +49,7 @@ def drawn(mixture: GaussianMixture) -> Tensor:
 
 @pytest.fixture(scope="module")
 def router(drawn: Tensor) -> SamplesRouter:
-    return fit_samples(drawn, SETTINGS, PATH, 0)
+    return fit_samples(Labelled.drawn(drawn), SETTINGS, PATH, 0)
 
 
 def test_each_expert_draws_its_own_silos_data(mixture: GaussianMixture, drawn: Tensor) -> None:
@@ -89,7 +90,9 @@ def test_samples_router_answers_the_prior_at_pure_noise_after_its_file(router: S
 
 def test_training_is_the_same_for_the_same_seed_and_reports_progress(drawn: Tensor) -> None:
     few, seen = SETTINGS.model_copy(update={"num_steps": 20}), []
-    one, two, other = (fit_samples(drawn, few, PATH, s, lambda step, *_: seen.append(step)) for s in (3, 3, 4))
+    one, two, other = (
+        fit_samples(Labelled.drawn(drawn), few, PATH, s, lambda step, *_: seen.append(step)) for s in (3, 3, 4)
+    )
     assert all(torch.equal(a, b) for a, b in zip(one.tensors().values(), two.tensors().values(), strict=True))
     assert not torch.equal(one.tensors()["net.embed.weight"], other.tensors()["net.embed.weight"])
     assert seen[-1] == 20 and len(seen) == 30
@@ -98,7 +101,7 @@ def test_training_is_the_same_for_the_same_seed_and_reports_progress(drawn: Tens
 def test_router_stays_untrained_where_experts_draw_the_same() -> None:
     same = torch.from_numpy(np.random.default_rng(0).standard_normal((1, 60, *SHAPE), dtype=np.float32))
     few = SETTINGS.model_copy(update={"num_steps": 30})
-    router = fit_samples(same.repeat(3, 1, 1, 1, 1), few, PATH, 0)
+    router = fit_samples(Labelled.drawn(same.repeat(3, 1, 1, 1, 1)), few, PATH, 0)
     w = router.log_likelihood(same[0], torch.full((60,), 0.3)).softmax(1)
     assert float((w - 1 / 3).abs().max()) < 0.1
 
@@ -106,5 +109,5 @@ def test_router_stays_untrained_where_experts_draw_the_same() -> None:
 def test_expert_that_draws_no_images_is_refused(drawn: Tensor) -> None:
     with pytest.raises(NumericalError, match="expert 1"):
         draw_from_experts([lambda x, t: -x, lambda x, t: x * math.nan], SHAPE, 4, 0, PATH, None)
-    with pytest.raises(ShapeError, match="drawn images"):
-        fit_samples(drawn[:, :1], SETTINGS, PATH, 0)
+    with pytest.raises(ShapeError, match="labelled images"):
+        fit_samples(Labelled.drawn(drawn[:, :1]), SETTINGS, PATH, 0)

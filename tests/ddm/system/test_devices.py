@@ -32,6 +32,7 @@ from ddm.protocol.plan import (
     TextCondition,
     Unet,
 )
+from ddm.routers.labelled import Labelled
 from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.system.devices import computes_in_bf16, device_named
 from ddm.training.config import Engine
@@ -229,7 +230,9 @@ def test_samples_router_is_trained_on_a_gpu_as_on_a_cpu() -> None:
 
     def fitted(device: str) -> dict[str, Tensor]:
         drawn_EN = draw_from_experts(experts(DIT, NOTHING, device), SHAPE, 8, 0, LinearPath(), None, device=device)
-        return fit_samples(drawn_EN, sizes, LinearPath(), 0, device=device).tensors() | {"drawn": drawn_EN}
+        return fit_samples(Labelled.drawn(drawn_EN), sizes, LinearPath(), 0, device=device).tensors() | {
+            "drawn": drawn_EN
+        }
 
     here = fitted("cpu")
     with pretend_gpu() as gpu:

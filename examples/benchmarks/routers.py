@@ -1,0 +1,276 @@
+"""Measures what routers and the strategy lock cost with 8, 64 and 256 tiny experts, and what grows with their number.
+
+All is done in one process and one thread. Rounds go over all numbers of experts and all routers in turn, so that a
+noisy machine slows all alike; figures are medians of the rounds, of processor time. Experts are untrained, which costs
+the same, and equally likely. Three parts:
+
+- evaluation: one call of each router on a batch, as a ratio to one expert's call on the same batch, and how much the
+  memory of the process rises in it; and what the router itself takes.
+- opening: a genuine signed release of one owner's islands is verified and loaded, as a ratio to reading and hashing
+  its files once.
+- lock: images a second from pure noise, as a ratio to one dense model of the same size. The experts share the images,
+  so with more experts each is given fewer at once, down to one; more images at once restore the ratio.
+
+Writes build/bench/routers.csv, routers_open.csv and routers_lock.csv.
+"""
+
+import ctypes
+import gc
+import hashlib
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from support.measuring import parse, report, say
+from torch import Tensor
+
+from ddm.diffusion.path import LinearPath
+from ddm.diffusion.solver import integrate, uniform_times
+from ddm.ensemble import Ensemble
+from ddm.io.files import write_atomic
+from ddm.io.tensors import save_tensors
+from ddm.islands.assemble import assemble
+from ddm.islands.data import Dataset
+from ddm.islands.folder import Islands, TrainedIsland
+from ddm.islands.recipe import IslandsRecipe
+from ddm.islands.split import split
+from ddm.loading.ensemble import open_ensemble
+from ddm.models import build_expert
+from ddm.models.token_router import TokenRouter
+from ddm.protocol.base import File
+from ddm.protocol.plan import Dit
+from ddm.protocol.submission import ExpertTraining, expert_path
+from ddm.routers.base import Router
+from ddm.routers.counts import CountsRouter
+from ddm.routers.learned import LearnedRouter
+from ddm.routers.moments import MomentsRouter
+from ddm.routers.residual import Residual
+from ddm.routers.samples import SamplesRouter
+from ddm.routers.sketch import Sketch
+
+NUMBERS = (8, 64, 256)
+SHAPE = (1, 16, 16)
+ARCHITECTURE = Dit(patch=2, hidden=64, depth=3, heads=4)
+RANK, NUM_GROUPS, BATCH = 32, 128, 64
+IMAGES_EACH, NUM_JUDGED, STEPS = 12, 48, 2
+PASSPHRASE = b"benchmark"
+
+
+def routers(num: int) -> dict[str, Router]:
+    """A router of each family for so many experts, on one sketch, with random contents."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(8 * NUM_GROUPS, *SHAPE, generator=generator)
+    sketch, path = Sketch.fit(images, torch.arange(len(images)) % NUM_GROUPS, RANK, NUM_GROUPS), LinearPath()
+    mass_KG = torch.rand(num, NUM_GROUPS, generator=generator, dtype=torch.float64)
+    counts = CountsRouter(sketch, (mass_KG / mass_KG.sum(1, keepdim=True)).log(), path)
+    residual = Residual(sketch, num, 128, 3, path)
+    with torch.no_grad():
+        list(residual.layers.parameters())[-1].copy_(torch.linspace(-1, 1, num))
+    mean_KR = 0.1 * torch.randn(num, RANK, generator=generator, dtype=torch.float64)
+    cov_KRR = 0.1 * torch.eye(RANK, dtype=torch.float64).repeat(num, 1, 1)
+    net = TokenRouter(ARCHITECTURE, SHAPE, num)
+    return {
+        "counts": counts,
+        "learned": LearnedRouter(counts, residual),
+        "moments": MomentsRouter(sketch, mean_KR, cov_KRR, path),
+        "samples": SamplesRouter(net, path),
+    }
+
+
+def stored_bytes(router: Any) -> int:
+    """The bytes of what a release stores of a router."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in router.tensors().values())
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Processor seconds of some work."""
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def per_call(work: Callable[[], object], least_s: float = 0.02) -> float:
+    """Processor seconds of one call, of as many calls as take long enough to be timed."""
+    num, spent = 0, 0.0
+    while spent < least_s:
+        spent += seconds(work)
+        num += 1
+    return spent / num
+
+
+def risen(work: Callable[[], object]) -> int:
+    """How many bytes the resident memory rises at most while some work is done."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+    before = _status("VmRSS")
+    work()
+    return max(_status("VmHWM") - before, 0)
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def evaluations(numbers: tuple[int, ...], rounds: int) -> list[tuple[object, ...]]:
+    """Time each router on a batch beside an expert on the same batch."""
+    x, t = torch.randn(BATCH, *SHAPE), torch.rand(BATCH)
+    expert = build_expert(ARCHITECTURE, SHAPE).eval().requires_grad_(False)
+    built = {num: routers(num) for num in numbers}
+    ratios: dict[tuple[str, int], list[float]] = {}
+    times: dict[tuple[str, int], list[float]] = {}
+    with torch.inference_mode():
+        for number in range(rounds + 1):
+            for num in numbers:
+                for name, router in built[num].items():
+                    alone = per_call(lambda: expert(x, t))
+                    own = per_call(partial(router.log_likelihood, x, t))
+                    if number:
+                        ratios.setdefault((name, num), []).append(own / alone)
+                        times.setdefault((name, num), []).append(own)
+        rows: list[tuple[object, ...]] = []
+        for (name, num), found in ratios.items():
+            router = built[num][name]
+            rise = max(risen(partial(router.log_likelihood, x, t)) for _ in range(3))
+            ms = statistics.median(times[name, num]) * 1e3
+            kib = stored_bytes(router) / 1024
+            rows.append((name, num, round(ms, 3), round(statistics.median(found), 3), round(kib), rise // 1024))
+    return rows
+
+
+def make_release(work: Path, num: int) -> tuple[Path, bytes]:
+    """Publish so many islands with untrained experts; return the release and its root."""
+    rng = np.random.default_rng(0)
+    island = np.repeat(np.arange(num), IMAGES_EACH)
+    images = rng.uniform(-1, 1, (len(island), *SHAPE)).astype(np.float32)
+    work.mkdir(parents=True)
+    np.savez(work / "data.npz", images=images, site=island)
+    recipe = IslandsRecipe.model_validate(
+        {
+            "owner": {"num_groups": 8},
+            "data": {"shape": SHAPE, "range": (-1.0, 1.0)},
+            "encoder": {"kind": "pca", "dim": 8},
+            "clustering": {"num_fine": 8, "num_coarse": 2},
+            "sketch": {"rank": 8},
+            "partition": {"kind": "silo", "min_images": 2},
+            "expert": {
+                "architecture": ARCHITECTURE.model_dump(),
+                "training": {
+                    "num_steps": 1,
+                    "batch_size": 1,
+                    "learning_rate": 1e-3,
+                    "weight_decay": 0.0,
+                    "ema_decay": 0.9,
+                    "checkpoint_steps": 1,
+                },
+            },
+            "router": {"kind": "counts"},
+            "public": {"holdout_share": NUM_JUDGED / len(island)},
+        }
+    )
+    split(Dataset.read(work / "data.npz", recipe.data), recipe, num, "site", work / "run", PASSPHRASE)
+    islands = Islands(work / "run")
+    for number in range(num):
+        folder, name = islands.island(number), islands.split.islands[number].island_id
+        save_tensors(folder.expert, build_expert(ARCHITECTURE, SHAPE, seed=number).state_dict())
+        record = TrainedIsland(
+            plan_id=islands.plan.plan_id,
+            num_images=IMAGES_EACH,
+            steps=1,
+            training=ExpertTraining(loss=1.0, seconds=1.0, flops=1),
+            expert=File.of(expert_path(name, name), folder.expert),
+        )
+        write_atomic(folder.record, record.encode())
+    assemble(islands, work / "release", PASSPHRASE)
+    return work / "release", islands.root.read_bytes()
+
+
+def hash_files(folder: Path) -> None:
+    """Read and hash every file once."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as handle:
+            hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def openings(numbers: tuple[int, ...], rounds: int, work: Path) -> list[tuple[object, ...]]:
+    """Time to verify and load releases, beside hashing them."""
+    shutil.rmtree(work, ignore_errors=True)
+    made = {}
+    for num in numbers:
+        say(f"makes a release of {num} experts")
+        made[num] = make_release(work / str(num), num)
+    found: dict[int, list[tuple[float, float]]] = {num: [] for num in numbers}
+    for number in range(rounds + 1):
+        for num, (release, root) in made.items():
+            hashed = seconds(partial(hash_files, release))
+            opened = seconds(partial(open_ensemble, release, root=root, state=work / f"state-{num}"))
+            say(f"{num} experts: hashed in {hashed:.3f} s, opened in {opened:.3f} s")
+            if number:
+                found[num].append((opened, hashed))
+    rows: list[tuple[object, ...]] = []
+    for num, pairs in found.items():
+        release, root = made[num]
+        files = [path.stat().st_size for path in release.rglob("*") if path.is_file()]
+        opened_s = statistics.median(pair[0] for pair in pairs)
+        ratio = statistics.median(pair[0] / pair[1] for pair in pairs)
+        rise = risen(partial(open_ensemble, release, root=root, state=work / f"state-{num}"))
+        each_ms = opened_s / num * 1e3
+        sizes = (len(files), round(sum(files) / 2**20, 1))
+        rows.append((num, *sizes, round(opened_s, 3), round(each_ms, 2), round(ratio, 2), round(rise / 2**20, 1)))
+    shutil.rmtree(work)
+    return rows
+
+
+def dense(model: torch.nn.Module, num: int, together: int) -> Tensor:
+    """Draw with the one model alone."""
+    with torch.inference_mode():
+        parts = torch.split(torch.randn(num, *SHAPE), together)
+        return torch.cat([integrate(model, part, uniform_times(STEPS), "euler") for part in parts])
+
+
+def draws(numbers: tuple[int, ...], rounds: int, images: tuple[int, ...]) -> list[tuple[object, ...]]:
+    """Images a second of lock and of one dense model."""
+    experts = [build_expert(ARCHITECTURE, SHAPE, seed=k).eval().requires_grad_(False) for k in range(max(numbers))]
+    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for number in range(rounds + 1):
+        for num in numbers:
+            ensemble = Ensemble(experts[:num], None, [1.0] * num, SHAPE)
+            for drawn in images:
+                alone = seconds(partial(dense, experts[0], drawn, ensemble.chunk_size))
+                own = seconds(partial(ensemble.sample, drawn, steps=STEPS, solver="euler"))
+                if number:
+                    found.setdefault((num, drawn), []).append((drawn / own, alone / own))
+    return [
+        (num, drawn, round(drawn / num, 1), *(round(statistics.median(p[i] for p in pairs), 3) for i in (0, 1)))
+        for (num, drawn), pairs in found.items()
+    ]
+
+
+def main() -> None:
+    """Command line: --rounds N --parts NAME,... --quick --json --out FOLDER --work FOLDER."""
+    arguments = parse(__doc__, rounds=5, parts="evaluation,opening,lock")
+    numbers, images = ((8, 16), (16, 32)) if arguments.quick else (NUMBERS, (256, 1024))
+    torch.set_num_threads(1)
+    say(f"load of the machine {Path('/proc/loadavg').read_text().split()[0]}")
+    parts, rounds = arguments.parts.split(","), arguments.rounds
+    if "evaluation" in parts:
+        header: tuple[str, ...] = ("router", "experts", "ms_a_batch", "of_one_expert", "stored_kib", "risen_kib")
+        report("routers", header, evaluations(numbers, rounds), arguments)
+    if "opening" in parts:
+        header = ("experts", "files", "mib", "open_cpu_s", "ms_an_expert", "of_hashing", "risen_mib")
+        report("routers_open", header, openings(numbers, rounds, arguments.work / "routers"), arguments)
+    if "lock" in parts:
+        header = ("experts", "images", "images_an_expert", "lock_images_s", "of_dense")
+        report("routers_lock", header, draws(numbers, rounds, images), arguments)
+    say(f"load of the machine {Path('/proc/loadavg').read_text().split()[0]}")
+
+
+if __name__ == "__main__":
+    main()
