@@ -120,7 +120,7 @@ class Asked:
         return branches, Branch(target, router, null) if self.guidance else None, of_samples
 
 
-def per_sample(condition: Condition, value: ConditionValue) -> Tensor | None:
+def per_sample(condition: Condition, value: ConditionValue | None) -> Tensor | None:
     """Return the conditions where a value holds one for each sample, None where it holds one for all.
 
     Raises:
