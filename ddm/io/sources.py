@@ -79,6 +79,10 @@ class Source(Protocol):
         """Return one entry for each row, each of at most so many bytes."""
         ...
 
+    def column_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a column that is there; its header alone is read."""
+        ...
+
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that hold the rows, in order."""
@@ -299,6 +303,9 @@ class _Npz:
     def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
         return read_array(self._path, name, max_bytes=_MAX_COLUMN_HEADER_BYTES + len(self) * max_bytes)
 
+    def column_shape(self, name: str) -> tuple[int, ...]:
+        return npz_header(self._path, name).shape
+
 
 class _Npy:
     """One npy, or the npys of a folder."""
@@ -327,16 +334,23 @@ class _Npy:
     def columns(self) -> frozenset[str]:
         return frozenset(path.stem for path in self._folder.glob("*.npy")) if self._folder else frozenset()
 
-    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+    def _column_path(self, name: str) -> Path:
         path = self._folder / f"{name}.npy" if self._folder else None
         if path is None or not path.is_file():
             place = "in the folder of the images" if path else "beside the images, in a folder with images.npy"
             raise DataError("data", expected=f"{name}.npy {place}", got="no such file")
+        return path
+
+    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+        path = self._column_path(name)
         header = npy_header(path)
         if header.num_bytes > len(self) * max_bytes:
             most = f"at most {len(self) * max_bytes} bytes"
             raise DataError(name, expected=most, got=f"{header.num_bytes}")
         return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
+
+    def column_shape(self, name: str) -> tuple[int, ...]:
+        return npy_header(self._column_path(name)).shape
 
 
 class _Parquet:
@@ -372,6 +386,9 @@ class _Parquet:
             got = f"{len(self._table.names)} columns with other names"
             raise DataError("data file", expected=f"a column called {cell}", got=got)
         return self._table.cells(cell, max_bytes)
+
+    def column_shape(self, name: str) -> tuple[int, ...]:
+        return (len(self),)  # as every column of a table
 
 
 def _open(path: Path) -> Source:
