@@ -152,7 +152,7 @@ def _texts(asked: Asked, condition: TextCondition, reference: Path, num: int, se
         return Conditions(encoded(asked.text, asked.text_encoder, condition), "one text")
     captions = read_captions(reference)
     if captions is None:
-        expected, got = "--text, or captions of the reference, in a column captions", "neither"
+        expected, got = "--text, or captions of the reference, in a column captions", "an encoder alone"
         raise SetupError("--text-encoder", expected=expected, got=got)
     chosen = [captions[row] for row in _in_turn(len(captions), num, seed).tolist()]
     distinct, place_N = np.unique(np.array(chosen), return_inverse=True)

@@ -1,4 +1,4 @@
-"""Makes one signed release of the islands that are trained: experts, router, shares, card."""
+"""Makes one signed release of the islands that are trained: experts, router, shares, pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +15,19 @@ from ddm.io.tensors import save_tensors
 from ddm.islands.card import CARD_NAME, card
 from ddm.islands.folder import Islands
 from ddm.islands.keys import island_key
+from ddm.islands.report import REPORT_NAME, report
 from ddm.islands.router import OwnersRouter, fit_router
+from ddm.loading.ensemble import build_ensemble
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import File, now_utc, sha256_file
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
 from ddm.protocol.submission import NoWeightPrivacy, SubmittedExpert, expert_path, submission_path
+from ddm.publishing.drawing import Progress as DrawProgress
 from ddm.publishing.keys import load_key
+from ddm.publishing.pictured import draw_for
 from ddm.publishing.publish import lay_out_plan, next_version, with_pages
-from ddm.publishing.version import Version, sign_version
+from ddm.publishing.version import Version, memory_for, sign_version
 from ddm.publishing.versions import manifest_digest, newest_version
 from ddm.routers.base import Progress
 from ddm.trust.keys import SigningKey
@@ -60,6 +64,7 @@ def assemble(
     seed: int = 0,
     device: torch.device | str = "cpu",
     on_progress: Progress | None = None,
+    on_draw: DrawProgress | None = None,
 ) -> Assembled:
     """Publish the next version, and copy it to `out`.
 
@@ -71,6 +76,7 @@ def assemble(
         seed: of the router's training.
         device: where a router on images is trained.
         on_progress: called with the router's step, number of steps and held-out loss.
+        on_draw: called, while images are drawn for the page, with the batches done and the batches in all.
 
     Raises:
         SetupError: islands are not trained, and `partial` is false; or none of them is.
@@ -91,7 +97,7 @@ def assemble(
         size = sum(islands.trained(number).expert.bytes for number in present)
         require_room({reserved.parent: size + _SMALL_BYTES, islands.path: _SMALL_BYTES}, "a release")
         key = load_key(islands, "islands", passphrase)
-        return _next_version(islands, present, key, change, passphrase, seed, device, on_progress)
+        return _next_version(islands, present, key, change, passphrase, seed, device, on_progress, on_draw)
 
 
 def _next_version(
@@ -103,6 +109,7 @@ def _next_version(
     seed: int,
     device: torch.device | str,
     on_progress: Progress | None,
+    on_draw: DrawProgress | None,
 ) -> Assembled:
     plan, number = islands.plan, newest_version(islands) + 1
     release = change.put(f"releases/{number}")
@@ -118,8 +125,13 @@ def _next_version(
         roles[silo.silo_id] = role
     draft = _manifest(islands, present, silos, router, targets, number)
     root_digest = sha256_file(islands.tuf / "1.root.json")
+    ensemble = build_ensemble(plan, draft, targets, memory_bytes=memory_for(draft), device=device)
+    drawing = draw_for(plan, draft, ensemble, on_draw)
+    trained = {islands.split.islands[k].island_id: islands.trained(k) for k in present}
+    page = report(islands.split, plan, draft, router, trained, root_digest, drawing)
+    write_atomic(targets / REPORT_NAME, page.encode())
     write_atomic(targets / CARD_NAME, card(islands.split, plan, draft, router, root_digest).encode())
-    manifest = with_pages(draft, (CARD_NAME,), targets)
+    manifest = with_pages(draft, (CARD_NAME, REPORT_NAME), targets)
     sign_version(Version(islands, change, release, manifest, roles), passphrase, now_utc())
     return Assembled(manifest, router)
 
@@ -173,7 +185,7 @@ def _manifest(
     targets: Path,
     number: int,
 ) -> Manifest:
-    """Describe everything but the card, which is made from the manifest."""
+    """Describe everything but the pages, which are made from the manifest."""
     plan, split = islands.plan, islands.split
     total, names = sum(silo.units for silo in silos), {silo.silo_id for silo in silos}
     return Manifest(
