@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError, ShapeError
-from ddm.io.sources import Source, check_row, fit, open_source
+from ddm.io.fitting import check_row, fit
+from ddm.io.sources import Source, open_source
 from ddm.protocol.base import sha256_file, sha256_hex
 from ddm.protocol.plan import DataSpec
 
