@@ -23,8 +23,9 @@ ROOMS = {
     "ddm": {
         "cli": "distillation encoders ensemble errors evaluation io islands loading models protocol sampling system "
         "training trust",
-        "islands": "diffusion encoders errors io loading partition planning protocol publishing routers training trust",
-        "publishing": "errors io loading protocol trust",
+        "islands": "diffusion encoders errors io loading pages partition planning protocol publishing routers training "
+        "trust",
+        "publishing": "ensemble errors evaluation io loading models pages protocol routers trust",
         "planning": "encoders errors io loading models partition protocol routers",
         "evaluation": "encoders errors io loading pages protocol",
         "distillation": "diffusion encoders ensemble errors io loading models protocol routers sampling system "

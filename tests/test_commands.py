@@ -154,6 +154,10 @@ def test_silo_init_refuses_a_root_that_is_not_the_one_named_out_of_band(
     assert run(*init_words(planned, site, secret, **{"root-fingerprint": "short"})).code == 3
     assert run(*init_words(planned, site, secret, invitation=secret)).code == 21
     assert run(*init_words(planned, site, secret, data=tmp_path / "absent.npz")).code == 4
+    short = tmp_path / "short.npz"
+    np.savez(short, images=np.zeros((4, 1, 4, 4), np.float32), patients=np.arange(3), labels=np.arange(5))
+    refused = run(*init_words(planned, site, secret, data=short))
+    assert refused.code == 7 and "patients: " in refused.err and "labels: " in refused.err
     assert run(*init_words(planned, site, secret, id="South")).code == 3
     assert run(*init_words(planned, secret, secret)).code == 2
     assert not site.exists()

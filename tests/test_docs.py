@@ -19,7 +19,7 @@ import ddm
 import ddm.cli.main
 import silo.cli
 from aggregator.config import FederationSettings
-from ddm.cli.settings import SampleSettings, SampleStudentSettings
+from ddm.cli.settings import DrawingSettings, SampleSettings, SampleStudentSettings
 from ddm.protocol.enrolment import Card, Invitation
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
@@ -155,8 +155,9 @@ def test_commands_page_names_exactly_the_options_of_every_program(program: str) 
 def test_commands_page_names_exactly_what_set_changes() -> None:
     text = section(COMMANDS, "### What --set changes")
     assert named_in_tables(text) == list(SampleSettings.names())
-    of_students = [line for line in text.splitlines() if "`ddm sample-student`" in line]
-    assert named_in_tables("\n".join(of_students)) == list(SampleStudentSettings.names())
+    for command, settings in (("sample-student", SampleStudentSettings), ("evaluate", DrawingSettings)):
+        of_command = [line for line in text.splitlines() if f"`ddm {command}`" in line]
+        assert named_in_tables("\n".join(of_command)) == list(settings.names())
 
 
 def test_commands_page_names_exactly_the_verbs() -> None:

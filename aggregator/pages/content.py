@@ -3,15 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aggregator.pages import charts
-from aggregator.pages.drawing import MAX_SILOS, Drawing
 from aggregator.router.report import RouterReport
 from ddm.protocol.calibration import calibration_rows
 from ddm.protocol.manifest import Flag, Manifest, PublishedSilo
 from ddm.protocol.plan import Plan, SamplesRouter
 from ddm.protocol.submission import Submission
+from ddm.publishing.pictured import Pictured
 
-SHOWN_OWN, SHOWN_MIXED = 8, 32
 LIMITS = (  # for readers of a release
     "The experts' weights were trained without DP-SGD: they are not private and may memorise single images. Epsilon "
     "covers only the statistics from which the router was made.",
@@ -31,12 +29,6 @@ FLAG_WORDS: Mapping[Flag, str] = {
     "not_learnt": "no better than a constant near t = 1",
     "refused_before": "a person refused an earlier submission of its silo",
     "stands_apart": "a much higher loss than the other experts",
-}
-STRATEGY_TITLES = {
-    "lock": "lock (t_lock = 1): draw a silo by its share, follow its expert throughout",
-    "sample": "sample: draw a silo again at every step",
-    "full": "full: follow the mixture of all experts",
-    "top-1": "top-1: follow the most probable expert; biased, shown as the control",
 }
 
 
@@ -76,46 +68,6 @@ class SiloPart:
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """Images shown together.
-
-    Attributes:
-        title: their origin.
-        silo: the silo's index; None for images of the ensemble.
-        pictures: the images.
-    """
-
-    title: str
-    silo: int | None
-    pictures: tuple[charts.Picture, ...]
-
-
-@dataclass(frozen=True)
-class PosteriorChart:
-    """The router's posterior along t on one silo's images.
-
-    Attributes:
-        silo: the silo's index.
-        areas: every silo's band, its own at the bottom.
-        own: the probability of the right silo, as pairs (t, value).
-    """
-
-    silo: int
-    areas: tuple[charts.Area, ...]
-    own: tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True)
-class ShareChart:
-    """The silos' shares under one strategy."""
-
-    strategy: str
-    title: str
-    num: int
-    rows: tuple[charts.Share, ...]
-
-
-@dataclass(frozen=True)
 class ReportContent:
     """The content of the templates.
 
@@ -125,10 +77,7 @@ class ReportContent:
         root_digest: the fingerprint of the root of trust.
         silos: the silos of the release, in the manifest's order.
         router: how the router was trained and compared.
-        drawing: the drawn images with their seed; None if the experts are too large to draw from here.
-        sheets: images.
-        posteriors: the router along t.
-        shares: the silos' shares by strategy.
+        pictured: images and charts.
     """
 
     name: str
@@ -138,10 +87,7 @@ class ReportContent:
     manifest: Manifest
     silos: tuple[SiloPart, ...]
     router: RouterReport
-    drawing: Drawing | None
-    sheets: tuple[Sheet, ...]
-    posteriors: tuple[PosteriorChart, ...]
-    shares: tuple[ShareChart, ...]
+    pictured: Pictured
 
     @property
     def calibration(self) -> list[tuple[str, str, str]]:
@@ -155,11 +101,6 @@ class ReportContent:
         if self.manifest.router.kind != "samples" or not isinstance(asked, SamplesRouter):
             return "differentially private statistics"
         return _LABELS[asked.labels]
-
-    @property
-    def some_silos_unshown(self) -> bool:
-        """Whether the page shows the own images of only some silos."""
-        return len(self.silos) > MAX_SILOS
 
     @property
     def num_units(self) -> int:
@@ -206,39 +147,4 @@ def silo_parts(manifest: Manifest, submissions: Mapping[str, Submission]) -> tup
             ),
         )
         for index, silo in enumerate(manifest.silos)
-    )
-
-
-def sheets(drawing: Drawing, silos: tuple[SiloPart, ...], value_range: tuple[float, float]) -> tuple[Sheet, ...]:
-    """Return the images to show: first of the ensemble, then of every silo alone."""
-    mixed = [
-        Sheet(STRATEGY_TITLES[name], None, charts.pictures(drawn, SHOWN_MIXED, value_range))
-        for name, drawn in drawing.mixed.items()
-        if name in ("lock", "full")
-    ]
-    own = [
-        Sheet(silos[k].silo_id, k, charts.pictures(drawn, SHOWN_OWN, value_range)) for k, drawn in drawing.own.items()
-    ]
-    return tuple(sheet for sheet in (*mixed, *own) if sheet.pictures)
-
-
-def posteriors(drawing: Drawing) -> tuple[PosteriorChart, ...]:
-    """Return a chart of the router's posterior for every silo with images of its own."""
-    return tuple(
-        PosteriorChart(
-            silo=k,
-            areas=charts.stack(rows, k),
-            own=tuple((n / (len(rows) - 1), row[k]) for n, row in enumerate(rows)),
-        )
-        for k, rows in drawing.posterior.items()
-        if rows
-    )
-
-
-def share_charts(drawing: Drawing, silos: tuple[SiloPart, ...]) -> tuple[ShareChart, ...]:
-    """Return the silos' shares under each strategy."""
-    priors = [part.prior for part in silos]
-    return tuple(
-        ShareChart(name, STRATEGY_TITLES[name], len(drawn.silo_N), charts.shares(drawn, priors))
-        for name, drawn in drawing.mixed.items()
     )

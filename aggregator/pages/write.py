@@ -9,25 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aggregator.intake.inventory import Inventory
-from aggregator.pages.charts import HEIGHT, WIDTH
-from aggregator.pages.content import (
-    LIMITS,
-    SHOWN_MIXED,
-    ReportContent,
-    posteriors,
-    share_charts,
-    sheets,
-    silo_parts,
-)
-from aggregator.pages.drawing import Drawing, Progress, affordable, draw
+from aggregator.pages.content import LIMITS, ReportContent, silo_parts
 from aggregator.pages.render import render
 from aggregator.router.report import RouterReport
 from ddm.ensemble import Ensemble
 from ddm.io.files import write_atomic
-from ddm.models import training_flops
-from ddm.pages.pictures import Scale
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
+from ddm.publishing.drawing import Drawing, Progress
+from ddm.publishing.pictured import Pictured, draw_for
 
 CARD_NAME = "README.md"
 REPORT_NAME = "report.html"
@@ -67,14 +57,16 @@ def write_pages(content: PageInput, targets: Path, on_progress: Progress | None 
         targets: the release's folder of files.
         on_progress: called, while images are drawn, with the batches done and the batches in all.
     """
-    for name, page in pages(gather(content, _draw(content, on_progress))).items():
+    drawing = draw_for(content.plan, content.manifest, content.ensemble, on_progress)
+    for name, page in pages(gather(content, drawing)).items():
         write_atomic(targets / name, page.encode("utf-8"))
 
 
 def pages(content: ReportContent) -> Mapping[str, str]:
     """Fill the templates and return each page by its name."""
-    values = {"content": content, "limits": LIMITS, "shown_mixed": SHOWN_MIXED}
-    values |= {"Scale": Scale, "width": WIDTH, "height": HEIGHT}
+    values = {"content": content, "limits": LIMITS, "root_file": "1.root.json"}
+    values |= {"members": content.silos, "router": content.router}
+    values |= content.pictured.values(content.manifest, content.plan)
     return {CARD_NAME: render("card.md.jinja", **values), REPORT_NAME: render("report.html.jinja", **values)}
 
 
@@ -90,16 +82,5 @@ def gather(page: PageInput, drawing: Drawing | None) -> ReportContent:
         manifest=page.manifest,
         silos=silos,
         router=page.report,
-        drawing=drawing,
-        sheets=sheets(drawing, silos, page.plan.data.range) if drawing else (),
-        posteriors=posteriors(drawing) if drawing else (),
-        shares=share_charts(drawing, silos) if drawing else (),
+        pictured=Pictured.of(drawing, page.manifest, page.plan.data.range, "silo"),
     )
-
-
-def _draw(page: PageInput, on_progress: Progress | None) -> Drawing | None:
-    order = {silo.silo_id: index for index, silo in enumerate(page.manifest.silos)}
-    silo_E = [order[expert.silo_id] for expert in page.manifest.experts]
-    flops = training_flops(page.plan.expert.architecture, page.plan.expert_shape, 1, page.plan.condition) / 3
-    effort = affordable(flops, len(order), len(silo_E))
-    return draw(page.ensemble, silo_E, effort, on_progress=on_progress) if effort else None

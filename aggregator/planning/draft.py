@@ -1,6 +1,5 @@
 """Draft a plan from a recipe and public images: fit what is public, write the document, work out its cost."""
 
-import secrets
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,11 +18,10 @@ from aggregator.planning.cost import Cost, cost_of
 from aggregator.planning.recipe import Recipe
 from ddm.encoders import Progress
 from ddm.errors import SetupError
-from ddm.loading.plan import CENTROIDS_PATH, SKETCH_PATH
+from ddm.planning.document import plan_of
 from ddm.planning.fit import Fitted, PublicImages, condition_of, divide, fit_public
 from ddm.privacy.plan_cost import check_total
-from ddm.protocol.base import File, now_utc
-from ddm.protocol.plan import Agreed, Clustering, Plan, SketchSpec
+from ddm.protocol.plan import Agreed, Plan
 
 
 @dataclass(frozen=True)
@@ -105,34 +103,20 @@ def _document(
     folder: Path,
     carrying: Carrying | None,
 ) -> Plan:
-    """Write the plan: what the recipe and the cards state, and what was fitted, its files pinned by digest."""
-    created = now_utc()
-    return Plan(
-        plan_id=f"{federation.settings().name}-{secrets.token_hex(4)}",
-        created_at=created,
-        expires_at=created + timedelta(days=recipe.valid_days),
+    """Write the plan: what the recipe and the cards state, and what was fitted."""
+    return plan_of(
+        recipe,
+        fitted,
+        folder,
+        name=federation.settings().name,
+        valid_for=timedelta(days=recipe.valid_days),
         silos=tuple(agreed),
         carried=carrying.carried if carrying else (),
         agreed={**agreed, **(carrying.agreed if carrying else {})},
         receipt_key=str(next_receipts_key(federation)),
-        files=tuple(File.of(path, folder / path) for path in fitted.paths),
-        data=recipe.data,
-        latent=fitted.latent,
-        encoder=fitted.encoder,
-        clustering=Clustering(
-            path=CENTROIDS_PATH,
-            num_fine=fitted.num_fine,
-            num_coarse=recipe.clustering.num_coarse,
-            balanced=recipe.clustering.balanced,
-        ),
-        sketch=SketchSpec(path=SKETCH_PATH, rank=recipe.sketch.rank),
         partition=recipe.partition,
-        objective=recipe.objective,
-        t_distribution=recipe.t_distribution,
-        condition=fitted.condition,
         expert=expert_of(federation, recipe, fitted.latent.shape(recipe.data.shape), silos=tuple(agreed)),
         statistics=recipe.statistics,
-        router=recipe.router,
         audit=recipe.audit,
         limits=recipe.limits,
     )

@@ -1,6 +1,5 @@
 """Publishes a release: manifest, router, pages and the silos' signed bytes unchanged, all under one signature."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +15,7 @@ from aggregator.router.train import ROUTER_NAME, load_report, router_path
 from ddm.errors import BusyError, PolicyError
 from ddm.io.changes import Change
 from ddm.io.files import link_or_copy, read_bounded, write_atomic
-from ddm.io.space import check_writable, require_room
+from ddm.io.space import require_room
 from ddm.loading.ensemble import build_ensemble
 from ddm.loading.plan_documents import read_earlier
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
@@ -24,18 +23,10 @@ from ddm.protocol.growth import standing_of
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import submission_path
-from ddm.publishing.export import copy_out, reserve
-from ddm.publishing.public_log import export_log, public_folder
+from ddm.publishing.publish import lay_out_plan, next_version, with_pages
 from ddm.publishing.version import Version, memory_for, sign_version
-from ddm.publishing.versions import (
-    check_none_lost,
-    is_current,
-    manifest_path,
-    newest_version,
-    release_folder,
-    timestamp_expiry,
-)
-from ddm.trust.paths import KEY_HISTORY, PLAN_LOG_NAMES
+from ddm.publishing.versions import is_current, manifest_digest, manifest_path, newest_version, timestamp_expiry
+from ddm.trust.paths import KEY_HISTORY
 
 OnProgress = Callable[[int, int], None]
 _PAGES_BYTES = 64 * 1024**2  # report, card and metadata of a version
@@ -84,21 +75,11 @@ def publish(
         PolicyError: fewer silos than the quorum.
         TrustError: an accepted file is no longer what its silo signed; nothing was published.
     """
-    check_writable([federation.path, federation.tuf])
-    with federation.signing_lock(), reserve(out) as reserved:
-        check_none_lost(federation)
+    with next_version(federation, out) as (change, reserved):
         inventory = take_inventory(federation)
         _check_quorum(inventory, quorum or federation.settings().quorum)
         source = _Source(federation, inventory, load_report(federation, inventory))
-        # A change that waits for holders is applied to the metadata as they are when it is completed.
-        change = Change.begin(federation.path, beside_waiting=True)
-        try:
-            done = _next_version(source, change, reserved, passphrase, renew=renew, on_progress=on_progress)
-        finally:
-            shutil.rmtree(change.folder, ignore_errors=True)
-        export_log(federation, public_folder(federation))
-        copy_out(release_folder(federation, done.manifest.version), reserved, out)
-        return done
+        return _next_version(source, change, reserved, passphrase, renew=renew, on_progress=on_progress)
 
 
 @dataclass(frozen=True)
@@ -132,7 +113,7 @@ def _next_version(
     if present is not None:
         return Publication(present, fresh=False)
     _write_pages(source, draft, targets, on_progress)
-    manifest = _with_pages(draft, targets)
+    manifest = with_pages(draft, PAGE_NAMES, targets)
     roles = {silo_id: silo.role for silo_id, silo in source.inventory.silos.items()}
     sign_version(Version(source.federation, change, release, manifest, roles), passphrase, now_utc())
     return Publication(manifest, fresh=True)
@@ -151,9 +132,7 @@ def _check_quorum(inventory: Inventory, quorum: int) -> None:
 
 def _lay_out(source: _Source, targets: Path) -> None:
     inventory, bundle = source.inventory, source.federation.plan_targets(source.plan_id)
-    proofs = (name for name in PLAN_LOG_NAMES if (bundle / name).is_file())
-    for name in ("plan.json", *(file.path for file in inventory.plan.files), *proofs):
-        link_or_copy(bundle / name, targets / name)
+    lay_out_plan(inventory.plan, bundle, targets)
     for silo_id, silo in inventory.silos.items():
         for name in _published_names(silo_id, silo):
             link_or_copy(silo.folder / name, _home(inventory.plan, targets, silo_id) / name)
@@ -180,7 +159,6 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
     """Describe everything but the pages, which are made from the manifest."""
     federation, inventory, report = source.federation, source.inventory, source.report
     settings = federation.settings()
-    old = manifest_path(federation, version - 1)
     experts = [(silo_id, expert) for silo_id, silo in inventory.silos.items() for expert in silo.submission.experts]
     listed = ["plan.json", *(file.path for file in inventory.plan.files)]
     listed += [KEY_HISTORY] if (targets / KEY_HISTORY).exists() else []
@@ -188,7 +166,7 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
         plan_id=inventory.plan.plan_id,
         plan_digest=inventory.plan_digest,
         version=version,
-        supersedes_digest=sha256_hex(old.read_bytes()) if old else None,
+        supersedes_digest=manifest_digest(federation, version - 1),
         published_at=now_utc(),
         licence=settings.licence,
         cite=settings.cite,
@@ -264,8 +242,3 @@ def _write_pages(source: _Source, draft: Manifest, targets: Path, on_progress: O
         ensemble=build_ensemble(plan, draft, targets, memory_bytes=memory_for(draft)),
     )
     write_pages(content, targets, on_progress)
-
-
-def _with_pages(draft: Manifest, targets: Path) -> Manifest:
-    files = [*draft.files, *(File.of(name, targets / name) for name in PAGE_NAMES)]
-    return draft.model_copy(update={"files": tuple(sorted(files, key=lambda file: file.path))})

@@ -31,7 +31,7 @@ def assemble(
     missing = missing_islands(islands)  # reads split.json, so that a wrong folder is named before a passphrase is asked
     where = device_named(device, setting="--device")
     secret = passphrase(passphrase_file, None, OWN_KEYS)
-    with progress("Training the router") as tell:
+    with progress("Training the router, drawing for the report") as tell:
         done = publish(
             islands,
             out,
@@ -40,6 +40,7 @@ def assemble(
             seed=seed,
             device=where,
             on_progress=lambda step, num, loss: tell(step, num),
+            on_draw=tell,
         )
     manifest, router = done.manifest, done.router
     say(table([(each.expert_id, f"{each.prior:.3f}") for each in manifest.experts], ("island", "share")))

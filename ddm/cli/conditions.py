@@ -1,6 +1,7 @@
 """Turns the condition of a sample, a class or a text, into what the experts take, and into each expert's share."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from ddm.errors import SetupError
 from ddm.protocol.plan import ClassCondition, Condition, TextCondition
 from ddm.sampling.guidance import ConditionValue, condition_and_null, conditional_log_prior, router_shares
 from ddm.system.console import say
+
+if TYPE_CHECKING:
+    from ddm.encoders.text import TextEncoder
 
 
 def encoded(text: str, folder: Path, condition: Condition) -> ConditionValue:
@@ -27,9 +31,7 @@ def encoded(text: str, folder: Path, condition: Condition) -> ConditionValue:
     if not isinstance(condition, TextCondition):
         got = "experts " + ("with classes" if isinstance(condition, ClassCondition) else "without conditions")
         raise SetupError("--text", expected="experts with texts as conditions", got=got, remedy="Leave --text out.")
-    from ddm.encoders.text import TextEncoder  # takes seconds
-
-    encoder = TextEncoder.open(folder, condition)
+    encoder = encoder_of(folder, condition)
     if encoder.num_cut([text]):
         say(f"The text is longer than {condition.max_tokens} tokens; the rest is cut off.")
     vectors = encoder.encode([text])[0]
@@ -37,6 +39,13 @@ def encoded(text: str, folder: Path, condition: Condition) -> ConditionValue:
         expected = "a text with at least one word that the encoder knows"
         raise SetupError("--text", expected=expected, got=f"{len(text)} characters without one", remedy="Reword it.")
     return vectors
+
+
+def encoder_of(folder: Path, condition: TextCondition) -> "TextEncoder":
+    """Open the encoder that the plan pins."""
+    from ddm.encoders.text import TextEncoder  # takes seconds
+
+    return TextEncoder.open(folder, condition)
 
 
 def condition_shares(
@@ -59,6 +68,18 @@ def condition_shares(
         return list(ensemble.class_prior(condition).prior)
     learned = router_shares(ensemble.router, told, ensemble.prior)
     return learned if learned or isinstance(condition, int) else list(ensemble.prior)
+
+
+def shares_of_each(
+    ensemble: Ensemble, condition: ConditionValue | None, target_prior: list[float], declared: list[float] | None
+) -> Tensor:
+    """Return the shares that are due under the condition of all samples, (K,), or under each one's class, (N, K)."""
+    if not isinstance(condition, Tensor) or condition.dim() != 1:
+        one = condition[0] if isinstance(condition, Tensor) and condition.dim() == 3 else condition
+        return expert_shares(ensemble, target_prior, condition_shares(ensemble, one, declared))
+    labels, group_N = torch.unique(condition, return_inverse=True)
+    each = [condition_shares(ensemble, label, declared) for label in labels.tolist()]
+    return torch.stack([expert_shares(ensemble, target_prior, shares) for shares in each])[group_N]
 
 
 def expert_shares(ensemble: Ensemble, target_prior: list[float], class_prior: list[float] | None) -> Tensor:

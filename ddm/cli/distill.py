@@ -10,15 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddm.cli.options import (
-    AcceptKeyOption,
-    ArchivedOption,
     DeviceOption,
     MemoryOption,
     ReleaseArgument,
-    RootOption,
-    SiloKeyOption,
-    StateOption,
-    open_verified,
+    Verification,
+    grouped,
     read_memory,
     warn_if_expired,
 )
@@ -134,6 +130,7 @@ class _Wanted:
         return plan.file(plan.expert.base) if plan.expert.base and same_form else None
 
 
+@grouped
 def distill(
     release: ReleaseArgument,
     *,
@@ -146,11 +143,7 @@ def distill(
     teacher: Teacher = None,
     steps: Steps = None,
     seed: Seed = 0,
-    root: RootOption,
-    state: StateOption = None,
-    silo_key: SiloKeyOption = None,
-    accept_key: AcceptKeyOption = None,
-    archived: ArchivedOption = False,
+    verification: Verification,
     device: DeviceOption = "auto",
     memory: MemoryOption = None,
 ) -> None:
@@ -165,7 +158,7 @@ def distill(
     chosen = teacher or (TeacherName.DRAWN if data else TeacherName.LABEL)
     memory_bytes = read_memory(memory)
     own_network = load_settings(StudentSettings, architecture).architecture if architecture else None
-    opened = open_verified(release, root, state, silo_key, accept_key, archived, experts_later=True)
+    opened = verification.open(release, experts_later=True)
     plan = opened.plan
     network, condition = own_network or plan.expert.architecture, NoCondition() if unconditional else plan.condition
     if misfit := network.misfit(plan.expert_shape, condition):

@@ -8,24 +8,27 @@ loads its share of the experts and evaluates them in full batches.
 
 # Shape legend: K experts, N samples.
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddm.cli.editing import Editing
+from ddm.cli.editing import FROM_NOISE, Editing
+from ddm.distillation.student import Student, build_student
 from ddm.ensemble import Ensemble
 from ddm.io.images import Images
 from ddm.loading.ensemble import build_ensemble
 from ddm.models.arithmetic import Arithmetic
 from ddm.protocol.manifest import Manifest
-from ddm.protocol.plan import Plan
+from ddm.protocol.plan import DataSpec, Plan
+from ddm.sampling.guidance import per_sample
 from ddm.sampling.strategies import Lock, Strategy, draw_expert
 from ddm.sampling.trajectories import draw_noise
 from ddm.system.devices import DeviceName, device_named
@@ -52,39 +55,112 @@ class Drawn:
     expert_N: Tensor
 
 
+class Source(Protocol):
+    """What samples are drawn from, in words that travel to another process."""
+
+    @property
+    def data(self) -> DataSpec:
+        """Shape and range of a sample."""
+        ...
+
+    @property
+    def expert_shape(self) -> tuple[int, ...]:
+        """The shape of what experts see of it."""
+        ...
+
+    def ensemble(self, rank: int = 0, *, lazily: bool = False) -> Ensemble:
+        """Build the ensemble; lazily, experts are loaded on first use even where all of them fit."""
+        ...
+
+
 @dataclass(frozen=True)
-class Source:
-    """A verified release and how its experts compute, in words that travel to another process.
+class Computing:
+    """How experts compute.
+
+    Args:
+        device: where; with several GPUs each process has its own.
+        arithmetic: in which.
+        batch: most samples that an expert is given at once.
+    """
+
+    device: DeviceName
+    arithmetic: Arithmetic
+    batch: int
+
+    def place(self, rank: int) -> torch.device:
+        """Return the device of one process, and set what torch keeps for the whole process."""
+        self.arithmetic.settle()
+        device = device_named(self.device, setting="--device")
+        return torch.device("cuda", rank % torch.cuda.device_count()) if device.type == "cuda" else device
+
+
+@dataclass(frozen=True)
+class ReleaseSource:
+    """A verified release.
 
     Args:
         plan: of the release.
         manifest: of the release.
         folder: of the release.
         room: most bytes of experts in memory at once, in each process.
-        device: where experts compute; with several GPUs each process has its own.
-        arithmetic: of the experts.
-        batch: most samples that an expert is given at once.
+        computing: how its experts compute.
     """
 
     plan: Plan
     manifest: Manifest
     folder: Path
     room: int | None
-    device: DeviceName
-    arithmetic: Arithmetic
-    batch: int
+    computing: Computing
+
+    @property
+    def data(self) -> DataSpec:
+        """Shape and range of a sample."""
+        return self.plan.data
+
+    @property
+    def expert_shape(self) -> tuple[int, ...]:
+        """The shape of what experts see of it."""
+        return self.plan.expert_shape
 
     def ensemble(self, rank: int = 0, *, lazily: bool = False) -> Ensemble:
         """Build the ensemble; lazily, experts are loaded on first use even where all of them fit."""
-        device = device_named(self.device, setting="--device")
-        if device.type == "cuda":
-            device = torch.device("cuda", rank % torch.cuda.device_count())
-        self.arithmetic.settle()
+        where, arithmetic = self.computing.place(rank), self.computing.arithmetic
         room = sum(expert.file.bytes for expert in self.manifest.experts) if lazily and self.room is None else self.room
         built = build_ensemble(
-            self.plan, self.manifest, self.folder, memory_bytes=room, device=device, arithmetic=self.arithmetic
+            self.plan, self.manifest, self.folder, memory_bytes=room, device=where, arithmetic=arithmetic
         )
-        return replace(built, chunk_size=self.batch)
+        return replace(built, chunk_size=self.computing.batch)
+
+
+@dataclass(frozen=True)
+class StudentSource:
+    """A student, by its record.
+
+    Args:
+        record: as it was read, before anything that it names.
+        weights: its file.
+        computing: how it computes.
+    """
+
+    record: Student
+    weights: Path
+    computing: Computing
+
+    @property
+    def data(self) -> DataSpec:
+        """Shape and range of a sample."""
+        return self.record.data
+
+    @property
+    def expert_shape(self) -> tuple[int, ...]:
+        """The shape of what the student sees of it."""
+        return self.record.latent.shape(self.record.data.shape)
+
+    def ensemble(self, rank: int = 0, *, lazily: bool = False) -> Ensemble:
+        """Load the student as an ensemble of one."""
+        where, arithmetic = self.computing.place(rank), self.computing.arithmetic
+        alone = build_student(self.record, self.weights, device=where, arithmetic=arithmetic)
+        return replace(alone, chunk_size=self.computing.batch)
 
 
 @dataclass(frozen=True)
@@ -95,7 +171,7 @@ class Job:
         source: what from.
         strategy: which experts samples follow.
         seed: of all samples.
-        how: further arguments of `Ensemble.sample`, `steps` among them.
+        how: further arguments of `Ensemble.sample`, `steps` and `condition` among them.
         editing: what becomes of images that samples begin with.
         begin: those images, one for each sample, and where they are known; None for samples from noise.
     """
@@ -104,7 +180,7 @@ class Job:
     strategy: Strategy
     seed: int
     how: Mapping[str, Any]
-    editing: Editing
+    editing: Editing = FROM_NOISE
     begin: tuple[Any, Any] | None = None
 
     @property
@@ -116,6 +192,9 @@ class Job:
         """Draw the samples of these numbers, in this process."""
         how = {name: _as_tensor(value) for name, value in self.how.items()}
         how |= {"strategy": self.strategy, "seed": self.seed, "numbers": numbers, "on_progress": advance}
+        told_N = per_sample(ensemble.condition, how["condition"])
+        if told_N is not None:
+            how["condition"] = told_N[list(numbers)]
         begin = None
         if self.begin:
             images, known = (_as_tensor(each) for each in self.begin)
@@ -146,6 +225,15 @@ class Job:
             on_progress((numbers[part], drawn.images[part].numpy(), drawn.expert_N[part].numpy()))
 
 
+def draw(
+    job: Job, num: int, num_processes: int, weight_K: Tensor, advance: Advance, ensemble: Ensemble | None = None
+) -> Drawn:
+    """Draw samples 0 to num - 1, here, from the ensemble if it is built already, or as `draw_together` does."""
+    if num_processes == 1:
+        return job.draw(ensemble or job.source.ensemble(), range(num), advance)
+    return draw_together(job, num, num_processes, weight_K, Path(tempfile.gettempdir()), advance)
+
+
 def draw_together(job: Job, num: int, num_processes: int, weight_K: Tensor, folder: Path, advance: Advance) -> Drawn:
     """Draw samples 0 to num - 1 in several processes; the threads of this one are divided among them.
 
@@ -153,7 +241,7 @@ def draw_together(job: Job, num: int, num_processes: int, weight_K: Tensor, fold
         job: what to draw.
         num: how many samples.
         num_processes: how many processes.
-        weight_K: each expert's share at t = 1, under the condition.
+        weight_K: each expert's share at t = 1, under the condition, shape (K,) or, for each sample, (N, K).
         folder: for a small unnamed file.
         advance: shows the progress of all.
 
@@ -161,7 +249,7 @@ def draw_together(job: Job, num: int, num_processes: int, weight_K: Tensor, fold
         SetupError: a process died.
         ArchipelagoError: what a process raised.
     """
-    images = np.empty((num, *job.source.plan.data.shape), np.float32)
+    images = np.empty((num, *job.source.data.shape), np.float32)
     expert_N = np.empty(num, np.int64)
     done = [0] * num_processes
 
@@ -215,6 +303,6 @@ def dealt(job: Job, num: int, weight_K: Tensor) -> Tensor:
     numbers = torch.arange(num)
     if not isinstance(job.strategy, Lock) or job.strategy.t_lock < 1:
         return numbers
-    shape = job.source.plan.expert_shape
+    shape = job.source.expert_shape
     uniform_N = torch.cat([draw_noise([i], shape, job.seed, 1)[1][:, 0] for i in range(num)])
     return draw_expert(weight_K.expand(num, -1), uniform_N).argsort(stable=True)

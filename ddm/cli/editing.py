@@ -111,6 +111,9 @@ class Editing:
         return ensemble.inpaint(images, known, **more, **how)
 
 
+FROM_NOISE = Editing(None, None, None, None, None)
+
+
 def interval(text: str | None) -> tuple[float, float]:
     """Read the value of --set guidance-interval.
 

@@ -3,45 +3,31 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from math import prod
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ddm.cli.editing import interval
+from ddm.cli.evaluated_conditions import Asked, conditions_for
+from ddm.cli.following import FLAGS, Following, StrategyName, chosen_strategy, priors
 from ddm.cli.options import (
     HOW,
     WHAT,
-    AcceptKeyOption,
-    ArchivedOption,
-    DeviceOption,
-    MemoryOption,
+    GuidanceOption,
+    Machine,
     ReleaseArgument,
-    RootOption,
-    SeedOption,
-    SiloKeyOption,
-    SolverName,
-    SolverOption,
-    StateOption,
-    StepsOption,
-    open_verified,
+    Solving,
+    TextOption,
+    Verification,
+    grouped,
     read_memory,
     warn_if_expired,
 )
-from ddm.cli.sample import (
-    FLAGS,
-    Prefix,
-    PrefixOption,
-    PriorOption,
-    StrategyName,
-    TauOption,
-    TopKOption,
-    chosen_strategy,
-    expert_weights,
-)
-from ddm.cli.settings import SampleSettings, read_settings, set_option
+from ddm.cli.settings import DrawingSettings, read_settings, set_option
 from ddm.errors import SetupError
+from ddm.protocol.architecture import NoCondition
 from ddm.system.console import progress, say, table
 
 if TYPE_CHECKING:
@@ -93,14 +79,34 @@ Strategies = Annotated[
     list[StrategyName] | None,
     typer.Option("--strategy", help="Which expert each step follows; repeatable.", rich_help_panel=HOW),
 ]
-Set = Annotated[list[str] | None, set_option(SampleSettings)]
+ClassesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--class", metavar="WAY", help="data (as the reference), equal, none, or one class.", rich_help_panel=WHAT
+    ),
+]
+EncoderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--text-encoder",
+        metavar="FOLDER",
+        help="The plan's; without --text for the reference's captions.",
+        rich_help_panel=WHAT,
+    ),
+]
+Set = Annotated[list[str] | None, set_option(DrawingSettings)]
 
 
+@grouped
 def evaluate(
     release: ReleaseArgument,
     *,
     num: Num = None,
     samples: Given = None,
+    label: ClassesOption = None,
+    text: TextOption = None,
+    text_encoder: EncoderOption = None,
+    guidance: GuidanceOption = None,
     as_json: AsJson = False,
     out: Out = None,
     reference: ReferenceFile,
@@ -109,36 +115,23 @@ def evaluate(
     features: FeaturesOption = "encoder",
     neighbours: Neighbours = 5,
     strategy: Strategies = None,
-    tau: TauOption = None,
-    prefix: PrefixOption = None,
-    top_k: TopKOption = None,
-    prior: PriorOption = "data",
-    steps: StepsOption = 25,
-    solver: SolverOption = SolverName.MIDPOINT,
-    seed: SeedOption = 0,
+    following: Following,
+    solving: Solving,
     settings: Set = None,
-    root: RootOption,
-    state: StateOption = None,
-    silo_key: SiloKeyOption = None,
-    accept_key: AcceptKeyOption = None,
-    archived: ArchivedOption = False,
-    device: DeviceOption = "auto",
-    memory: MemoryOption = None,
+    verification: Verification,
+    machine: Machine,
 ) -> None:
     """Measure samples against real images: FID, KID, precision, recall, shares, copies; verifies first."""
-    rare = read_settings(SampleSettings, settings)
+    rare = read_settings(DrawingSettings, settings)
     if num is None and samples is None:
         raise SetupError("--num", expected="--num or --samples", got="neither a number of samples nor a file of them")
-    if samples is not None and strategy:
-        raise SetupError("--strategy", expected="either --strategy or --samples", got=f"both, with --samples {samples}")
+    asked, within = Asked(label, text, text_encoder), interval(rare.guidance_interval)
     names = list(dict.fromkeys(each.value for each in strategy or [StrategyName.LOCK]))
-    wanted = {"tau": tau, "prefix": prefix and Prefix(prefix).value, "k": top_k, "mass": rare.mass, "least": rare.least}
-    given_settings = {name: value for name, value in wanted.items() if value is not None}
-    if samples is not None and given_settings:
-        flag = FLAGS[next(iter(given_settings))]
-        raise SetupError(flag, expected=f"either {flag} or --samples", got=f"both, with --samples {samples}")
-    chosen = _strategies(names, given_settings)
-    memory_bytes = read_memory(memory)
+    wanted = following.settings(rare)
+    if samples is not None:
+        _check_nothing_is_drawn(samples, {"--strategy": strategy, **{FLAGS[name]: name for name in wanted}})
+        _check_nothing_is_drawn(samples, {str(asked.flag): asked.flag, "--guidance": guidance})
+    chosen = _strategies(names, wanted)
     if out is not None:
         from ddm.io.pictures import prepare
 
@@ -146,57 +139,101 @@ def evaluate(
             raise SetupError("--out", expected="a folder, by a name without ending", got=out.name)
         prepare(out)
 
+    from ddm.cli.drawing import Computing
+    from ddm.cli.evaluated_samples import Drawing, given_samples
     from ddm.evaluation.features import open_features
     from ddm.evaluation.measuring import Yardstick
     from ddm.evaluation.metrics import metrics_bytes
     from ddm.evaluation.reference import open_reference
+    from ddm.protocol.footprint import condition_bytes, labels_bytes
     from ddm.system.memory import memory_limit
 
-    limit = memory_limit(memory_bytes)
-    opened = open_verified(release, root, state, silo_key, accept_key, archived, experts_later=True)
-    plan = opened.plan
+    computing = Computing(machine.device, machine.arithmetic(), rare.batch)
+    limit = memory_limit(read_memory(machine.memory))
+    opened = verification.open(release, experts_later=True)
+    plan, manifest = opened.plan, opened.manifest
     real = open_reference(reference, plan.data, by)
     held = open_reference(holdout, plan.data) if holdout else None
     network = open_features(features, plan, opened.folder)
-    owners = [expert.silo_id for expert in opened.manifest.experts]
-    weights = expert_weights("--prior", prior, owners, [expert.prior for expert in opened.manifest.experts])
-    given = _given(opened, samples, num) if samples is not None else None
-    count = num or 0 if given is None else len(given[0])
+    weights, declared = priors(manifest, following.prior, rare.class_prior)
+    given = None if samples is None else given_samples(opened, samples, num)
+    count = num or 0 if given is None else len(given.images)
     beside = metrics_bytes(count, real.num + (held.num if held else 0), network.dim, min(plan.data.dim, 4096))
+    if given is None:
+        beside += 2 * labels_bytes(plan.condition, count) + (condition_bytes(plan.condition) if text_encoder else 0)
     limit.check(
         "memory", beside + 4 * count * plan.data.dim, "Evaluate fewer images, or raise the limit with --memory."
     )
-    drawn = (
-        [(samples.name, *given)]
-        if samples is not None and given is not None
-        else _draw(opened, chosen, num or 0, weights, beside, limit, steps, solver.value, seed, rare, device, as_json)
-    )
+    if given is not None:
+        drawn, due_E, words = [given], weights, None
+    else:
+        counted = declared is not None or plan.statistics.class_counts is not None or len(weights) == 1
+        under = conditions_for(asked, plan.condition, reference, count, solving.seed, counted=counted)
+        _check_told(under.value is not None, rare, guidance)
+        real, words = real if under.kept is None else real.only(under.kept), under.words
+        how = {
+            "steps": solving.steps,
+            "solver": solving.solver.value,
+            "prior": weights,
+            "condition": under.value,
+            "guidance": guidance or 0.0,
+            "guidance_interval": within,
+            "router_every": rare.router_every or 1,
+        }
+        drawing = Drawing(opened, computing, min(machine.processes, count), solving.seed, how, declared)
+        drawn, due_E = drawing.draw(chosen, count, beside, limit, partial(_told, as_json=as_json))
     with _told(f"comparing {real.num} reference images", as_json) as advance:
-        yardstick = Yardstick.of(real, network, holdout=held, k=neighbours, seed=seed, on_progress=advance)
-    silos = [silo.silo_id for silo in opened.manifest.silos]
-    due = [sum(w for w, owner in zip(weights, owners, strict=True) if owner == silo) for silo in silos]
+        yardstick = Yardstick.of(real, network, holdout=held, k=neighbours, seed=solving.seed, on_progress=advance)
+    owners, silos = [expert.silo_id for expert in manifest.experts], [silo.silo_id for silo in manifest.silos]
+    due = [sum(w for w, owner in zip(due_E, owners, strict=True) if owner == silo) for silo in silos]
     results = []
-    for name, images, expert_N in drawn:
-        with _told(f"comparing {len(images)} samples, {name}", as_json) as advance:
-            silo_N = _silos_of(expert_N, owners, silos)
-            found = yardstick.judge(images, silo_N=silo_N, silos=silos, prior=due, on_progress=advance)
-        results.append((name, images, silo_N, found))
-    origin = _origin(opened, real, held, network, seed, neighbours, None if given else (steps, solver.value), samples)
+    for each in drawn:
+        with _told(f"comparing {count} samples, {each.name}", as_json) as advance:
+            silo_N = each.silo_N(owners, silos)
+            found = yardstick.judge(each.images, silo_N=silo_N, silos=silos, prior=due, on_progress=advance)
+        results.append((each.name, each.images, silo_N, found))
+    sampling = None if words is None else _sampling(solving, words, guidance)
+    origin = _origin(opened, real, held, network, solving.seed, neighbours, sampling, samples)
     document = _document([(name, found) for name, _, _, found in results], origin)
     if out is not None:
         _write_page(out, document, results, yardstick, silos, plan.data.range)
     say(json.dumps(document, indent=2) if as_json else _tables(results, network))
+    if sampling and not as_json and not isinstance(plan.condition, NoCondition):
+        say(f"\nThe samples were drawn {words}, with guidance {guidance or 0:g}.")
     if out is not None and not as_json:
         say(f"\nThe page: {out / 'index.html'}; the figures: {out / 'evaluation.json'}.")
     warn_if_expired(opened)
 
 
+def _check_nothing_is_drawn(samples: Path, given: dict[str, Any]) -> None:
+    """Refuse options that say how samples are drawn."""
+    for flag, value in given.items():
+        if value is not None and value != []:
+            raise SetupError(flag, expected=f"either {flag} or --samples", got=f"both, with --samples {samples}")
+
+
+def _check_told(told: bool, rare: DrawingSettings, guidance: float | None) -> None:
+    """Refuse what changes nothing where samples are told nothing."""
+    options = {"--guidance": guidance, "--set class-prior": None if rare.class_prior == "data" else rare.class_prior}
+    for flag, value in options.items():
+        if value is not None and not told:
+            got = f"{value!r} with samples that are told nothing"
+            raise SetupError(flag, expected="samples with a class or a text", got=got)
+    if rare.guidance_interval is not None and not guidance:
+        raise SetupError("--set guidance-interval", expected="--guidance as well", got="an interval without guidance")
+
+
+def _sampling(solving: Solving, words: str, guidance: float | None) -> dict[str, Any]:
+    named = {"steps": solving.steps, "solver": solving.solver.value}
+    return {**named, "conditions": words, "guidance": guidance or 0.0}
+
+
 @contextmanager
-def _told(label: str, as_json: bool) -> Iterator[Callable[[int, int], None] | None]:
+def _told(label: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
     """Show progress; beside JSON, which has standard output to itself, only a line on standard error."""
     if as_json:
         say(label, error=True)
-        yield None
+        yield lambda done, total: None
         return
     with progress(label) as advance:
         yield advance
@@ -212,90 +249,6 @@ def _strategies(names: list[str], wanted: dict[str, Any]) -> "dict[str, Strategy
     return {name: chosen_strategy(name, {s: v for s, v in wanted.items() if s in SETTINGS[name]}) for name in names}
 
 
-def _given(opened: "Release", path: Path, num: int | None) -> "tuple[Tensor, Tensor | None]":
-    """Read samples that were drawn before, clipped to the range, and the expert of each where the file has it."""
-    import numpy as np
-    import torch
-
-    from ddm.errors import DataError
-    from ddm.io.files import require_file
-    from ddm.io.npz import read_array
-    from ddm.io.sources import check_row, fit
-    from ddm.system.memory import available_bytes
-
-    spec = opened.plan.data
-    require_file(path, "an npz that ddm sample wrote")
-    array = read_array(path, "images", max_bytes=available_bytes())[:num]
-    if array.dtype.kind == "f":
-        array = np.clip(array, *spec.range)
-    check_row(array.dtype, array.shape[1:], spec)
-    images = fit(array, range(len(array)), spec=spec)
-    with np.load(path, allow_pickle=False) as archive:
-        if "expert" not in archive.files:
-            return images, None
-    expert_N = read_array(path, "expert", max_bytes=1 << 28)[:num]
-    most = len(opened.manifest.experts)
-    if (
-        expert_N.dtype.kind not in "iu"
-        or expert_N.shape != (len(images),)
-        or not ((expert_N >= 0) & (expert_N < most)).all()
-    ):
-        raise DataError(
-            "expert", expected=f"{len(images)} numbers below {most}", got=f"{expert_N.dtype}, other numbers"
-        )
-    return images, torch.from_numpy(expert_N.astype(np.int64))
-
-
-def _draw(
-    opened: "Release",
-    chosen: "dict[str, Strategy]",
-    num: int,
-    weights: list[float],
-    beside: int,
-    limit: Any,
-    steps: int,
-    solver: Any,
-    seed: int,
-    rare: SampleSettings,
-    device: Any,
-    as_json: bool,
-) -> "list[tuple[str, Tensor, Tensor | None]]":
-    """Draw samples with every strategy, from the same noise; clipped to the data's range, as pictures are."""
-    from ddm.loading.ensemble import build_ensemble
-    from ddm.loading.memory import room_for_experts
-    from ddm.protocol.footprint import sampling_bytes
-    from ddm.system.devices import device_named
-
-    plan, manifest = opened.plan, opened.manifest
-    drawing = sampling_bytes(plan, len(manifest.experts), num=num, batch=rare.batch, steps=steps)
-    kept = 4 * num * prod(plan.data.shape) * len(chosen)
-    room = room_for_experts(plan, manifest, limit, beside=max(drawing, beside) + kept)
-    where = device_named(device, setting="--device")
-    built = build_ensemble(plan, manifest, opened.folder, memory_bytes=room, device=where)
-    ensemble = replace(built, chunk_size=rare.batch)
-    found: list[tuple[str, Tensor, Tensor | None]] = []
-    for name, strategy in chosen.items():
-        with _told(f"sampling {num} with {name}", as_json) as advance:
-            drawn = ensemble.sample(
-                num,
-                strategy=strategy,
-                steps=steps,
-                solver=solver,
-                seed=seed,
-                prior=weights,
-                router_every=rare.router_every or 1,
-                on_progress=advance,
-            )
-        found.append((name, drawn.images.clamp(*plan.data.range), drawn.expert_N))
-    return found
-
-
-def _silos_of(expert_N: "Tensor | None", owners: list[str], silos: list[str]) -> "Tensor | None":
-    import torch
-
-    return None if expert_N is None else torch.tensor([silos.index(owner) for owner in owners])[expert_N]
-
-
 def _origin(
     opened: "Release",
     real: "Reference",
@@ -303,7 +256,7 @@ def _origin(
     network: "Features",
     seed: int,
     neighbours: int,
-    drawing: tuple[int, str] | None,
+    sampling: dict[str, Any] | None,
     samples: Path | None,
 ) -> dict[str, Any]:
     """Return what the figures follow from: run with the same, they are the same."""
@@ -320,7 +273,7 @@ def _origin(
         "features": {"name": network.name, "dim": network.dim, "digest": network.digest},
         "reference": {"num": real.num, "digest": real.digest, "groups": real.group_name},
         "holdout": held and {"num": held.num, "digest": held.digest},
-        "sampling": drawing and {"steps": drawing[0], "solver": drawing[1]},
+        "sampling": sampling,
         "samples": samples and {"digest": sha256_file(samples)},
         "seed": seed,
         "neighbours": neighbours,

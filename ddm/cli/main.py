@@ -9,18 +9,7 @@ from ddm.cli.assemble import assemble
 from ddm.cli.distill import distill
 from ddm.cli.evaluate import evaluate
 from ddm.cli.log import log
-from ddm.cli.options import (
-    AcceptKeyOption,
-    ArchivedOption,
-    CheckpointOption,
-    ReleaseArgument,
-    RootOption,
-    SiloKeyOption,
-    StateOption,
-    open_verified,
-    pins,
-    warn_if_expired,
-)
+from ddm.cli.options import CheckpointOption, ReleaseArgument, Verification, grouped, pins, warn_if_expired
 from ddm.cli.sample import sample
 from ddm.cli.sample_student import sample_student
 from ddm.cli.split import split
@@ -35,18 +24,11 @@ app = new_program("Verify a published ensemble of diffusion experts and sample f
 
 
 @app.command()
-def verify(
-    release: ReleaseArgument,
-    root: RootOption,
-    state: StateOption = None,
-    silo_key: SiloKeyOption = None,
-    accept_key: AcceptKeyOption = None,
-    archived: ArchivedOption = False,
-    checkpoint: CheckpointOption = None,
-) -> None:
+@grouped
+def verify(release: ReleaseArgument, *, verification: Verification, checkpoint: CheckpointOption = None) -> None:
     """Check every signature, digest, role and version, and the log's proofs; exit 0 only if all of them hold."""
-    opened = open_verified(release, root, state, silo_key, accept_key, archived, checkpoints=checkpoint or ())
-    pinned = pins(silo_key)
+    opened = verification.open(release, checkpoints=checkpoint or ())
+    pinned = pins(verification.silo_key)
     verified, manifest = opened.verified, opened.manifest
     total = sum(file.bytes for file in verified.files.values())
     say(f"Verified {release}: ensemble {manifest.plan_id}, version {manifest.version}.")
@@ -65,17 +47,15 @@ def verify(
 
 
 @app.command()
+@grouped
 def info(
     release: ReleaseArgument,
-    root: RootOption,
+    *,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
-    state: StateOption = None,
-    silo_key: SiloKeyOption = None,
-    accept_key: AcceptKeyOption = None,
-    archived: ArchivedOption = False,
+    verification: Verification,
 ) -> None:
     """Show what a release holds: silos, experts, privacy, router; verifies first."""
-    opened = open_verified(release, root, state, silo_key, accept_key, archived)
+    opened = verification.open(release)
     if as_json:
         say(json.dumps(opened.manifest.model_dump(mode="json"), indent=2))
         warn_if_expired(opened)

@@ -1,10 +1,17 @@
-"""The options that several commands of `ddm` share, and how they open a release."""
+"""The options that several commands of `ddm` share, alone and in groups that belong together.
 
+A group is a frozen dataclass with an option for each field. A command under `grouped` takes one as a parameter, and the
+program shows its fields among the command's own options.
+"""
+
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -13,7 +20,12 @@ from ddm.system.console import say
 from ddm.system.devices import DeviceName
 
 if TYPE_CHECKING:
+    import torch
+
     from ddm.loading.release import Release
+    from ddm.models.arithmetic import Arithmetic
+    from ddm.protocol.plan import Condition
+    from ddm.sampling.guidance import ConditionValue
 
 # The panels of the help.
 WHAT, HOW, TRUST, MACHINE = "What to sample", "How to sample", "Verification", "Machine"
@@ -148,36 +160,160 @@ class SolverName(StrEnum):
 SolverOption = Annotated[SolverName, typer.Option("--solver", help="ODE solver.", rich_help_panel=HOW)]
 
 
-def open_verified(
-    release: Path,
-    root: Path,
-    state: Path | None,
-    silo_key: list[str] | None,
-    accept_key: list[str] | None,
-    archived: bool,
-    *,
-    experts_later: bool = False,
-    checkpoints: Sequence[Path] = (),
-) -> "Release":
-    """Verify a release, read its documents, and tell what changed; see `ddm.loading.release.open_release`."""
-    from ddm.io.files import read_bounded
-    from ddm.loading.release import open_release
-    from ddm.trust.log.proof import MAX_PROOF_BYTES
-    from ddm.trust.verify import default_state
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose groups of options are seen as the options in them, in their place and order."""
+    hints, groups, seen = get_type_hints(command, include_extras=True), dict[str, Any](), list[inspect.Parameter]()
+    for each in inspect.signature(command).parameters.values():
+        kind: Any = hints[each.name]
+        if is_dataclass(hints[each.name]):
+            groups[each.name] = kind
+            seen += inspect.signature(kind).parameters.values()
+        else:
+            seen.append(each.replace(annotation=kind))
 
-    opened = open_release(
-        release,
-        root=root,
-        state=state or default_state(),
-        silo_keys=pins(silo_key),
-        accepted_keys=pins(accept_key, "--accept-key"),
-        archived=archived,
-        experts_later=experts_later,
-        checkpoints={str(path): read_bounded(path, MAX_PROOF_BYTES) for path in checkpoints},
-    )
-    for news in opened.verified.told:
-        say(f"note: {news}", error=True)
-    return opened
+    @wraps(command)
+    def called(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        command(**given)
+
+    seen = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in seen]
+    called.__signature__ = inspect.Signature(seen)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in seen}
+    return called
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How a release is verified before anything in it is used."""
+
+    root: RootOption
+    state: StateOption = None
+    silo_key: SiloKeyOption = None
+    accept_key: AcceptKeyOption = None
+    archived: ArchivedOption = False
+
+    def open(self, release: Path, *, experts_later: bool = False, checkpoints: Sequence[Path] = ()) -> "Release":
+        """Verify a release, read its documents, and tell what changed; see `ddm.loading.release.open_release`."""
+        from ddm.io.files import read_bounded
+        from ddm.loading.release import open_release
+        from ddm.trust.log.proof import MAX_PROOF_BYTES
+        from ddm.trust.verify import default_state
+
+        opened = open_release(
+            release,
+            root=self.root,
+            state=self.state or default_state(),
+            silo_keys=pins(self.silo_key),
+            accepted_keys=pins(self.accept_key, "--accept-key"),
+            archived=self.archived,
+            experts_later=experts_later,
+            checkpoints={str(path): read_bounded(path, MAX_PROOF_BYTES) for path in checkpoints},
+        )
+        for news in opened.verified.told:
+            say(f"note: {news}", error=True)
+        return opened
+
+
+@dataclass(frozen=True)
+class Told:
+    """What all samples of one command are told.
+
+    Raises:
+        SetupError: options that do not go together, or a blank text.
+    """
+
+    label: ClassOption = None
+    text: TextOption = None
+    text_encoder: TextEncoderOption = None
+    guidance: GuidanceOption = None
+
+    def __post_init__(self) -> None:
+        if self.guidance is not None and self.label is None and self.text is None:
+            got = f"{self.guidance!r} without a condition"
+            raise SetupError("--guidance", expected="--class or --text as well", got=got)
+        if self.text is not None and self.label is not None:
+            raise SetupError("--text", expected="either --text or --class", got=f"both, with --class {self.label}")
+        check_text(self.text, self.text_encoder)
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is a condition."""
+        return self.label is not None or self.text is not None
+
+    def value(self, condition: "Condition") -> "ConditionValue | None":
+        """Return the condition in the form in which experts of this kind take it, None where there is none."""
+        if self.text is None or self.text_encoder is None:
+            return self.label
+        from ddm.cli.conditions import encoded
+
+        return encoded(self.text, self.text_encoder, condition)
+
+
+@dataclass(frozen=True)
+class Solving:
+    """How samples move from noise to data."""
+
+    steps: StepsOption = 25
+    solver: SolverOption = SolverName.MIDPOINT
+    seed: SeedOption = 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine gives to sampling.
+
+    Raises:
+        SetupError: --memory is no size.
+    """
+
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = Dtype.FLOAT32
+    compiled: CompileOption = False
+    processes: ProcessesOption = 1
+    memory: MemoryOption = None
+
+    def __post_init__(self) -> None:
+        read_memory(self.memory)
+
+    def arithmetic(self) -> "Arithmetic":
+        """Return how experts compute on the device; leaves compilation out, with a note, where torch cannot.
+
+        Raises:
+            SetupError: there is no such device, or it has no such precision.
+        """
+        from ddm.models.arithmetic import Arithmetic
+        from ddm.system.devices import device_named
+
+        where = device_named(self.device, setting="--device")
+        arithmetic = Arithmetic(self.dtype.value, self.compiled and _compiles(where))
+        arithmetic.check(where)
+        return arithmetic
+
+
+def _compiles(where: "torch.device") -> bool:
+    """Return whether torch can compile here; say so where it cannot."""
+    from ddm.models.arithmetic import why_not_compiled
+
+    why = why_not_compiled(where)
+    if why is not None:
+        say(f"note: --compile is left out, since torch cannot compile here: {why}", error=True)
+    return why is None
+
+
+def check_text(text: str | None, folder: Path | None) -> None:
+    """Refuse a text without its encoder, an encoder without a text, or a blank text.
+
+    Raises:
+        SetupError: the options do not go together, or the text is blank.
+    """
+    if text is None and folder is not None:
+        raise SetupError("--text-encoder", expected="--text as well", got=f"the folder {folder.name} without a text")
+    if text is not None and folder is None:
+        expected = "--text-encoder as well, the folder of the encoder that the plan pins"
+        raise SetupError("--text", expected=expected, got="a text without an encoder")
+    if text is not None and not text.strip():
+        raise SetupError("--text", expected="a text", got=f"{len(text)} blank characters")
 
 
 def read_memory(text: str | None) -> int | None:

@@ -6,81 +6,62 @@ from typing import Annotated
 import typer
 
 from ddm.cli.options import (
-    ClassOption,
-    DeviceOption,
-    GuidanceOption,
     ImagesOption,
-    MemoryOption,
+    Machine,
     NumOption,
-    SeedOption,
-    SolverName,
-    SolverOption,
-    StepsOption,
-    TextEncoderOption,
-    TextOption,
+    Solving,
+    Told,
+    grouped,
     picture_bytes,
     read_memory,
 )
-from ddm.cli.sample import check_text
 from ddm.cli.settings import SampleStudentSettings, read_settings, set_option
-from ddm.errors import SetupError
 from ddm.system.console import progress, say
 
 
+@grouped
 def sample_student(
     student: Annotated[Path, typer.Argument(metavar="FILE", help="FILE.safetensors, as ddm distill wrote it.")],
     *,
     num: NumOption,
     out: ImagesOption,
-    label: ClassOption = None,
-    text: TextOption = None,
-    text_encoder: TextEncoderOption = None,
-    guidance: GuidanceOption = None,
-    steps: StepsOption = 25,
-    solver: SolverOption = SolverName.MIDPOINT,
-    seed: SeedOption = 0,
+    told: Told,
+    solving: Solving,
     settings: Annotated[list[str] | None, set_option(SampleStudentSettings)] = None,
-    device: DeviceOption = "auto",
-    memory: MemoryOption = None,
+    machine: Machine,
 ) -> None:
     """Sample images from a student; nobody signed it, its record says what it was made of."""
     from ddm.io.pictures import prepare
 
     rare = read_settings(SampleStudentSettings, settings)
-    check_text(label, text, text_encoder)
-    memory_bytes = read_memory(memory)
-    if guidance and label is None and text is None:
-        raise SetupError("--guidance", expected="--class or --text as well", got=f"{guidance} without a condition")
     prepare(out)
 
-    from dataclasses import replace
+    import torch
 
-    from ddm.cli.conditions import encoded
-    from ddm.distillation.student import Student, load_student
+    from ddm.cli.drawing import Computing, Job, StudentSource, draw
+    from ddm.distillation.student import read_record
+    from ddm.io.pictures import write_samples
     from ddm.protocol.footprint import condition_bytes
-    from ddm.system.devices import device_named
+    from ddm.sampling.strategies import Lock
     from ddm.system.memory import memory_limit
 
-    limit = memory_limit(memory_bytes)
-
-    def check(record: Student) -> None:
-        needed = record.sampling_bytes(num=num, batch=rare.batch, steps=steps)
-        needed += picture_bytes(out, num, record.data.shape)
-        limit.check("memory", needed + (condition_bytes(record.condition) if text is not None else 0))
-
-    record, alone = load_student(student, device=device_named(device, setting="--device"), check=check)
-    condition = label if text is None or text_encoder is None else encoded(text, text_encoder, record.condition)
+    computing = Computing(machine.device, machine.arithmetic(), rare.batch)
+    processes, record = min(machine.processes, num), read_record(student)
+    needed = record.sampling_bytes(num=-(-num // processes), batch=rare.batch, steps=solving.steps)
+    beside = picture_bytes(out, num, record.data.shape) + (condition_bytes(record.condition) if told.text else 0)
+    limit = memory_limit(read_memory(machine.memory)).part(processes)
+    limit.check("memory", needed + -(-beside // processes))
+    how = {
+        "steps": solving.steps,
+        "solver": solving.solver.value,
+        "condition": told.value(record.condition),
+        "condition_prior": None,
+        "guidance": told.guidance or 0.0,
+    }
+    job = Job(StudentSource(record, student, computing), Lock(), solving.seed, how)
     with progress(f"sampling {num}") as advance:
-        drawn = replace(alone, chunk_size=rare.batch).sample(
-            num,
-            steps=steps,
-            solver=solver.value,
-            seed=seed,
-            condition=condition,
-            guidance=guidance or 0.0,
-            on_progress=advance,
-        )
-    written = drawn.save(out)
+        drawn = draw(job, num, processes, torch.ones(1), advance)
+    written = write_samples(drawn.images, drawn.expert_N.tolist(), out, record.source.manifest)
     source = record.source
     say(
         f"{num} samples in {out} ({written}). The student names as its source {source.plan_id}, version "

@@ -23,8 +23,8 @@ class RareSettings(BaseModel):
         return {str(field.alias): str(field.description) for field in cls.model_fields.values()}
 
 
-class SampleSettings(RareSettings):
-    """The rare settings of `ddm sample`."""
+class DrawingSettings(RareSettings):
+    """The rare settings of `ddm evaluate`, which `ddm sample` has too."""
 
     mass: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="nucleus: the probability that the mixed experts have together, above 0, at most 1"
@@ -35,10 +35,15 @@ class SampleSettings(RareSettings):
     router_every: Positive | None = Field(None, description="ask the router at every N-th step, 1 or more")
     class_prior: str = Field("data", description="who holds the class or the text: data, equal, or ID=W,...")
     guidance_interval: str | None = Field(None, description="guide between these times alone: LOW,HIGH within 0 to 1")
+    batch: Positive = Field(64, description=BATCH)
+
+
+class SampleSettings(DrawingSettings):
+    """The rare settings of `ddm sample`."""
+
     corrections: Annotated[int, Field(ge=0, le=1000)] | None = Field(
         None, description="inpainting: evaluations that fit the unknown part after each step, 0 to 1,000; default 9"
     )
-    batch: Positive = Field(64, description=BATCH)
 
 
 class SampleStudentSettings(RareSettings):

@@ -13,6 +13,7 @@ from ddm.ensemble import Ensemble
 from ddm.errors import DigestError
 from ddm.io.files import read_bounded, require_file
 from ddm.models import load_expert
+from ddm.models.arithmetic import Arithmetic
 from ddm.protocol.base import (
     MAX_DOCUMENT_BYTES,
     Digest,
@@ -138,6 +139,18 @@ def autoencoder_beside(weights: Path) -> Path:
     return weights.with_name(weights.stem + AUTOENCODER_SUFFIX)
 
 
+def read_record(weights: Path | str) -> Student:
+    """Read the record beside a student's weights.
+
+    Raises:
+        MissingFileError: there are no weights, or no record.
+        DocumentError: the record is not one.
+    """
+    weights = require_file(Path(weights), "a student's weights")
+    path = require_file(weights.with_suffix(RECORD_SUFFIX), "a student's record")
+    return Student.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name)
+
+
 def load_student(
     weights: Path | str,
     *,
@@ -158,10 +171,22 @@ def load_student(
         ShapeError: the record describes a network that cannot be built.
         TensorFileError: the weights are not what its architecture implies.
     """
-    weights = require_file(Path(weights), "a student's weights")
-    path = require_file(weights.with_suffix(RECORD_SUFFIX), "a student's record")
-    record = Student.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name)
+    record = read_record(weights)
     check(record)
+    return record, build_student(record, Path(weights), device=device)
+
+
+def build_student(
+    record: Student, weights: Path, *, device: torch.device | str = "cpu", arithmetic: Arithmetic = Arithmetic()
+) -> Ensemble:
+    """Build the student that a record describes; see `load_student`.
+
+    Args:
+        record: as `read_record` read it.
+        weights: its file.
+        device: where it computes.
+        arithmetic: in which.
+    """
     shape, latent = record.latent.shape(record.data.shape), record.latent
     # The files may have been renamed together with the record; the digests identify them.
     file = record.file.model_copy(update={"path": weights.name})
@@ -172,11 +197,11 @@ def load_student(
         expert = load_expert(record.architecture, shape, weights.parent, file, record.condition).to(device)
         decoder = open_latent(latent, record.data.shape, record.autoencoder, weights.parent)
     except DigestError as error:  # these files are not from a publisher, so the error's own remedy would mislead
-        expected, got = f"the file that {path.name} names, {error.expected}", f"a file of {error.got}"
+        expected = f"the file that {weights.with_suffix(RECORD_SUFFIX).name} names, {error.expected}"
         remedy = "Bring back the files that ddm distill wrote together, or distil again."
-        raise DigestError(error.subject, expected=expected, got=got, remedy=remedy) from error
-    alone = Ensemble(
-        [expert],
+        raise DigestError(error.subject, expected=expected, got=f"a file of {error.got}", remedy=remedy) from error
+    return Ensemble(
+        [arithmetic.applied(expert)],
         None,
         [1.0],
         shape,
@@ -188,4 +213,3 @@ def load_student(
         latent=decoder,
         release=record.source.manifest,
     )
-    return record, alone

@@ -1,22 +1,26 @@
 """Reference images, read in blocks behind one class: from files, which are never unpacked whole, or from an array."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError, ShapeError
-from ddm.io.sources import Source, check_row, fit, open_source
+from ddm.io.fitting import check_row, fit
+from ddm.io.sources import Source, open_source
 from ddm.protocol.base import sha256_file, sha256_hex
 from ddm.protocol.plan import DataSpec
 
 BLOCK_BYTES = 1 << 24  # of float32 images
-_CELL_BYTES = 1024
+_CELL_BYTES, _CAPTION_BYTES = 1024, 16 * 1024
+_LABELS, _CAPTIONS = ("labels", "label"), ("captions", "caption")
 SILO_COLUMNS = ("silos", "silo")
-COLUMNS = (*SILO_COLUMNS, "labels", "label")  # by which recall is told apart, the first that is there
+COLUMNS = (*SILO_COLUMNS, *_LABELS)  # by which recall is told apart, the first that is there
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,21 @@ class Reference:
                 break
             start += len(block)
         return found
+
+    def only(self, kept: Sequence[bool]) -> "Reference":
+        """Return the images that are kept, one answer for each; the digest stays that of the whole file."""
+        mask = torch.tensor(kept)
+
+        def blocks() -> Iterator[Tensor]:
+            start = 0
+            for block in self.blocks():
+                part = block[mask[start : start + len(block)]]
+                start += len(block)
+                if len(part):
+                    yield part
+
+        groups = [group for group, keep in zip(self.groups, kept, strict=True) if keep] if self.groups else ()
+        return replace(self, num=int(mask.sum()), blocks=blocks, groups=groups)
 
     @classmethod
     def of(cls, images: Any, groups: Sequence[object] = (), group_name: str = "labels") -> "Reference":
@@ -87,6 +106,44 @@ def open_reference(path: Path, spec: DataSpec, by: str | None = None) -> Referen
     column = by or next((name for name in COLUMNS if name in source.columns), None)
     groups = _groups(source, column) if column else []
     return Reference(len(source), lambda: _blocks(source, spec), _digest(source), groups, column)
+
+
+def read_classes(path: Path, num_classes: int) -> Tensor | None:
+    """Return the class of each reference image, int64 (N,), from the column `labels` or `label`; None without one.
+
+    Raises:
+        DataError: labels that are no classes, whole numbers from 0.
+    """
+    found = _column(path, _LABELS)
+    if found is None:
+        return None
+    fits = found.ndim == 1 and found.dtype.kind in "iu"
+    if not fits or found.min() < 0 or found.max() >= num_classes:
+        got = f"{found.min()} to {found.max()}" if fits else f"{found.dtype}, shape {found.shape}"
+        remedy = "Number the labels as the plan does, or draw classes otherwise: --class equal, or --class none."
+        expected = f"classes of the release, whole numbers from 0 to {num_classes - 1}"
+        raise DataError("labels of the reference", expected=expected, got=got, remedy=remedy)
+    return torch.from_numpy(found.astype("int64"))
+
+
+def read_captions(path: Path) -> list[str] | None:
+    """Return the caption of each reference image, from the column `captions` or `caption`; None without one.
+
+    Raises:
+        DataError: captions that are no texts.
+    """
+    found = _column(path, _CAPTIONS)
+    if found is None:
+        return None
+    if found.ndim != 1 or found.dtype.kind not in "UO":
+        raise DataError("captions of the reference", expected="one text an image", got=f"{found.dtype}")
+    return [_text(each) for each in found.tolist()]
+
+
+def _column(path: Path, names: Sequence[str]) -> NDArray[np.generic] | None:
+    source = open_source(path)
+    name = next((name for name in names if name in source.columns), None)
+    return None if name is None else source.column(name, _CAPTION_BYTES)
 
 
 def _groups(source: Source, name: str) -> list[str]:

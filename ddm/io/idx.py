@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddm.errors import DataError
 from ddm.io.files import require_file
-from ddm.io.sources import check_row, fit
+from ddm.io.fitting import check_row, fit
 from ddm.protocol.plan import DataSpec
 
 _GZIP, _IDX = b"\x1f\x8b", b"\0\0\x08"  # unsigned bytes, the only kind that these data sets use

@@ -1,4 +1,4 @@
-"""Where images may come from, npy, npz or Parquet, and how they become images of a plan's shape and range.
+"""Where images may come from, npy, npz or Parquet, to be read as images of a plan's shape and range.
 
 What lies in a file in C order, uncompressed, is read in place. Anything else is unpacked once, into an npy of its own
 type in a folder that the caller names, and read there; that file is named by what it was made of.
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ddm.errors import DataError, MissingFileError
 from ddm.io.files import replacing
+from ddm.io.fitting import as_floats, check_row, fit
 from ddm.io.images import (
     BLOCK_BYTES,
     Convert,
     FileArray,
     Images,
     Joined,
-    Rows,
     Stored,
     StoredImages,
     blocks,
@@ -44,7 +44,6 @@ _FORMAT = 1  # of what is unpacked
 _MAX_COLUMN_HEADER_BYTES = 4096
 _OF_A_ROW = {"images": "image", "latents": "latent", "patients": "patient", "labels": "label", "captions": "caption"}
 KINDS = "an npz, an npy, a folder with images.npy, or Parquet"
-_CHANNELS_LAST = "Put the channels first: np.moveaxis(images, -1, 1)."
 
 
 class Source(Protocol):
@@ -77,6 +76,10 @@ class Source(Protocol):
 
     def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
         """Return one entry for each row, each of at most so many bytes."""
+        ...
+
+    def column_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a column that is there; its header alone is read."""
         ...
 
     @property
@@ -154,76 +157,6 @@ def read_images(path: Path, spec: DataSpec) -> Tensor:
     return images[:]
 
 
-def check_row(dtype: np.dtype[np.generic], shape: tuple[int, ...], spec: DataSpec) -> None:
-    """Refuse, by its header, an array that cannot hold images of this shape.
-
-    Raises:
-        DataError: says what it holds.
-    """
-    wanted = (spec.shape, spec.shape[1:], (spec.dim,)) if spec.shape[0] == 1 else (spec.shape, (spec.dim,))
-    if len(spec.shape) == 4:
-        wanted = (spec.shape, (spec.dim,))
-    if shape not in wanted:
-        remedy = _CHANNELS_LAST if shape == (*spec.shape[1:], spec.shape[0]) else None
-        raise DataError("image shape", expected=str(spec.shape), got=str(shape), remedy=remedy)
-    if not (dtype.kind == "f" or dtype in (np.uint8, np.uint16)):
-        raise DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
-
-
-def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> Tensor:
-    """Convert stored rows into images of the plan's range: of whole numbers the type's whole range is spread over it.
-
-    Args:
-        array: uint8, uint16 or floating point.
-        rows: their numbers, for errors.
-        spec: the plan's.
-
-    Raises:
-        DataError: names the first row with values that are not finite or outside the plan's range.
-    """
-    low, high = spec.range
-    array = array.reshape(len(array), *spec.shape)
-    if array.dtype in (np.uint8, np.uint16):
-        share = array.astype(np.float32) / (255 if array.dtype == np.uint8 else 65535)
-        return torch.from_numpy((low + (high - low) * share).astype(np.float32, copy=False))
-    values = _floats(array)
-    if not values.size or (values.min() >= low - 1e-5 and values.max() <= high + 1e-5):  # never of a NaN
-        return torch.from_numpy(values)
-    _check_finite(values, rows)
-    flat = values.reshape(len(values), -1)
-    wrong_B = (flat.min(1) < low - 1e-5) | (flat.max(1) > high + 1e-5)
-    row = _first(np.asarray(wrong_B, dtype=np.bool_), rows)
-    got = f"values outside this range in row {row}"
-    raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got=got)
-
-
-def as_floats(array: NDArray[np.generic], rows: Rows) -> Tensor:
-    """Convert stored rows to float32.
-
-    Raises:
-        DataError: names the first row with values that are not finite.
-    """
-    values = _floats(array)
-    _check_finite(values, rows)
-    return torch.from_numpy(values)
-
-
-def _floats(array: NDArray[np.generic]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
-        return array.astype(np.float32, copy=not array.flags.writeable)
-
-
-def _check_finite(values: NDArray[np.float32], rows: Rows) -> None:
-    finite = np.isfinite(values)
-    if not finite.all():
-        row = _first(np.asarray(~finite.reshape(len(values), -1).all(1)), rows)
-        raise DataError("image values", expected="finite numbers", got=f"NaN or infinite values in row {row}")
-
-
-def _first(wrong_B: NDArray[np.bool_], rows: Rows) -> int:
-    return int(rows[int(np.flatnonzero(wrong_B)[0])])
-
-
 def _opened(source: Source, convert: Convert, shape: tuple[int, ...], folder: Path | None) -> Images:
     array = source.in_place()
     if folder is None:
@@ -299,6 +232,9 @@ class _Npz:
     def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
         return read_array(self._path, name, max_bytes=_MAX_COLUMN_HEADER_BYTES + len(self) * max_bytes)
 
+    def column_shape(self, name: str) -> tuple[int, ...]:
+        return npz_header(self._path, name).shape
+
 
 class _Npy:
     """One npy, or the npys of a folder."""
@@ -327,16 +263,23 @@ class _Npy:
     def columns(self) -> frozenset[str]:
         return frozenset(path.stem for path in self._folder.glob("*.npy")) if self._folder else frozenset()
 
-    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+    def _column_path(self, name: str) -> Path:
         path = self._folder / f"{name}.npy" if self._folder else None
         if path is None or not path.is_file():
             place = "in the folder of the images" if path else "beside the images, in a folder with images.npy"
             raise DataError("data", expected=f"{name}.npy {place}", got="no such file")
+        return path
+
+    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+        path = self._column_path(name)
         header = npy_header(path)
         if header.num_bytes > len(self) * max_bytes:
             most = f"at most {len(self) * max_bytes} bytes"
             raise DataError(name, expected=most, got=f"{header.num_bytes}")
         return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
+
+    def column_shape(self, name: str) -> tuple[int, ...]:
+        return npy_header(self._column_path(name)).shape
 
 
 class _Parquet:
@@ -372,6 +315,9 @@ class _Parquet:
             got = f"{len(self._table.names)} columns with other names"
             raise DataError("data file", expected=f"a column called {cell}", got=got)
         return self._table.cells(cell, max_bytes)
+
+    def column_shape(self, name: str) -> tuple[int, ...]:
+        return (len(self),)  # as every column of a table
 
 
 def _open(path: Path) -> Source:

@@ -1,6 +1,5 @@
-"""Makes one signed release of the islands that are trained: experts, router, shares, card."""
+"""Makes one signed release of the islands that are trained: experts, router, shares, pages."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -11,25 +10,27 @@ import torch
 from ddm.errors import SetupError
 from ddm.io.changes import Change
 from ddm.io.files import link_or_copy, write_atomic
-from ddm.io.space import check_writable, require_room
+from ddm.io.space import require_room
 from ddm.io.tensors import save_tensors
 from ddm.islands.card import CARD_NAME, card
 from ddm.islands.folder import Islands
 from ddm.islands.keys import island_key
+from ddm.islands.report import REPORT_NAME, report
 from ddm.islands.router import OwnersRouter, fit_router
+from ddm.loading.ensemble import build_ensemble
 from ddm.loading.plan import PlanFiles
-from ddm.protocol.base import File, now_utc, sha256_file, sha256_hex
+from ddm.protocol.base import File, now_utc, sha256_file
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
 from ddm.protocol.submission import NoWeightPrivacy, SubmittedExpert, expert_path, submission_path
-from ddm.publishing.export import copy_out, reserve
+from ddm.publishing.drawing import Progress as DrawProgress
 from ddm.publishing.keys import load_key
-from ddm.publishing.public_log import export_log, public_folder
-from ddm.publishing.version import Version, sign_version
-from ddm.publishing.versions import check_none_lost, manifest_path, newest_version, release_folder
+from ddm.publishing.pictured import draw_for
+from ddm.publishing.publish import lay_out_plan, next_version, with_pages
+from ddm.publishing.version import Version, memory_for, sign_version
+from ddm.publishing.versions import manifest_digest, newest_version
 from ddm.routers.base import Progress
 from ddm.trust.keys import SigningKey
-from ddm.trust.paths import PLAN_LOG_NAMES
 from ddm.trust.silo_role import sign_silo_metadata
 
 ROUTER_NAME = "router.safetensors"
@@ -63,6 +64,7 @@ def assemble(
     seed: int = 0,
     device: torch.device | str = "cpu",
     on_progress: Progress | None = None,
+    on_draw: DrawProgress | None = None,
 ) -> Assembled:
     """Publish the next version, and copy it to `out`.
 
@@ -74,6 +76,7 @@ def assemble(
         seed: of the router's training.
         device: where a router on images is trained.
         on_progress: called with the router's step, number of steps and held-out loss.
+        on_draw: called, while images are drawn for the page, with the batches done and the batches in all.
 
     Raises:
         SetupError: islands are not trained, and `partial` is false; or none of them is.
@@ -89,21 +92,12 @@ def assemble(
             got=f"none for {_numbers(missing)}",
             remedy=f"Train them: ddm train {islands.path}. One alone: --island {missing[0]}.",
         )
-    check_writable([islands.path, islands.tuf])
-    with islands.signing_lock(), reserve(out) as reserved:
-        check_none_lost(islands)
+    with next_version(islands, out) as (change, reserved):
         present = [number for number in range(num) if number not in missing]
         size = sum(islands.trained(number).expert.bytes for number in present)
         require_room({reserved.parent: size + _SMALL_BYTES, islands.path: _SMALL_BYTES}, "a release")
         key = load_key(islands, "islands", passphrase)
-        change = Change.begin(islands.path)
-        try:
-            done = _next_version(islands, present, key, change, passphrase, seed, device, on_progress)
-        finally:
-            shutil.rmtree(change.folder, ignore_errors=True)
-        export_log(islands, public_folder(islands))
-        copy_out(release_folder(islands, done.manifest.version), reserved, out)
-    return done
+        return _next_version(islands, present, key, change, passphrase, seed, device, on_progress, on_draw)
 
 
 def _next_version(
@@ -115,13 +109,12 @@ def _next_version(
     seed: int,
     device: torch.device | str,
     on_progress: Progress | None,
+    on_draw: DrawProgress | None,
 ) -> Assembled:
     plan, number = islands.plan, newest_version(islands) + 1
     release = change.put(f"releases/{number}")
     targets = release / "targets" / plan.plan_id
-    proofs = (name for name in PLAN_LOG_NAMES if (islands.bundle / name).is_file())
-    for name in ("plan.json", *(file.path for file in plan.files), *proofs):
-        link_or_copy(islands.bundle / name, targets / name)
+    lay_out_plan(plan, islands.bundle, targets)
     files = PlanFiles.load(plan, targets)
     router = fit_router(islands, files, present, seed=seed, device=device, on_progress=on_progress)
     save_tensors(targets / ROUTER_NAME, router.tensors)
@@ -132,9 +125,13 @@ def _next_version(
         roles[silo.silo_id] = role
     draft = _manifest(islands, present, silos, router, targets, number)
     root_digest = sha256_file(islands.tuf / "1.root.json")
+    ensemble = build_ensemble(plan, draft, targets, memory_bytes=memory_for(draft), device=device)
+    drawing = draw_for(plan, draft, ensemble, on_draw)
+    trained = {islands.split.islands[k].island_id: islands.trained(k) for k in present}
+    page = report(islands.split, plan, draft, router, trained, root_digest, drawing)
+    write_atomic(targets / REPORT_NAME, page.encode())
     write_atomic(targets / CARD_NAME, card(islands.split, plan, draft, router, root_digest).encode())
-    listed = sorted([*draft.files, File.of(CARD_NAME, targets / CARD_NAME)], key=lambda file: file.path)
-    manifest = draft.model_copy(update={"files": tuple(listed)})
+    manifest = with_pages(draft, (CARD_NAME, REPORT_NAME), targets)
     sign_version(Version(islands, change, release, manifest, roles), passphrase, now_utc())
     return Assembled(manifest, router)
 
@@ -188,15 +185,14 @@ def _manifest(
     targets: Path,
     number: int,
 ) -> Manifest:
-    """Describe everything but the card, which is made from the manifest."""
+    """Describe everything but the pages, which are made from the manifest."""
     plan, split = islands.plan, islands.split
-    old, total = manifest_path(islands, number - 1), sum(silo.units for silo in silos)
-    names = {silo.silo_id for silo in silos}
+    total, names = sum(silo.units for silo in silos), {silo.silo_id for silo in silos}
     return Manifest(
         plan_id=plan.plan_id,
         plan_digest=split.plan_digest,
         version=number,
-        supersedes_digest=sha256_hex(old.read_bytes()) if old else None,
+        supersedes_digest=manifest_digest(islands, number - 1),
         published_at=now_utc(),
         licence=split.licence,
         cite=split.cite,

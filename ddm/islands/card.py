@@ -19,6 +19,19 @@ _WAYS = {
 }
 
 
+def division(split: Split, plan: Plan) -> str:
+    """Return how the data set was divided, in a sentence of plain text."""
+    return _WAYS[split.by].format(fine=plan.clustering.num_fine, num=len(split.islands), column=split.column or "")
+
+
+def absent(manifest: Manifest) -> str | None:
+    """Return what a release without some islands must say, in a sentence; None for a whole one."""
+    if not manifest.missing_silos:
+        return None
+    names = ", ".join(manifest.missing_silos)
+    return f"Without {names}: no expert of these islands was trained yet; shares are among the others."
+
+
 def card(split: Split, plan: Plan, manifest: Manifest, router: OwnersRouter, root_digest: str) -> str:
     """Return the card's text.
 
@@ -29,11 +42,8 @@ def card(split: Split, plan: Plan, manifest: Manifest, router: OwnersRouter, roo
         router: how the router did.
         root_digest: the fingerprint of the root of trust.
     """
-    way = _WAYS[split.by].format(
-        fine=plan.clustering.num_fine, num=len(split.islands), column=_text(split.column or "")
-    )
     shape = " x ".join(map(str, plan.data.shape))
-    value, low, high = router.minus_prior
+    (value, low, high), without = router.minus_prior, absent(manifest)
     lines = [
         f"# {_text(split.name)}, version {manifest.version}",
         "",
@@ -41,11 +51,11 @@ def card(split: Split, plan: Plan, manifest: Manifest, router: OwnersRouter, roo
         f"together sample images of {shape} values as one model (Decentralized Diffusion Models). One owner had all of",
         "the data; each expert was trained on one island of it, alone.",
         "",
-        f"{way} The router ({router.kind}) was trained on",
+        f"{_text(division(split, plan))} The router ({router.kind}) was trained on",
         f"images whose islands are known. On images held out its cross-entropy is {value:+.4f} nats against predicting",
         f"the shares alone (95% interval {low:+.4f} to {high:+.4f}).",
         "",
-        *_absent(manifest),
+        *([f"**{_text(without)}**", ""] if without else []),
         *_islands(split, manifest),
         "",
         "Expected calibration error of the router on images held out, in bands of the noise level t (0 is data), with",
@@ -54,6 +64,8 @@ def card(split: Split, plan: Plan, manifest: Manifest, router: OwnersRouter, roo
         "| noise level | as published | at temperature 1 |",
         "| --- | ---: | ---: |",
         *(f"| {' | '.join(row)} |" for row in calibration_rows(router.calibration.errors)),
+        "",
+        "`report.html` beside this file shows samples, the router and every figure.",
         "",
         "## Open",
         "",
@@ -74,13 +86,6 @@ def card(split: Split, plan: Plan, manifest: Manifest, router: OwnersRouter, roo
         f"Licence: {_text(manifest.licence)}. Cite as: {_text(manifest.cite)}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _absent(manifest: Manifest) -> Sequence[str]:
-    if not manifest.missing_silos:
-        return []
-    names = ", ".join(manifest.missing_silos)
-    return [f"**Without {names}**: no expert of these islands was trained yet; shares are among the others.", ""]
 
 
 def _islands(split: Split, manifest: Manifest) -> Sequence[str]:

@@ -24,7 +24,7 @@ from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Progress
 from ddm.routers.calibration import Calibrated, Calibration, calibrate
-from ddm.routers.comparison import compare, minus_prior
+from ddm.routers.comparison import BandComparison, compare, minus_prior
 from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import Labelled
@@ -55,6 +55,7 @@ class OwnersRouter:
         calibration: its temperature.
         evaluation: how it did on images held out.
         minus_prior: cross-entropy on these less that of the prior, nats, with its 95% interval.
+        bands: the plan's family against counts; none where it is counts.
     """
 
     kind: Kind
@@ -63,6 +64,7 @@ class OwnersRouter:
     calibration: Calibration
     evaluation: tuple[Evaluation, ...]
     minus_prior: tuple[float, float, float]
+    bands: tuple[BandComparison, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,27 +132,25 @@ def fit_router(
     reason = "the plan asks for the counts router"
     calibration = calibrate(counts, judged)
     chosen = _calibrated(counts, calibration)
-    bands: list[Evaluation] = []
+    bands: tuple[BandComparison, ...] = ()
     if isinstance(plan.router, LearnedSettings | SamplesSettings):
         candidate = _fit(islands, plan, counts, present, num_units, seed, device, on_progress)
         own = calibrate(candidate, judged)
         comparison = compare(chosen, _calibrated(candidate, own), judged)
-        bands = [
-            _evaluation(
-                f"router_cross_entropy_{plan.router.kind}_minus_counts_held_out_images_t_{band.low:.2f}_{band.high:.2f}",
-                (band.difference, band.difference_low, band.difference_high),
-            )
-            for band in comparison.bands
-        ]
+        bands = comparison.bands
         reason = f"{plan.router.kind} is worse than counts in {len(comparison.worse)} of {len(bands)} comparisons"
         if not comparison.worse:
             kind, router, calibration = plan.router.kind, candidate, own
             chosen, reason = _calibrated(candidate, own), f"{kind} is nowhere worse than counts"
     gain = minus_prior(chosen, judged)
-    found = [_evaluation(f"router_cross_entropy_{kind}_minus_prior_held_out_images", gain), *bands]
-    found += [figure for band in calibration.errors for figure in band.evaluations()]
+    found = [_evaluation(f"router_cross_entropy_{kind}_minus_prior_held_out_images", gain)]
+    versus = f"router_cross_entropy_{plan.router.kind}_minus_counts_held_out_images"
+    for band in bands:
+        figure = (band.difference, band.difference_low, band.difference_high)
+        found.append(_evaluation(f"{versus}_t_{band.low:.2f}_{band.high:.2f}", figure))
+    found += [figure for errors in calibration.errors for figure in errors.evaluations()]
     stored = {**router.tensors(), **_class_prior(plan, files, tensors, present, num_units)}
-    return OwnersRouter(kind, reason, stored, calibration, tuple(found), gain)
+    return OwnersRouter(kind, reason, stored, calibration, tuple(found), gain, bands)
 
 
 def _calibrated(router: AnyRouter, calibration: Calibration) -> Calibrated:

@@ -1,6 +1,5 @@
 """Divides one owner's data set into islands, each a folder that can be trained by itself, and signs the plan of all."""
 
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,10 +21,9 @@ from ddm.islands.data import Dataset
 from ddm.islands.folder import SPLIT_NAME, Islands, Split, SplitIsland
 from ddm.islands.keys import found, make_keys
 from ddm.islands.recipe import IslandsRecipe
-from ddm.loading.plan import CENTROIDS_PATH, SKETCH_PATH
+from ddm.planning.document import plan_of
 from ddm.planning.fit import Fitted, divide, fit_public
 from ddm.planning.recipe import TextRecipe
-from ddm.protocol.base import File, now_utc
 from ddm.protocol.plan import (
     EXACT,
     Agreed,
@@ -33,14 +31,12 @@ from ddm.protocol.plan import (
     Budget,
     ClassCondition,
     ClassCountsStatistic,
-    Clustering,
     Condition,
     CountsStatistic,
     Limits,
     Plan,
     SamplesRouter,
     SiloPartition,
-    SketchSpec,
     Statistics,
     TextCondition,
 )
@@ -197,32 +193,19 @@ def island_names(num: int) -> list[str]:
 
 def _plan(recipe: IslandsRecipe, fitted: Fitted, size_K: Sequence[int], receipt_key: str, folder: Path) -> Plan:
     """Write the plan of one owner: exact counts that nobody is shown, no budget, no audit, no limit on time."""
-    created, names = now_utc(), island_names(len(size_K))
-    condition, shape = fitted.condition, fitted.latent.shape(recipe.data.shape)
+    names, condition, shape = island_names(len(size_K)), fitted.condition, fitted.latent.shape(recipe.data.shape)
     num_classes = condition.num_classes if isinstance(condition, ClassCondition) else None
     expert_bytes = network_size(recipe.expert.architecture, shape, condition).bytes + _HEADER_BYTES
-    return Plan(
-        plan_id=f"{recipe.owner.name}-{secrets.token_hex(4)}",
-        created_at=created,
-        expires_at=created + _LIFE,
+    return plan_of(
+        recipe,
+        fitted,
+        folder,
+        name=recipe.owner.name,
+        valid_for=_LIFE,
         silos=tuple(names),
         agreed={name: Agreed(images=size) for name, size in zip(names, size_K, strict=True)},
         receipt_key=receipt_key,
-        files=tuple(File.of(path, folder / path) for path in fitted.paths),
-        data=recipe.data,
-        latent=fitted.latent,
-        encoder=fitted.encoder,
-        clustering=Clustering(
-            path=CENTROIDS_PATH,
-            num_fine=fitted.num_fine,
-            num_coarse=recipe.clustering.num_coarse,
-            balanced=recipe.clustering.balanced,
-        ),
-        sketch=SketchSpec(path=SKETCH_PATH, rank=recipe.sketch.rank),
         partition=SiloPartition(min_images=recipe.partition.min_images),
-        objective=recipe.objective,
-        t_distribution=recipe.t_distribution,
-        condition=condition,
         expert=recipe.expert,
         statistics=Statistics(
             unit="image",
@@ -231,7 +214,6 @@ def _plan(recipe: IslandsRecipe, fitted: Fitted, size_K: Sequence[int], receipt_
             counts=CountsStatistic(epsilon=EXACT, num_groups=recipe.num_groups),
             class_counts=ClassCountsStatistic(epsilon=EXACT, num_classes=num_classes) if num_classes else None,
         ),
-        router=recipe.router,
         audit=Audit(required=False, min_holdout_units=1, max_near_copy_rate=1.0, max_mia_auc=1.0),
         limits=Limits(expert_bytes=expert_bytes, statistic_bytes=1, train_s=NO_LIMIT_S, gpu_hours=NO_LIMIT_HOURS),
     )

@@ -30,6 +30,12 @@ def manifest_path(home: Home, version: int) -> Path | None:
     return next(release_folder(home, version).glob("targets/*/manifest.json"), None)
 
 
+def manifest_digest(home: Home, version: int) -> str | None:
+    """Return the sha256 of a version's manifest, None if there is no such version."""
+    path = manifest_path(home, version)
+    return sha256_file(path) if path else None
+
+
 def check_none_lost(home: Home) -> None:
     """Refuse to publish if the release signed last is gone: its version number would be used twice.
 
@@ -41,8 +47,7 @@ def check_none_lost(home: Home) -> None:
         for name, target in _signed(home.tuf / "release.json")["targets"].items()
         if name.endswith("/manifest.json")
     ]
-    newest = manifest_path(home, newest_version(home))
-    found = sha256_file(newest) if newest else None
+    found = manifest_digest(home, newest_version(home))
     if listed and listed != [found]:
         raise SetupError(
             "releases/",

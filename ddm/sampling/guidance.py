@@ -143,7 +143,7 @@ def router_shares(router: Router | None, told: Tensor, prior: Sequence[float]) -
     return shares
 
 
-def per_sample(condition: Condition, value: ConditionValue) -> Tensor | None:
+def per_sample(condition: Condition, value: ConditionValue | None) -> Tensor | None:
     """Return the conditions where a value holds one for each sample, None where it holds one for all.
 
     Raises:

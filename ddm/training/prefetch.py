@@ -23,8 +23,9 @@ _AHEAD = 2  # batches for each thread
 def drawing_threads(device: torch.device, num_processes: int) -> int:
     """Return how many threads draw batches: for a GPU a few.
 
-    On a CPU none: drawing takes about a hundredth of a step there or less, and one thread beside it made small experts
-    no faster, or 3% slower.
+    On a CPU none. In batches of 64 on one core, drawing takes 0.3% to 0.8% of the processor time of a step of an expert
+    of a million weights, and 4% of one on 8 x 8 images; that is all that there is to gain, and one thread beside the
+    step made small experts no faster, or 3% slower.
     """
     if device.type != "cuda":
         return 0

@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from ddm.io.images import Images, feed
 from ddm.io.sources import Source, open_images, open_latents, open_source
 from ddm.protocol.base import Unit
 from ddm.protocol.plan import DataSpec
-from silo.data.volumes import Volumes, are_volumes, read_volume_column, volume_files
+from silo.data.volumes import Volumes, are_volumes, read_volume_column, volume_columns, volume_files
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
 MAX_CAPTION = 4096  # characters
 _MAX_CAPTION_BYTES = 4 * MAX_CAPTION
+_COLUMNS = frozenset({"patients", "labels", "captions"})
 _MISSING = frozenset({"", "nan", "nat", "none", "null", "na", "n/a", "<na>"})  # as tables write them
 _PATIENTS_REMEDY = "Give every image its patient: one without could belong to a patient who is counted already."
 
@@ -112,21 +113,41 @@ def load_cohort(
 
 
 def check_data(path: Path) -> None:
-    """Refuse, by headers alone and before there is a plan, what no plan could take.
+    """Refuse, before there is a plan, what no plan could take: all that is wrong at once. No image is read.
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: no images in it, or images of a type or with sides that no plan has.
+        DataError: no images in it; images of a type or with sides that no plan has; columns of patients, labels or
+            captions that have not one entry for each image, or cannot be read.
     """
-    if are_volumes(path):
-        volume_files(path)
-        return
-    source = open_source(path)
+    problems = list(_problems_of_volumes(path) if are_volumes(path) else _problems(open_source(path)))
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        remedy = "Mend all of these in the data file, then run the command again."
+        raise DataError("; ".join(str(problem) for problem in problems), remedy=remedy)
+
+
+def _problems_of_volumes(path: Path) -> Iterator[DataError]:
+    num = len(volume_files(path))
+    for name in volume_columns(path):
+        try:
+            read_volume_column(path, name, num)
+        except DataError as error:
+            yield error
+
+
+def _problems(source: Source) -> Iterator[DataError]:
     dtype, shape = source.row
     if not (dtype.kind == "f" or dtype in (np.uint8, np.uint16)):
-        raise DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
+        yield DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
     if not 1 <= len(shape) <= 4 or 0 in shape:
-        raise DataError("image shape", expected="(H, W), (C, H, W) or (C, D, H, W)", got=str(shape))
+        yield DataError("image shape", expected="(H, W), (C, H, W) or (C, D, H, W)", got=str(shape))
+    for name in sorted(source.columns & _COLUMNS):
+        try:
+            _check_length(name, source.column_shape(name), len(source))
+        except DataError as error:
+            yield error
 
 
 def count_units(path: Path, *, patients: bool) -> tuple[int, int | None]:
@@ -162,9 +183,13 @@ def dataset_digest(images: Images, salt: bytes, *, captions: Sequence[str] = (),
 def _column(source: Source, name: str) -> NDArray[np.generic]:
     """Read a one-dimensional array with one entry for each image."""
     column = source.column(name, _MAX_CAPTION_BYTES if name == "captions" else _MAX_CELL_BYTES)
-    if column.shape != (len(source),):
-        raise DataError(name, expected=f"shape ({len(source)},), one for each image", got=str(column.shape))
+    _check_length(name, column.shape, len(source))
     return column
+
+
+def _check_length(name: str, shape: tuple[int, ...], num: int) -> None:
+    if shape != (num,):
+        raise DataError(name, expected=f"shape ({num},), one for each image", got=f"shape {shape}")
 
 
 def _num_patients(patient_N: NDArray[np.generic]) -> int:

@@ -16,9 +16,9 @@ from ddm.encoders import Progress
 from ddm.encoders.autoencoder import AutoencoderKl, Latent
 from ddm.errors import DataError, MissingFileError
 from ddm.io.files import replacing
+from ddm.io.fitting import as_floats
 from ddm.io.images import Derived, FileArray, Images, StoredImages, blocks, write_rows
 from ddm.io.npz import open_npy
-from ddm.io.sources import as_floats
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Autoencoder, AutoencoderKlLatent, DiffusersKlLatent, Plan
 from silo.data.captions import texts_of

@@ -97,6 +97,10 @@ class Volumes:
         """Return a column of the table beside the volumes, whose cells have a bound of their own."""
         return read_volume_column(self._path, name, len(self))
 
+    def column_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a column, one entry for each volume."""
+        return (len(self),)
+
 
 def volume_files(path: Path) -> list[Path]:
     """Return the volumes of a folder by name, or the one that `path` is.
@@ -111,6 +115,16 @@ def volume_files(path: Path) -> list[Path]:
     if not files:
         raise DataError("data folder", expected="volumes, *.nii or *.nii.gz", got="no such file")
     return files
+
+
+def volume_columns(path: Path) -> tuple[str, ...]:
+    """Return which of patients, labels and captions `volumes.csv` has; none where there is no table."""
+    table_path = (path if path.is_dir() else path.parent) / TABLE_NAME
+    if not table_path.is_file():
+        return ()
+    header = read_bounded(table_path, _MAX_TABLE_BYTES).partition(b"\n")[0].decode("utf-8-sig", "replace")
+    named = {cell.strip().strip('"') for cell in header.split(",")}
+    return tuple(name for name, column in _COLUMNS.items() if column in named)
 
 
 def read_volume_column(path: Path, name: str, num: int) -> NDArray[np.generic]:

@@ -389,8 +389,7 @@ def test_release_of_vast_sizes_is_refused_before_anything_in_it_is_loaded(
     hostile = vast(opened, **VAST[attack])
     message = refused_memory(lambda: load_ensemble(hostile, memory_bytes=400 << 20))
     assert "at most 400.0 MiB of memory" in message and "needed" in message
-    for name in ("sample", "distill"):
-        monkeypatch.setattr(f"ddm.cli.{name}.open_verified", lambda *given, **named: hostile)
+    monkeypatch.setattr("ddm.cli.options.Verification.open", lambda *given, **named: hostile)
     common = ("nowhere", "--root", "nowhere", "--memory", "400MiB", "--device", "cpu")
     refused_memory(lambda: command("sample", *common, "--num", 64, "--out", tmp_path / "a.npz"))
     refused_memory(lambda: command("distill", *common, "--out", tmp_path / "a.safetensors"))

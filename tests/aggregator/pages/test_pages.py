@@ -7,7 +7,6 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from aggregator.intake.inventory import take_inventory
-from aggregator.pages import charts, drawing
 from aggregator.pages.write import CARD_NAME, PAGE_NAMES, REPORT_NAME, PageInput, gather, pages, write_pages
 from aggregator.router.train import load_report
 from ddm.cli.main import app as ddm
@@ -34,9 +32,11 @@ from ddm.loading.release import open_release
 from ddm.pages.pictures import MAX_PIXELS
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.submission import Waiver
+from ddm.publishing import charts, drawing
 from tests.conftest import Published
 from tests.support.browser import overflow, show_as
 from tests.support.case import case
+from tests.support.pages import Reader, alive
 
 HOSTILE = "</p><script>alert(1)</script> [x](javascript:alert(1)) `\n\n# **y** | ![z](http://a.example/b) <img src=x>"
 
@@ -73,48 +73,6 @@ def drawn(published_once: Published) -> Mapping[str, str]:
 def undrawn(given: PageInput) -> Mapping[str, str]:
     """Both pages, of experts too large to draw from."""
     return pages(gather(given, None))
-
-
-class Reader(HTMLParser):
-    """What a browser would make of a page: its text, its elements, the values of each silo's card."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.text, self.tags, self.attributes = "", [], []  # type: str, list[str], list[tuple[str, str, str]]
-        self.cards: dict[str, dict[str, str]] = {}
-        self._card, self._term, self._open = "", "", ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag == "article":
-            self._card = str(dict(attrs)["id"]).removeprefix("silo-")
-            self.cards[self._card] = {}
-        if tag in ("dt", "dd"):
-            self._open, self._term = tag, "" if tag == "dt" else self._term
-
-    def handle_endtag(self, tag: str) -> None:
-        self._card = "" if tag == "article" else self._card
-        self._open = "" if tag == self._open else self._open
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self._card and self._open == "dt":
-            self._term += data
-        elif self._card and self._open == "dd":
-            self.cards[self._card][self._term] = self.cards[self._card].get(self._term, "") + data
-
-
-def alive(page: str) -> list[str]:
-    """Everything in a page that runs, loads, sends or leads elsewhere."""
-    read = Reader(page)
-    found = [tag for tag in read.tags if tag in {"script", "iframe", "object", "embed", "form", "link", "base"}]
-    for tag, name, value in read.attributes:
-        inside = value.startswith(("#", "data:image/png;base64,"))
-        if name.startswith("on") or (name in {"src", "href", "srcset", "xlink:href", "action"} and not inside):
-            found.append(f"{tag} {name}={value[:40]}")
-    return found + re.findall(r"url\(|@import", page)
 
 
 def front_matter(card: str) -> dict[str, object]:

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-import aggregator.pages.drawing
 import aggregator.release.publish
 import ddm.loading.ensemble
+import ddm.publishing.drawing
 import ddm.publishing.version
 from aggregator.config import FederationSettings
 from aggregator.intake.inventory import take_inventory
-from aggregator.pages.drawing import Effort
 from aggregator.router.train import train_router
 from ddm.errors import BusyError, DigestError, DiskError, MissingFileError, PolicyError, RollbackError, SetupError
 from ddm.io.changes import Change, is_unsettled
@@ -26,6 +25,7 @@ from ddm.loading.public_log import read_public_log
 from ddm.loading.release import open_release
 from ddm.models import load_expert
 from ddm.protocol.base import check_json, sha256_file, sha256_hex
+from ddm.publishing.drawing import Effort
 from ddm.publishing.public_log import public_folder
 from ddm.publishing.versions import check_none_lost, is_current
 from ddm.trust.log.entries import Released
@@ -261,7 +261,7 @@ def test_publishing_holds_two_experts_in_memory_however_many_there_are(
     monkeypatch.setattr(ddm.loading.ensemble, "load_expert", load)
     monkeypatch.setattr(ddm.publishing.version, "_MEMORY_BYTES", 0)
     monkeypatch.setattr(aggregator.release.publish, "_write_pages", WRITE_PAGES)
-    monkeypatch.setattr(aggregator.pages.drawing, "EFFORTS", (Effort(own=2, mixed=4, strategies=("lock", "full")),))
+    monkeypatch.setattr(ddm.publishing.drawing, "EFFORTS", (Effort(own=2, mixed=4, strategies=("lock", "full")),))
     tiny.complete(tmp_path / "release")
     assert len(seen) >= 8, "for the pages, and to see that the release can be loaded"
     assert max(most) == 2

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddm.cli.drawing import Drawn, Job, Source, draw_together
-from ddm.cli.editing import Editing
+from ddm.cli.drawing import Computing, Drawn, Job, ReleaseSource, draw_together
 from ddm.errors import SetupError
 from ddm.loading.ensemble import load_ensemble
 from ddm.models.arithmetic import Arithmetic
@@ -28,15 +27,14 @@ from tests.support.publishing import opened
 from tests.support.waiting import LIMIT_S, wait_until
 
 NUM, SEED = 11, 3
-FROM_NOISE = Editing(None, None, None, None, None)
 STRATEGIES = ("lock", "sample", "full")
 
 
 def job_of(published: Published, strategy: str = "lock", steps: int = 3, **how: Any) -> Job:
     release = opened(published, published.release)
-    source = Source(release.plan, release.manifest, release.folder, None, "cpu", Arithmetic(), 1)
+    source = ReleaseSource(release.plan, release.manifest, release.folder, None, Computing("cpu", Arithmetic(), 1))
     prior = [expert.prior for expert in release.manifest.experts]
-    return Job(source, strategy_named(strategy), SEED, {"steps": steps, "prior": prior, **how}, FROM_NOISE)
+    return Job(source, strategy_named(strategy), SEED, {"steps": steps, "prior": prior, "condition": None, **how})
 
 
 def shares_of(job: Job) -> Tensor:
@@ -84,7 +82,7 @@ def test_process_loads_only_the_experts_of_its_samples_under_lock(
             monkeypatch.setenv("RANK", str(rank))
             monkeypatch.setenv("WORLD_SIZE", str(num))
             built = job.source.ensemble(rank, lazily=True)
-            monkeypatch.setattr(Source, "ensemble", lambda *_, built=built, **__: built)
+            monkeypatch.setattr(ReleaseSource, "ensemble", lambda *_, built=built, **__: built)
             work(tensors, on_progress, lambda: False)
             assert isinstance(built.experts, LazyExperts)
             loaded[str(rank)] = set(built.experts._loaded)
@@ -94,7 +92,7 @@ def test_process_loads_only_the_experts_of_its_samples_under_lock(
         patched.setattr("ddm.cli.drawing.do_together", in_turn)
         draw_together(job, NUM, 2, shares_of(job), published.release, lambda done, total: None)
     assert loaded == experts_of
-    assert sum(map(len, loaded.values())) <= len(job.source.manifest.experts) + 1
+    assert sum(map(len, loaded.values())) <= len(job.how["prior"]) + 1
 
 
 def test_sample_is_the_same_in_any_company(published: Published) -> None:

@@ -1,20 +1,26 @@
 """One data set in islands, from split to verified samples, through the commands that a researcher types."""
 
+import base64
 import json
+import re
 import shutil
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from ddm.encoders.text import TextEncoder
 from ddm.islands.arrays import map_array
 from ddm.islands.folder import Islands
 from ddm.loading.plan import PlanFiles
 from ddm.loading.release import open_release
+from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import TextCondition
 from tests.support.islands import RECIPE, Owner, digits
+from tests.support.pages import Reader, alive
 from tests.support.text_encoders import network, save
 
 
@@ -56,6 +62,30 @@ def test_release_of_islands_verifies_and_samples_with_the_researchers_commands(t
         images = np.load(out)["images"]
         assert images.shape == (6, 1, 8, 8)
         assert np.isfinite(images).all()
+
+
+def test_report_says_what_the_release_does_and_its_first_images_are_those_that_its_command_draws(
+    trained: Owner, tmp_path: Path
+) -> None:
+    found = open_release(trained.path / "release", root=trained.root, state=None)
+    listed = {file.path: file for file in found.manifest.files}
+    page = (found.folder / "report.html").read_text("utf-8")
+    assert listed["report.html"].digest == sha256_file(found.folder / "report.html")
+    assert alive(page) == []
+    read, islands = Reader(page), Islands(trained.run)
+    expected = ["digits", found.manifest.plan_id, found.manifest.plan_digest, found.manifest.router.file.digest]
+    for number, island in enumerate(islands.split.islands):
+        record = islands.trained(number)
+        expected += [island.island_id, str(island.num_images), f"{record.training.loss:.4f}", record.expert.digest]
+    assert [what for what in expected if what not in read.text] == []
+    assert "silo" not in read.text
+    shown = [value for tag, name, value in read.attributes if (tag, name) == ("img", "src")]
+    (flags,) = re.findall(r"--root root.json (.*) --out samples.png", read.text)
+    drawn = trained.read("sample", "release", *flags.split(), "--device", "cpu", "--out", tmp_path / "drawn")
+    assert drawn.code == 0, drawn.err
+    for source, picture in zip(shown, sorted((tmp_path / "drawn").iterdir())[:32], strict=False):
+        pixels = np.asarray(Image.open(BytesIO(base64.b64decode(source.split(",")[1]))).convert("L"), dtype=int)
+        assert np.abs(pixels - np.asarray(Image.open(picture).convert("L"), dtype=int)).max() <= 1  # of rounding
 
 
 def test_release_states_shares_of_the_images_and_no_privacy(trained: Owner) -> None:

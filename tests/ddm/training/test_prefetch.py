@@ -15,6 +15,7 @@ from ddm.protocol.plan import DataSpec
 from ddm.training.batches import Batch
 from ddm.training.prefetch import drawing_threads, drawn_ahead
 from tests.ddm.training.test_loop import SHAPE, Run, images, kill_in_mid_training, same_bytes, settings, stop_at
+from tests.support.waiting import LIMIT_S
 
 
 def batch_of(step: int) -> Batch:
@@ -45,6 +46,23 @@ def test_no_more_than_two_batches_a_thread_wait_and_none_is_drawn_after_the_end(
         next_batch()
     assert len(drawn) <= 5
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2, 4])
+def test_batches_are_drawn_while_the_step_computes(threads: int) -> None:
+    """A step that does not end before the next batches are drawn; without threads they would never be."""
+    drawn = [threading.Event() for _ in range(12)]
+
+    def draw(step: int) -> Batch:
+        drawn[step].set()
+        return batch_of(step)
+
+    with drawn_ahead(draw, 0, len(drawn), threads) as next_batch:
+        for step in range(3):
+            next_batch()
+            ahead = drawn[step + 1 : step + 1 + 2 * threads]
+            assert all(event.wait(LIMIT_S) for event in ahead)
+            assert not drawn[step + 1 + 2 * threads].is_set()
 
 
 def test_error_of_a_draw_is_raised_where_its_batch_is_asked_for_and_ends_the_run() -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from aggregator.pages.drawing import Drawn
 from ddm.evaluation.intervals import wilson
 from ddm.pages.pictures import inline
+from ddm.publishing.drawing import Drawn
 
 WIDTH, HEIGHT = 240.0, 150.0
 

@@ -7,6 +7,7 @@ so that the same release gives the same pages.
 # Shape legend: N images, D draws of noise, E experts, T times.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ Progress = Callable[[int, int], None]
 MAX_FLOPS = 2e12  # about a minute on two cores
 MAX_SILOS = 12  # whose own images are shown
 NUM_TIMES = 21
+SOLVER: Literal["midpoint"] = "midpoint"  # evaluates twice a step
 _NOISE_DRAWS = 4
 
 
@@ -75,6 +77,7 @@ class Drawing:
     Attributes:
         seed: of the images and of their noise.
         steps: solver steps.
+        solver: its name.
         own: each shown silo's images from its experts alone, by the silo's index.
         mixed: images of the ensemble, by strategy.
         posterior: for each shown silo's images, the mean probability of every silo, one row per t from 0 to 1.
@@ -82,6 +85,7 @@ class Drawing:
 
     seed: int
     steps: int
+    solver: str
     own: dict[int, Drawn]
     mixed: dict[str, Drawn]
     posterior: dict[int, tuple[tuple[float, ...], ...]]
@@ -110,7 +114,7 @@ def draw(
 
     def draw_some(num: int, strategy: str, prior: Sequence[float]) -> Drawn:
         nonlocal done
-        samples = ensemble.sample(num, strategy=strategy, steps=effort.steps, seed=seed, prior=prior)
+        samples = ensemble.sample(num, strategy=strategy, steps=effort.steps, solver=SOLVER, seed=seed, prior=prior)
         done += 1
         if on_progress:
             on_progress(done, total)
@@ -122,7 +126,7 @@ def draw(
         k: _posterior(ensemble, silo_E, drawn.images if drawn.inputs is None else drawn.inputs, seed)
         for k, drawn in own.items()
     }
-    return Drawing(seed=seed, steps=effort.steps, own=own, mixed=mixed, posterior=posterior)
+    return Drawing(seed=seed, steps=effort.steps, solver=SOLVER, own=own, mixed=mixed, posterior=posterior)
 
 
 def largest(prior_E: Sequence[float], silo_E: Sequence[int]) -> list[int]:

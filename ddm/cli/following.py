@@ -1,0 +1,125 @@
+"""Which experts samples follow: the strategies, their settings, and the weights of silos."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ddm.cli.options import HOW
+from ddm.cli.settings import DrawingSettings
+from ddm.errors import SetupError
+
+if TYPE_CHECKING:
+    from ddm.protocol.manifest import Manifest
+    from ddm.sampling.strategies import Strategy
+
+# How a strategy's setting is written on the command line.
+FLAGS = {"tau": "--tau", "prefix": "--prefix", "k": "--top-k", "mass": "--set mass", "least": "--set least"}
+
+
+class StrategyName(StrEnum):
+    """How experts are combined along a trajectory."""
+
+    FULL = "full"
+    SAMPLE = "sample"
+    LOCK = "lock"
+    TOP_1 = "top-1"
+    TOP_K = "top-k"
+    NUCLEUS = "nucleus"
+    THRESHOLD = "threshold"
+
+
+class Prefix(StrEnum):
+    """What lock does before it locks."""
+
+    SAMPLE = "sample"
+    FULL = "full"
+
+
+TauOption = Annotated[
+    float | None,
+    typer.Option("--tau", min=0.0, max=1.0, help="lock: t_lock; at 1, the default, no router.", rich_help_panel=HOW),
+]
+PrefixOption = Annotated[
+    Prefix | None, typer.Option("--prefix", help="lock: what to do before t_lock.", rich_help_panel=HOW)
+]
+TopKOption = Annotated[
+    int | None, typer.Option("--top-k", min=1, help="top-k: mix this many experts; default 2.", rich_help_panel=HOW)
+]
+PriorOption = Annotated[
+    str, typer.Option("--prior", help="data, equal, or ID=W,...; 0 leaves a silo out.", rich_help_panel=HOW)
+]
+
+
+@dataclass(frozen=True)
+class Following:
+    """The settings of strategies, and whom samples are drawn from."""
+
+    tau: TauOption = None
+    prefix: PrefixOption = None
+    top_k: TopKOption = None
+    prior: PriorOption = "data"
+
+    def settings(self, rare: DrawingSettings) -> dict[str, Any]:
+        """Return the settings that were given, by their names in `ddm.sampling.strategies`."""
+        prefix = self.prefix and Prefix(self.prefix).value
+        wanted = {"tau": self.tau, "prefix": prefix, "k": self.top_k, "mass": rare.mass, "least": rare.least}
+        return {name: value for name, value in wanted.items() if value is not None}
+
+
+def chosen_strategy(name: str, wanted: dict[str, Any]) -> "Strategy":
+    """Return the strategy, and refuse settings that mean nothing to it."""
+    from ddm.sampling.strategies import SETTINGS, strategy_named
+
+    for setting, value in wanted.items():
+        if setting not in SETTINGS[name]:
+            owner = next(other for other, settings in SETTINGS.items() if setting in settings)
+            got = f"{value} with --strategy {name}"
+            raise SetupError(FLAGS[setting], expected=f"--strategy {owner}", got=got)
+    if wanted.get("prefix") and wanted.get("tau", 1.0) == 1.0:
+        got = "--tau 1, where lock draws its experts from the prior at once and nothing comes before"
+        raise SetupError("--prefix", expected="--tau below 1", got=got)
+    return strategy_named(name, **wanted)
+
+
+def priors(manifest: "Manifest", prior: str, class_prior: str) -> tuple[list[float], list[float] | None]:
+    """Return each expert's weight, and its share of the class or text if one was declared."""
+    silo_ids, own = [expert.silo_id for expert in manifest.experts], [expert.prior for expert in manifest.experts]
+    declared = None if class_prior == "data" else expert_weights("--set class-prior", class_prior, silo_ids, own)
+    return expert_weights("--prior", prior, silo_ids, own), declared
+
+
+def expert_weights(flag: str, text: str, silo_ids: list[str], data_prior: list[float]) -> list[float]:
+    """Return a weight for each expert; a silo's goes to its experts in proportion to their data, if it has any."""
+    if text == "data":
+        return data_prior
+    shares = dict.fromkeys(silo_ids, 0.0)
+    for silo_id, prior in zip(silo_ids, data_prior, strict=True):
+        shares[silo_id] += prior
+    present = [silo_id for silo_id, share in shares.items() if share > 0]
+    weights = dict.fromkeys(present, 1.0) if text == "equal" else _silo_weights(flag, text, present)
+    total = sum(weights.values())
+    return [
+        weights[silo_id] / total * prior / shares[silo_id] if weights.get(silo_id) else 0.0
+        for silo_id, prior in zip(silo_ids, data_prior, strict=True)
+    ]
+
+
+def _silo_weights(flag: str, text: str, silo_ids: list[str]) -> dict[str, float]:
+    weights = dict.fromkeys(silo_ids, 0.0)
+    seen: set[str] = set()
+    for part in text.split(","):
+        silo_id, _, number = part.strip().partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = -1.0
+        if silo_id not in weights or silo_id in seen or not 0.0 <= weight < float("inf"):
+            wanted = f"data, equal, or ID=WEIGHT,... with each ID once, among {', '.join(silo_ids)}"
+            raise SetupError(flag, expected=wanted, got=repr(part[:60]))
+        seen.add(silo_id)
+        weights[silo_id] = weight
+    if sum(weights.values()) <= 0:
+        raise SetupError(flag, expected="at least one weight above 0", got=repr(text[:60]))
+    return weights

@@ -1,0 +1,47 @@
+"""Writes the plan around what was fitted: the fields that a federation and one owner fill alike."""
+
+import secrets
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ddm.loading.plan import CENTROIDS_PATH, SKETCH_PATH
+from ddm.planning.fit import Fitted
+from ddm.planning.recipe import SharedRecipe
+from ddm.protocol.base import File, now_utc
+from ddm.protocol.plan import Clustering, Plan, SketchSpec
+
+
+def plan_of(recipe: SharedRecipe, fitted: Fitted, folder: Path, *, name: str, valid_for: timedelta, **own: Any) -> Plan:
+    """Return the plan that a recipe asks for, with a new id, its files pinned by digest.
+
+    Args:
+        recipe: what is asked for.
+        fitted: what was fitted, whose files lie in `folder`.
+        folder: holds `plan/*.safetensors`.
+        name: of the federation or the owner, with which the plan's id begins.
+        valid_for: from now until the plan expires.
+        own: the plan's other fields: who trains, on which terms, with which statistics.
+    """
+    created = now_utc()
+    return Plan(
+        plan_id=f"{name}-{secrets.token_hex(4)}",
+        created_at=created,
+        expires_at=created + valid_for,
+        files=tuple(File.of(path, folder / path) for path in fitted.paths),
+        data=recipe.data,
+        latent=fitted.latent,
+        encoder=fitted.encoder,
+        clustering=Clustering(
+            path=CENTROIDS_PATH,
+            num_fine=fitted.num_fine,
+            num_coarse=recipe.clustering.num_coarse,
+            balanced=recipe.clustering.balanced,
+        ),
+        sketch=SketchSpec(path=SKETCH_PATH, rank=recipe.sketch.rank),
+        objective=recipe.objective,
+        t_distribution=recipe.t_distribution,
+        condition=fitted.condition,
+        router=recipe.router,
+        **own,
+    )
