@@ -130,6 +130,8 @@ class PublicWeights:
     def _noise(self, rng: np.random.Generator, num: int) -> NDArray[np.float64]:
         # P(z) ~ q^|z| is the difference of two geometric variables. It may come from a seed here: it protects nothing.
         stop, shape = -np.expm1(-self._epsilon / 2), (num, *self._shape)
+        if stop == 1.0:  # exact counts, of which one owner's islands have as many cells as islands squared
+            return np.zeros(shape)
         noise_SKG = (rng.geometric(stop, shape) - rng.geometric(stop, shape)).astype(np.float64)
         return _sum_to(noise_SKG, 0.0)
 
