@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from ddm.errors import ShapeError
 from ddm.planning.training import TrainingRecipe
@@ -83,7 +83,7 @@ RouterRecipe = Annotated[
 class ExpertRecipe(Expert):
     """The recipe of every expert."""
 
-    training: TrainingRecipe
+    training: SerializeAsAny[TrainingRecipe]
 
     architecture: Annotated[
         Annotated[DitRecipe, AfterValidator(DitRecipe.plain)]

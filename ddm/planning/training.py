@@ -4,7 +4,7 @@ They may get better from version to version. Those of `Training` may not: a plan
 meaning.
 """
 
-from typing import Annotated, Any, Literal, assert_never
+from typing import Annotated, ClassVar, Literal, assert_never
 
 from pydantic import Field, model_validator
 
@@ -32,20 +32,14 @@ class TrainingRecipe(Training):
         checkpoint_steps: steps between checkpoints; by default 500, or all steps where they are fewer.
     """
 
+    fewest_averages: ClassVar[int] = 0
+
     # A plan states both numbers; only its recipe may leave them to `plain`.
     learning_rate: Annotated[float | None, Field(gt=0.0, le=1.0)] = None  # type: ignore[assignment]
     checkpoint_steps: NumSteps | None = None  # type: ignore[assignment]
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     weight_decay: Share = 0.01
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _averaged(cls, given: Any) -> Any:
-        averages = ("ema_decay", "ema_half_life", "ema_width")
-        if not isinstance(given, dict) or any(given.get(name) is not None for name in averages):
-            return given
-        return {**given, "ema_width": EMA_WIDTH}
 
     @model_validator(mode="after")
     def _reaches_a_checkpoint(self) -> "TrainingRecipe":
@@ -59,6 +53,7 @@ class TrainingRecipe(Training):
         """Return what a plan says of it, for an expert of these sizes."""
         values = {name: getattr(self, name) for name in Training.model_fields}
         values["learning_rate"] = self.learning_rate or RATE_TIMES_WIDTH / width(architecture)
+        values["ema_width"] = self.ema_width if self.averages else EMA_WIDTH
         values["checkpoint_steps"] = self.checkpoint_steps or min(CHECKPOINT_STEPS, self.num_steps)
         return Training.model_construct(**values)
 

@@ -1,6 +1,6 @@
 """How experts are trained: objective, times, initial weights, recipe. A part of the plan."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -182,6 +182,8 @@ class Training(Model):
         unmasked_share: share of the steps, the last ones, that mask nothing.
     """
 
+    fewest_averages: ClassVar[int] = 1
+
     num_steps: NumSteps
     batch_size: Annotated[int, Field(gt=0, le=2**20)]
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0)]
@@ -205,12 +207,17 @@ class Training(Model):
     mask_ratio: Annotated[float, Field(ge=0.0, lt=1.0, exclude_if=lambda ratio: ratio == 0.0)] = 0.0
     unmasked_share: Annotated[Share, Field(exclude_if=lambda share: share == 0.1)] = 0.1
 
+    @property
+    def averages(self) -> list[str]:
+        """The names of the fields that say how weights are averaged."""
+        return [name for name in ("ema_decay", "ema_half_life", "ema_width") if getattr(self, name) is not None]
+
     @model_validator(mode="after")
     def _one_average(self) -> "Training":
-        given = [name for name in ("ema_decay", "ema_half_life", "ema_width") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"one of ema_decay, ema_half_life and ema_width is needed, not {len(given)}")
-        if self.ema_snapshots and (self.ema_width is None or self.ema_snapshots > self.num_steps):
+        if not self.fewest_averages <= len(self.averages) <= 1:
+            raise ValueError(f"one of ema_decay, ema_half_life and ema_width is needed, not {len(self.averages)}")
+        others = [name for name in self.averages if name != "ema_width"]
+        if self.ema_snapshots and (others or self.ema_snapshots > self.num_steps):
             raise ValueError("ema_snapshots needs ema_width, and at least as many steps")
         return self
 

@@ -1,5 +1,6 @@
 """What a recipe leaves out of the training is filled in from the expert's size, and a plan states all of it."""
 
+import json
 from collections.abc import Mapping
 
 import pytest
@@ -14,7 +15,8 @@ DIT = {"kind": "dit", "patch": 2, "hidden": 64, "depth": 2, "heads": 4}
 
 def expert(architecture: Mapping[str, object] = DIT, **training: object) -> Expert:
     """The expert of a plan whose recipe says this, read as from a TOML file."""
-    return ExpertRecipe.model_validate({"architecture": architecture, "training": LEAST | training}).plain()
+    said = {"architecture": architecture, "training": LEAST | training}
+    return ExpertRecipe.model_validate_json(json.dumps(said)).plain()
 
 
 @pytest.mark.parametrize(
@@ -32,9 +34,10 @@ def test_learning_rate_follows_from_the_width(architecture: Mapping[str, object]
 
 def test_what_a_recipe_says_stands() -> None:
     said = {"learning_rate": 0.003, "schedule": "constant", "weight_decay": 0.0, "precision": "fp32"}
-    training = expert(**said, checkpoint_steps=7, ema_decay=0.9).training
+    training = expert(**said, checkpoint_steps=7, ema_decay=0.9, betas=(0.8, 0.9)).training
     assert {name: getattr(training, name) for name in said} == said
     assert (training.checkpoint_steps, training.ema_decay, training.ema_width) == (7, 0.9, None)
+    assert training.betas == (0.8, 0.9)
 
 
 def test_plan_states_every_number_and_reads_back_as_it_was() -> None:
