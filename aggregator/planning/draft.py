@@ -106,6 +106,7 @@ def _document(
         receipt_key=str(next_receipts_key(federation)),
         files=tuple(File.of(path, folder / path) for path in fitted.paths),
         data=recipe.data,
+        transform=recipe.transform,
         latent=fitted.latent,
         encoder=fitted.encoder,
         clustering=Clustering(

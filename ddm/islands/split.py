@@ -208,6 +208,7 @@ def _plan(recipe: IslandsRecipe, fitted: Fitted, size_K: Sequence[int], receipt_
         receipt_key=receipt_key,
         files=tuple(File.of(path, folder / path) for path in fitted.paths),
         data=recipe.data,
+        transform=recipe.transform,
         latent=fitted.latent,
         encoder=fitted.encoder,
         clustering=Clustering(

@@ -63,6 +63,7 @@ from ddm.protocol.routers import LearnedRouter as LearnedRouter
 from ddm.protocol.routers import MomentsRouter as MomentsRouter
 from ddm.protocol.routers import Router as Router
 from ddm.protocol.routers import SamplesRouter as SamplesRouter
+from ddm.protocol.transform import TransformSpec as TransformSpec
 
 EXACT = 1000.0  # what an epsilon without noise reads: the largest that the format has, and a promise of nothing
 
@@ -190,6 +191,7 @@ class Plan(Document):
     receipt_key: KeyText
     files: Annotated[tuple[File, ...], Field(min_length=1, max_length=64)]
     data: DataSpec
+    transform: Annotated[TransformSpec | None, Field(exclude_if=lambda given: given is None)] = None
     latent: Latent
     encoder: Annotated[PcaEncoder | TimmEncoder, Field(discriminator="kind")]
     clustering: Clustering
@@ -244,6 +246,9 @@ class Plan(Document):
         if isinstance(self.latent, DiffusersKlLatent) and self.data.range != (-1.0, 1.0):
             low, high = self.data.range
             raise ValueError(f"the latent diffusers_kl needs data in the range -1 to 1, not {low:g} to {high:g}")
+        unit = self.statistics.unit if self.statistics.private else None
+        if self.transform and (misfit := self.transform.misfit(self.data, unit)):
+            raise ValueError(f"the transform needs {misfit}")
         _check_shape(self.expert_shape, self.condition, self.expert.architecture, self.router, self.encoder)
         if self.expires_at <= self.created_at:
             raise ValueError("expires_at must be later than created_at")
