@@ -13,7 +13,7 @@ from ddm.protocol.data import DataSpec, PixelValue
 Level = Annotated[float, Field(ge=-1e9, le=1e9)]
 Percent = Annotated[float, Field(ge=0.0, le=100.0)]
 Part = Annotated[float, Field(ge=0.0, le=1.0)]
-ITEM_BYTES = {"uint8": 1, "uint16": 2, "float16": 2}
+_LARGEST_HALF = 65504.0
 
 
 def _check_ascends(subject: str, low: float, high: float) -> None:
@@ -186,6 +186,8 @@ class TransformSpec(Model):
             return f"images (C, H, W) in data.shape, which slices are, not {len(data.shape)} numbers"
         if self.slices and unit == "image":
             return 'the unit "patient" for its slices: an image by itself is no record where a volume gives many'
+        if self.storage == "float16" and max(-low, high) > _LARGEST_HALF:
+            return f"data.range within {-_LARGEST_HALF:g} to {_LARGEST_HALF:g}, which float16 holds"
         if self.padding is not None and not low <= self.padding <= high:
             return f"padding within data.range, {low:g} to {high:g}, not {self.padding:g}"
         return None

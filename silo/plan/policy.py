@@ -11,6 +11,7 @@ from ddm.protocol.footprint import (
     expert_size,
     file_bytes,
     looking_bytes,
+    picture_bytes,
     statistic_bytes,
     training_bytes,
     widest_layer,
@@ -62,9 +63,12 @@ def _size_rules(plan: Plan, allowed: SizePolicy, parts: int) -> Iterator[tuple[s
         ("parameters of an expert", expert_size(plan).parameters, "max_parameters"),
         (f"bytes of {largest}", max(implied[largest], listed[largest]), "max_file_bytes"),
         ("bytes of memory to open its files", looking_bytes(plan), "max_memory_bytes"),
+        ("bytes of memory of what one picture becomes", picture_bytes(plan), "max_memory_bytes"),
         ("bytes of memory to encode images", encoding_bytes(plan), "max_memory_bytes"),
         ("bytes of memory of a training step", training_bytes(plan, parts), "max_memory_bytes"),
     )
+    if plan.transform and plan.transform.slices:
+        numbers += (("slices of one volume", plan.transform.slices.count, "max_slices"),)
     for subject, required, name in numbers:
         yield from _above(subject, required, getattr(allowed, name), f"sizes.{name}")
     for path, size in listed.items():
