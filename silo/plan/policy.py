@@ -55,6 +55,7 @@ def broken_rules(
 def _size_rules(plan: Plan, allowed: SizePolicy, parts: int) -> Iterator[tuple[str, str, str]]:
     """Compute what the plan's numbers imply, before anything of that size is opened or allocated."""
     network, widest = widest_layer(plan)
+    slices = plan.transform.slices if plan.transform else None
     implied, listed = file_bytes(plan), {file.path: file.bytes for file in plan.files}
     largest = max(implied, key=lambda path: max(implied[path], listed[path]))
     numbers = (
@@ -63,12 +64,11 @@ def _size_rules(plan: Plan, allowed: SizePolicy, parts: int) -> Iterator[tuple[s
         ("parameters of an expert", expert_size(plan).parameters, "max_parameters"),
         (f"bytes of {largest}", max(implied[largest], listed[largest]), "max_file_bytes"),
         ("bytes of memory to open its files", looking_bytes(plan), "max_memory_bytes"),
+        ("slices of one volume", slices.count if slices else 0, "max_slices"),
         ("bytes of memory of what one picture becomes", picture_bytes(plan), "max_memory_bytes"),
         ("bytes of memory to encode images", encoding_bytes(plan), "max_memory_bytes"),
         ("bytes of memory of a training step", training_bytes(plan, parts), "max_memory_bytes"),
     )
-    if plan.transform and plan.transform.slices:
-        numbers += (("slices of one volume", plan.transform.slices.count, "max_slices"),)
     for subject, required, name in numbers:
         yield from _above(subject, required, getattr(allowed, name), f"sizes.{name}")
     for path, size in listed.items():

@@ -58,12 +58,12 @@ def test_resampling_is_that_of_pil_on_images_and_of_dense_matrices_on_volumes() 
             values = floats(1, *sides)
             wanted = np.asarray(Image.fromarray(values[0]).resize(size[::-1], Image.Resampling.BILINEAR))
             assert np.allclose(antialiased(values, size)[0], wanted, atol=1e-5)
-    for sides, size in (((12, 9, 20), (5, 9, 8)), ((4, 7, 6), (9, 3, 6))):
-        with case(sides=sides, size=size):
-            values = floats(2, *sides)
-            matrices = [triangle(old, new) for old, new in zip(sides, size, strict=True)]
+    for solid, new_size in (((12, 9, 20), (5, 9, 8)), ((4, 7, 6), (9, 3, 6))):
+        with case(solid=solid, new_size=new_size):
+            values = floats(2, *solid)
+            matrices = [triangle(old, new) for old, new in zip(solid, new_size, strict=True)]
             wanted = np.einsum("cdhw,xd,yh,zw->cxyz", values.astype(np.float64), *matrices)
-            assert np.allclose(antialiased(values, size), wanted, atol=1e-5)
+            assert np.allclose(antialiased(values, new_size), wanted, atol=1e-5)
             nearest = values[(slice(None), *np.ix_(*(np.arange(n) * o // n for o, n in zip(sides, size, strict=True))))]
             assert not np.allclose(nearest, wanted, atol=1e-2)  # the control
 
