@@ -11,7 +11,7 @@ from ddm.errors import DataError
 from ddm.imaging.picture import Picture
 from ddm.io.idx import is_idx, read_idx
 from ddm.io.images import BLOCK_BYTES, rows_of
-from ddm.io.sources import open_source
+from ddm.io.sources import Source, open_source
 
 _ENDINGS = (".png", ".jpg", ".jpeg")
 _FULL = {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0)}
@@ -27,7 +27,9 @@ def pictures(path: Path) -> Iterator[Picture]:
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _ENDINGS) if path.is_dir() else []
     if files:
         return map(_decoded, files)
-    return _rows(path)
+    if path.is_file() and is_idx(path):
+        return map(_picture, read_idx(path))
+    return (_picture(row) for block in _blocks(open_source(path)) for row in block)
 
 
 def _decoded(file: Path) -> Picture:
@@ -45,17 +47,12 @@ def _decoded(file: Path) -> Picture:
     return _picture(np.ascontiguousarray(values))
 
 
-def _rows(path: Path) -> Iterator[Picture]:
-    if path.is_file() and is_idx(path):
-        yield from (_picture(row) for row in read_idx(path))
-        return
-    source = open_source(path)
+def _blocks(source: Source) -> Iterator[NDArray[np.generic]]:
     array = source.in_place()
+    if array is None:
+        return source.unpacked()
     size = rows_of(BLOCK_BYTES, source.row[1])
-    starts = range(0, len(source), size)
-    parts = source.unpacked() if array is None else (array.read(range(s, min(s + size, len(source)))) for s in starts)
-    for part in parts:
-        yield from (_picture(row) for row in part)
+    return (array.read(range(start, min(start + size, len(source)))) for start in range(0, len(source), size))
 
 
 def _picture(values: NDArray[np.generic]) -> Picture:

@@ -185,7 +185,7 @@ class TransformSpec(Model):
         if self.slices and len(data.shape) != 3:
             return f"images (C, H, W) in data.shape, which slices are, not {len(data.shape)} numbers"
         if self.slices and unit == "image":
-            return 'the unit "patient" for its slices: an image by itself is no record where a volume gives many'
+            return 'statistics.unit = "patient" for its slices, which are not records of their own'
         if self.storage == "float16" and max(-low, high) > _LARGEST_HALF:
             return f"data.range within {-_LARGEST_HALF:g} to {_LARGEST_HALF:g}, which float16 holds"
         if self.padding is not None and not low <= self.padding <= high:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddm.errors import DataError
+from ddm.errors import DataError, MissingFileError
 from ddm.imaging.reading import read_transformed
 from ddm.io.sources import read_images
 from ddm.islands.data import Dataset
@@ -59,7 +59,11 @@ def test_volumes_in_an_npz_become_slices_and_an_image_that_fails_is_named_by_its
     assert found.shape == (6, 1, 16, 16)
     with pytest.raises(DataError, match="image 1, by name"):
         read_transformed(tmp_path / "a.npz", DATA, TransformSpec())
+    with pytest.raises(MissingFileError):
+        read_transformed(tmp_path / "nothing.npz", DATA, SPEC)
     (tmp_path / "bad").mkdir()
+    with pytest.raises(DataError, match="^data folder"):
+        read_transformed(tmp_path / "bad", DATA, SPEC)
     save(tmp_path / "bad" / "a.png", 0, (16, 16))
     (tmp_path / "bad" / "b.png").write_bytes(b"no picture")
     with pytest.raises(DataError, match="image 2, by name"):

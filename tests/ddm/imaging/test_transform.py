@@ -64,7 +64,9 @@ def test_resampling_is_that_of_pil_on_images_and_of_dense_matrices_on_volumes() 
             matrices = [triangle(old, new) for old, new in zip(solid, new_size, strict=True)]
             wanted = np.einsum("cdhw,xd,yh,zw->cxyz", values.astype(np.float64), *matrices)
             assert np.allclose(antialiased(values, new_size), wanted, atol=1e-5)
-            nearest = values[(slice(None), *np.ix_(*(np.arange(n) * o // n for o, n in zip(sides, size, strict=True))))]
+            nearest = values[
+                (slice(None), *np.ix_(*(np.arange(n) * o // n for o, n in zip(solid, new_size, strict=True))))
+            ]
             assert not np.allclose(nearest, wanted, atol=1e-2)  # the control
 
 
