@@ -59,7 +59,8 @@ def test_volumes_of_plans_without_a_transform_are_to_the_bit_those_of_nibabel_an
     spec = DataSpec(shape=(1, 6, 9, 8), range=(-1.0, 1.0))
     for number, (sides, spacing) in enumerate((((20, 24, 10), (1.0, 1.0, 2.5)), ((5, 6, 4), (2.0, 2.0, 2.0)))):
         path = save(tmp_path / f"{number}.nii", scan(number, sides), np.diag([*spacing, 1.0]))
-        turned = np.asarray(nibabel.load(path).dataobj, np.float32).transpose(2, 1, 0)[:, ::-1, ::-1]
+        image: Any = nibabel.load(path)
+        turned = image.get_fdata(dtype=np.float32).transpose(2, 1, 0)[:, ::-1, ::-1]
         extent = np.array(sides[::-1]) * spacing[::-1]
         side = min(extent / spec.shape[1:])
         size = tuple(
