@@ -175,4 +175,4 @@ def test_memory_does_not_grow_with_a_hundred_thousand_images(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-c", MANY, str(tmp_path)], capture_output=True, text=True, check=True)
     num, grown_kib = map(int, done.stdout.split())
     assert num == 100_000 and next(tmp_path.glob("*.npy")).stat().st_size > 390 << 20
-    assert grown_kib < 100 << 10  # of which 33,334 patients take 6 MiB; all images would be 391 MiB
+    assert grown_kib < 200 << 10  # of which pyarrow takes most; all images would be 391 MiB in their compact type
