@@ -75,6 +75,7 @@ class SizePolicy(Settings):
     """The largest sizes that a plan's numbers may imply, computed from them before any of its files is opened."""
 
     max_sample_values: Annotated[int, Field(gt=0)] = 2**26
+    max_slices: Annotated[int, Field(gt=0)] = 512
     max_layer_values: Annotated[int, Field(gt=0)] = 2**27
     max_parameters: Annotated[int, Field(gt=0)] = 2**30
     max_file_bytes: Annotated[int, Field(gt=0)] = 2 * 1024**3

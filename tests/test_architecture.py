@@ -23,8 +23,8 @@ ROOMS = {
     "ddm": {
         "cli": "distillation encoders ensemble errors evaluation io islands loading models protocol sampling system "
         "training trust",
-        "islands": "diffusion encoders errors io loading pages partition planning protocol publishing routers training "
-        "trust",
+        "islands": "diffusion encoders errors imaging io loading pages partition planning protocol publishing routers "
+        "training trust",
         "publishing": "ensemble errors evaluation io loading models pages protocol routers trust",
         "planning": "encoders errors io loading models partition protocol routers",
         "evaluation": "encoders errors io loading pages protocol",
@@ -42,6 +42,7 @@ ROOMS = {
         "transport": "errors io protocol system",
         "trust": "errors io protocol",
         "pages": "io system",
+        "imaging": "errors io protocol",
         "io": "errors protocol",
         "privacy": "diffusion errors protocol",
         "diffusion": "errors",

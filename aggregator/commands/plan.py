@@ -22,7 +22,9 @@ def plan(
     recipe: Annotated[Path, typer.Option(help="TOML; examples/digits_three_silos/plan.toml is one.")],
     public: Annotated[
         Path | None,
-        typer.Option(help="Public images: npz, npy, Parquet, or a folder of them; not needed with --carry."),
+        typer.Option(
+            help="Public images, as silos bring theirs: arrays, or pictures with [transform]; not needed with --carry."
+        ),
     ] = None,
     carry: Annotated[
         str | None, typer.Option(metavar="PLAN_ID", help="Carry over the accepted experts of the plan in force.")
@@ -44,8 +46,8 @@ def plan(
     from aggregator.planning.draft import draft_plan
     from aggregator.planning.recipe import Recipe
     from aggregator.planning.sign import sign_plan
+    from ddm.imaging.reading import read_transformed
     from ddm.io.settings import load_settings, misfit
-    from ddm.io.sources import read_images
     from ddm.publishing.keys import load_key
 
     federation = Federation(fed).require()
@@ -55,7 +57,11 @@ def plan(
         expected = "--public FILE; or --carry PLAN_ID, and with it --replace SILO where a silo trains again"
         got = ", ".join(name for name, each in given.items() if each) or "no --public and no --carry"
         raise SetupError("plan", expected=expected, got=got, remedy="See `aggregator plan --help`.")
-    source = read_images(public, chosen.data) if public else choose_carried(federation, carry or "", replace or ())
+    source = (
+        read_transformed(public, chosen.data, chosen.transform)
+        if public
+        else choose_carried(federation, carry or "", replace or ())
+    )
     columns = read_columns(public, chosen) if public else None
     secret = federation_passphrase(federation, passphrase_file)
     load_key(federation, "plans", secret)
@@ -87,6 +93,7 @@ def costs(draft: "Draft") -> str:
         ("silos that train" if made.carried else "silos", ", ".join(made.silos)),
         *((f"carried from {plan_id}", names) for plan_id, names in _carried(made).items()),
         (f"agreed {statistics.unit}s", _agreed(made)),
+        *(_transform(made)),
         ("encoder", _encoder(made)),
         *_condition(made),
         ("experts a silo", _experts(draft)),
@@ -131,6 +138,12 @@ def _carried(plan: "Plan") -> dict[str, str]:
     for each in plan.carried:
         found.setdefault(each.plan_id, []).append(each.silo_id)
     return {plan_id: ", ".join(names) for plan_id, names in found.items()}
+
+
+def _transform(plan: "Plan") -> list[tuple[str, str]]:
+    """Return what becomes of every picture, one step a line."""
+    steps = plan.transform.words if plan.transform else ()
+    return [("each picture" if number == 0 else "", step) for number, step in enumerate(steps)]
 
 
 def _encoder(plan: "Plan") -> str:

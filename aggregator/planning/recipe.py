@@ -35,6 +35,12 @@ class Recipe(SharedRecipe):
         return max((part.rank for part in (statistics.sketch, statistics.moments) if part), default=self.sketch.rank)
 
     @model_validator(mode="after")
+    def _transform_fits_the_unit(self) -> "Recipe":
+        if self.transform and (misfit := self.transform.misfit(self.data, self.statistics.unit)):
+            raise ValueError(f"the transform needs {misfit}")
+        return self
+
+    @model_validator(mode="after")
     def _statistics_are_private(self) -> "Recipe":
         if not self.statistics.private:
             raise ValueError('statistics.relation must be "replace_one": a silo releases nothing without noise')

@@ -64,6 +64,8 @@ def info(
     shape = " x ".join(str(side) for side in plan.data.shape)
     say(f"Ensemble {manifest.plan_id}, version {manifest.version}, published {manifest.published_at.isoformat()}")
     say(f"  images {shape}, {len(manifest.experts)} experts of kind {plan.expert.architecture.kind}")
+    if plan.transform:
+        say(f"  each picture at a silo: {'; '.join(plan.transform.words)}")
     if isinstance(plan.condition, TextCondition) and plan.condition.encoder:
         say(f"  condition: a text, through your copy of the encoder {plan.condition.encoder.name}")
     say(_network(plan))

@@ -37,7 +37,7 @@ def split(
 
     chosen = load_settings(IslandsRecipe, recipe)
     way = by or ("random" if chosen.partition.kind == "random" else "clusters")
-    dataset = Dataset.read(data, chosen.data)
+    dataset = Dataset.read(data, chosen.data, chosen.transform)
     secret = passphrase(passphrase_file, None, OWN_KEYS, confirm=True)
     num, some = len(dataset.images), min(len(dataset.images), chosen.owner.fit_images)
     say(f"Fitting encoder and clusters on {some} of {num} images, then dividing all of them …")

@@ -40,10 +40,10 @@ def to_pixels(images: "Tensor") -> np.ndarray:
     return np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array
 
 
-def grid(images: "Tensor", owners: Sequence[int] | None = None) -> Image.Image:
-    """Lay images out in a square grid, enlarged to be readable; a coloured edge tells each one's expert."""
+def grid(images: "Tensor", owners: Sequence[int] | None = None, columns: int | None = None) -> Image.Image:
+    """Lay images out in a grid, square by default, enlarged to be readable; a coloured edge tells each one's expert."""
     pixels = to_pixels(images)
-    columns = ceil(sqrt(len(pixels)))
+    columns = columns or ceil(sqrt(len(pixels)))
     rows = ceil(len(pixels) / columns)
     scale = max(1, CELL_PIXELS // max(pixels.shape[1:3]))
     height, width = pixels.shape[1] * scale, pixels.shape[2] * scale

@@ -4,7 +4,6 @@ What lies in a file in C order, uncompressed, is read in place. Anything else is
 type in a folder that the caller names, and read there; that file is named by what it was made of.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -35,15 +34,14 @@ from ddm.io.images import (
 from ddm.io.npz import npy_header, npz_array, npz_blocks, npz_header, npz_names, open_npy, read_array
 from ddm.io.parquet import ParquetTable
 from ddm.io.space import require_room
-from ddm.protocol.base import sha256_hex
+from ddm.io.unpacked import stamps, unpacked_path
 from ddm.protocol.plan import DataSpec
 
 Name = Literal["images", "latents"]
-_PREFIX = "unpacked-"
-_FORMAT = 1  # of what is unpacked
 _MAX_COLUMN_HEADER_BYTES = 4096
 _OF_A_ROW = {"images": "image", "latents": "latent", "patients": "patient", "labels": "label", "captions": "caption"}
 KINDS = "an npz, an npy, a folder with images.npy, or Parquet"
+_PICTURES = "A folder of pictures in files of their own needs a plan with a table [transform]."
 
 
 class Source(Protocol):
@@ -180,12 +178,7 @@ def unpack(source: Source, folder: Path) -> FileArray:
         DiskError: too little room.
     """
     dtype, shape = source.row
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
-    made_of = json.dumps([_FORMAT, source.name, dtype.str, shape, source.recipe, stats])
-    path = folder / f"{_PREFIX}{sha256_hex(made_of.encode())[:32]}.npy"
-    for other in (*folder.glob(f"{_PREFIX}*"), *folder.glob(f".{_PREFIX}*.part")):
-        if other != path:
-            other.unlink()
+    path = unpacked_path(folder, [source.name, dtype.str, shape, source.recipe, stamps(source.files)])
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         require_room({folder: len(source) * prod(shape) * dtype.itemsize}, "the unpacked images")
@@ -330,7 +323,7 @@ def _open(path: Path) -> Source:
         if tables := sorted(path.glob("*.parquet")):
             return _Parquet(tuple(tables))
         expected = "images.npy, images-*.npy or *.parquet"
-        raise DataError("data folder", expected=expected, got="no such file")
+        raise DataError("data folder", expected=expected, got="no such file", remedy=_PICTURES)
     if path.suffix == ".parquet":
         return _Parquet((path,))
     if path.suffix == ".npy":

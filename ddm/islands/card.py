@@ -51,6 +51,7 @@ def card(split: Split, plan: Plan, manifest: Manifest, router: OwnersRouter, roo
         f"together sample images of {shape} values as one model (Decentralized Diffusion Models). One owner had all of",
         "the data; each expert was trained on one island of it, alone.",
         "",
+        *([f"Each picture: {'; '.join(plan.transform.words)}.", ""] if plan.transform else []),
         f"{_text(division(split, plan))} The router ({router.kind}) was trained on",
         f"images whose islands are known. On images held out its cross-entropy is {value:+.4f} nats against predicting",
         f"the shares alone (95% interval {low:+.4f} to {high:+.4f}).",

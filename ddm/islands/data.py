@@ -7,9 +7,10 @@ import numpy as np
 from torch import Tensor
 
 from ddm.errors import DataError
+from ddm.imaging.reading import read_transformed
 from ddm.io.idx import is_idx, labels_beside, read_idx, read_idx_images
 from ddm.io.sources import open_source, read_images
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.plan import DataSpec, TransformSpec
 
 _MAX_CELL_BYTES = 16 * 1024  # of one caption or label, with room for four bytes a character
 
@@ -31,13 +32,15 @@ class Dataset:
     images: Tensor
 
     @classmethod
-    def read(cls, path: Path, spec: DataSpec) -> "Dataset":
-        """Read the images.
+    def read(cls, path: Path, spec: DataSpec, transform: TransformSpec | None = None) -> "Dataset":
+        """Read the images, through the recipe's transform where it has one.
 
         Raises:
             MissingFileError: nothing at `path`.
             DataError: no images in it, or of another shape or range.
         """
+        if transform:
+            return cls(path, read_transformed(path, spec, transform))
         return cls(path, read_idx_images(path, spec) if _is_idx(path) else read_images(path, spec))
 
     def column(self, name: str) -> np.ndarray:

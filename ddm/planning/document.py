@@ -30,6 +30,7 @@ def plan_of(recipe: SharedRecipe, fitted: Fitted, folder: Path, *, name: str, va
         expires_at=created + valid_for,
         files=tuple(File.of(path, folder / path) for path in fitted.paths),
         data=recipe.data,
+        transform=recipe.transform,
         latent=fitted.latent,
         encoder=fitted.encoder,
         clustering=Clustering(

@@ -17,6 +17,7 @@ from ddm.protocol.plan import (
     NoCondition,
     Objective,
     Side,
+    TransformSpec,
     UniformT,
 )
 
@@ -154,6 +155,7 @@ class SharedRecipe(Settings):
 
     public: PublicRecipe = PublicRecipe()
     data: DataSpec
+    transform: TransformSpec | None = None
     latent: Annotated[IdentityLatent | AutoencoderKlRecipe | DiffusersKlRecipe, Field(discriminator="kind")] = (
         IdentityLatent()
     )
@@ -181,4 +183,10 @@ class SharedRecipe(Settings):
     def _base_is_there(self) -> "SharedRecipe":
         if (self.base is None) != (self.expert.base is None):
             raise ValueError("base is needed where the expert is adapted from one, and only there")
+        return self
+
+    @model_validator(mode="after")
+    def _transform_fits(self) -> "SharedRecipe":
+        if self.transform and (misfit := self.transform.misfit(self.data)):
+            raise ValueError(f"the transform needs {misfit}")
         return self

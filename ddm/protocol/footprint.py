@@ -117,6 +117,12 @@ def encoding_bytes(plan: Plan) -> int:
     return max(found, _autoencoder_bytes(plan.latent, plan.data.shape))
 
 
+def picture_bytes(plan: Plan) -> int:
+    """Return the bytes of the samples that one picture becomes, all of its slices; a picture has a bound of its own."""
+    slices = plan.transform.slices if plan.transform else None
+    return FLOAT_BYTES * plan.data.dim * (slices.count if slices else 1)
+
+
 def training_bytes(plan: Plan, parts: int = 1) -> int:
     """Return the bytes of one training step of an expert, weights and optimiser included.
 

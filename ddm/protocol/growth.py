@@ -107,6 +107,7 @@ def _meaning(plan: Plan, silo_id: str) -> dict[str, Any]:
     return {name: fields[name] for name in _EQUAL} | {
         "expert": {name: fields["expert"][name] for name in ("architecture", "dtype")},
         "objective": {"path": plan.objective.ensemble_path, silo_id: f"{own.path}, {own.prediction}"},
+        "transform": fields.get("transform"),
         "files": _digests(plan),
         "agreed": {silo_id: fields["agreed"].get(silo_id)},
     }

@@ -1,6 +1,5 @@
 """The plan: the aggregator's signed instructions to every silo."""
 
-from math import prod
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -21,15 +20,14 @@ from ddm.protocol.base import (
     File,
     KeyText,
     Model,
-    NumImages,
     PlanId,
-    RelativePath,
     SiloId,
     Time,
     Unit,
 )
 from ddm.protocol.carried import Carried as Carried
 from ddm.protocol.carried import check_listed
+from ddm.protocol.data import DataSpec as DataSpec
 from ddm.protocol.encoder import PcaEncoder as PcaEncoder
 from ddm.protocol.encoder import Side as Side
 from ddm.protocol.encoder import TimmEncoder as TimmEncoder
@@ -54,92 +52,20 @@ from ddm.protocol.learning import Training as Training
 from ddm.protocol.learning import UniformT as UniformT
 from ddm.protocol.limits import Audit as Audit
 from ddm.protocol.limits import Limits as Limits
+from ddm.protocol.partition import Clustering as Clustering
+from ddm.protocol.partition import Partition as Partition
+from ddm.protocol.partition import RandomPartition as RandomPartition
+from ddm.protocol.partition import SiloClusterPartition as SiloClusterPartition
+from ddm.protocol.partition import SiloPartition as SiloPartition
+from ddm.protocol.partition import SketchSpec as SketchSpec
 from ddm.protocol.routers import CountsRouter as CountsRouter
 from ddm.protocol.routers import LearnedRouter as LearnedRouter
 from ddm.protocol.routers import MomentsRouter as MomentsRouter
 from ddm.protocol.routers import Router as Router
 from ddm.protocol.routers import SamplesRouter as SamplesRouter
+from ddm.protocol.transform import TransformSpec as TransformSpec
 
 EXACT = 1000.0  # what an epsilon without noise reads: the largest that the format has, and a promise of nothing
-PixelSide = Annotated[int, Field(gt=0, le=65536)]
-PixelValue = Annotated[float, Field(ge=-1e6, le=1e6)]
-
-
-class DataSpec(Model):
-    """The shape of one sample, an image (C, H, W) or a volume (C, D, H, W), and the range of its values.
-
-    Attributes:
-        shape: channels, then the sides.
-        range: lowest and highest value.
-    """
-
-    shape: Annotated[tuple[PixelSide, ...], Field(min_length=3, max_length=4)]
-    range: tuple[PixelValue, PixelValue]
-
-    @model_validator(mode="after")
-    def _range_ascends(self) -> "DataSpec":
-        if not self.range[0] < self.range[1]:
-            raise ValueError(f"range must ascend, got {self.range[0]:g} to {self.range[1]:g}")
-        return self
-
-    @property
-    def dim(self) -> int:
-        """The number of values in one sample."""
-        return prod(self.shape)
-
-
-class Clustering(Model):
-    """Fine k-means of public features, and coarse clusters of the fine centroids, of about equal size if `balanced`."""
-
-    path: RelativePath = "plan/centroids.safetensors"
-    num_fine: Annotated[int, Field(gt=0, le=65536)]
-    num_coarse: Annotated[int, Field(gt=0, le=4096)]
-    balanced: bool = False
-
-
-class SketchSpec(Model):
-    """The public projection through which a router sees an image; statistics use its leading dimensions."""
-
-    path: RelativePath = "plan/sketch.safetensors"
-    rank: Annotated[int, Field(gt=0, le=1024)]
-
-
-class SiloPartition(Model):
-    """One expert per silo.
-
-    Attributes:
-        min_images: fewest images that an expert is trained on.
-    """
-
-    kind: Literal["silo"] = "silo"
-    min_images: NumImages
-
-
-class SiloClusterPartition(Model):
-    """One expert per silo and coarse cluster that holds at least `min_images` there, by the noised histogram.
-
-    Attributes:
-        min_images: fewest images that an expert is trained on; a cluster with fewer joins the nearest that has enough.
-    """
-
-    kind: Literal["silo_cluster"] = "silo_cluster"
-    min_images: NumImages
-
-
-class RandomPartition(Model):
-    """Each silo's images divided at random among `num_parts` experts: the control for the benefit of clustering.
-
-    Attributes:
-        min_images: fewest images that an expert is trained on.
-        num_parts: experts of each silo.
-    """
-
-    kind: Literal["random"] = "random"
-    min_images: NumImages
-    num_parts: Annotated[int, Field(gt=1, le=64)]
-
-
-Partition = Annotated[SiloPartition | SiloClusterPartition | RandomPartition, Field(discriminator="kind")]
 
 
 class Budget(Model):
@@ -265,6 +191,7 @@ class Plan(Document):
     receipt_key: KeyText
     files: Annotated[tuple[File, ...], Field(min_length=1, max_length=64)]
     data: DataSpec
+    transform: Annotated[TransformSpec | None, Field(exclude_if=lambda given: given is None)] = None
     latent: Latent
     encoder: Annotated[PcaEncoder | TimmEncoder, Field(discriminator="kind")]
     clustering: Clustering
@@ -319,6 +246,9 @@ class Plan(Document):
         if isinstance(self.latent, DiffusersKlLatent) and self.data.range != (-1.0, 1.0):
             low, high = self.data.range
             raise ValueError(f"the latent diffusers_kl needs data in the range -1 to 1, not {low:g} to {high:g}")
+        unit = self.statistics.unit if self.statistics.private else None
+        if self.transform and (misfit := self.transform.misfit(self.data, unit)):
+            raise ValueError(f"the transform needs {misfit}")
         _check_shape(self.expert_shape, self.condition, self.expert.architecture, self.router, self.encoder)
         if self.expires_at <= self.created_at:
             raise ValueError("expires_at must be later than created_at")

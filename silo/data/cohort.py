@@ -12,17 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError
+from ddm.imaging.transform import Transform
 from ddm.io.images import Images, feed
 from ddm.io.sources import Source, open_images, open_latents, open_source
 from ddm.protocol.base import Unit
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.plan import DataSpec, TransformSpec
+from silo.data.store import MISSING
+from silo.data.transformed import open_transformed
 from silo.data.volumes import Volumes, are_volumes, read_volume_column, volume_columns, volume_files
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
 MAX_CAPTION = 4096  # characters
 _MAX_CAPTION_BYTES = 4 * MAX_CAPTION
 _COLUMNS = frozenset({"patients", "labels", "captions"})
-_MISSING = frozenset({"", "nan", "nat", "none", "null", "na", "n/a", "<na>"})  # as tables write them
 _PATIENTS_REMEDY = "Give every image its patient: one without could belong to a patient who is counted already."
 
 
@@ -63,6 +65,7 @@ def load_cohort(
     captions: bool = False,
     latent_shape: tuple[int, ...] | None = None,
     folder: Path | None = None,
+    transform: TransformSpec | None = None,
 ) -> Cohort:
     """Read `path` once, block by block, and check it against the plan.
 
@@ -79,13 +82,15 @@ def load_cohort(
         captions: whether the plan needs texts.
         latent_shape: of a latent, None for a plan whose experts are trained on the images.
         folder: private to the worker, for what cannot be read where it lies; None reads all of it into memory.
+        transform: the plan's, where it has one: every picture goes through it once, into a copy in `folder`.
 
     Raises:
         MissingFileError: nothing at `path`.
         DataError: no images, images of the wrong shape or range, not finite, or too few; or a column of patients,
             labels or captions that is absent, of the wrong length, incomplete, out of range or too long.
     """
-    source: Source = Volumes(path, spec) if are_volumes(path) else open_source(path)
+    asked = {"patients": unit == "patient", "labels": num_classes is not None, "captions": captions}
+    source = _source(path, spec, transform, folder, [name for name, needed in asked.items() if needed])
     num, latent = len(source), source.name == "latents"
     if num < min_images:
         raise DataError("images", expected=f"at least {min_images}, as plan and policy require", got=f"{num}")
@@ -110,6 +115,16 @@ def load_cohort(
         captions=texts,
         latent=latent,
     )
+
+
+def _source(
+    path: Path, spec: DataSpec, transform: TransformSpec | None, folder: Path | None, columns: Sequence[str]
+) -> Source:
+    if transform:
+        if folder is None:
+            raise TypeError("a plan with a transform needs a folder for the copy that it makes")
+        return open_transformed(path, Transform(transform, spec), columns, folder)
+    return Volumes(path, spec) if are_volumes(path) else open_source(path)
 
 
 def check_data(path: Path) -> None:
@@ -203,7 +218,7 @@ def _numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:
         raise DataError("patients", expected=expected, got=str(patient_N.dtype), remedy=_PATIENTS_REMEDY)
     if patient_N.dtype.kind in "US":
         texts = [(p.decode("latin-1") if isinstance(p, bytes) else p).strip() for p in patient_N.tolist()]
-        patient_N, missing_N = np.array(texts), np.array([text.lower() in _MISSING for text in texts])
+        patient_N, missing_N = np.array(texts), np.array([text.lower() in MISSING for text in texts])
     else:
         missing_N = ~np.isfinite(patient_N.astype(np.float64))
     if missing_N.any():
@@ -235,7 +250,7 @@ def _captions(caption_N: NDArray[np.generic]) -> tuple[str, ...]:
     if longest > MAX_CAPTION:
         raise DataError("captions", expected=f"at most {MAX_CAPTION} characters each", got=f"a caption of {longest}")
     plain = (" ".join(text.split()) for text in texts)
-    captions = tuple("" if text.lower() in _MISSING else text for text in plain)
+    captions = tuple("" if text.lower() in MISSING else text for text in plain)
     if not any(captions):
         raise DataError("captions", expected="a text for at least one image", got="only blank ones")
     return captions

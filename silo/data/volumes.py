@@ -1,6 +1,6 @@
-"""Reads a folder of NIfTI volumes, one after the other, in the plan's shape and range; no error names a file.
+"""Reads a folder of NIfTI volumes, one after the other; no error names a file.
 
-Every volume goes through the same steps, without options:
+Under a plan without a table `[transform]` every volume goes through the same steps, the defaults of that table:
 
 1. Its axes are turned and flipped, without resampling, so that D runs from inferior to superior, H from anterior to
    posterior and W from the patient's right to the left: slice by slice the picture that radiologists see.
@@ -10,12 +10,12 @@ Every volume goes through the same steps, without options:
    is shorter than the plan's; then the middle of each axis is kept. Proportions stay those of the patient, nothing is
    padded, and only the ends of axes that are too long are lost.
 
-Only plain tensors leave this module: MONAI's tensors carry the names of their files.
+Only plain arrays leave this module: MONAI's tensors carry the names of their files.
 """
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from io import BytesIO
 from math import prod
@@ -25,15 +25,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ddm.errors import ArchipelagoError, DataError, SetupError
+from ddm.imaging.geometry import Floats
+from ddm.imaging.picture import Picture
+from ddm.imaging.transform import Transform, about
 from ddm.io.files import read_bounded, require_file
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.plan import DataSpec, TransformSpec
 
 TABLE_NAME = "volumes.csv"
 _ENDINGS = (".nii", ".nii.gz")
-_PERCENTILES = (0.5, 99.5)
 _AXES = "SPL"
 _RECIPE = "NIfTI 1"  # changes with the steps above, so that nothing kept from others is found
 _MAX_TABLE_BYTES = 1 << 26
@@ -83,10 +84,9 @@ class Volumes:
                 of no length, or that memory does not hold.
             SetupError: MONAI or nibabel is not installed.
         """
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        _load_monai()
-        for number, file in enumerate(self.files):
-            yield _fit(file, self._spec, f"volume {number + 1} of {len(self)}, by name", memory)[None].numpy()
+        transform = Transform(TransformSpec(), self._spec, resample=_trilinear)
+        for (sample,) in read_volumes(self.files, transform):
+            yield sample[None]
 
     @property
     def columns(self) -> frozenset[str]:
@@ -100,6 +100,28 @@ class Volumes:
     def column_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a column, one entry for each volume."""
         return (len(self),)
+
+
+def read_volumes(files: Sequence[Path], transform: Transform) -> Iterator[list[Floats]]:
+    """Yield the samples of each volume, one volume after the other.
+
+    Raises:
+        DataError: a volume that is damaged, or that the transform does not take; names its number.
+        SetupError: MONAI or nibabel is not installed.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    _load_monai()
+    for number, file in enumerate(files):
+        subject = f"volume {number + 1} of {len(files)}, by name"
+        try:
+            with about(subject):
+                samples = transform.apply(_read(file, memory))
+        except ArchipelagoError:
+            raise
+        except Exception as error:  # whatever gzip, nibabel and MONAI may raise; its text names the file
+            got = f"a file that does not read as one ({type(error).__name__})"
+            raise DataError(subject, expected="a NIfTI volume", got=got) from error
+        yield samples
 
 
 def volume_files(path: Path) -> list[Path]:
@@ -170,76 +192,31 @@ def read_volume_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
         raise DataError("labels", expected="whole numbers", got="a cell that is not one") from error
 
 
-def covering_size(extent: tuple[float, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the size in cubic voxels of the largest side for which no axis is shorter than `shape`.
-
-    Args:
-        extent: the length of each axis, mm, above 0.
-        shape: the fewest voxels along each axis.
-    """
-    side = min(length / least for length, least in zip(extent, shape, strict=True))
-    return tuple(max(least, round(length / side)) for length, least in zip(extent, shape, strict=True))
-
-
-def middle(volume: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Crop (C, ...) to its middle; an odd remainder loses one voxel more at the end."""
-    starts = [(size - kept) // 2 for size, kept in zip(volume.shape[1:], shape, strict=True)]
-    return volume[(slice(None), *(slice(start, start + kept) for start, kept in zip(starts, shape, strict=True)))]
-
-
-def into_range(values: NDArray[np.float32], low: float, high: float) -> NDArray[np.float32]:
-    """Map the 0.5th and the 99.5th percentile to `low` and `high`, and clip values beyond.
-
-    Raises:
-        DataError: values that are not finite, or two equal percentiles.
-    """
-    if not np.isfinite(values).all():
-        raise DataError("voxels", expected="finite numbers", got="NaN or infinite values")
-    least, most = np.percentile(values, _PERCENTILES)
-    if not most > least:
-        raise DataError("voxels", expected="values that differ", got="the same value nearly everywhere")
-    share = ((values - least) / (most - least)).clip(0, 1)
-    mapped: NDArray[np.float32] = (low + (high - low) * share).astype(np.float32)
-    return mapped
-
-
-def _fit(file: Path, spec: DataSpec, subject: str, memory: int) -> Tensor:
-    """Read one volume; the size in its header is held against this machine's memory before any voxel is read."""
+def _read(file: Path, memory: int) -> Picture:
+    """Read one volume, turned; the size in its header is held against memory before any voxel is read."""
     from monai.data import NibabelReader
-    from monai.transforms import LoadImage, Orientation, Resize
+    from monai.transforms import LoadImage, Orientation
 
-    try:
-        size_bytes = 4 * prod(int(side) for side in NibabelReader().read(str(file)).shape)
-        if size_bytes > memory:
-            raise DataError("voxels", expected=f"at most {memory} bytes of memory", got=f"{size_bytes} bytes")
-        volume: Any = LoadImage(reader="NibabelReader", image_only=True, ensure_channel_first=True)(str(file))
-        if volume.ndim != 4 or volume.shape[0] != spec.shape[0]:
-            got = f"{volume.shape[0]} channels and {volume.ndim - 1} axes"
-            raise DataError("volume", expected=f"{spec.shape[0]} channels and 3 axes", got=got)
-        labels = (("L", "R"), ("P", "A"), ("I", "S"))
-        volume = Orientation(axcodes=_AXES, labels=labels)(volume)
-        spacing = [float(length) for length in volume.pixdim]
-        extent = tuple(length * side for length, side in zip(spacing, volume.shape[1:], strict=True))
-        if not all(0 < length < float("inf") for length in extent):
-            raise DataError("axes", expected="finite lengths above 0", got="a length that is zero or not finite")
-        values = torch.from_numpy(into_range(volume.as_tensor().numpy().astype(np.float32), *spec.range))
-        size = covering_size(extent, spec.shape[1:])
-        _check_size(size, spec.shape[0], memory)
-        resized = Resize(spatial_size=size, mode="trilinear", align_corners=False, anti_aliasing=True)(values)
-        plain = torch.as_tensor(resized.as_tensor() if hasattr(resized, "as_tensor") else resized)
-        return middle(plain, spec.shape[1:]).clamp(*spec.range)
-    except ArchipelagoError as error:
-        raise DataError(f"{subject}: {error.subject}", expected=error.expected, got=error.got) from error
-    except Exception as error:  # whatever gzip, nibabel and MONAI may raise; its text names the file
-        got = f"a file that does not read as one ({type(error).__name__})"
-        raise DataError(subject, expected="a NIfTI volume", got=got) from error
+    size_bytes = 4 * prod(int(side) for side in NibabelReader().read(str(file)).shape)
+    if size_bytes > memory:
+        raise DataError("voxels", expected=f"at most {memory} bytes of memory", got=f"{size_bytes} bytes")
+    volume: Any = LoadImage(reader="NibabelReader", image_only=True, ensure_channel_first=True)(str(file))
+    if volume.ndim != 4:
+        raise DataError("volume", expected="3 axes, and maybe a fourth of channels", got=f"{volume.ndim - 1} axes")
+    labels = (("L", "R"), ("P", "A"), ("I", "S"))
+    volume = Orientation(axcodes=_AXES, labels=labels)(volume)
+    values = volume.as_tensor().numpy().astype(np.float32)
+    return Picture(values, spacing=tuple(float(length) for length in volume.pixdim))
 
 
-def _check_size(size: tuple[int, ...], channels: int, memory: int) -> None:
-    """Refuse a volume with one thin axis, which would grow without bound along the others."""
-    if (needed := 4 * channels * prod(size)) > memory:
-        got = f"{needed} bytes: one axis is much too short"
-        raise DataError("volume", expected=f"at most {memory} bytes of memory after resampling", got=got)
+def _trilinear(values: Floats, size: tuple[int, ...]) -> Floats:
+    """Resample as plans without a table `[transform]` do: MONAI smooths by a Gaussian, over a border of zeros."""
+    from monai.transforms import Resize
+
+    resize = Resize(spatial_size=size, mode="trilinear", align_corners=False, anti_aliasing=True)
+    resized: Any = resize(torch.from_numpy(values))
+    found: Floats = torch.as_tensor(resized.as_tensor() if hasattr(resized, "as_tensor") else resized).numpy()
+    return found
 
 
 def _load_monai() -> None:

@@ -11,6 +11,7 @@ from ddm.protocol.footprint import (
     expert_size,
     file_bytes,
     looking_bytes,
+    picture_bytes,
     statistic_bytes,
     training_bytes,
     widest_layer,
@@ -54,6 +55,7 @@ def broken_rules(
 def _size_rules(plan: Plan, allowed: SizePolicy, parts: int) -> Iterator[tuple[str, str, str]]:
     """Compute what the plan's numbers imply, before anything of that size is opened or allocated."""
     network, widest = widest_layer(plan)
+    slices = plan.transform.slices if plan.transform else None
     implied, listed = file_bytes(plan), {file.path: file.bytes for file in plan.files}
     largest = max(implied, key=lambda path: max(implied[path], listed[path]))
     numbers = (
@@ -62,6 +64,8 @@ def _size_rules(plan: Plan, allowed: SizePolicy, parts: int) -> Iterator[tuple[s
         ("parameters of an expert", expert_size(plan).parameters, "max_parameters"),
         (f"bytes of {largest}", max(implied[largest], listed[largest]), "max_file_bytes"),
         ("bytes of memory to open its files", looking_bytes(plan), "max_memory_bytes"),
+        ("slices of one volume", slices.count if slices else 0, "max_slices"),
+        ("bytes of memory of what one picture becomes", picture_bytes(plan), "max_memory_bytes"),
         ("bytes of memory to encode images", encoding_bytes(plan), "max_memory_bytes"),
         ("bytes of memory of a training step", training_bytes(plan, parts), "max_memory_bytes"),
     )

@@ -58,6 +58,7 @@ def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
         captions=isinstance(plan.condition, TextCondition),
         latent_shape=plan.expert_shape if isinstance(plan.latent, Autoencoder) else None,
         folder=site.private,
+        transform=plan.transform,
     )
 
 

@@ -32,6 +32,7 @@ from ddm.loading.release import open_release
 from ddm.pages.pictures import MAX_PIXELS
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.submission import Waiver
+from ddm.protocol.transform import TransformSpec
 from ddm.publishing import charts, drawing
 from tests.conftest import Published
 from tests.support.browser import overflow, show_as
@@ -146,6 +147,13 @@ def test_expert_that_an_operator_admitted_though_screening_flagged_it_is_named_w
     assert f"expert {expert} ({words})" in pages[CARD_NAME]
     assert [entry["admitted"] for entry in front_matter(pages[CARD_NAME])["silos"]] == [False, True]  # type: ignore[attr-defined]
     assert not [page for page in whole.values() if "lagged" in page]
+
+
+def test_card_says_what_became_of_each_picture_where_the_plan_says_it(given: PageInput) -> None:
+    asked = TransformSpec(channels="grey", padding=0.0)
+    card = undrawn(replace(given, plan=given.plan.model_copy(update={"transform": asked})))[CARD_NAME]
+    assert f"- Each picture, at every silo: {'; '.join(asked.words)}" in card.splitlines()
+    assert "Each picture" not in undrawn(given)[CARD_NAME]
 
 
 def test_silo_that_counts_as_less_than_it_stated_is_named_with_both_numbers_and_the_reason(given: PageInput) -> None:

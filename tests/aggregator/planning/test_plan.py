@@ -102,6 +102,21 @@ def shown(tiny: TinyFederation, folder: Path, **changes: object) -> str:
     return costs(draft_plan(tiny.federation, recipe(**changes), public, folder))
 
 
+def test_what_becomes_of_each_picture_is_in_the_plan_and_shown_step_by_step(
+    published_once: Published, tmp_path: Path
+) -> None:
+    asked = {"range": {"kind": "values", "low": -160.0, "high": 240.0}, "fit": {"kind": "pad"}, "padding": 0.0}
+    lines = shown(published_once.tiny, tmp_path, transform=asked).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("each picture"))
+    steps = [line.removeprefix("each picture").strip() for line in lines[first : first + 4]]
+    assert steps == list(recipe(transform=asked).transform.words)
+    assert "each picture" not in shown(published_once.tiny, tmp_path / "none")
+    with pytest.raises(ValidationError, match="padding within data.range"):
+        recipe(transform=asked | {"padding": 2.0})
+    with pytest.raises(ValidationError, match="patient"):
+        recipe(transform={"slices": {"count": 3}})
+
+
 def test_shown_costs_name_every_release_with_what_it_costs_and_what_all_cost_together(
     published_once: Published, tmp_path: Path
 ) -> None:

@@ -1,7 +1,6 @@
 """NIfTI volumes from disk: how they are turned, mapped and cut, what is refused, and an expert made of them."""
 
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ddm.protocol.base import File
 from ddm.protocol.plan import DataSpec, Training, UniformT
 from ddm.training.loop import train
 from silo.data.cohort import Cohort, check_data, load_cohort
-from silo.data.volumes import Volumes, are_volumes, covering_size, into_range, middle
+from silo.data.volumes import Volumes, are_volumes
 
 SPEC = DataSpec(shape=(1, 8, 8, 8), range=(-1.0, 1.0))
 RAS = np.diag([1.0, 1.0, 1.0, 1.0])  # the first axis of a file runs to the right, the second forwards, the third up
@@ -47,37 +46,31 @@ def load(path: Path, **asked: Any) -> Cohort:
     return load_cohort(path, SPEC, min_images=1, salt=b"s" * 32, **({"unit": "image", "num_classes": None} | asked))
 
 
-def test_covering_size_is_the_smallest_with_cubes_that_leaves_no_axis_short() -> None:
-    shape = (4, 6, 8)
-    for extent in product((3.0, 40.0, 90.0), (50.0, 7.5), (60.0, 61.0)):
-        size = covering_size(extent, shape)
-        assert all(side >= least for side, least in zip(size, shape, strict=True))
-        tight = [i for i in range(3) if size[i] == shape[i]]
-        assert tight, "a larger voxel would do"
-        voxel = extent[tight[0]] / size[tight[0]]
-        assert all(abs(length / voxel - side) <= 0.5 + 1e-6 for length, side in zip(extent, size, strict=True))
+def into_range(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """The 0.5th and 99.5th percentile become the ends of the range."""
+    least, most = np.percentile(values, (0.5, 99.5))
+    return (low + (high - low) * ((values - least) / (most - least)).clip(0, 1)).astype(np.float32)
 
 
-def test_middle_keeps_the_same_on_both_sides_and_one_more_goes_at_the_end() -> None:
-    kept = middle(torch.arange(7.0)[None, :, None, None].expand(1, 7, 5, 4), (4, 5, 2))
-    assert kept[0, :, 0, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert kept.shape == (1, 4, 5, 2)
+def test_volumes_of_plans_without_a_transform_are_to_the_bit_those_of_nibabel_and_monai(tmp_path: Path) -> None:
+    import nibabel
+    from monai.transforms import Resize
 
-
-def test_percentiles_become_the_ends_of_the_range_and_one_bright_voxel_changes_nothing_else() -> None:
-    values = np.linspace(-1000, 3000, 4001, dtype=np.float32)
-    found = into_range(values, -1.0, 1.0)
-    assert (found.min(), found.max()) == (-1.0, 1.0)
-    inside = (values > -980) & (values < 2980)
-    assert np.allclose(found[inside], (values[inside] + 980) / 3960 * 2 - 1, atol=1e-6)
-    bright = into_range(np.append(values, np.float32(1e6)), -1.0, 1.0)
-    assert np.allclose(bright[:-1][inside], found[inside], atol=1e-3)
-
-
-@pytest.mark.parametrize("values", [np.full(99, 7.0), np.array([1.0, np.nan]), np.array([1.0, np.inf])])
-def test_voxels_that_do_not_differ_or_are_not_finite_are_refused(values: np.ndarray) -> None:
-    with pytest.raises(DataError, match="voxels"):
-        into_range(values.astype(np.float32), -1.0, 1.0)
+    spec = DataSpec(shape=(1, 6, 9, 8), range=(-1.0, 1.0))
+    for number, (sides, spacing) in enumerate((((20, 24, 10), (1.0, 1.0, 2.5)), ((5, 6, 4), (2.0, 2.0, 2.0)))):
+        path = save(tmp_path / f"{number}.nii", scan(number, sides), np.diag([*spacing, 1.0]))
+        image: Any = nibabel.load(path)
+        turned = image.get_fdata(dtype=np.float32).transpose(2, 1, 0)[:, ::-1, ::-1]
+        extent = np.array(sides[::-1]) * spacing[::-1]
+        side = min(extent / spec.shape[1:])
+        size = tuple(
+            int(max(least, round(length / side))) for length, least in zip(extent, spec.shape[1:], strict=True)
+        )
+        resize = Resize(size, mode="trilinear", align_corners=False, anti_aliasing=True)
+        whole = resize(torch.from_numpy(into_range(np.ascontiguousarray(turned), -1.0, 1.0))[None])
+        d, h, w = ((have - kept) // 2 for have, kept in zip(size, spec.shape[1:], strict=True))
+        wanted = whole.numpy()[:, d : d + 6, h : h + 9, w : w + 8].clip(-1, 1)
+        assert np.array_equal(read_volumes(path, spec)[0].numpy(), wanted)
 
 
 def test_folders_and_nifti_files_are_volumes_and_npz_files_are_not(tmp_path: Path) -> None:
