@@ -53,6 +53,8 @@ def recipe(**changes: object) -> Recipe:
                 "learning_rate": 0.002,
                 "weight_decay": 0.01,
                 "ema_decay": 0.9,
+                "schedule": "constant",
+                "precision": "fp32",
                 "checkpoint_steps": 2,
             },
         },

@@ -48,6 +48,8 @@ TRAINING = {
     "weight_decay": 0.0,
     "ema_decay": 0.95,
     "checkpoint_steps": 100,
+    "schedule": "constant",
+    "precision": "fp32",
 }
 COUNTS = {"unit": "image", "total": {"epsilon": 8.0, "delta": 0.0}, "counts": {"epsilon": 4.0, "num_groups": 4}}
 
