@@ -7,6 +7,7 @@ as `silo.images` starts it; `Limits` alone bound what a header may ask for.
 import gzip
 import zlib
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 from ddm.errors import SetupError
@@ -26,12 +27,13 @@ _EXTRA = "Install them: pip install 'archipelago[images]'."
 ARRAYS = ("npz", "npy", "idx", "Parquet")
 
 
-def decode(path: Path, limits: Limits | None = None) -> Iterator[Decoded | ImageError]:
+def decode(path: Path, limits: Limits | None = None, content: bytes | None = None) -> Iterator[Decoded | ImageError]:
     """Yield the pictures of a file, whatever its kind; an image of it that cannot be used comes as its error.
 
     Args:
         path: a DICOM, NIfTI, MGH, PNG, JPEG, TIFF or WebP file, or an npz, npy, idx or Parquet file of many images.
         limits: the most that it may ask for.
+        content: what the file holds, where that was read already.
 
     Raises:
         ImageError: no picture, or none any more, with the true reason; it never names the file.
@@ -39,8 +41,8 @@ def decode(path: Path, limits: Limits | None = None) -> Iterator[Decoded | Image
     """
     limits = limits or Limits()
     try:
-        kind, packed = _kind(path)
-        yield from _pictures(path, kind, packed, limits)
+        kind, packed = _kind(path, content)
+        yield from _pictures(path, kind, packed, limits, content)
     except (ImageError, SetupError):
         raise
     except ImportError as error:
@@ -50,12 +52,14 @@ def decode(path: Path, limits: Limits | None = None) -> Iterator[Decoded | Image
         raise _reason(error) from error
 
 
-def _pictures(path: Path, kind: str, packed: bool, limits: Limits) -> Iterator[Decoded | ImageError]:
+def _pictures(
+    path: Path, kind: str, packed: bool, limits: Limits, content: bytes | None
+) -> Iterator[Decoded | ImageError]:
     """Call the decoder of a kind; each pulls in its library only here."""
     if kind == "DICOM":
         from ddm.imaging.dicom import read_dicom
 
-        yield from read_dicom(path, limits)
+        yield from read_dicom(path if content is None else BytesIO(content), limits)
     elif kind in ("NIfTI", "NIfTI-2", "MGH"):
         from ddm.imaging.nifti import read_nifti
 
@@ -67,13 +71,16 @@ def _pictures(path: Path, kind: str, packed: bool, limits: Limits) -> Iterator[D
     else:
         from ddm.imaging.raster import read_raster
 
-        yield from read_raster(path, kind, limits)
+        yield from read_raster(path, kind, limits, content)
 
 
-def _kind(path: Path) -> tuple[str, bool]:
+def _kind(path: Path, content: bytes | None) -> tuple[str, bool]:
     """Return the kind of a file, and whether gzip packed it."""
-    with path.open("rb") as handle:
-        head = handle.read(_HEAD_BYTES)
+    if content is None:
+        with path.open("rb") as handle:
+            head = handle.read(_HEAD_BYTES)
+    else:
+        head = content[:_HEAD_BYTES]
     if not head:
         raise ImageError(Reason.EMPTY)
     packed = head.startswith(_GZIP)

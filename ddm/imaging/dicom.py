@@ -8,6 +8,8 @@ slices) are images of their own, in the file's order. One slice a file is an ima
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pydicom
 from numpy.typing import NDArray
 from pydicom import config as pydicom_config
 from pydicom.pixels import apply_color_lut, apply_modality_lut, get_decoder
+from pydicom.tag import BaseTag, Tag
 from pydicom.uid import (
     UID,
     ExplicitVRBigEndian,
@@ -31,37 +34,10 @@ from ddm.imaging.reasons import Flag, ImageError, Reason
 from ddm.imaging.text import suspect_text
 
 _PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
-_TAGS = (
-    *(
-        "SOPClassUID",
-        "Modality",
-        "ConversionType",
-        "ImageType",
-        "PatientID",
-        "BodyPartExamined",
-        "AnatomicRegionSequence",
-    ),
-    *("BurnedInAnnotation", "RecognizableVisualFeatures", "IconImageSequence"),
-    *("Rows", "Columns", "NumberOfFrames", "SamplesPerPixel", "PhotometricInterpretation", "PlanarConfiguration"),
-    *("BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "PixelAspectRatio"),
-    *("PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing"),
-    *("RescaleSlope", "RescaleIntercept", "RescaleType", "ModalityLUTSequence"),
-    *("WindowCenter", "WindowWidth", "VOILUTFunction", "VOILUTSequence", "SmallestImagePixelValue"),
-    *(
-        f"{colour}PaletteColorLookupTable{part}"
-        for colour in ("Red", "Green", "Blue")
-        for part in ("Data", "Descriptor")
-    ),
-    *(f"Segmented{colour}PaletteColorLookupTableData" for colour in ("Red", "Green", "Blue")),
-    *("PaletteColorLookupTableUID", "PixelPaddingValue"),
-    *("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"),
-    *("ExtendedOffsetTable", "ExtendedOffsetTableLengths", *_PIXELS),
-)
-_OVERLAYS = [group << 16 | element for group in range(0x6000, 0x6020, 2) for element in (0x0010, 0x0011, 0x3000)]
-_SECONDARY_CAPTURE, _ULTRASOUND = (
-    "1.2.840.10008.5.1.4.1.1.7",
-    ("1.2.840.10008.5.1.4.1.1.3", "1.2.840.10008.5.1.4.1.1.6"),
-)
+_OVERLAY_GROUPS = range(0x6000, 0x6020, 2)
+_OVERLAYS = frozenset(group << 16 | element for group in _OVERLAY_GROUPS for element in (0x0010, 0x0011, 0x3000))
+_SECONDARY_CAPTURE = "1.2.840.10008.5.1.4.1.1.7"
+_ULTRASOUND = ("1.2.840.10008.5.1.4.1.1.3", "1.2.840.10008.5.1.4.1.1.6")
 _NO_PICTURES = (  # doses, segmentations, maps, wave forms: numbers that stand for something else than what was seen
     *("1.2.840.10008.5.1.4.1.1.481.", "1.2.840.10008.5.1.4.1.1.66", "1.2.840.10008.5.1.4.1.1.30"),
 )
@@ -69,23 +45,23 @@ _IMAGES_OF_THERAPY = "1.2.840.10008.5.1.4.1.1.481.1"  # a radiograph
 _NATIVE = (ImplicitVRLittleEndian, ExplicitVRLittleEndian, ExplicitVRBigEndian, UID("1.2.840.10008.1.2.1.99"))
 
 
-def read_dicom(path: Path, limits: Limits) -> Iterator[Decoded]:
+def read_dicom(file: Path | BytesIO, limits: Limits) -> Iterator[Decoded]:
     """Yield the frames of one file, or the volume that they make.
 
     Args:
-        path: the file; without preamble too.
+        file: the file, or what it holds; without preamble too.
         limits: the most that it may ask for.
 
     Raises:
         ImageError: no pixels, or pixels that cannot be decoded, with the true reason.
     """
     with _quietly():
-        tags = pydicom.dcmread(path, force=True, specific_tags=[*_TAGS, *_OVERLAYS])
+        tags = pydicom.dcmread(file, force=True)
         syntax = _syntax(tags)
         num, shape = _announced(tags, limits)
         _check_pixels(tags, syntax, num, shape)
         flags = _flags(tags)
-        patient = str(tags.get("PatientID") or "").strip() or None
+        patient = str(_value(tags, "PatientID") or "").strip() or None
         affine = _volume(tags, num)
         frames = _frames(tags, syntax, num)
         if affine is None:
@@ -118,9 +94,20 @@ def _quietly() -> Iterator[None]:
         pydicom_config.settings.reading_validation_mode = mode
 
 
+def _value(tags: Any, keyword: str) -> Any:
+    """Return the value of a tag, None where it is absent; `Dataset.get` is slow where it is."""
+    tag = _tag(keyword)
+    return None if tags.get_item(tag) is None else tags[tag].value
+
+
+@cache
+def _tag(keyword: str) -> BaseTag:
+    return Tag(keyword)
+
+
 def _syntax(tags: Any) -> UID:
     """Return the transfer syntax; of a file without one, that which it was read with."""
-    syntax = tags.file_meta.get("TransferSyntaxUID")
+    syntax = _value(tags.file_meta, "TransferSyntaxUID")
     if syntax is None:
         implicit, little = tags.original_encoding
         syntax = ImplicitVRLittleEndian if implicit else ExplicitVRLittleEndian if little else ExplicitVRBigEndian
@@ -130,13 +117,13 @@ def _syntax(tags: Any) -> UID:
 
 def _announced(tags: Any, limits: Limits) -> tuple[int, tuple[int, ...]]:
     """Return how many frames there are and the shape of one, within the limits."""
-    kind = str(tags.get("SOPClassUID") or "")
+    kind = str(_value(tags, "SOPClassUID") or "")
     if kind.startswith(_NO_PICTURES) and kind != _IMAGES_OF_THERAPY:
         raise ImageError(Reason.NO_PICTURE, "a dose, a segmentation or a map")
     if "Rows" not in tags or "Columns" not in tags:
         raise ImageError(Reason.NO_PIXELS)
-    num = int(tags.get("NumberOfFrames") or 1)
-    shape = (int(tags.get("SamplesPerPixel") or 1), int(tags.Rows), int(tags.Columns))
+    num = int(_value(tags, "NumberOfFrames") or 1)
+    shape = (int(_value(tags, "SamplesPerPixel") or 1), int(tags.Rows), int(tags.Columns))
     limits.check_pictures(num)
     limits.check(*shape)
     return num, shape
@@ -149,8 +136,8 @@ def _check_pixels(tags: Any, syntax: UID, num: int, shape: tuple[int, ...]) -> N
         # pydicom returns what came before the end of a file; an image with rows and without pixels was cut off there.
         raise ImageError(Reason.TRUNCATED, "rows and columns, but no pixels")
     if syntax in _NATIVE:
-        bits = int(tags.get("BitsAllocated") or 0)
-        halved = str(tags.get("PhotometricInterpretation")) == "YBR_FULL_422"
+        bits = int(_value(tags, "BitsAllocated") or 0)
+        halved = str(_value(tags, "PhotometricInterpretation")) == "YBR_FULL_422"
         values = num * shape[1] * shape[2] * (2 if halved else shape[0])
         if len(tags[names[0]].value or b"") < (values * bits + 7) // 8:
             raise ImageError(Reason.TRUNCATED, "fewer pixels than rows and columns")
@@ -172,7 +159,7 @@ def _frames(tags: Any, syntax: UID, num: int) -> Iterator[tuple[NDArray[np.gener
 
 def _picture(tags: Any, number: int, values: NDArray[np.generic], photometric: str) -> Picture:
     """Return one frame, with rescaling done, inverted greys turned, and colours from palettes."""
-    bits, signed = int(tags.BitsStored) if "BitsStored" in tags else 0, bool(tags.get("PixelRepresentation"))
+    bits, signed = int(tags.BitsStored) if "BitsStored" in tags else 0, bool(_value(tags, "PixelRepresentation"))
     full: tuple[float, float] | None = (0.0, 2.0**bits - 1)
     if signed:
         full = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1)
@@ -213,13 +200,15 @@ def _grey(
 
 def _rescaled(values: NDArray[np.generic], slope: float, intercept: float) -> NDArray[np.generic]:
     """Return slope * values + intercept: whole numbers in the smallest type that holds them, else float32."""
-    if values.dtype.kind in "iub" and slope.is_integer() and intercept.is_integer():
+    if values.dtype.kind in "iu" and slope.is_integer() and intercept.is_integer():
         ends = [int(values.min()) * int(slope) + int(intercept), int(values.max()) * int(slope) + int(intercept)]
         for kind in (np.uint8, np.uint16, np.int16, np.int32):
             bounds = np.iinfo(kind)
             if kind is np.uint8 and values.dtype.itemsize > 1:
                 continue
             if bounds.min <= min(ends) and max(ends) <= bounds.max and abs(intercept) < 2**31 and abs(slope) < 2**31:
+                if slope == 1 and bounds.min <= intercept <= bounds.max:  # whole numbers wrap around, and back
+                    return np.add(values, kind(intercept), dtype=kind, casting="unsafe")
                 wide = values.astype(np.int32 if kind is not np.int32 else np.int64)
                 return np.asarray(wide * int(slope) + int(intercept)).astype(kind)
     return np.asarray(values.astype(np.float64) * slope + intercept).astype(np.float32)
@@ -234,7 +223,7 @@ def _channels(values: NDArray[np.generic]) -> NDArray[np.generic]:
 def _group(tags: Any, number: int, name: str) -> Any:
     """Return what an enhanced file says of one frame, else of all of them, else the file itself."""
     for groups, index in (("PerFrameFunctionalGroupsSequence", number), ("SharedFunctionalGroupsSequence", 0)):
-        found = tags.get(groups)
+        found = _value(tags, groups)
         if found and index < len(found) and name in found[index] and len(found[index][name].value):
             return found[index][name].value[0]
     return tags
@@ -242,19 +231,19 @@ def _group(tags: Any, number: int, name: str) -> Any:
 
 def _rescale(tags: Any, number: int) -> tuple[float, float]:
     group = _group(tags, number, "PixelValueTransformationSequence")
-    slope, intercept = group.get("RescaleSlope"), group.get("RescaleIntercept")
+    slope, intercept = _value(group, "RescaleSlope"), _value(group, "RescaleIntercept")
     return float(1.0 if slope is None else slope), float(intercept or 0.0)
 
 
 def _window(tags: Any, number: int) -> tuple[float, float] | None:
     """Return the ends of the first window, as PS3.3 C.11.2.1.2 and C.11.2.1.3 define them, or of the first table."""
     group = _group(tags, number, "FrameVOILUTSequence")
-    centre, width = (_first(group.get(name)) for name in ("WindowCenter", "WindowWidth"))
+    centre, width = (_first(_value(group, name)) for name in ("WindowCenter", "WindowWidth"))
     if centre is not None and width is not None and width >= 1:
-        if str(group.get("VOILUTFunction") or "LINEAR") == "LINEAR":
+        if str(_value(group, "VOILUTFunction") or "LINEAR") == "LINEAR":
             centre, width = centre - 0.5, width - 1
         return (centre - width / 2, centre + width / 2) if width > 0 else None
-    if group.get("VOILUTSequence"):
+    if _value(group, "VOILUTSequence"):
         entries, first, _ = (int(number) for number in group.VOILUTSequence[0].LUTDescriptor)
         return float(first), float(first + (entries or 1 << 16) - 1)
     return None
@@ -269,7 +258,7 @@ def _first(value: Any) -> float | None:
 def _spacing(tags: Any, number: int) -> tuple[float, float] | None:
     group = _group(tags, number, "PixelMeasuresSequence")
     for name in ("PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing"):
-        value = group.get(name)
+        value = _value(group, name)
         if value is not None and len(value) == 2 and all(0 < float(side) < float("inf") for side in value):
             return float(value[0]), float(value[1])
     return None
@@ -277,12 +266,16 @@ def _spacing(tags: Any, number: int) -> tuple[float, float] | None:
 
 def _volume(tags: Any, num: int) -> tuple[list[int], NDArray[np.float64]] | None:
     """Return the order of the frames along their normal, and the matrix from (W, H, D) to right, front and top."""
-    if num < 2 or int(tags.get("SamplesPerPixel") or 1) != 1 or not tags.get("PerFrameFunctionalGroupsSequence"):
+    if (
+        num < 2
+        or int(_value(tags, "SamplesPerPixel") or 1) != 1
+        or not _value(tags, "PerFrameFunctionalGroupsSequence")
+    ):
         return None
     places, ways = [], []
     for number in range(num):
-        place = _group(tags, number, "PlanePositionSequence").get("ImagePositionPatient")
-        way = _group(tags, number, "PlaneOrientationSequence").get("ImageOrientationPatient")
+        place = _value(_group(tags, number, "PlanePositionSequence"), "ImagePositionPatient")
+        way = _value(_group(tags, number, "PlaneOrientationSequence"), "ImageOrientationPatient")
         if place is None or way is None or len(place) != 3 or len(way) != 6:
             return None
         places.append([float(number) for number in place])
@@ -306,21 +299,23 @@ def _volume(tags: Any, num: int) -> tuple[list[int], NDArray[np.float64]] | None
 
 def _body_part(tags: Any) -> str | None:
     """Return the part of the body, in capitals, where the file says one."""
-    region = tags.get("AnatomicRegionSequence") or _group(tags, 0, "FrameAnatomySequence").get("AnatomicRegionSequence")
-    coded = str(region[0].get("CodeMeaning") or "") if region else ""
-    return (str(tags.get("BodyPartExamined") or "") or coded).strip().upper() or None
+    region = _value(tags, "AnatomicRegionSequence") or _value(
+        _group(tags, 0, "FrameAnatomySequence"), "AnatomicRegionSequence"
+    )
+    coded = str(_value(region[0], "CodeMeaning") or "") if region else ""
+    return (str(_value(tags, "BodyPartExamined") or "") or coded).strip().upper() or None
 
 
 def _flags(tags: Any) -> frozenset[Flag]:
-    kind, modality = str(tags.get("SOPClassUID") or ""), str(tags.get("Modality") or "").upper()
-    conversion, parts = str(tags.get("ConversionType") or "").upper(), tags.get("ImageType") or ()
+    kind, modality = str(_value(tags, "SOPClassUID") or ""), str(_value(tags, "Modality") or "").upper()
+    conversion, parts = str(_value(tags, "ConversionType") or "").upper(), _value(tags, "ImageType") or ()
     words = {str(part).upper() for part in ([parts] if isinstance(parts, str) else parts)}
     captured = kind == _SECONDARY_CAPTURE or kind.startswith(_SECONDARY_CAPTURE + ".")
     found = {
-        Flag.DECLARED_TEXT: str(tags.get("BurnedInAnnotation") or "").upper() == "YES",
-        Flag.DECLARED_FACE: str(tags.get("RecognizableVisualFeatures") or "").upper() == "YES",
-        Flag.OVERLAY: any(tag in tags for tag in _OVERLAYS),
-        Flag.THUMBNAIL: bool(tags.get("IconImageSequence")),
+        Flag.DECLARED_TEXT: str(_value(tags, "BurnedInAnnotation") or "").upper() == "YES",
+        Flag.DECLARED_FACE: str(_value(tags, "RecognizableVisualFeatures") or "").upper() == "YES",
+        Flag.OVERLAY: not _OVERLAYS.isdisjoint(tags.keys()),
+        Flag.THUMBNAIL: bool(_value(tags, "IconImageSequence")),
         Flag.SCREENSHOT: conversion == "WSD" or any("SCREEN" in word for word in words),
         Flag.SECONDARY_CAPTURE: captured or modality in ("SC", "OT", "DOC") or bool(conversion and conversion != "WSD"),
         Flag.ULTRASOUND: modality in ("US", "IVUS") or kind.startswith(_ULTRASOUND),

@@ -6,6 +6,7 @@ an animation are images of their own; a TIFF's reduced pages, and the further pi
 
 import warnings
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,18 @@ _SCREENS = {  # width and height of common screens; of telephones upright
     *((1284, 2778), (1290, 2796), (1440, 3200), (1536, 2048), (1620, 2160), (2048, 2732)),
 }
 _EXIF_ORIENTATION, _EXIF_COMMENT, _EXIF_PREVIEW = 0x0112, 0x9286, 0x0201
+_PNG_HEAD_BYTES = 26  # to the depth and the type of colours
 _SUBFILE, _PHOTOMETRIC, _BITS = 254, 262, 258
 
 
-def read_raster(path: Path, kind: str, limits: Limits) -> Iterator[Decoded]:
+def read_raster(path: Path, kind: str, limits: Limits, content: bytes | None = None) -> Iterator[Decoded]:
     """Yield the images of one file.
 
     Args:
         path: the file.
         kind: PNG, JPEG, TIFF or WEBP, as its first bytes tell.
         limits: the most that it may ask for.
+        content: what the file holds, where that was read already.
 
     Raises:
         ImageError: pixels that cannot be decoded, with the true reason.
@@ -44,10 +47,10 @@ def read_raster(path: Path, kind: str, limits: Limits) -> Iterator[Decoded]:
     Image.MAX_IMAGE_PIXELS = None  # `limits` stand in its place
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if kind == "PNG" and (direct := _deep_png(path, limits)) is not None:
+        if kind == "PNG" and (direct := _deep_png(path, content, limits)) is not None:
             yield _decoded(direct, (0.0, 65535.0), kind, frozenset())
             return
-        with Image.open(path, formats=[kind]) as image:
+        with Image.open(path if content is None else BytesIO(content), formats=[kind]) as image:
             pages = 1 if kind == "JPEG" else int(getattr(image, "n_frames", 1))
             limits.check_pictures(pages)
             flags = _flags(image, pages)
@@ -114,11 +117,13 @@ def _over_black(image: Image.Image, *, grey: bool) -> tuple[NDArray[np.generic],
     return (laid[None, ..., 0] if grey else np.moveaxis(laid, -1, 0)), (0.0, 255.0)
 
 
-def _deep_png(path: Path, limits: Limits) -> NDArray[np.generic] | None:
+def _deep_png(path: Path, content: bytes | None, limits: Limits) -> NDArray[np.generic] | None:
     """Return a PNG of 16-bit colours, or of 16-bit greys with transparency, which Pillow cuts to 8 bits; else None."""
-    with path.open("rb") as handle:
-        head = handle.read(26)
-    if len(head) < 26 or head[24] != 16 or head[25] not in (2, 4, 6):
+    head = (content or b"")[:_PNG_HEAD_BYTES]
+    if content is None:
+        with path.open("rb") as handle:
+            head = handle.read(_PNG_HEAD_BYTES)
+    if len(head) < _PNG_HEAD_BYTES or head[24] != 16 or head[25] not in (2, 4, 6):
         return None
     import png
 

@@ -33,7 +33,7 @@ class Reason(StrEnum):
 
 
 class Flag(StrEnum):
-    """What may identify a patient in the pixels, or was not made to be trained on: what files say of themselves first."""
+    """What may identify a patient, or was not made to be trained on: what files say of themselves comes first."""
 
     DECLARED_TEXT = "burned-in annotation declared"
     DECLARED_FACE = "recognizable features declared"

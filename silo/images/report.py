@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ddm.imaging.reasons import Flag
 from ddm.system.console import table
+from silo.images.alike import MOST_BITS
 from silo.images.scan import QUARANTINE
 from silo.images.summary import Summary
 
@@ -45,7 +46,7 @@ def _accepted(summary: Summary) -> list[str]:
     near = summary.near_duplicates()
     parts.append(
         f"Patients: {summary.patients}. Duplicates: {summary.duplicates} exact, at least {near} near "
-        "(difference hash, at most 7 of 256 bits apart)."
+        f"(difference hash, at most {MOST_BITS} of 256 bits apart; images of 32 x 34 pixels and more)."
     )
     if remarks := summary.remarks():
         parts.append("\n".join(f"- {remark}" for remark in remarks))

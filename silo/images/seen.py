@@ -1,9 +1,9 @@
 """What a scan keeps of one picture: its size, intensities, flags, and digests that tell it from others."""
 
-import zlib
 from typing import Annotated
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -15,7 +15,7 @@ from silo.images.patients import pseudonyms
 HASH_SIDE = 16
 _MOST_LABEL = 256  # characters
 _CELL_SAMPLES = 4  # of each side of a cell of the perceptual hash
-_MEASURED = 1 << 20  # values of a volume that its intensities are taken from, evenly spaced
+_MEASURED = 1 << 14  # values that the mean is taken from, evenly spaced
 
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]*$", max_length=128)]
 
@@ -28,7 +28,7 @@ class Seen(Model):
         dtype: of its values.
         low: the lowest value.
         high: the highest.
-        mean: of all.
+        mean: of 16384 values or more, evenly spaced.
         flags: what a person must see first.
         kind: of its file.
         pixels: equal for equal pictures.
@@ -66,11 +66,11 @@ class Seen(Model):
 def look(decoded: Decoded, key: bytes) -> Seen:
     """Return what is kept of a picture; its patient becomes a pseudonym here, in the process that decoded it."""
     values = decoded.picture.values
-    sample = values.reshape(-1)[:: max(1, values.size // _MEASURED)] if values.ndim == 4 else values
-    digest = zlib.crc32(values.data, zlib.crc32(repr((values.shape, values.dtype.str)).encode()))
+    sample = values.reshape(-1)[:: max(1, values.size // _MEASURED)]
+    digest = blake3(repr((values.shape, values.dtype.str)).encode())
+    digest.update(values.reshape(-1).view(np.uint8).data)
     fingerprint = difference_hash(values)
-    low, high, mean = float(sample.min()), float(sample.max()), float(sample.mean(dtype=np.float64))
-    told = zlib.crc32(repr((low, high, mean, fingerprint)).encode())
+    low, high, mean = float(values.min()), float(values.max()), float(sample.mean(dtype=np.float64))
     return Seen(
         shape=values.shape,
         dtype=str(values.dtype),
@@ -79,7 +79,7 @@ def look(decoded: Decoded, key: bytes) -> Seen:
         mean=mean,
         flags=tuple(sorted(flag.value for flag in decoded.flags)),
         kind=decoded.kind,
-        pixels=f"{digest:08x}{told:08x}{zlib.adler32(values.data):08x}",
+        pixels=digest.digest(length=16).hex(),
         hash=fingerprint,
         patient=pseudonyms(decoded.patient, key),
         label=None if decoded.label is None else decoded.label[:_MOST_LABEL],
@@ -91,12 +91,12 @@ def difference_hash(values: NDArray[np.generic]) -> str | None:
     """Return whether each cell of a grid is brighter than its right neighbour, 16 x 16 bits as hexadecimal digits.
 
     The grid has 16 x 17 cells; a cell is the mean of at most 4 x 4 values. Of a volume the middle slice counts, of
-    colours their mean. None where a side is shorter than the grid, or hardly any cell differs.
+    colours their mean. None of an image below 32 x 34 pixels, or where hardly any cell differs.
     """
     image = values[:, values.shape[1] // 2] if values.ndim == 4 else values
     _, height, width = image.shape
     columns = HASH_SIDE + 1
-    if height < HASH_SIDE or width < columns:
+    if height < 2 * HASH_SIDE or width < 2 * columns:
         return None
     tall, wide = min(_CELL_SAMPLES, height // HASH_SIDE), min(_CELL_SAMPLES, width // columns)
     rows = ((np.arange(HASH_SIDE * tall) + 0.5) * height / (HASH_SIDE * tall)).astype(np.intp)
