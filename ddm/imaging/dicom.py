@@ -5,6 +5,7 @@ normal, each place taken once. All other frames (ultrasound clips, angiography, 
 slices) are images of their own, in the file's order. One slice a file is an image: files are never put together.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,14 +84,17 @@ def read_dicom(file: Path | BytesIO, limits: Limits) -> Iterator[Decoded]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep pydicom's warnings, which quote values, out of logs, and let it read what others wrote wrongly."""
-    mode = pydicom_config.settings.reading_validation_mode
+    """Keep pydicom's warnings and log, which quote values, to itself, and let it read what others wrote wrongly."""
+    log = logging.getLogger("pydicom")
+    level, mode = log.level, pydicom_config.settings.reading_validation_mode
+    log.setLevel(logging.CRITICAL + 1)
     pydicom_config.settings.reading_validation_mode = pydicom_config.IGNORE
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        log.setLevel(level)
         pydicom_config.settings.reading_validation_mode = mode
 
 
@@ -153,8 +157,14 @@ def _frames(tags: Any, syntax: UID, num: int) -> Iterator[tuple[NDArray[np.gener
         raise ImageError(Reason.UNSUPPORTED, "a transfer syntax that nothing decodes") from error
     if not decoder.is_available:
         raise ImageError(Reason.UNSUPPORTED, "a transfer syntax whose decoder is not installed")
-    for values, properties in decoder.iter_array(tags, indices=range(num)):
-        yield values, str(properties["photometric_interpretation"])
+    try:
+        for values, properties in decoder.iter_array(tags, indices=range(num)):
+            yield values, str(properties["photometric_interpretation"])
+    except RuntimeError as error:  # raised where every decoder failed, with what each of them said
+        text = str(error).lower()
+        if "not support" in text:
+            raise ImageError(Reason.UNSUPPORTED, "pixels that no decoder supports") from error
+        raise
 
 
 def _picture(tags: Any, number: int, values: NDArray[np.generic], photometric: str) -> Picture:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, ImageOps
+from PIL import ExifTags, Image, ImageFile, ImageOps
 
 from ddm.imaging.decoded import Decoded, Limits, plain
 from ddm.imaging.picture import Picture
@@ -200,13 +200,13 @@ def _has_thumbnail(image: Any, pages: int) -> bool:
                 return True
         image.seek(0)
         return False
-    return "exif" in image.info and _EXIF_PREVIEW in image.getexif().get_ifd(1)
+    return "exif" in image.info and _EXIF_PREVIEW in image.getexif().get_ifd(ExifTags.IFD.IFD1)
 
 
 def _words(image: Any) -> str:
     texts = [value for value in image.info.values() if isinstance(value, str)]
     if "exif" in image.info:
-        comment = image.getexif().get_ifd(0x8769).get(_EXIF_COMMENT, b"")
+        comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(_EXIF_COMMENT, b"")
         texts.append(comment.decode("latin-1") if isinstance(comment, bytes) else str(comment))
     xmp = image.info.get("xmp")
     texts.append(xmp.decode("latin-1") if isinstance(xmp, bytes) else "")

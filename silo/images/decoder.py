@@ -21,6 +21,7 @@ from ddm.system.reaper import end_with_parent
 from silo.images.seen import Seen, look
 
 HEADER = struct.Struct(">IQ")  # bytes of an answer's JSON, and of the values that follow it
+READY = b'{"ready": true}'
 _BLOCK_BYTES = 1 << 20
 _MOST_AT_ONCE = 1 << 26  # bytes
 _EXHAUSTED = (Reason.MEMORY,)
@@ -39,6 +40,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     limits, key = Limits(**settings["limits"]), bytes.fromhex(settings["key"])
     end_with_parent(settings["parent"])
     bound(limits)
+    _write(answers, READY)  # only now does the time of files count
     for line in requests:
         request = json.loads(line)
         end: dict[str, Any] = {}
@@ -56,7 +58,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         except SetupError as error:
             end = {"end": "", "setup": error.got, "remedy": error.remedy}
         except OSError as error:
-            reason = Reason.FORBIDDEN if isinstance(error, PermissionError) else Reason.MISSING
+            reason = Reason.MISSING if isinstance(error, FileNotFoundError) else Reason.FORBIDDEN
             end = {"end": "", "reason": reason, "detail": os.strerror(error.errno or 0)}
         except MemoryError:
             end = {"end": "", "reason": Reason.MEMORY}

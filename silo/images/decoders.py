@@ -23,12 +23,13 @@ from ddm.errors import SetupError
 from ddm.imaging.decoded import Limits
 from ddm.imaging.picture import Picture
 from ddm.imaging.reasons import Reason
-from silo.images.decoder import HEADER
+from silo.images.decoder import HEADER, READY
 from silo.images.seen import Seen
 
 _AHEAD = 16  # requests that a decoder may have before it
 _AHEAD_BYTES = 1 << 15  # of them, well within a pipe
 _POLL_S = 0.5
+_END_S = 10.0  # that a process has between the end of its answers and its own
 _MOST_CLOCK_S = 1.0  # between two looks
 _READ_BYTES = 1 << 20
 _MAX_JSON_BYTES = 1 << 16
@@ -219,11 +220,16 @@ class _Decoder:
                 self._process.kill()
                 self.ended = True
                 break
-            begin, self._answered = stop, True
-            yield found
+            begin = stop
+            if found is not None:
+                self._answered = True
+                yield found
         del self._buffer[:begin]
 
-    def _parsed(self, text: bytes, values: bytearray) -> Found | Done:
+    def _parsed(self, text: bytes, values: bytearray) -> Found | Done | None:
+        if text == READY:
+            self._ready = True
+            return None
         answer = json.loads(text)
         job = self._jobs[0]
         if "end" not in answer:
@@ -243,7 +249,7 @@ class _Decoder:
 
     def tick(self, elapsed_s: float) -> None:
         """Count the time of the file in hand, and kill the process when it is over."""
-        if self._jobs and not self.ended:
+        if self._jobs and self._ready and not self.ended:
             self._clock_s += elapsed_s
             if self._clock_s > self._limits.seconds + self._jobs[0].num_bytes / 1e6:
                 self._process.kill()
@@ -256,7 +262,7 @@ class _Decoder:
             SetupError: processes end before they answer anything.
         """
         code = self.stop()
-        if code == 0 or not self._jobs:  # it wanted to be replaced
+        if code == 0 or self._retired or not self._jobs:  # it wanted to be replaced
             waiting.extend(self._jobs)
             return
         self._deaths = 0 if self._answered or self._late else self._deaths + 1
@@ -275,7 +281,7 @@ class _Decoder:
                 with suppress(BrokenPipeError):
                     stream.close()
         with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(0.2 if not self._late and self.ended else 0)
+            return self._process.wait(_END_S if self.ended else 0)
         self._process.kill()
         return self._process.wait()
 

@@ -94,10 +94,17 @@ def _below(root: str) -> Iterator[Entry]:
         for item in items:
             if item.is_dir(follow_symlinks=False) or _belongs_to_another(item.name, names):
                 continue
-            if item.is_symlink() and item.is_dir():
+            if item.is_symlink() and _is_folder(item):
                 yield Entry(item.path, reason=Reason.FOLDER_LINK)
             else:
                 yield _entry(item.path, names)
+
+
+def _is_folder(item: "os.DirEntry[str]") -> bool:
+    try:
+        return item.is_dir()
+    except OSError:  # a link in a circle
+        return False
 
 
 def _belongs_to_another(name: str, names: frozenset[str]) -> bool:
