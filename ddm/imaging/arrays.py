@@ -111,7 +111,7 @@ def _rows(
     split: str | None = None,
 ) -> Iterator[Decoded | ImageError]:
     labels, patients = _cells(label_N, num), _cells(patient_N, num)
-    bounds = np.iinfo(dtype) if dtype.kind in "iu" and dtype.itemsize < 4 else None
+    bounds = np.iinfo(np.dtype(dtype.str)) if dtype.kind in "iu" and dtype.itemsize < 4 else None
     full = None if bounds is None else (float(bounds.min), float(bounds.max))
     row = 0
     for block in blocks:
@@ -143,7 +143,7 @@ def _channels_first(values: NDArray[np.generic], limits: Limits) -> NDArray[np.g
         return plain(values)
     if len(shape) == 3 and shape[-1] in (1, 3, _FOUR):
         if shape[-1] == _FOUR:
-            most = np.iinfo(values.dtype).max if values.dtype.kind in "iu" else 1.0
+            most = np.iinfo(np.dtype(values.dtype.str)).max if values.dtype.kind in "iu" else 1.0
             laid = values[..., :3].astype(np.float64) * (values[..., 3:].astype(np.float64) / most)
             values = (np.round(laid) if values.dtype.kind in "iu" else laid).astype(values.dtype)
         return plain(np.moveaxis(values, -1, 0))

@@ -18,7 +18,8 @@ import numpy as np
 import pydicom
 from numpy.typing import NDArray
 from pydicom import config as pydicom_config
-from pydicom.pixels import apply_color_lut, apply_modality_lut, get_decoder
+from pydicom.pixels.decoders.base import get_decoder
+from pydicom.pixels.processing import apply_color_lut, apply_modality_lut
 from pydicom.tag import BaseTag, Tag
 from pydicom.uid import (
     UID,
@@ -218,8 +219,8 @@ def _rescaled(values: NDArray[np.generic], slope: float, intercept: float) -> ND
                 continue
             if bounds.min <= min(ends) and max(ends) <= bounds.max and abs(intercept) < 2**31 and abs(slope) < 2**31:
                 if slope == 1 and bounds.min <= intercept <= bounds.max:  # whole numbers wrap around, and back
-                    return np.add(values, kind(intercept), dtype=kind, casting="unsafe")
-                wide = values.astype(np.int32 if kind is not np.int32 else np.int64)
+                    return np.asarray(np.add(values, kind(intercept), dtype=kind, casting="unsafe"))
+                wide: NDArray[Any] = values.astype(np.int64)
                 return np.asarray(wide * int(slope) + int(intercept)).astype(kind)
     return np.asarray(values.astype(np.float64) * slope + intercept).astype(np.float32)
 

@@ -65,7 +65,7 @@ def read_nifti(path: Path, kind: str, packed: bool, limits: Limits) -> Iterator[
     yield Decoded(volume, frozenset({Flag.FACE} if in_a_head(volume, None) else ()), kind)
 
 
-def _channels_first(values: NDArray[np.generic]) -> NDArray[np.generic]:
+def _channels_first(values: NDArray[Any]) -> NDArray[np.generic]:
     """Return (C, I, J, K)."""
     if values.dtype.names:  # colours
         values = np.stack([values[name] for name in values.dtype.names[:3]], -1)

@@ -83,7 +83,7 @@ def _values(image: Image.Image, path: Path, page: int) -> tuple[NDArray[np.gener
             return np.asarray(image)[None], None
         return np.asarray(image).astype(np.uint16)[None], (0.0, 65535.0)
     if image.mode.startswith("I;16"):
-        values = np.asarray(image).astype(np.uint16)
+        values: NDArray[Any] = np.asarray(image).astype(np.uint16)
         if tags.get(_PHOTOMETRIC) == 0:  # white is zero, which Pillow turns at 8 bits alone
             values = np.iinfo(np.uint16).max - values
         if isinstance(clear, int):
@@ -148,7 +148,7 @@ def _deep_tiff(path: Path, page: int) -> NDArray[np.generic]:
 
     try:
         with tifffile.TiffFile(path) as file:
-            found = file.pages[page]
+            found: Any = file.pages[page]
             if found.photometric not in (1, 2):
                 raise ImageError(Reason.UNSUPPORTED, "16-bit colours other than RGB")
             values, axes = found.asarray(), found.axes
@@ -160,7 +160,7 @@ def _deep_tiff(path: Path, page: int) -> NDArray[np.generic]:
     return _without_alpha(values)
 
 
-def _without_alpha(values: NDArray[np.generic]) -> NDArray[np.generic]:
+def _without_alpha(values: NDArray[Any]) -> NDArray[np.generic]:
     """Return (C, H, W) of (H, W, C), a last channel of transparency laid over black."""
     if values.shape[-1] in (2, 4):
         share = values[..., -1:].astype(np.float64) / 65535

@@ -1,10 +1,11 @@
 """Suspects burned-in text: rows of small, sharp shapes of one height and one brightness, as letters are drawn.
 
 No letter is read. Text is found from about 7 pixels of height on, in images of 48 pixels and more; a suspicion is a
-reason to look, and none is no proof that there is no text. Found shares: docs/explanation/scanning.md.
+reason to look, and none is no proof that there is no text. Measured shares: docs/how-to/scan-images.md.
 """
 
 from math import ceil, log2
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +34,9 @@ def suspect_text(values: NDArray[np.generic]) -> bool:
 def _has_lines(grey_HW: NDArray[np.generic]) -> bool:
     """First a look at every third row, which most images do not pass; then shapes, bright and dark."""
     rows = grey_HW[::_EVERY]
-    if rows.dtype.itemsize <= 2:
-        low, high = int(rows.min()), int(rows.max())
-        signed = rows.astype(np.int16 if rows.dtype != np.uint16 or high < 1 << 15 else np.int32)
-    else:
-        signed = rows.astype(np.float32)
-        low, high = float(signed.min()), float(signed.max())
+    low, high = float(rows.min()), float(rows.max())
+    narrow = rows.dtype.itemsize <= 2 and max(high - low, high, -low) < 1 << 15  # no difference wraps around
+    signed: NDArray[Any] = rows.astype(np.int16 if narrow else np.float32)
     if not high > low:
         return False
     sharp = np.abs(signed[:, 1:] - signed[:, :-1]) > _STEP * (high - low)
@@ -46,11 +44,11 @@ def _has_lines(grey_HW: NDArray[np.generic]) -> bool:
     if len(busy) < 2:
         return False
     start, stop = max(0, _EVERY * int(busy[0]) - _HEIGHTS[1]), _EVERY * int(busy[-1]) + _HEIGHTS[1]
-    part = (grey_HW[start:stop].astype(np.float32) - low) / (high - low)
+    part: NDArray[Any] = (grey_HW[start:stop].astype(np.float32) - low) / (high - low)
     return _has_letters(part) or _has_letters(1 - part)
 
 
-def _has_letters(part: NDArray[np.float32]) -> bool:
+def _has_letters(part: NDArray[Any]) -> bool:
     from scipy import ndimage
 
     raised = part - ndimage.grey_opening(part, size=(_STROKE, _STROKE))

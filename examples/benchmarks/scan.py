@@ -5,7 +5,6 @@ python examples/benchmarks/scan.py --small 60000 --dicom 2000 --processes 2
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 import warnings
@@ -105,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

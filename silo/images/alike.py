@@ -36,4 +36,4 @@ def near_duplicates(hashes: Sequence[str]) -> int:
 
 
 def _distance(one_N4: NDArray[np.uint64], other_N4: NDArray[np.uint64]) -> NDArray[np.int64]:
-    return np.bitwise_count(one_N4 ^ other_N4).sum(1, dtype=np.int64)
+    return np.asarray(np.bitwise_count(one_N4 ^ other_N4).sum(1, dtype=np.int64))

@@ -154,13 +154,9 @@ class _Decoder:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
         )
         settings = {"limits": asdict(self._limits), "key": self._key.hex(), "parent": os.getpid()}
-        self._jobs, self._clock_s, self._buffer, self._late, self._answered = (
-            deque[Job](),
-            0.0,
-            bytearray(),
-            False,
-            False,
-        )
+        self._jobs, self._buffer = deque[Job](), bytearray()
+        self._clock_s, self._late, self._answered = 0.0, False, False
+        self._ready, self._retired = False, False
         self.ended = False
         self._send(json.dumps(settings).encode() + b"\n")
 
@@ -243,9 +239,9 @@ class _Decoder:
             expected, got = "the decoders of its images installed", str(answer["setup"])[:200]
             raise SetupError("data", expected=expected, got=got, remedy=str(answer["remedy"])[:200])
         reason = Reason(answer["reason"]) if "reason" in answer else None
-        return Done(
-            job, str(answer["end"])[:64], answer.get("same") is True, reason, str(answer.get("detail", ""))[:512]
-        )
+        self._retired = reason is Reason.MEMORY
+        detail = str(answer.get("detail", ""))[:512]
+        return Done(job, str(answer["end"])[:64], answer.get("same") is True, reason, detail)
 
     def tick(self, elapsed_s: float) -> None:
         """Count the time of the file in hand, and kill the process when it is over."""

@@ -6,8 +6,10 @@ import pydicom
 import pytest
 from pydicom.data import get_testdata_file
 from pydicom.dataset import Dataset
+from pydicom.pixels.processing import convert_color_space
 from pydicom.sequence import Sequence
 from pydicom.uid import (
+    UID,
     DeflatedExplicitVRLittleEndian,
     JPEG2000Lossless,
     JPEGLSLossless,
@@ -36,7 +38,7 @@ from tests.support.dicom_files import (
 def pictures(path: Path, limits: Limits | None = None) -> list[Decoded]:
     found = list(decode(path, limits))
     assert all(isinstance(each, Decoded) for each in found)
-    return found
+    return [each for each in found if isinstance(each, Decoded)]
 
 
 def values_of(path: Path) -> np.ndarray:
@@ -130,7 +132,7 @@ def test_colours_come_as_rgb_from_ybr_and_palettes(tmp_path: Path) -> None:
     )
     assert (values_of(write(tags_of(rgb, bits=8), tmp_path / "rgb")) == np.moveaxis(rgb, -1, 0)).all()
     ybr = write(tags_of(rgb, bits=8, PhotometricInterpretation="YBR_FULL"), tmp_path / "ybr")
-    expected = pydicom.pixels.convert_color_space(rgb, "YBR_FULL", "RGB")
+    expected = convert_color_space(rgb, "YBR_FULL", "RGB")
     assert (values_of(ybr) == np.moveaxis(expected, -1, 0)).all()
     tags = tags_of(waves(high=255, dtype=np.uint8), bits=8, PhotometricInterpretation="PALETTE COLOR")
     tables = {
@@ -208,7 +210,7 @@ def test_broken_files_have_their_true_reason(tmp_path: Path) -> None:
     dose = tags_of(waves(), SOPClassUID="1.2.840.10008.5.1.4.1.1.481.2")
     assert reason_of(write(dose, tmp_path / "dose")) is Reason.NO_PICTURE
     unknown = tags_of(waves())
-    unknown.file_meta.TransferSyntaxUID = "1.2.840.10008.1.2.4.100"  # MPEG-2
+    unknown.file_meta.TransferSyntaxUID = UID("1.2.840.10008.1.2.4.100")  # MPEG-2
     assert reason_of(write(unknown, tmp_path / "film")) is Reason.UNSUPPORTED
 
 

@@ -14,7 +14,6 @@ from PIL import Image
 
 from ddm.errors import DataError, SetupError
 from ddm.imaging.decoded import Limits
-from silo.images import decoders
 from silo.images import scan as scan_module
 from silo.images.alike import near_duplicates
 from silo.images.decoders import Done, Found, Job, decode_all
@@ -193,7 +192,7 @@ def run_killer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
     def popen(arguments: list, **options: object) -> subprocess.Popen:
         return start([sys.executable, "-P", "-c", KILLER, str(tmp_path / "written")], **options)
 
-    monkeypatch.setattr(decoders.subprocess, "Popen", popen)
+    monkeypatch.setattr(subprocess, "Popen", popen)
     results = list(decode_all(jobs, limits, KEY, num=1, values=True))
     for each in results:
         if isinstance(each, Found):
