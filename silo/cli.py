@@ -1,4 +1,4 @@
-"""The program `silo`: its operator's commands init, enroll, rotate, run, status, review, approve and withdraw."""
+"""The program `silo`: its operator's commands init, scan, enroll, rotate, run, status, review, approve, withdraw."""
 
 import json
 from enum import StrEnum
@@ -51,6 +51,36 @@ def init(
     say(f"  root          {invited.root_digest}")
     say(f"  isolation     {place.isolation}" + _isolation_advice(place))
     say(f"Look through {site / 'policy.toml'}, then: silo enroll {site} --out card.json")
+
+
+@app.command()
+def scan(
+    site: Annotated[Path | None, typer.Argument(metavar="[SITE]", file_okay=False, help="The site's folder.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Images: a folder of any depth, a CSV or Parquet table of paths, or one file. No site needed."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts: counts alone.")] = False,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=COLUMN", help="A table's column for path, label, patient, split or caption."),
+    ] = None,
+    private: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Where to remember results; default: in the site, or ~/.local/state."),
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, max=256, help="That decode; default: one a core.")] = None,
+    memory: Annotated[int, typer.Option(min=512, max=1 << 20, help="Most address space of a decoder, MiB.")] = 4096,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=86400, help="Most that a file may take; a second more for each of its MB.")
+    ] = 60.0,
+) -> None:
+    """Look through images before anything is trained: what is there, what cannot be used, what a person must see."""
+    from silo.images.command import scan_images
+
+    scan_images(site, data, column or [], private, processes=processes, memory=memory, seconds=seconds, as_json=as_json)
 
 
 @app.command()

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError
-from ddm.imaging.decode import pictures
 from ddm.imaging.geometry import Floats
+from ddm.imaging.pictures import pictures
 from ddm.imaging.transform import Transform, about
 from ddm.io.fitting import fit
 from ddm.io.images import BLOCK_BYTES, rows_of
@@ -24,7 +24,7 @@ def samples_at(path: Path, transform: Transform) -> Iterator[list[Floats]]:
     """Yield the samples of each picture.
 
     Args:
-        path: whatever `ddm.imaging.decode.pictures` takes.
+        path: whatever `ddm.imaging.pictures.pictures` takes.
         transform: the plan's.
 
     Raises:
@@ -46,7 +46,7 @@ def read_transformed(path: Path, data: DataSpec, spec: TransformSpec | None) -> 
     """Read all images into memory, as a silo of the plan sees its own.
 
     Args:
-        path: with a transform, whatever `ddm.imaging.decode.pictures` takes; without one, arrays as
+        path: with a transform, whatever `ddm.imaging.pictures.pictures` takes; without one, arrays as
             `ddm.io.sources.read_images` takes them.
         data: the plan's shape and range.
         spec: the plan's transform.

@@ -26,7 +26,7 @@ def open_transformed(path: Path, transform: Transform, columns: Sequence[str], f
     """Return what the plan's transform makes of the pictures at `path`, from a copy in `folder` that is made once.
 
     Args:
-        path: NIfTI volumes, or whatever `ddm.imaging.decode.pictures` takes. Latents are returned as they are.
+        path: NIfTI volumes, or whatever `ddm.imaging.pictures.pictures` takes. Latents are returned as they are.
         transform: the plan's.
         columns: what the plan needs to know of each picture: `patients`, `labels`, `captions`.
         folder: private to the worker.

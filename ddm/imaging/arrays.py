@@ -1,0 +1,164 @@
+"""Arrays of many images, npz, npy, idx or Parquet, as pictures one by one, with the columns beside them.
+
+An image may be (H, W), (C, H, W) with 1 or 3 channels, (H, W, C) with 1, 3 or 4, or a volume (C, D, H, W). In an npz,
+`train_images`, `train_labels` and the like count as parts of one data set, as MedMNIST names them.
+"""
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddm.errors import DataError
+from ddm.imaging.decoded import Decoded, Limits, plain
+from ddm.imaging.heads import in_a_head
+from ddm.imaging.picture import Picture
+from ddm.imaging.reasons import Flag, ImageError, Reason
+from ddm.imaging.text import suspect_text
+from ddm.io.idx import labels_beside, read_idx
+from ddm.io.images import BLOCK_BYTES, rows_of
+from ddm.io.npz import npz_blocks, npz_header, npz_names, read_array
+from ddm.io.sources import Source, open_source
+
+_IMAGES = "images"
+_MAX_CELL_BYTES = 1024
+_FOUR = 4  # channels of colours with transparency
+
+
+def read_arrays(path: Path, kind: str, limits: Limits) -> Iterator[Decoded | ImageError]:
+    """Yield the images of one file; a row that gives no picture comes as its error, and the next ones follow.
+
+    Args:
+        path: the file; of `images-*.npy`, the first.
+        kind: npz, npy, idx or Parquet, as its first bytes tell.
+        limits: the most that one image may ask for.
+
+    Raises:
+        ImageError: headers or columns that are damaged or do not belong together.
+    """
+    try:
+        if kind == "idx":
+            yield from _idx(path, limits)
+        elif kind == "npz" and _IMAGES not in (names := npz_names(path)):
+            yield from _parts(path, names, limits)
+        else:
+            yield from _source(open_source(path.parent if _is_part(path, kind) else path), kind, limits)
+    except ImageError:
+        raise
+    except DataError as error:
+        raise ImageError(Reason.DAMAGED, f"{error.subject}: {error.got}") from error
+
+
+def _is_part(path: Path, kind: str) -> bool:
+    return kind == "npy" and (path.name == "images.npy" or path.name.startswith("images-"))
+
+
+def _idx(path: Path, limits: Limits) -> Iterator[Decoded | ImageError]:
+    array = read_idx(path)
+    beside = labels_beside(path)
+    labels = read_idx(beside) if beside != path and beside.is_file() else None
+    if array.ndim < 3:
+        raise ImageError(Reason.SHAPE, f"{array.ndim} axes in place of 3 or 4")
+    yield from _rows([array], len(array), array.dtype, "idx", limits, label_N=labels)
+
+
+def _parts(path: Path, names: frozenset[str], limits: Limits) -> Iterator[Decoded | ImageError]:
+    parts = sorted(name for name in names if name.endswith(f"_{_IMAGES}"))
+    if not parts:
+        raise ImageError(Reason.UNKNOWN, "an npz without an array called images")
+    for name in parts:
+        split = name.removesuffix(f"_{_IMAGES}")
+        header = npz_header(path, name)
+        columns = {
+            column: read_array(path, f"{split}_{column}s", max_bytes=4096 + header.shape[0] * 4 * _MAX_CELL_BYTES)
+            for column in ("label", "patient")
+            if f"{split}_{column}s" in names
+        }
+        blocks = npz_blocks(path, name)
+        found = columns.get("label"), columns.get("patient")
+        yield from _rows(blocks, header.shape[0], header.dtype, "npz", limits, *found, split=split)
+
+
+def _source(source: Source, kind: str, limits: Limits) -> Iterator[Decoded | ImageError]:
+    if source.name != _IMAGES:
+        raise ImageError(Reason.NO_PICTURE, "latents")
+    dtype, shape = source.row
+    limits.check(*(shape or (0,)))
+    label_N, patient_N = (
+        source.column(name, _MAX_CELL_BYTES) if {name, name.removesuffix("s")} & source.columns else None
+        for name in ("labels", "patients")
+    )
+    stored = source.in_place()
+    if stored is None:
+        blocks = source.unpacked()
+    else:
+        size = rows_of(BLOCK_BYTES, shape)
+        num = len(source)
+        blocks = (stored.read(range(start, min(start + size, num))) for start in range(0, num, size))
+    yield from _rows(blocks, len(source), dtype, kind, limits, label_N, patient_N)
+
+
+def _rows(
+    blocks: Iterator[NDArray[np.generic]] | list[NDArray[np.generic]],
+    num: int,
+    dtype: np.dtype[np.generic],
+    kind: str,
+    limits: Limits,
+    label_N: NDArray[np.generic] | None = None,
+    patient_N: NDArray[np.generic] | None = None,
+    split: str | None = None,
+) -> Iterator[Decoded | ImageError]:
+    labels, patients = _cells(label_N, num), _cells(patient_N, num)
+    bounds = np.iinfo(np.dtype(dtype.str)) if dtype.kind in "iu" and dtype.itemsize < 4 else None
+    full = None if bounds is None else (float(bounds.min), float(bounds.max))
+    row = 0
+    for block in blocks:
+        for values in block:
+            try:
+                picture = Picture(_channels_first(values, limits), full=full)
+                flags = _flags(picture)
+                label, patient = labels[row] if labels else None, patients[row] if patients else None
+                yield Decoded(picture, flags, kind, patient, label, split)
+            except ImageError as error:
+                yield error
+            row += 1
+
+
+def _flags(picture: Picture) -> frozenset[Flag]:
+    if picture.values.ndim == 4:
+        return frozenset({Flag.FACE} if in_a_head(picture, None) else ())
+    return frozenset({Flag.SUSPECTED_TEXT} if suspect_text(picture.values) else ())
+
+
+def _channels_first(values: NDArray[np.generic], limits: Limits) -> NDArray[np.generic]:
+    shape = values.shape
+    limits.check(*(shape or (0,)))
+    if len(shape) == 2:
+        return plain(values[None])
+    if len(shape) == 4:
+        return plain(values)
+    if len(shape) == 3 and shape[0] in (1, 3):
+        return plain(values)
+    if len(shape) == 3 and shape[-1] in (1, 3, _FOUR):
+        if shape[-1] == _FOUR:
+            most = np.iinfo(np.dtype(values.dtype.str)).max if values.dtype.kind in "iu" else 1.0
+            laid = values[..., :3].astype(np.float64) * (values[..., 3:].astype(np.float64) / most)
+            values = (np.round(laid) if values.dtype.kind in "iu" else laid).astype(values.dtype)
+        return plain(np.moveaxis(values, -1, 0))
+    raise ImageError(Reason.SHAPE, f"rows of {len(shape)} axes, {prod(shape)} values, without 1 or 3 channels")
+
+
+def _cells(column_N: NDArray[np.generic] | None, num: int) -> list[str] | None:
+    """Return a column as text, one cell a row; a column of several numbers a row says nothing here."""
+    if column_N is None:
+        return None
+    if column_N.ndim == 2 and column_N.shape[1] == 1:
+        column_N = column_N[:, 0]
+    if column_N.ndim != 1:
+        return None
+    if len(column_N) != num:
+        raise ImageError(Reason.DAMAGED, f"{len(column_N)} entries in a column for {num} images")
+    texts = [cell.decode("latin-1") if isinstance(cell, bytes) else str(cell) for cell in column_N.tolist()]
+    return [text.strip() for text in texts]

@@ -1,0 +1,68 @@
+"""The pictures of a file or a folder that this machine's operator vouches for, decoded in this process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddm.errors import DataError, MissingFileError
+from ddm.imaging.decode import decode
+from ddm.imaging.picture import Picture
+from ddm.imaging.reasons import ImageError
+from ddm.io.idx import is_idx, read_idx
+from ddm.io.images import BLOCK_BYTES, rows_of
+from ddm.io.sources import Source, open_source
+
+_ARRAYS = (".npz", ".npy", ".parquet")
+_FULL = {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0)}
+
+
+def pictures(path: Path) -> Iterator[Picture]:
+    """Yield the pictures of a file or a folder.
+
+    Args:
+        path: a picture of any kind that `ddm.imaging.decode` knows; a folder of them, at any depth, in the order of
+            their names, without hidden ones; or arrays as `ddm.io.sources` and `ddm.io.idx` take them.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: no picture, or one that does not decode.
+    """
+    if not path.exists():
+        raise MissingFileError(str(path), expected="pictures", got="no such file or folder")
+    if path.is_file() and path.suffix.lower() not in _ARRAYS:
+        return map(_picture, read_idx(path)) if is_idx(path) else _decoded(path)
+    if path.is_dir() and not any(file.suffix.lower() in _ARRAYS for file in path.iterdir()):
+        files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _hidden(file.relative_to(path))]
+        if not files:
+            raise DataError("pictures", expected="at least one", got="an empty folder")
+        return (picture for file in files for picture in _decoded(file))
+    return (_picture(row) for block in _blocks(open_source(path)) for row in block)
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _decoded(file: Path) -> Iterator[Picture]:
+    try:
+        for found in decode(file):
+            if isinstance(found, ImageError):
+                raise found
+            yield found.picture
+    except ImageError as error:
+        raise DataError("picture", expected="an image that can be read", got=error.got) from error
+
+
+def _blocks(source: Source) -> Iterator[NDArray[np.generic]]:
+    array = source.in_place()
+    if array is None:
+        return source.unpacked()
+    size = rows_of(BLOCK_BYTES, source.row[1])
+    return (array.read(range(start, min(start + size, len(source)))) for start in range(0, len(source), size))
+
+
+def _picture(values: NDArray[np.generic]) -> Picture:
+    kept = values.astype(np.float32) if values.dtype.kind == "f" else values
+    return Picture(kept[None] if kept.ndim == 2 else kept, full=_FULL.get(values.dtype.name))

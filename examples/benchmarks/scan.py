@@ -1,0 +1,107 @@
+"""Scans made images: files a second of `silo scan`, beside what pydicom alone decodes on as many cores.
+
+python examples/benchmarks/scan.py --small 60000 --dicom 2000 --processes 2
+"""
+
+import argparse
+import os
+import tempfile
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pydicom
+from PIL import Image
+from pydicom.dataset import FileDataset, FileMetaDataset
+from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, RLELossless, generate_uid
+
+from ddm.imaging.decoded import Limits
+from silo.images.scan import scan
+
+
+def make_small(folder: Path, num: int) -> None:
+    """Write grey PNG files of 28 x 28 pixels, 1,000 a folder."""
+    generator = np.random.default_rng(0)
+    for number in range(num):
+        place = folder / f"{number // 1000:03d}"
+        place.mkdir(exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (28, 28), dtype=np.uint8)).save(place / f"{number:06d}.png")
+
+
+def make_dicom(folder: Path, num: int, *, packed: bool) -> None:
+    """Write CT images of 512 x 512 values of 12 bits, uncompressed or in RLE."""
+    generator, rows = np.random.default_rng(0), np.mgrid[:512, :512]
+    for number in range(num):
+        centre = generator.uniform(200, 312, 2)
+        disc = 2000 * np.exp(-((rows[0] - centre[0]) ** 2 + (rows[1] - centre[1]) ** 2) / 2e4)
+        values = (disc + generator.normal(0, 20, disc.shape) + 100).clip(0, 4095).astype(np.uint16)
+        meta = FileMetaDataset()
+        meta.TransferSyntaxUID, meta.MediaStorageSOPClassUID = ExplicitVRLittleEndian, CTImageStorage
+        meta.MediaStorageSOPInstanceUID = generate_uid(entropy_srcs=[str(number)])
+        tags = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
+        tags.SOPClassUID, tags.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
+        tags.PatientID, tags.Modality, tags.PixelSpacing = f"{number // 10:05d}", "CT", [0.7, 0.7]
+        tags.Rows, tags.Columns, tags.SamplesPerPixel, tags.PhotometricInterpretation = 512, 512, 1, "MONOCHROME2"
+        tags.BitsAllocated, tags.BitsStored, tags.HighBit, tags.PixelRepresentation = 16, 12, 11, 0
+        tags.RescaleSlope, tags.RescaleIntercept, tags.WindowCenter, tags.WindowWidth = 1, -1024, 40, 400
+        tags.PixelData = values.tobytes()
+        if packed:
+            tags.compress(RLELossless, values, generate_instance_uid=False)
+        tags.save_as(folder / f"{number:06d}.dcm", enforce_file_format=True)
+
+
+def decode_alone(paths: list[Path]) -> int:
+    """Decode files with pydicom, and nothing else."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return sum(pydicom.dcmread(path).pixel_array.size for path in paths)
+
+
+def seconds_alone(folder: Path, processes: int) -> float:
+    """Return how long pydicom takes for the files of a folder in so many processes, which are there already."""
+    paths = sorted(folder.iterdir())
+    parts = [paths[start::processes] for start in range(processes)]
+    with ProcessPoolExecutor(processes) as pool:
+        list(pool.map(decode_alone, [part[:1] for part in parts]))
+        begun = time.perf_counter()
+        list(pool.map(decode_alone, parts))
+        return time.perf_counter() - begun
+
+
+def seconds_of_scan(data: Path, private: Path, processes: int) -> tuple[float, int]:
+    """Return how long a scan takes, its processes' start included, and how many images it accepted."""
+    begun = time.perf_counter()
+    accepted = scan(data, private, Limits(), processes=processes).accepted
+    return time.perf_counter() - begun, accepted
+
+
+def main() -> None:
+    """Measure, side by side in one run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", type=int, default=60_000)
+    parser.add_argument("--dicom", type=int, default=2000)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for kind in ("small", "native", "rle"):
+            (folder / kind).mkdir()
+        if asked.small:
+            make_small(folder / "small", asked.small)
+            for title in ("first", "second"):
+                taken, accepted = seconds_of_scan(folder / "small", folder / "private-small", asked.processes)
+                print(f"{title} scan of {asked.small} PNG of 28 x 28: {taken:.1f} s, {accepted} accepted")
+        for kind in ("native", "rle") if asked.dicom else ():
+            make_dicom(folder / kind, asked.dicom, packed=kind == "rle")
+            alone = seconds_alone(folder / kind, asked.processes)
+            taken, accepted = seconds_of_scan(folder / kind, folder / f"private-{kind}", asked.processes)
+            print(
+                f"{asked.dicom} DICOM of 512 x 512, {kind}: scan {taken:.1f} s, {accepted} accepted; "
+                f"pydicom alone {alone:.1f} s; ratio {alone / taken:.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The program that decodes: it reads requests, one JSON a line, and answers with what it saw; it can write no file.
+
+Its memory is bounded by the kernel before it opens anything. What libraries print goes nowhere: it may quote tags.
+"""
+
+import json
+import os
+import resource
+import struct
+import warnings
+from pathlib import Path
+from typing import IO, Any
+
+from blake3 import blake3
+
+from ddm.errors import SetupError
+from ddm.imaging.decode import decode
+from ddm.imaging.decoded import Decoded, Limits
+from ddm.imaging.reasons import ImageError, Reason
+from ddm.system.reaper import end_with_parent
+from silo.images.seen import Seen, look
+
+HEADER = struct.Struct(">IQ")  # bytes of an answer's JSON, and of the values that follow it
+READY = b'{"ready": true}'
+_BLOCK_BYTES = 1 << 20
+_MOST_AT_ONCE = 1 << 26  # bytes
+_EXHAUSTED = (Reason.MEMORY,)
+
+
+def bound(limits: Limits) -> None:
+    """Bound this process: its address space, no file written, no image of its memory left behind."""
+    resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer requests until there are none, or until memory ran out once: a fresh process then takes over."""
+    settings = json.loads(requests.readline())
+    limits, key = Limits(**settings["limits"]), bytes.fromhex(settings["key"])
+    end_with_parent(settings["parent"])
+    bound(limits)
+    _write(answers, READY)  # only now does the time of files count
+    for line in requests:
+        request = json.loads(line)
+        end: dict[str, Any] = {}
+        digest = ""
+        try:
+            content = _content(request["files"])
+            digest = _digest(request["files"]) if content is None else blake3(content).hexdigest()
+            if digest == request["digest"]:
+                end = {"end": digest, "same": True}
+            else:
+                for found in decode(Path(request["path"]), limits, content):
+                    _answer(answers, _seen(found, key), found if request["values"] else None)
+                end = {"end": digest}
+        except ImageError as error:
+            end = {"end": digest, "reason": error.reason, "detail": error.detail}
+        except SetupError as error:
+            end = {"end": "", "setup": error.got, "remedy": error.remedy}
+        except OSError as error:
+            reason = Reason.MISSING if isinstance(error, FileNotFoundError) else Reason.FORBIDDEN
+            end = {"end": "", "reason": reason, "detail": os.strerror(error.errno or 0)}
+        except MemoryError:
+            end = {"end": "", "reason": Reason.MEMORY}
+        _write(answers, json.dumps(end).encode())
+        if end.get("reason") in _EXHAUSTED:
+            return
+
+
+def _seen(found: Decoded | ImageError, key: bytes) -> Seen:
+    if isinstance(found, ImageError):
+        return Seen(reason=found.reason.value, detail=found.detail)
+    return look(found, key)
+
+
+def _answer(answers: IO[bytes], seen: Seen, found: Decoded | ImageError | None) -> None:
+    if isinstance(found, Decoded):
+        picture = found.picture
+        about = {"spacing": picture.spacing, "window": picture.window, "full": picture.full}
+        data = json.dumps({"picture": about, "seen": seen.model_dump_json()}).encode()
+        _write(answers, data, picture.values.reshape(-1).view("u1").data)
+    else:
+        _write(answers, seen.model_dump_json().encode())
+
+
+def _write(answers: IO[bytes], data: bytes, values: memoryview | None = None) -> None:
+    answers.write(HEADER.pack(len(data), values.nbytes if values is not None else 0) + data)
+    if values is not None:
+        answers.write(values)
+    answers.flush()
+
+
+def _content(files: list[str]) -> bytes | None:
+    """Return what a file holds, read once for digest and decoder; None of a large one, or of several."""
+    if len(files) > 1:
+        return None
+    with open(os.fsencode(files[0]), "rb", buffering=0) as handle:  # noqa: PTH123 - names of any bytes
+        size = os.fstat(handle.fileno()).st_size
+        return handle.read(size + 1) if size <= _MOST_AT_ONCE else None
+
+
+def _digest(files: list[str]) -> str:
+    """Return the BLAKE3 digest of files, one after the other, each by its length first where there are several."""
+    digest = blake3()
+    for file in files:
+        with open(os.fsencode(file), "rb", buffering=0) as handle:  # noqa: PTH123 - names of any bytes
+            if len(files) > 1:
+                digest.update(b"%d " % os.fstat(handle.fileno()).st_size)
+            while block := handle.read(_BLOCK_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def main() -> None:
+    """Serve standard input and output, which nothing else in this process then reaches."""
+    warnings.simplefilter("ignore")
+    answers, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    with os.fdopen(0, "rb", closefd=False) as requests, os.fdopen(answers, "wb", buffering=1 << 16) as out:
+        serve(requests, out)
+
+
+if __name__ == "__main__":
+    main()

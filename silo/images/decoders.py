@@ -1,0 +1,289 @@
+"""Starts decoders, hands each its files, and starts another where a file kills one; that file's reason is then known.
+
+A file has `Limits.seconds`, and a second more for each of its MB. Only time in which this process listens counts.
+"""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from ddm.errors import SetupError
+from ddm.imaging.decoded import Limits
+from ddm.imaging.picture import Picture
+from ddm.imaging.reasons import Reason
+from silo.images.decoder import HEADER, READY
+from silo.images.seen import Seen
+
+_AHEAD = 16  # requests that a decoder may have before it
+_AHEAD_BYTES = 1 << 15  # of them, well within a pipe
+_POLL_S = 0.5
+_END_S = 10.0  # that a process has between the end of its answers and its own
+_MOST_CLOCK_S = 1.0  # between two looks
+_READ_BYTES = 1 << 20
+_MAX_JSON_BYTES = 1 << 16
+
+
+_ENVIRONMENT = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    # Freed memory is kept for the next picture: giving it back and taking it anew costs as much as decoding.
+    **{"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": str(1 << 27), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)},
+    **{"MALLOC_TOP_PAD_": str(1 << 24)},
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A file to be decoded.
+
+    Attributes:
+        path: the file.
+        files: it, and what belongs to it, such as labels in a file beside it.
+        num_bytes: of them all.
+        digest: of what was decoded before; the same content is then not decoded again.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    num_bytes: int
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One picture of a job, as it is decoded.
+
+    Attributes:
+        job: whose.
+        seen: what is kept of it.
+        picture: its values, where they were asked for.
+    """
+
+    job: Job
+    seen: Seen
+    picture: Picture | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of a job.
+
+    Attributes:
+        job: whose.
+        digest: of its files; empty where they could not be read.
+        same: its content is that of `Job.digest`, and was not decoded again.
+        reason: why its file gives no picture, or no more of them.
+        detail: more of that.
+    """
+
+    job: Job
+    digest: str = ""
+    same: bool = False
+    reason: Reason | None = None
+    detail: str = ""
+
+
+def decode_all(
+    jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int, values: bool = False
+) -> Iterator[Found | Done]:
+    """Decode files in several processes; what they find comes as it is found, each job's end last.
+
+    Args:
+        jobs: taken as there is room for them.
+        limits: of each file.
+        key: of the pseudonyms of patients.
+        num: how many processes.
+        values: whether to hand over the values of pictures too, which cost a copy through a pipe.
+
+    Raises:
+        SetupError: a decoder cannot start, or lacks the packages that a file needs.
+    """
+    waiting, source = deque[Job](), iter(jobs)
+    with selectors.DefaultSelector() as selector:
+        decoders = [_Decoder(limits, key, values) for _ in range(num)]
+        try:
+            for decoder in decoders:
+                selector.register(decoder.output, selectors.EVENT_READ, decoder)
+            looked = time.monotonic()
+            while True:
+                for decoder in decoders:
+                    decoder.fill(waiting, source)
+                if not any(decoder.busy for decoder in decoders):
+                    return
+                ready = selector.select(_POLL_S)
+                now = time.monotonic()
+                elapsed, looked = min(now - looked, _MOST_CLOCK_S), now
+                for selected, _ in ready:
+                    yield from selected.data.receive()
+                for decoder in decoders:
+                    decoder.tick(elapsed)
+                    if decoder.ended:
+                        selector.unregister(decoder.output)
+                        yield from decoder.bury(waiting)
+                        decoder.start()
+                        selector.register(decoder.output, selectors.EVENT_READ, decoder)
+        finally:
+            for decoder in decoders:
+                decoder.stop()
+
+
+class _Decoder:
+    """One process, and the jobs that it has not answered yet."""
+
+    def __init__(self, limits: Limits, key: bytes, values: bool) -> None:
+        self._limits, self._key, self._values = limits, key, values
+        self._deaths = 0
+        self.start()
+
+    def start(self) -> None:
+        """Start the process; it bounds itself before it opens a file."""
+        environment = {**os.environ, **_ENVIRONMENT}
+        command = [sys.executable, "-P", "-m", "silo.images.decoder"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+        )
+        settings = {"limits": asdict(self._limits), "key": self._key.hex(), "parent": os.getpid()}
+        self._jobs, self._buffer = deque[Job](), bytearray()
+        self._clock_s, self._late, self._answered = 0.0, False, False
+        self._ready, self._retired = False, False
+        self.ended = False
+        self._send(json.dumps(settings).encode() + b"\n")
+
+    @property
+    def output(self) -> int:
+        """The descriptor to listen at."""
+        assert self._process.stdout is not None  # noqa: S101 - for the type alone
+        return self._process.stdout.fileno()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is due."""
+        return bool(self._jobs)
+
+    def fill(self, waiting: deque[Job], source: Iterator[Job]) -> None:
+        """Hand over jobs, few enough that neither end of a pipe waits for the other."""
+        num_bytes = sum(len(self._line(job)) for job in self._jobs)
+        while len(self._jobs) < _AHEAD and (not self._jobs or num_bytes < _AHEAD_BYTES):
+            job = waiting.popleft() if waiting else next(source, None)
+            if job is None:
+                return
+            line = self._line(job)
+            self._jobs.append(job)
+            num_bytes += len(line)
+            self._send(line)
+
+    def _line(self, job: Job) -> bytes:
+        request = {"path": job.path, "files": job.files, "digest": job.digest, "values": self._values}
+        return json.dumps(request).encode() + b"\n"
+
+    def _send(self, data: bytes) -> None:
+        with suppress(BrokenPipeError):  # then its end is read next
+            assert self._process.stdin is not None  # noqa: S101 - for the type alone
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+
+    def receive(self) -> Iterator[Found | Done]:
+        """Read what came, and yield the answers that are complete."""
+        data = os.read(self.output, _READ_BYTES)
+        self.ended = not data
+        self._buffer += data
+        begin = 0
+        while len(self._buffer) >= begin + HEADER.size:
+            size, extra = HEADER.unpack_from(self._buffer, begin)
+            most = 8 * self._limits.values if self._values else 0
+            if size > _MAX_JSON_BYTES or extra > most or not self._jobs:
+                self._process.kill()  # an answer that no decoder of ours gives: a file took it over
+                self.ended = True
+                break
+            stop = begin + HEADER.size + size + extra
+            if len(self._buffer) < stop:
+                break
+            text = bytes(self._buffer[begin + HEADER.size : begin + HEADER.size + size])
+            try:
+                found = self._parsed(text, self._buffer[stop - extra : stop])
+            except (ValueError, KeyError, TypeError, ValidationError):
+                self._process.kill()
+                self.ended = True
+                break
+            begin = stop
+            if found is not None:
+                self._answered = True
+                yield found
+        del self._buffer[:begin]
+
+    def _parsed(self, text: bytes, values: bytearray) -> Found | Done | None:
+        if text == READY:
+            self._ready = True
+            return None
+        answer = json.loads(text)
+        job = self._jobs[0]
+        if "end" not in answer:
+            if "picture" not in answer:
+                return Found(job, Seen.model_validate_json(text))
+            seen = Seen.model_validate_json(answer["seen"])
+            return Found(job, seen, _picture(answer["picture"], seen, values))
+        self._jobs.popleft()
+        self._clock_s = 0.0
+        if "setup" in answer:
+            expected, got = "the decoders of its images installed", str(answer["setup"])[:200]
+            raise SetupError("data", expected=expected, got=got, remedy=str(answer["remedy"])[:200])
+        reason = Reason(answer["reason"]) if "reason" in answer else None
+        self._retired = reason is Reason.MEMORY
+        detail = str(answer.get("detail", ""))[:512]
+        return Done(job, str(answer["end"])[:64], answer.get("same") is True, reason, detail)
+
+    def tick(self, elapsed_s: float) -> None:
+        """Count the time of the file in hand, and kill the process when it is over."""
+        if self._jobs and self._ready and not self.ended:
+            self._clock_s += elapsed_s
+            if self._clock_s > self._limits.seconds + self._jobs[0].num_bytes / 1e6:
+                self._process.kill()
+                self._late = self.ended = True
+
+    def bury(self, waiting: deque[Job]) -> Iterator[Done]:
+        """After the process's end: say what became of the file in hand, and give back the others.
+
+        Raises:
+            SetupError: processes end before they answer anything.
+        """
+        code = self.stop()
+        if code == 0 or self._retired or not self._jobs:  # it wanted to be replaced
+            waiting.extend(self._jobs)
+            return
+        self._deaths = 0 if self._answered or self._late else self._deaths + 1
+        if self._deaths > len(self._jobs) + _AHEAD:
+            raise SetupError("decoder", expected="a process that answers", got=f"one that ends with code {code}")
+        job = self._jobs.popleft()
+        waiting.extend(self._jobs)
+        # Whoever kills by SIGKILL, if not this process, is the kernel that ran out of memory.
+        reason = Reason.TIME if self._late else Reason.MEMORY if code == -signal.SIGKILL else Reason.CRASHED
+        yield Done(job, reason=reason)
+
+    def stop(self) -> int:
+        """End the process, and return its exit code."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_END_S if self.ended else 0)
+        self._process.kill()
+        return self._process.wait()
+
+
+def _picture(about: Mapping[str, list[float] | None], seen: Seen, values: bytearray) -> Picture:
+    array: NDArray[np.generic] = np.frombuffer(bytes(values), np.dtype(seen.dtype)).reshape(seen.shape)
+    spacing, window, full = (tuple(found) if (found := about[name]) else None for name in ("spacing", "window", "full"))
+    pair = (window[0], window[1]) if window else None
+    return Picture(array, spacing, pair, (full[0], full[1]) if full else None)

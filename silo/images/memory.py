@@ -1,0 +1,166 @@
+"""What earlier scans found, in a private folder: a file whose content is the same is not decoded again.
+
+A file counts as unchanged by path, size and times; where one of these differs, by the digest of its content. Results of
+other versions of the decoders, or of other limits, are forgotten.
+"""
+
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddm.errors import SetupError
+from ddm.imaging.reasons import Reason
+from ddm.io.files import read_bounded, write_atomic
+from ddm.io.locks import locked
+from ddm.io.modes import private_folder
+from silo.images.entries import Entry
+from silo.images.seen import Seen
+
+KEY_BYTES = 32
+_FORMAT = 1
+_RACE_NS = 50_000_000  # a change so soon before a look may bear the same time as one after it
+_COMMIT_S = 2.0
+_SCHEMA = """
+create table if not exists files (
+    number integer primary key, path blob not null unique, stats text not null, digest text not null,
+    recipe text not null, scan integer not null, reason text, detail text not null);
+create table if not exists pictures (
+    file integer not null references files (number) on delete cascade, place integer not null, seen text not null,
+    primary key (file, place)) without rowid;
+"""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is known of a file.
+
+    Attributes:
+        number: under which it is kept.
+        digest: of its content when it was decoded; empty where that is not known.
+        unchanged: by size and times.
+        reason: why it gave no picture, or no more of them.
+        detail: more of that.
+    """
+
+    number: int
+    digest: str
+    unchanged: bool
+    reason: Reason | None
+    detail: str
+
+
+class Memory:
+    """The folder of one data set's scans. Use `Memory.opened`.
+
+    Attributes:
+        folder: of this user alone.
+        key: of the pseudonyms, made with the folder.
+    """
+
+    def __init__(self, folder: Path, key: bytes, database: sqlite3.Connection, recipe: str) -> None:
+        self.folder, self.key = folder, key
+        self._database, self._recipe = database, recipe
+        self._committed = time.monotonic()
+        self._scan = 1 + int(self._database.execute("select coalesce(max(scan), 0) from files").fetchone()[0])
+
+    @staticmethod
+    @contextmanager
+    def opened(folder: Path, recipe: str) -> "Iterator[Memory]":
+        """Open the folder, or make it; one process at a time.
+
+        Args:
+            folder: where.
+            recipe: names all that results depend on besides the files.
+
+        Raises:
+            BusyError: another scan works there.
+            SetupError: its database is damaged.
+        """
+        private_folder(folder)
+        with locked(folder, "scan"):
+            key_path = folder / "key"
+            if not key_path.exists():
+                write_atomic(key_path, secrets.token_bytes(KEY_BYTES), mode=0o600)
+            path = folder / "memory.sqlite"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            os.close(descriptor)
+            try:
+                database = sqlite3.connect(path)
+                try:
+                    database.execute("pragma foreign_keys = on")
+                    database.execute("pragma synchronous = normal")
+                    database.executescript(_SCHEMA)
+                    memory = Memory(folder, read_bounded(key_path, KEY_BYTES), database, f"{_FORMAT} {recipe}")
+                    try:
+                        yield memory
+                    finally:
+                        database.commit()
+                finally:
+                    database.close()
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):
+                    raise OSError(5, f"the scan's memory cannot be read or written ({type(error).__name__})") from error
+                remedy = "Delete this folder: the next scan reads all files again."
+                raise SetupError(
+                    str(folder), expected="the memory of scans", got="a damaged one", remedy=remedy
+                ) from error
+
+    def find(self, entry: Entry) -> Kept | None:
+        """Return what is known of a file by its path."""
+        query = "select number, digest, stats, reason, detail from files where path = ? and recipe = ?"
+        row = self._database.execute(query, (os.fsencode(entry.path), self._recipe)).fetchone()
+        if row is None:
+            return None
+        number, digest, stats, reason, detail = row
+        return Kept(number, digest, stats == repr(entry.stats), Reason(reason) if reason else None, detail)
+
+    def pictures(self, kept: Kept) -> Iterator[Seen]:
+        """Yield the pictures of a file, in its order."""
+        rows = self._database.execute("select seen from pictures where file = ? order by place", (kept.number,))
+        for (text,) in rows:
+            yield Seen.model_validate_json(text)
+
+    def confirm(self, entry: Entry, kept: Kept) -> None:
+        """Note that a file is still there, with the content that is known."""
+        values = (self._stats(entry), self._scan, kept.number)
+        self._database.execute("update files set stats = ?, scan = ? where number = ?", values)
+        self._commit()
+
+    def begin(self, entry: Entry) -> int:
+        """Forget what was known of a file, and return the number under which its pictures are to be kept."""
+        path = os.fsencode(entry.path)
+        self._database.execute("delete from files where path = ?", (path,))
+        values = (path, "", "", "", self._scan, None, "")  # of no recipe: nothing counts until the file is done
+        query = "insert into files (path, stats, digest, recipe, scan, reason, detail) values (?, ?, ?, ?, ?, ?, ?)"
+        return int(self._database.execute(query, values).lastrowid or 0)
+
+    def add(self, number: int, place: int, seen: Iterable[Seen]) -> None:
+        """Keep pictures of a file, the first of them at this place."""
+        rows = ((number, each, one.model_dump_json()) for each, one in enumerate(seen, place))
+        self._database.executemany("insert into pictures values (?, ?, ?)", rows)
+
+    def finish(self, number: int, entry: Entry, digest: str, reason: Reason | None, detail: str) -> None:
+        """Note that all of a file is kept."""
+        values = (self._stats(entry), digest, self._recipe, reason, detail, number)
+        query = "update files set stats = ?, digest = ?, recipe = ?, reason = ?, detail = ? where number = ?"
+        self._database.execute(query, values)
+        self._commit()
+
+    def forget_others(self) -> None:
+        """Forget files that this scan did not come across."""
+        self._database.execute("delete from files where scan != ?", (self._scan,))
+        self._database.commit()
+
+    def _stats(self, entry: Entry) -> str:
+        newest = max((max(changed, entered) for _, changed, entered in entry.stats), default=0)
+        return "" if newest > entry.stated_ns - _RACE_NS else repr(entry.stats)
+
+    def _commit(self) -> None:
+        if time.monotonic() - self._committed > _COMMIT_S:
+            self._database.commit()
+            self._committed = time.monotonic()

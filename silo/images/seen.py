@@ -1,0 +1,109 @@
+"""What a scan keeps of one picture: its size, intensities, flags, and digests that tell it from others."""
+
+from typing import Annotated
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+from pydantic import Field
+
+from ddm.imaging.decoded import Decoded
+from ddm.imaging.reasons import Flag, Reason
+from ddm.protocol.base import Model
+from silo.images.patients import pseudonyms
+
+HASH_SIDE = 16
+_MOST_LABEL = 256  # characters
+_CELL_SAMPLES = 4  # of each side of a cell of the perceptual hash
+_MEASURED = 1 << 14  # values that the mean is taken from, evenly spaced
+
+Hex = Annotated[str, Field(pattern=r"^[0-9a-f]*$", max_length=128)]
+
+
+class Seen(Model):
+    """One picture of a file.
+
+    Attributes:
+        shape: (C, H, W) or (C, D, H, W).
+        dtype: of its values.
+        low: the lowest value.
+        high: the highest.
+        mean: of 16384 values or more, evenly spaced.
+        flags: what a person must see first.
+        kind: of its file.
+        pixels: equal for equal pictures.
+        hash: the difference hash, 256 bits; None of a picture that is too small or flat.
+        patient: pseudonym of who its file says that it shows, and that of like spellings.
+        label: its class, as its file names it.
+        split: its part of the data set, as its file names it.
+        reason: why this image of the file gives no picture; the rest then says nothing.
+        detail: more of that.
+    """
+
+    shape: tuple[int, ...] = ()
+    dtype: Annotated[str, Field(max_length=16)] = ""
+    low: float = 0.0
+    high: float = 0.0
+    mean: float = 0.0
+    flags: tuple[str, ...] = ()
+    kind: Annotated[str, Field(max_length=16)] = ""
+    pixels: Hex = ""
+    hash: Hex | None = None
+    patient: tuple[Hex, Hex] | None = None
+    label: Annotated[str, Field(max_length=_MOST_LABEL)] | None = None
+    split: Annotated[str, Field(max_length=_MOST_LABEL)] | None = None
+    reason: str | None = None
+    detail: Annotated[str, Field(max_length=512)] = ""
+
+    @property
+    def verdict(self) -> str | None:
+        """Why this picture is not accepted: its reason, or the first of its flags; None where it is accepted."""
+        if self.reason is not None:
+            return Reason(self.reason).value
+        return next((flag.value for flag in Flag if flag.value in self.flags), None)
+
+
+def look(decoded: Decoded, key: bytes) -> Seen:
+    """Return what is kept of a picture; its patient becomes a pseudonym here, in the process that decoded it."""
+    values = decoded.picture.values
+    sample = values.reshape(-1)[:: max(1, values.size // _MEASURED)]
+    digest = blake3(repr((values.shape, values.dtype.str)).encode())
+    digest.update(values.reshape(-1).view(np.uint8).data)
+    fingerprint = difference_hash(values)
+    low, high, mean = float(values.min()), float(values.max()), float(sample.mean(dtype=np.float64))
+    return Seen(
+        shape=values.shape,
+        dtype=str(values.dtype),
+        low=low,
+        high=high,
+        mean=mean,
+        flags=tuple(sorted(flag.value for flag in decoded.flags)),
+        kind=decoded.kind,
+        pixels=digest.digest(length=16).hex(),
+        hash=fingerprint,
+        patient=pseudonyms(decoded.patient, key),
+        label=None if decoded.label is None else decoded.label[:_MOST_LABEL],
+        split=None if decoded.split is None else decoded.split[:_MOST_LABEL],
+    )
+
+
+def difference_hash(values: NDArray[np.generic]) -> str | None:
+    """Return whether each cell of a grid is brighter than its right neighbour, 16 x 16 bits as hexadecimal digits.
+
+    The grid has 16 x 17 cells; a cell is the mean of at most 4 x 4 values. Of a volume the middle slice counts, of
+    colours their mean. None of an image below 32 x 34 pixels, or where hardly any cell differs.
+    """
+    image = values[:, values.shape[1] // 2] if values.ndim == 4 else values
+    _, height, width = image.shape
+    columns = HASH_SIDE + 1
+    if height < 2 * HASH_SIDE or width < 2 * columns:
+        return None
+    tall, wide = min(_CELL_SAMPLES, height // HASH_SIDE), min(_CELL_SAMPLES, width // columns)
+    rows = ((np.arange(HASH_SIDE * tall) + 0.5) * height / (HASH_SIDE * tall)).astype(np.intp)
+    picked = ((np.arange(columns * wide) + 0.5) * width / (columns * wide)).astype(np.intp)
+    grid = image[:, rows[:, None], picked].astype(np.float32).mean(0)
+    cells = grid.reshape(HASH_SIDE, tall, columns, wide).mean((1, 3))
+    bits = cells[:, :-1] > cells[:, 1:]
+    if not HASH_SIDE <= np.count_nonzero(bits) <= bits.size - HASH_SIDE:
+        return None
+    return np.packbits(bits).tobytes().hex()

@@ -1,0 +1,243 @@
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from ddm.errors import DataError, SetupError
+from ddm.imaging.decoded import Limits
+from silo.images import scan as scan_module
+from silo.images.alike import near_duplicates
+from silo.images.decoders import Done, Found, Job, decode_all
+from silo.images.patients import pseudonyms
+from silo.images.scan import scan
+from silo.images.seen import difference_hash
+from tests.support.commands import command
+from tests.support.dicom_files import inflating, tags_of, waves, write
+
+KEY = bytes(32)
+LIMITS = Limits(memory_bytes=2 << 30)
+
+
+def image(path: Path, seed: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (40, 40), dtype=np.uint8)).save(path)
+    return path
+
+
+def quarantined(private: Path) -> dict[str, str]:
+    with (private / scan_module.QUARANTINE).open(encoding="utf-8", errors="surrogateescape", newline="") as handle:
+        return {row["path"]: row["reason"] for row in csv.DictReader(handle)}
+
+
+def age(folder: Path) -> None:
+    """Let files be older than a scan, as they are outside tests."""
+    for path in folder.rglob("*"):
+        os.utime(path, ns=(10**18, 10**18))
+    time.sleep(0.06)  # of the times of their entries, which nothing but the clock sets
+
+
+def test_command_prints_exactly_the_counts_and_no_name(tmp_path: Path) -> None:
+    data = tmp_path / "DOE^JOHN"
+    image(data / "a.png"), image(data / "deep/er/b.png"), image(data / "c.png", 1)
+    (data / "notes.txt").write_text("MRN0017")
+    write(tags_of(waves(), Modality="US"), data / "MRN0017.dcm")
+    done = command("silo", "scan", "--data", data, "--json", "--private", tmp_path / "private")
+    assert done.code == 0, done.err
+    assert json.loads(done.out) == {
+        "accepted": 3,
+        "quarantined": 2,
+        "reasons": {"not an image": 1, "ultrasound": 1},
+        "patients": 0,
+        "labels": {},
+        "shapes": {"40x40": 3},
+        "duplicates": 1,
+    }
+    again = command("silo", "scan", "--data", data, "--private", tmp_path / "private")
+    assert "3 images accepted, 2 in quarantine. 0 files were decoded now" in again.out
+    assert not {"DOE", "MRN0017"} & set((again.out + done.out + done.err).replace("^", " ").split())
+    assert quarantined(tmp_path / "private") == {
+        f"{data}/notes.txt": "not an image",
+        f"{data}/MRN0017.dcm": "ultrasound",
+    }
+    assert b"MRN0017" not in (tmp_path / "private/memory.sqlite").read_bytes().replace(b"MRN0017.dcm", b"")
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "private").iterdir())
+
+
+def test_command_ends_with_an_error_where_nothing_is_accepted_or_named(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/notes.txt").write_text("no image")
+    done = command("silo", "scan", "--data", tmp_path / "data", "--json", "--private", tmp_path / "private")
+    assert done.code == DataError.exit_code and json.loads(done.out)["reasons"] == {"not an image": 1}
+    assert command("silo", "scan").code == SetupError.exit_code
+    assert command("silo", "scan", "--data", tmp_path / "absent").code == 4
+    assert command("silo", "scan", "--data", tmp_path / "data", "--column", "size=x").code == SetupError.exit_code
+
+
+def test_second_scan_decodes_only_what_changed(tmp_path: Path) -> None:
+    data, private = tmp_path / "data", tmp_path / "private"
+    for number in range(4):
+        image(data / f"{number}.png", number)
+    (data / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    age(data)
+    first = scan(data, private, LIMITS)
+    assert (first.accepted, first.quarantined, first.read, first.decoded) == (4, 1, 5, 5)
+    second = scan(data, private, LIMITS)
+    assert (second.read, second.decoded) == (0, 0) and second.as_json() == first.as_json()
+    os.utime(data / "0.png")  # touched, with the same content
+    image(data / "1.png", 9)  # another content
+    (data / "2.png").unlink()
+    image(data / "new.png", 10)
+    third = scan(data, private, LIMITS)
+    assert (third.accepted, third.read, third.decoded) == (4, 3, 2)
+    assert scan(data, private, Limits(memory_bytes=2 << 30, values=1000)).reasons["too large"] == 4
+
+
+def test_tables_name_paths_labels_and_patients(tmp_path: Path) -> None:
+    for number in range(4):
+        image(tmp_path / f"images/{number}.png", number)
+    rows = [
+        "file;Class;patient_id;split",
+        "images/0.png;cat;007;train",
+        "images/1.png;dog; 7 ;train",
+        "images/2.png;cat;;val",
+    ]
+    rows += ["images/3.png;cat;Ab 1;val", "images/absent.png;cat;x;val", "images/0.png;dog;x;val"]
+    (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
+    found = scan(tmp_path / "table.csv", tmp_path / "private", LIMITS)
+    assert found.as_json()["labels"] == {"cat": 3, "dog": 1} and found.splits == {"train": 2, "val": 2}
+    assert (found.patients, found.alike_patients, found.unknown_patients) == (3, 2, 1)
+    assert found.reasons == {"no such file": 1, "named twice in the table": 1}
+    table = {"path": ["images/0.png", "images/1.png"], "finding": ["x", "y"], "patient": [12.0, 12.0]}
+    pq.write_table(pa.table(table), tmp_path / "table.parquet")
+    found = scan(tmp_path / "table.parquet", tmp_path / "private", LIMITS, columns={"label": "finding"})
+    assert found.labels == {"x": 1, "y": 1} and found.patients == 1
+    for text in ("a,b\n1,2\n", "path\n\xff\n", 'path\n"x\n', "path,label\nx\n"):
+        (tmp_path / "bad.csv").write_bytes(text.encode("latin-1"))
+        with pytest.raises(DataError):
+            scan(tmp_path / "bad.csv", tmp_path / "private", LIMITS)
+
+
+def test_folders_of_any_depth_and_odd_names_are_gone_through(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    place = data
+    for _ in range(40):
+        place = place / "d"
+    image(place / "a.png")
+    image(data / "b.png", 1).rename(os.fsdecode(os.fsencode(data) + b"/\xff\n.png"))
+    (data / "link").symlink_to(place.parent)
+    (data / "loop.png").symlink_to("loop.png")
+    os.mkfifo(data / "pipe")
+    found = scan(data, tmp_path / "private", LIMITS)
+    assert found.accepted == 2
+    assert found.reasons == {"link to a folder": 1, "cannot be read": 1, "not a regular file": 1}
+
+
+def test_idx_is_read_with_the_labels_beside_it(tmp_path: Path) -> None:
+    values, labels = waves((3, 6, 5), high=255, dtype=np.uint8), np.array([2, 0, 2], np.uint8)
+    (tmp_path / "idx").mkdir()
+    for name, array in (("train-images-idx3-ubyte", values), ("train-labels-idx1-ubyte", labels)):
+        sides = b"".join(side.to_bytes(4, "big") for side in array.shape)
+        (tmp_path / "idx" / name).write_bytes(b"\0\0\x08" + bytes([array.ndim]) + sides + array.tobytes())
+    found = scan(tmp_path / "idx", tmp_path / "private", Limits())
+    assert found.as_json()["labels"] == {"2": 2, "0": 1} and not found.quarantined
+
+
+def test_hostile_files_are_bounded_and_the_others_still_read(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for number in range(6):
+        image(data / f"{number}.png", number)
+    inflating(data / "bomb.dcm", 1 << 30)
+    found = scan(data, tmp_path / "private", Limits(memory_bytes=1 << 30), processes=2)
+    assert found.accepted == 6
+    assert quarantined(tmp_path / "private")[f"{data}/bomb.dcm"] in (
+        *("too much memory", "decoder crashed", "too much time"),
+    )
+
+
+KILLER = """
+import os, sys, time
+from pathlib import Path
+from silo.images import decoder
+def decode(path, limits, content=None):
+    if path.name == "hang": time.sleep(600)
+    if path.name == "crash": os.abort()
+    if path.name == "memory": bytearray(8 << 30)
+    if path.name == "write": Path(sys.argv[1]).write_bytes(b"x" * 10)
+    if path.name == "print":
+        for descriptor in (1, 2):
+            try: os.write(descriptor, b"DOE^JOHN")
+            except OSError: pass
+    return from_file(path, limits, content)
+from_file, decoder.decode = decoder.decode, decode
+decoder.main()
+"""
+
+
+def run_killer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], limits: Limits) -> dict:
+    jobs = []
+    for number, name in enumerate(names):
+        path = str(image(tmp_path / f"{name}.png", number).rename(tmp_path / name))
+        jobs.append(Job(path, (path,), 1))
+    start = subprocess.Popen
+
+    def popen(arguments: list, **options: object) -> subprocess.Popen:
+        return start([sys.executable, "-P", "-c", KILLER, str(tmp_path / "written")], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    results = list(decode_all(jobs, limits, KEY, num=1, values=True))
+    for each in results:
+        if isinstance(each, Found):
+            assert each.picture is not None
+            assert (each.picture.values[0] == np.asarray(Image.open(each.job.path))).all()
+    assert len([each for each in results if isinstance(each, Done)]) == len(names)
+    return {Path(each.job.path).name: each.reason for each in results if isinstance(each, Done)}
+
+
+def test_file_that_kills_its_decoder_is_named_and_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a", "crash", "b", "memory", "c", "write", "d", "print", "e"]
+    ends = run_killer(tmp_path, monkeypatch, names, Limits(memory_bytes=2 << 30))
+    assert (ends.pop("crash"), ends.pop("memory")) == ("decoder crashed", "too much memory")
+    assert ends.pop("write") is not None and set(ends.values()) == {None}
+    assert not (tmp_path / "written").exists() or not (tmp_path / "written").read_bytes()
+
+
+@pytest.mark.slow
+def test_file_that_hangs_is_given_up_and_the_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = run_killer(tmp_path, monkeypatch, ["a", "hang", "b"], Limits(seconds=20, memory_bytes=2 << 30))
+    assert ends == {"a": None, "hang": "too much time", "b": None}
+
+
+def test_pseudonyms_hide_identifiers_and_tell_spellings() -> None:
+    exact, loose = pseudonyms("0042 a", KEY)
+    assert pseudonyms(" 0042 a\n", KEY) == (exact, loose)
+    for other in ("42A", "42 a", "0042\u00a0A", "\uff14\uff12a"):
+        found = pseudonyms(other, KEY)
+        assert found[1] == loose and found[0] != exact
+    assert pseudonyms("420a", KEY)[1] != loose and pseudonyms("0042 a", b"x" * 32) != (exact, loose)
+    assert pseudonyms("12.0", KEY)[1] == pseudonyms("12", KEY)[1]
+    assert pseudonyms(" ", KEY) is None and pseudonyms("NaN", KEY) is None
+
+
+def test_near_duplicates_are_found_after_compression_and_not_among_others() -> None:
+    rng = np.random.default_rng(0)
+    pictures = [
+        Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8)).resize((90, 80), Image.Resampling.BICUBIC)
+        for _ in range(200)
+    ]
+    changed = [picture.resize((120, 100)).point(lambda value: value * 0.8 + 20) for picture in pictures[:20]]
+    hashes = [difference_hash(np.asarray(picture)[None]) for picture in (*pictures, *changed)]
+    codes = [int(each, 16) for each in hashes]
+    close = {max(i, j) for i in range(220) for j in range(i) if (codes[i] ^ codes[j]).bit_count() <= 15}
+    assert near_duplicates(hashes[:200]) == 0 and near_duplicates(hashes) == len(close) >= 18
+    assert difference_hash(np.zeros((1, 64, 64), np.uint8)) is None
