@@ -62,7 +62,7 @@ def test_volumes_in_an_npz_become_slices_and_an_image_that_fails_is_named_by_its
     with pytest.raises(MissingFileError):
         read_transformed(tmp_path / "nothing.npz", DATA, SPEC)
     (tmp_path / "bad").mkdir()
-    with pytest.raises(DataError, match="^data folder"):
+    with pytest.raises(DataError, match="^pictures: expected at least one"):
         read_transformed(tmp_path / "bad", DATA, SPEC)
     save(tmp_path / "bad" / "a.png", 0, (16, 16))
     (tmp_path / "bad" / "b.png").write_bytes(b"no picture")

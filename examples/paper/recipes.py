@@ -1,0 +1,81 @@
+"""The recipes that `recipe.py` compares: the same network, images and operations, one change at a time."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ddm.planning.training import TrainingRecipe
+from ddm.protocol.architecture import Dit
+from ddm.protocol.plan import LogitNormalT, TDistribution, Training, UniformT
+
+SHAPE = (1, 28, 28)
+_NETWORK = Dit(patch=4, hidden=96, depth=3, heads=4)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe.
+
+    Attributes:
+        label: as the table names it.
+        training: the settings.
+        times: distribution of the training times.
+        network: the expert.
+    """
+
+    label: str
+    training: Training
+    times: TDistribution = UniformT()
+    network: Dit = _NETWORK
+
+    def shortened(self, steps: int) -> "Row":
+        """Return it with fewer steps."""
+        return replace(self, training=self.training.model_copy(update={"num_steps": steps}))
+
+    def but(self, label: str, **changes: Any) -> "Row":
+        """Return it with other settings, or other `times` or another `network`."""
+        others = {name: changes.pop(name) for name in ("times", "network") if name in changes}
+        settings = Training.model_validate({**self.training.model_dump(), **changes})
+        return replace(self, label=label, training=settings, **others)
+
+
+_PLAIN = Row(
+    "uniform t, constant rate of 0.001, fp32",
+    Training(
+        num_steps=1500,
+        batch_size=64,
+        learning_rate=0.001,
+        schedule="constant",
+        weight_decay=0.01,
+        ema_decay=0.995,
+        precision="fp32",
+        checkpoint_steps=1500,
+    ),
+)
+_BOTH = _PLAIN.but("logit-normal t and cosine", times=LogitNormalT(), schedule="cosine")
+_FOUR = _BOTH.but("... and 4 times the rate", learning_rate=0.004)
+_EIGHT = _FOUR.but("... and 8 times the rate, bf16", learning_rate=0.008, precision="bf16")
+_DEFAULT = Row(
+    "what a recipe leaves out, 3000 steps of 32 images",
+    TrainingRecipe(num_steps=3000, batch_size=32, precision="bf16").plain(_NETWORK),
+    LogitNormalT(),
+)
+
+ROWS: dict[str, Row] = {
+    "plain": _PLAIN,
+    "cosine": _PLAIN.but("cosine", schedule="cosine"),
+    "logit": _PLAIN.but("logit-normal t", times=LogitNormalT()),
+    "both": _BOTH,
+    "rate2": _BOTH.but("... and twice the rate", learning_rate=0.002),
+    "rate4": _FOUR,
+    "bf16": _FOUR.but("... and 4 times the rate, bf16", precision="bf16"),
+    "rate8": _EIGHT,
+    "rate16": _EIGHT.but("... and 16 times the rate, bf16", learning_rate=0.016),
+    "betas": _EIGHT.but("8 times, betas .9 and .99", betas=(0.9, 0.99)),
+    "decay": _EIGHT.but("8 times, no weight decay", weight_decay=0.0),
+    "width": _EIGHT.but("8 times, average of width .1", ema_decay=None, ema_width=0.1),
+    "small": _EIGHT.but("8 times, twice the steps of 32 images", batch_size=32, num_steps=3000),
+    "sigmoid": _EIGHT.but("8 times, loss weighted by a sigmoid", loss_weighting="sigmoid"),
+    "epochs": _EIGHT.but("8 times, epochs", order="epochs"),
+    "qk": _EIGHT.but("8 times, queries and keys normalised", network=_NETWORK.model_copy(update={"qk_norm": True})),
+    "default": _DEFAULT,
+}
