@@ -19,6 +19,7 @@ from aggregator.membership.registry import taking_part
 from aggregator.membership.withdrawal import check_still_carried, withdrawn_silos
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.changes import Change
+from ddm.io.copying import copy_documents
 from ddm.io.files import read_bounded, write_atomic
 from ddm.io.locks import locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Document, PlanId, ShortText, now_utc, sha256_file, sha256_hex
@@ -247,7 +248,7 @@ def _apply(federation: Federation, change: Change, pending: Pending, passphrase:
         signed[request.role] = join(request, check_answers(request, _answers(change, name)))
     metadata = change.put("tuf/metadata")
     shutil.rmtree(metadata, ignore_errors=True)
-    shutil.copytree(federation.tuf, metadata)
+    copy_documents(federation.tuf, metadata)
 
     def key(name: str) -> SigningKey:
         new = change.put(f"keys/{name}.key")

@@ -1,6 +1,5 @@
 """Signs one version of a release: enters it in the log, signs its files, and opens it as a researcher would."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from ddm.errors import SetupError
 from ddm.io.changes import Change
+from ddm.io.copying import copy_documents
 from ddm.io.files import write_atomic
 from ddm.loading.ensemble import build_ensemble
 from ddm.loading.log import entry_of
@@ -106,7 +106,7 @@ def _sign(version: Version, passphrase: bytes, now: datetime) -> None:
     home, targets, plan_id = version.home, version.targets, version.manifest.plan_id
     described = {name: File.of(name, targets / name) for name in RELEASE_NAMES if (targets / name).is_file()}
     metadata = version.change.put("tuf/metadata")
-    shutil.copytree(home.tuf, metadata)
+    copy_documents(home.tuf, metadata)
     repository = Repository(metadata)
     repository.publish(
         plan_id,

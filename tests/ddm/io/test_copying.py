@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddm.errors import FormatError, UnsafePathError
-from ddm.io.copying import copy_tree_bounded
+from ddm.io.copying import copy_documents, copy_tree_bounded
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
@@ -85,3 +85,27 @@ def test_copy_stops_when_a_file_becomes_shorter_meanwhile(tmp_path: Path, monkey
     monkeypatch.setattr(os, "copy_file_range", shorten)
     with pytest.raises(FormatError):
         copy_tree_bounded(tmp_path / "in", tmp_path / "out", max_bytes=100)
+
+
+def test_copy_of_documents_ends_at_the_first_that_fails_with_what_the_system_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "below").mkdir(parents=True)
+    names = ("a", "below/b", "c")
+    for name in names:
+        (source / name).write_bytes(name.encode())
+    copy_documents(source, target)
+    found = {path.relative_to(target).as_posix(): path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    assert found == {name: name.encode() for name in names}
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "b":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        path.write_bytes(data)
+
+    monkeypatch.setattr("ddm.io.copying.write_atomic", full)
+    with pytest.raises(OSError) as caught:
+        copy_documents(source, tmp_path / "full")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "full" / "below" / "b"))
+    assert not (tmp_path / "full" / "c").exists()
