@@ -1,4 +1,4 @@
-"""The pictures of a file or a folder that this machine's operator vouches for, decoded in this process."""
+"""The pictures of a file or a folder of this machine's own, decoded in this process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,26 +18,27 @@ _ARRAYS = (".npz", ".npy", ".parquet")
 _FULL = {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0)}
 
 
-def pictures(path: Path) -> Iterator[Picture]:
+def pictures(path: Path, *, seen: bool) -> Iterator[Picture]:
     """Yield the pictures of a file or a folder.
 
     Args:
         path: a picture of any kind that `ddm.imaging.decode` knows; a folder of them, at any depth, in the order of
             their names, without hidden ones; or arrays as `ddm.io.sources` and `ddm.io.idx` take them.
+        seen: whether a person has looked at them or is about to; else one that may show who a patient is ends it.
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: no picture, or one that does not decode.
+        DataError: no picture, one that does not decode, or one that a person must see first.
     """
     if not path.exists():
         raise MissingFileError(str(path), expected="pictures", got="no such file or folder")
     if path.is_file() and path.suffix.lower() not in _ARRAYS:
-        return map(_picture, read_idx(path)) if is_idx(path) else _decoded(path)
+        return map(_picture, read_idx(path)) if is_idx(path) else _decoded(path, seen)
     if path.is_dir() and not any(file.suffix.lower() in _ARRAYS for file in path.iterdir()):
         files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _hidden(file.relative_to(path))]
         if not files:
             raise DataError("pictures", expected="at least one", got="an empty folder")
-        return (picture for file in files for picture in _decoded(file))
+        return (picture for file in files for picture in _decoded(file, seen))
     return (_picture(row) for block in _blocks(open_source(path)) for row in block)
 
 
@@ -45,11 +46,17 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _decoded(file: Path) -> Iterator[Picture]:
+def _decoded(file: Path, seen: bool) -> Iterator[Picture]:
     try:
         for found in decode(file):
             if isinstance(found, ImageError):
                 raise found
+            if found.flags and not seen:
+                remedy = (
+                    "Look at it, and leave it out where it shows who a patient is: `silo scan` lists all such images."
+                )
+                got = ", ".join(sorted(found.flags))
+                raise DataError("picture", expected="nothing that a person must see first", got=got, remedy=remedy)
             yield found.picture
     except ImageError as error:
         raise DataError("picture", expected="an image that can be read", got=error.got) from error

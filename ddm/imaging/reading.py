@@ -20,18 +20,19 @@ from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import TransformSpec
 
 
-def samples_at(path: Path, transform: Transform) -> Iterator[list[Floats]]:
+def samples_at(path: Path, transform: Transform, *, seen: bool) -> Iterator[list[Floats]]:
     """Yield the samples of each picture.
 
     Args:
         path: whatever `ddm.imaging.pictures.pictures` takes.
         transform: the plan's.
+        seen: see `ddm.imaging.pictures.pictures`.
 
     Raises:
         MissingFileError: nothing at `path`.
         DataError: a picture that does not decode or that the plan does not take, by its number and never by its name.
     """
-    found, number = pictures(path), 0
+    found, number = pictures(path, seen=seen), 0
     while True:
         number += 1
         with about(f"image {number}, by name"):
@@ -63,7 +64,7 @@ def read_transformed(path: Path, data: DataSpec, spec: TransformSpec | None) -> 
     transform = Transform(spec, data)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     kept: list[NDArray[np.generic]] = []
-    for samples in samples_at(path, transform):
+    for samples in samples_at(path, transform, seen=True):
         kept += map(transform.stored, samples)
         if (needed := len(kept) * data.dim * (4 + transform.dtype.itemsize)) > memory:
             raise DataError("images", expected=f"at most {memory} bytes of memory", got=f"{needed} bytes")

@@ -45,12 +45,12 @@ def open_transformed(path: Path, transform: Transform, columns: Sequence[str], f
             got = "a folder of pictures, which has no columns"
             raise DataError("data", expected=f"{' and '.join(columns)} beside the pictures", got=got)
         num = sum(len(names) for _, _, names in os.walk(path))
-        return _stored(path, transform, {}, samples_at(path, transform), num, folder)
+        return _stored(path, transform, {}, samples_at(path, transform, seen=False), num, folder)
     source = open_source(path)
     if source.name == "latents":
         return source
     found = {name: source.column(name, _MAX_CELL_BYTES[name]) for name in columns}
-    return _stored(path, transform, found, samples_at(path, transform), len(source), folder)
+    return _stored(path, transform, found, samples_at(path, transform, seen=False), len(source), folder)
 
 
 def _stored(
