@@ -200,7 +200,10 @@ def _read(file: Path, memory: int) -> Picture:
     size_bytes = 4 * prod(int(side) for side in NibabelReader().read(str(file)).shape)
     if size_bytes > memory:
         raise DataError("voxels", expected=f"at most {memory} bytes of memory", got=f"{size_bytes} bytes")
-    volume: Any = LoadImage(reader="NibabelReader", image_only=True, ensure_channel_first=True)(str(file))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # LoadImage makes its other readers too, and tells of decoders that they miss
+        load = LoadImage(reader="NibabelReader", image_only=True, ensure_channel_first=True)
+    volume: Any = load(str(file))
     if volume.ndim != 4:
         raise DataError("volume", expected="3 axes, and maybe a fourth of channels", got=f"{volume.ndim - 1} axes")
     labels = (("L", "R"), ("P", "A"), ("I", "S"))
