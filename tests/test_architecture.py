@@ -97,7 +97,6 @@ DOORS = {
     "pydicom": {"ddm/imaging/dicom.py"},
     "tifffile": {"ddm/imaging/raster.py"},
     "png": {"ddm/imaging/raster.py"},
-    "blake3": {"silo/images/decoder.py", "silo/images/seen.py"},
     "accelerate": {"ddm/training/distributed.py"},
     "timm": {"ddm/encoders/timm.py"},
     "transformers": {"ddm/encoders/text.py", "ddm/encoders/vision.py"},

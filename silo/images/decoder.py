@@ -8,10 +8,9 @@ import os
 import resource
 import struct
 import warnings
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
-
-from blake3 import blake3
 
 from ddm.errors import SetupError
 from ddm.imaging.decode import decode
@@ -47,7 +46,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         digest = ""
         try:
             content = _content(request["files"])
-            digest = _digest(request["files"]) if content is None else blake3(content).hexdigest()
+            digest = _digest(request["files"]) if content is None else sha256(content).hexdigest()
             if digest == request["digest"]:
                 end = {"end": digest, "same": True}
             else:
@@ -101,8 +100,8 @@ def _content(files: list[str]) -> bytes | None:
 
 
 def _digest(files: list[str]) -> str:
-    """Return the BLAKE3 digest of files, one after the other, each by its length first where there are several."""
-    digest = blake3()
+    """Return the SHA-256 of files, one after the other, each by its length first where there are several."""
+    digest = sha256()
     for file in files:
         with open(os.fsencode(file), "rb", buffering=0) as handle:  # noqa: PTH123 - names of any bytes
             if len(files) > 1:

@@ -1,9 +1,9 @@
 """What a scan keeps of one picture: its size, intensities, flags, and digests that tell it from others."""
 
+from hashlib import sha256
 from typing import Annotated
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -67,7 +67,7 @@ def look(decoded: Decoded, key: bytes) -> Seen:
     """Return what is kept of a picture; its patient becomes a pseudonym here, in the process that decoded it."""
     values = decoded.picture.values
     sample = values.reshape(-1)[:: max(1, values.size // _MEASURED)]
-    digest = blake3(repr((values.shape, values.dtype.str)).encode())
+    digest = sha256(repr((values.shape, values.dtype.str)).encode())
     digest.update(values.reshape(-1).view(np.uint8).data)
     fingerprint = difference_hash(values)
     low, high, mean = float(values.min()), float(values.max()), float(sample.mean(dtype=np.float64))
@@ -79,7 +79,7 @@ def look(decoded: Decoded, key: bytes) -> Seen:
         mean=mean,
         flags=tuple(sorted(flag.value for flag in decoded.flags)),
         kind=decoded.kind,
-        pixels=digest.digest(length=16).hex(),
+        pixels=digest.digest()[:16].hex(),
         hash=fingerprint,
         patient=pseudonyms(decoded.patient, key),
         label=None if decoded.label is None else decoded.label[:_MOST_LABEL],
