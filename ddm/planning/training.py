@@ -21,8 +21,8 @@ class TrainingRecipe(Training):
     """How an expert is trained, by AdamW. `seed` covers training only, never the noise of a statistic.
 
     Attributes:
-        learning_rate: the highest of the run; by default 0.5 over the width of a transformer, or over that of the
-            widest level of a unet, since wider networks need smaller ones.
+        learning_rate: the highest of the run; by default 0.5 over the width of a transformer, since wider ones need
+            smaller rates; a unet needs one.
         schedule: how the learning rate falls: along half a cosine or a line to `final_rate`, or not at all.
         weight_decay: AdamW's weight decay.
         precision: precision of the arithmetic, auto being bf16 where the machine multiplies in it (GPUs, AMX,
@@ -52,18 +52,22 @@ class TrainingRecipe(Training):
     def plain(self, architecture: Architecture) -> Training:
         """Return what a plan says of it, for an expert of these sizes."""
         values = {name: getattr(self, name) for name in Training.model_fields}
-        values["learning_rate"] = self.learning_rate or RATE_TIMES_WIDTH / width(architecture)
+        values["learning_rate"] = self.learning_rate or usual_rate(architecture)
         values["ema_width"] = self.ema_width if self.averages else EMA_WIDTH
         values["checkpoint_steps"] = self.checkpoint_steps or min(CHECKPOINT_STEPS, self.num_steps)
         return Training.model_construct(**values)
 
 
-def width(architecture: Architecture) -> int:
-    """Return the width of the residual stream, of a unet that of its widest level."""
+def usual_rate(architecture: Architecture) -> float:
+    """Return the learning rate of an expert whose recipe names none.
+
+    Raises:
+        ValueError: a unet, for which no rate was measured.
+    """
     match architecture:
         case Dit() | Mmdit():
-            return architecture.hidden
+            return RATE_TIMES_WIDTH / architecture.hidden
         case Unet():
-            return max(architecture.channels)
+            raise ValueError("expert.training.learning_rate is needed for a unet: only transformers have a usual one")
         case _:
             assert_never(architecture)

@@ -25,11 +25,17 @@ def expert(architecture: Mapping[str, object] = DIT, **training: object) -> Expe
         (DIT, 0.5 / 64),
         ({"kind": "dit", "size": "XL/2"}, 0.5 / 1152),
         ({"kind": "mmdit", "size": "3B/2"}, 0.5 / 2560),
-        ({"kind": "unet", "channels": (32, 64), "attention": (False, True)}, 0.5 / 64),
     ],
 )
 def test_learning_rate_follows_from_the_width(architecture: Mapping[str, object], rate: float) -> None:
     assert expert(architecture).training.learning_rate == pytest.approx(rate, rel=1e-12)
+
+
+def test_unet_needs_a_rate() -> None:
+    unet = {"kind": "unet", "channels": (32, 64), "attention": (False, True)}
+    with pytest.raises(ValueError, match="learning_rate is needed for a unet"):
+        expert(unet)
+    assert expert(unet, learning_rate=0.0002).training.learning_rate == 0.0002
 
 
 def test_what_a_recipe_says_stands() -> None:
