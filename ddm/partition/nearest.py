@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from ddm.errors import NumericalError
-from ddm.system.devices import computes_in_bf16
+from ddm.system.devices import computes_in_bf16, processor_by_amd
 
 # Shape legend: B features of one block, F centroids, D values of one feature, E four more, P candidate pairs.
 
@@ -47,6 +47,7 @@ class Nearest:
 
     def __init__(self, centroids_FD: Tensor, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
         in_bf16 = computes_in_bf16("auto", torch.device("cpu"))
+        self.by_numpy = processor_by_amd()  # whose OpenBLAS is faster there than torch's MKL, and slower elsewhere
         self.dtypes = dtypes or ((torch.bfloat16, torch.float32) if in_bf16 else (torch.float32,))
         self.centroids_FD = centroids_FD
         self.centre_D = centroids_FD.mean(0)
@@ -122,7 +123,7 @@ class Nearest:
         columns_BE, half_BF = scratch.columns[dtype][:num], scratch.half[dtype][:num]
         columns_BE[:, :dim] = x_BD
         columns_BE[:, dim : dim + 2] = _in_two(energy_B, dtype)
-        if dtype == torch.float32:  # by numpy's OpenBLAS, which is faster than torch's MKL on AMD's processors
+        if dtype == torch.float32 and self.by_numpy:
             np.matmul(columns_BE.numpy(), self.tables[dtype].numpy(), out=half_BF.numpy())
         else:
             torch.mm(columns_BE, self.tables[dtype], out=half_BF)
@@ -132,7 +133,7 @@ class Nearest:
         limit_B = (least_B + 1.01 * (2 * error_B + 2 * unit * least_B)) * (1 + 2 * unit)
         bits_B1 = limit_B.to(dtype).view(_BITS[dtype]).numpy()[:, None]
         mask_BF = np.less_equal(bits_BF.numpy(), bits_B1, out=scratch.mask_BF[:num])
-        return np.divmod(np.flatnonzero(mask_BF), len(self.offset_F))  # flattened, which is ten times as fast
+        return np.divmod(_set_places(mask_BF), len(self.offset_F))
 
     def _rounding(self, energy_B: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
         """Return a bound on the rounding error of a row's scores before they are stored in `dtype`.
@@ -163,6 +164,15 @@ class Nearest:
             difference = raw_BD[row_P[chunk]].double() - self.centroids_FD[column_P[chunk]].double()
             apart_P[chunk] = difference.square().sum(1).numpy()
         return apart_P
+
+
+def _set_places(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return where a mask of few entries is set, flattened; it is searched in words of eight."""
+    flat = mask.reshape(-1)
+    whole = len(flat) // 8 * 8
+    word_W = np.flatnonzero(flat[:whole].view(np.uint64))
+    at_P, byte_P = np.nonzero(flat[:whole].reshape(-1, 8)[word_W])
+    return np.concatenate([word_W[at_P] * 8 + byte_P, whole + np.flatnonzero(flat[whole:])])
 
 
 def _starts(row_P: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -25,8 +25,8 @@ class TrainingRecipe(Training):
             smaller rates; a unet needs one.
         schedule: how the learning rate falls: along half a cosine or a line to `final_rate`, or not at all.
         weight_decay: AdamW's weight decay.
-        precision: precision of the arithmetic, auto being bf16 where the machine multiplies in it (GPUs, AMX,
-            avx512_bf16) and fp32 elsewhere; weights stay float32.
+        precision: precision of the arithmetic, auto being bf16 where products in it are faster (GPUs, AMX,
+            AMD's avx512_bf16) and fp32 elsewhere; weights stay float32.
         ema_width: the average's width as a share of the run, so that it grows with the run (Karras et al. 2024); 0.1
             where the recipe names none of the three averages.
         checkpoint_steps: steps between checkpoints; by default 500, or all steps where they are fewer.

@@ -174,8 +174,8 @@ class Training(Model):
             again.
         flip: whether images are mirrored from left to right at random.
         crop: pixels by which images are moved at random in each direction; their edges are repeated.
-        precision: precision of the arithmetic, auto being bf16 where the machine multiplies in it (GPUs, AMX,
-            avx512_bf16) and fp32 elsewhere; weights stay float32.
+        precision: precision of the arithmetic, auto being bf16 where products in it are faster (GPUs, AMX,
+            AMD's avx512_bf16) and fp32 elsewhere; weights stay float32.
         checkpoint_steps: steps between checkpoints.
         seed: seed of initial weights, batches, times and noise.
         mask_ratio: share of an image's tokens that a step masks; only for the architecture dit.

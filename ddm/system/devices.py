@@ -30,7 +30,10 @@ def device_named(name: DeviceName = "auto", *, setting: str = "device") -> "torc
 
 
 def computes_in_bf16(precision: Precision, device: "torch.device") -> bool:
-    """Whether a recipe's precision means bfloat16 on this device: auto means it where the hardware multiplies in it.
+    """Whether a recipe's precision means bfloat16 on this device: auto means it where products in it are faster.
+
+    Against float32, Intel's AVX-512 multiplies bfloat16 at half the rate, AMD's at twice it, Intel's tiles (AMX) at
+    many times. See docs/results/benchmarks.md.
 
     Args:
         precision: the recipe's.
@@ -43,4 +46,11 @@ def computes_in_bf16(precision: Precision, device: "torch.device") -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     has = torch.cpu.get_capabilities()
-    return bool(has.get("amx_bf16") or has.get("avx512_bf16"))
+    return bool(has.get("amx_bf16") or (has.get("avx512_bf16") and processor_by_amd()))
+
+
+def processor_by_amd() -> bool:
+    """Whether this machine's processor is known to be one of AMD's."""
+    import torch
+
+    return str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")

@@ -35,15 +35,17 @@ def world(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_nearest_is_that_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    for dtypes, kind in product(
-        [BFLOAT16, FLOAT32, (*BFLOAT16, *FLOAT32)],
+    for (dtypes, by_numpy), kind in product(
+        [(BFLOAT16, False), (FLOAT32, False), (FLOAT32, True), ((*BFLOAT16, *FLOAT32), True)],
         ["noise", "close to centroids", "far from the origin", "far from the centroids", "of tiny size", "halfway"],
     ):
-        with case(dtypes=dtypes, kind=kind):
+        with case(dtypes=dtypes, by_numpy=by_numpy, kind=kind):
             features, centroids = world(kind)
             monkeypatch.setattr(nearest, "_BLOCK", 250)
             monkeypatch.setattr(nearest, "_CHUNK", 30)
-            assert torch.equal(Nearest(centroids, dtypes).find(features), brute(features, centroids))
+            search = Nearest(centroids, dtypes)
+            search.by_numpy = by_numpy
+            assert torch.equal(search.find(features), brute(features, centroids))
 
 
 def test_bfloat16_alone_would_not_do() -> None:

@@ -243,10 +243,16 @@ def test_samples_router_is_trained_on_a_gpu_as_on_a_cpu() -> None:
 
 @pytest.mark.parametrize(
     ("has", "expected"),
-    [({}, False), ({"avx512_f": True}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True)],
+    [
+        ({}, False),
+        ({"avx512_f": True, "cpu_name": "AMD EPYC"}, False),
+        ({"avx512_bf16": True, "cpu_name": "AMD EPYC"}, True),
+        ({"avx512_bf16": True, "cpu_name": "Intel Xeon"}, False),
+        ({"amx_bf16": True, "cpu_name": "Intel Xeon"}, True),
+    ],
 )
-def test_auto_is_bf16_where_the_processor_multiplies_in_it(
-    has: dict[str, bool], expected: bool, monkeypatch: pytest.MonkeyPatch
+def test_auto_is_bf16_where_products_in_it_are_faster(
+    has: dict[str, object], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     cpu = torch.device("cpu")
