@@ -54,7 +54,7 @@ from ddm.errors import ShapeError
 from ddm.protocol.plan import Condition, NoCondition
 from ddm.routers.base import Router, log_prior
 from ddm.sampling.expert_cache import moved
-from ddm.sampling.guidance import Asked, ClassPrior, ClassPriors, ConditionValue
+from ddm.sampling.guidance import Asked, ClassPrior, ClassPriors, ConditionValue, names_of
 from ddm.sampling.inpainting import Known, complete, known_part, streams
 from ddm.sampling.mixture import Mixture, mix_velocity
 from ddm.sampling.precision import InArithmetic, checked
@@ -177,7 +177,7 @@ class Ensemble:
         t_B: Tensor,
         prior: Sequence[float] | None = None,
         *,
-        condition: ConditionValue | None = None,
+        condition: ConditionValue | str | None = None,
         condition_prior: Sequence[float] | None = None,
         guidance: float = 0.0,
         guidance_interval: tuple[float, float] = (0.0, 1.0),
@@ -204,7 +204,7 @@ class Ensemble:
         self,
         x_B: Tensor,
         t_B: Tensor,
-        condition: ConditionValue | None = None,
+        condition: ConditionValue | str | None = None,
         *,
         prior: Sequence[float] | None = None,
         condition_prior: Sequence[float] | None = None,
@@ -251,7 +251,7 @@ class Ensemble:
         times: Sequence[float] | None = None,
         known: Known | None = None,
         prior: Sequence[float] | None = None,
-        condition: ConditionValue | None = None,
+        condition: ConditionValue | str | None = None,
         condition_prior: Sequence[float] | None = None,
         guidance: float = 0.0,
         guidance_interval: tuple[float, float] = (0.0, 1.0),
@@ -293,8 +293,8 @@ class Ensemble:
                 0, samples are returned as they are then.
             known: the part of samples that is given; see `inpaint`.
             prior: weights in place of the ensemble's own, such as equal weights; 0 withdraws an expert.
-            condition: a class, or the token embeddings (L, D) of a text, that all samples are drawn under; or one for
-                each sample, int64 (N,) or (N, L, D).
+            condition: a class, by number or by name, or the token embeddings (L, D) of a text, that all samples are
+                drawn under; or one for each sample, int64 (N,) or (N, L, D).
             condition_prior: each expert's share of the data with that condition, where the release does not state it.
             guidance: g; exact with the strategy full only, see docs/explanation/strategies.md.
             guidance_interval: the lowest and the highest time at which guidance applies.
@@ -328,7 +328,8 @@ class Ensemble:
             ]
         latents, expert_N = (torch.cat(part) for part in zip(*parts, strict=True))
         check_finite(latents, expert_N, self.expert_ids)
-        return Samples(self.latent.decode(latents), expert_N, len(self.experts), latents, log.table(), self.release)
+        images, classes = self.latent.decode(latents), names_of(self.condition, condition, begin.num)
+        return Samples(images, expert_N, len(self.experts), latents, log.table(), self.release, classes)
 
     def image_to_image(self, images: Tensor, t_start: float, **how: Any) -> Samples:
         """Noise images to a time and follow them back to data: variations that keep what the noise left of each.

@@ -11,13 +11,19 @@ from ddm.errors import SetupError
 from ddm.io.files import write_atomic
 from ddm.io.modes import keep_private, open_to_everyone
 from ddm.system.console import human_bytes, new_program, passphrase, run_app, say
-from silo.config import Site
+from silo.config import ImagesSettings, Site
 
 app = new_program("Train an expert on private images, which never leave; see, limit and refuse everything that does.")
 
 SiteArgument = Annotated[Path, typer.Argument(metavar="SITE", file_okay=False, help="The site's folder.")]
 PassphraseOption = Annotated[
     Path | None, typer.Option("--passphrase-file", metavar="FILE", help="Its first line opens the silo's key.")
+]
+
+
+ColumnOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=COLUMN", help="A table's column for path, label, patient, split or caption."),
 ]
 
 
@@ -33,19 +39,27 @@ def init(
     site: SiteArgument,
     silo_id: Annotated[str, typer.Option("--id", help="This silo's name: a letter a-z, then a-z and 0-9.")],
     data: Annotated[
-        Path, typer.Option(help="Private images: npz, npy, Parquet, or a folder of npy, Parquet or NIfTI.")
+        Path, typer.Option(help="Private images: a folder of any depth, a table of paths, or a file of many images.")
     ],
     invitation: Annotated[Path, typer.Option(help="invitation.json from the aggregator.")],
     root_fingerprint: Annotated[str, typer.Option(help="sha256 of the root, received through a second channel.")],
+    column: ColumnOption = None,
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Make a site: its folders, keys, configuration and pinned root."""
-    from silo.setup import init_site, read_invitation
+    from silo.images.command import files_progress, read_columns, show
+    from silo.setup import first_look, init_site, read_invitation
 
-    invited = read_invitation(invitation, root_fingerprint)
+    invited, images = read_invitation(invitation, root_fingerprint), ImagesSettings(columns=read_columns(column or []))
+    place, silo_id = Site(site), _checked_id(silo_id)
+    with files_progress(data, images) as advance:
+        look = first_look(place, data, images, advance)
+    if look.summary:
+        show(look.summary, place)
+        why = "; ".join(str(problem) for problem in look.problems)
+        say("\nOnly plans with a table [transform] take them" + (f": {why}.\n" if why else ".\n"))
     secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", confirm=True)
-    place = Site(site)
-    key = init_site(place, _checked_id(silo_id), data, invited, secret, passphrase_file)
+    key = init_site(place, silo_id, data, invited, secret, passphrase_file, images, looked=True)
     say(f"Site {silo_id} in {site}, for federation {invited.federation} at {invited.address}.")
     say(f"  signing key   {key.public.fingerprint}")
     say(f"  root          {invited.root_digest}")
@@ -63,24 +77,42 @@ def scan(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts: counts alone.")] = False,
-    column: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=COLUMN", help="A table's column for path, label, patient, split or caption."),
-    ] = None,
+    column: ColumnOption = None,
     private: Annotated[
         Path | None,
         typer.Option(file_okay=False, help="Where to remember results; default: in the site, or ~/.local/state."),
     ] = None,
     processes: Annotated[int | None, typer.Option(min=1, max=256, help="That decode; default: one a core.")] = None,
-    memory: Annotated[int, typer.Option(min=512, max=1 << 20, help="Most address space of a decoder, MiB.")] = 4096,
+    memory: Annotated[
+        int | None, typer.Option(min=512, max=1 << 20, help="Most address space of a decoder, MiB; default: 4096.")
+    ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, max=86400, help="Most that a file may take; a second more for each of its MB.")
-    ] = 60.0,
+        float | None,
+        typer.Option(min=1, max=86400, help="Most that a file may take, and one more for each of its MB; default: 60."),
+    ] = None,
+    preview: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", dir_okay=False, help="Draw accepted images before and after --plan."),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="A recipe or a plan with a table [transform].")
+    ] = None,
 ) -> None:
     """Look through images before anything is trained: what is there, what cannot be used, what a person must see."""
     from silo.images.command import scan_images
 
-    scan_images(site, data, column or [], private, processes=processes, memory=memory, seconds=seconds, as_json=as_json)
+    scan_images(
+        site,
+        data,
+        column or [],
+        private,
+        processes=processes,
+        memory=memory,
+        seconds=seconds,
+        as_json=as_json,
+        preview=preview,
+        plan=plan,
+    )
 
 
 @app.command()
@@ -97,12 +129,14 @@ def enroll(
     passphrase_file: PassphraseOption = None,
 ) -> None:
     """Write the enrolment card for the aggregator: public keys, and the most data that this site may bring."""
+    from silo.images.command import files_progress
     from silo.setup import make_card, with_rotations
     from silo.worker.rotation import published_rotations
 
     place = Site(site).require()
-    key = _open_key(place, passphrase_file)
-    card = make_card(place, key, images=images, patients=patients)
+    key, settings = _open_key(place, passphrase_file), place.settings()
+    with files_progress(Path(settings.data), settings.images) as advance:
+        card = make_card(place, key, images=images, patients=patients, advance=advance)
     write_atomic(out, with_rotations(card, published_rotations(place)))
     open_to_everyone(out)
     say(f"Card in {out}, for at most {place.agreed()}; every silo and every reader of a release sees this number.")
@@ -173,8 +207,32 @@ def status(
 
 
 @app.command()
-def review(site: SiteArgument) -> None:
-    """Show what would leave the site, byte for byte."""
+def review(
+    site: Annotated[Path | None, typer.Argument(metavar="[SITE]", file_okay=False, help="The site's folder.")] = None,
+    images: Annotated[
+        bool, typer.Option("--images", help="Instead: a page on which a person clears flagged images.")
+    ] = False,
+    data: Annotated[Path | None, typer.Option(help="With --images: as in `silo scan`; no site needed.")] = None,
+    private: Annotated[Path | None, typer.Option(file_okay=False, help="With --images: as in `silo scan`.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="With --images: print what waits, without a page.")] = False,
+    clear: Annotated[
+        list[Path] | None, typer.Option(metavar="PATH", help="With --images: clear a file, or all below a folder.")
+    ] = None,
+    leave_out: Annotated[
+        list[Path] | None, typer.Option(metavar="PATH", help="With --images: leave a file out, or all below a folder.")
+    ] = None,
+) -> None:
+    """Show what would leave the site, byte for byte; with --images, which images a person must see before training."""
+    if images:
+        from silo.images.review_command import review_images
+
+        review_images(site, data, private, clear=clear or [], leave_out=leave_out or [], listed=listed)
+        return
+    if data or private or listed or clear or leave_out:
+        raise SetupError("review", expected="--images with these options", got="no --images")
+    if site is None:
+        raise SetupError("review", expected="the site's folder", got="no SITE", remedy="silo review SITE")
+
     from silo.worker.review import review_text
     from silo.worker.state import load_state
 

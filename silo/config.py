@@ -23,6 +23,25 @@ class TextSettings(Settings):
     encoder: str
 
 
+ColumnName = Literal["path", "label", "patient", "split", "caption"]
+
+
+class ImagesSettings(Settings):
+    """How this silo's images are found and decoded, where they are more than arrays that a plan takes as they are.
+
+    Attributes:
+        columns: other names of a table's columns.
+        memory_mib: most address space of each process that decodes.
+        seconds: most that a file may take, and a second more for each of its MB.
+        processes: that decode; one a core by default.
+    """
+
+    columns: dict[ColumnName, Annotated[str, Field(min_length=1, max_length=1024)]] = {}
+    memory_mib: Annotated[int, Field(ge=512, le=1 << 20)] = 4096
+    seconds: Annotated[float, Field(ge=1, le=86400)] = 60.0
+    processes: Annotated[int | None, Field(ge=1, le=256)] = None
+
+
 class SiloSettings(Settings):
     """silo.toml: who this silo is, where its data are, how it reaches the federation."""
 
@@ -39,6 +58,7 @@ class SiloSettings(Settings):
     max_inbox_files: Annotated[int, Field(gt=0)] = 4096
     max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
     training: Engine = Engine()
+    images: ImagesSettings = ImagesSettings()
     text: TextSettings | None = None
 
     @property

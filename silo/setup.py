@@ -1,6 +1,8 @@
 """Make a site: its folders, keys, configuration, pinned root and enrolment card."""
 
 import secrets
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
@@ -16,9 +18,10 @@ from ddm.system.console import remembered
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey, parse_fingerprint
 from ddm.trust.rules import trusted_log_keys
-from silo.config import Policy, SiloSettings, Site
+from silo.config import ImagesSettings, Policy, SiloSettings, Site
 from silo.courier.supernode import make_node_key
-from silo.data.cohort import check_data, count_units
+from silo.data.first_look import FirstLook, count_units, look_at, needs_scan
+from silo.images.scan import FOLDER
 
 POLICY_HEADING = "What this site lets a plan ask for; docs/reference/policy.md explains every field."
 LEAST_AGREED = 16
@@ -45,17 +48,16 @@ def read_invitation(path: Path, root_fingerprint: str) -> Invitation:
     return invitation
 
 
-def init_site(
-    site: Site, silo_id: str, data: Path, invitation: Invitation, passphrase: bytes, passphrase_file: Path | None
-) -> SigningKey:
-    """Make a site's folders, keys and configuration.
+def first_look(
+    site: Site, data: Path, images: ImagesSettings, advance: Callable[[int], None] = lambda done: None
+) -> FirstLook:
+    """Look at the data of a site that is to be made; what a scan finds is remembered in its private folder.
 
     Raises:
         BusyError: the folder already is a site; nothing is overwritten.
         MissingFileError: there is nothing at `data`.
-        DataError: `data` holds neither images nor volumes, see `silo.data.cohort.check_data`.
+        DataError: `data` holds nothing that any plan could take, see `silo.data.first_look.look_at`.
     """
-    check_data(data)
     if (site.path / "silo.toml").exists():
         raise BusyError(
             str(site.path),
@@ -63,6 +65,46 @@ def init_site(
             got="a folder with silo.toml",
             remedy="Choose another folder; keys are never overwritten.",
         )
+    is_new = not site.path.exists()
+    if needs_scan(data):
+        site.make_folders()
+    try:
+        return look_at(data, site.private / FOLDER, images, advance)
+    except SetupError:
+        if is_new and site.path.exists():
+            shutil.rmtree(site.path)  # made a moment ago, for the scan alone
+        raise
+
+
+def init_site(
+    site: Site,
+    silo_id: str,
+    data: Path,
+    invitation: Invitation,
+    passphrase: bytes,
+    passphrase_file: Path | None,
+    images: ImagesSettings | None = None,
+    *,
+    looked: bool = False,
+) -> SigningKey:
+    """Make a site's folders, keys and configuration.
+
+    Args:
+        site: the folder.
+        silo_id: the silo's name.
+        data: its private images.
+        invitation: from the aggregator.
+        passphrase: encrypts the signing key.
+        passphrase_file: whose path the configuration keeps.
+        images: how images are found and decoded.
+        looked: whether `first_look` was called already.
+
+    Raises:
+        BusyError, MissingFileError, DataError: see `first_look`.
+    """
+    images = images or ImagesSettings()
+    if not looked:
+        first_look(site, data, images)
     settings = SiloSettings(
         silo_id=silo_id,
         data=str(data.resolve()),
@@ -70,6 +112,7 @@ def init_site(
         address=invitation.address,
         root_digest=invitation.root_digest,
         passphrase_file=remembered(passphrase_file),
+        images=images,
     )
     site.make_folders()
     key = _signing_key(site.key_path, passphrase)
@@ -115,7 +158,14 @@ def _node_key(path: Path) -> str:
     return public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode("ascii")
 
 
-def make_card(site: Site, key: SigningKey, *, images: int | None = None, patients: int | None = None) -> bytes:
+def make_card(
+    site: Site,
+    key: SigningKey,
+    *,
+    images: int | None = None,
+    patients: int | None = None,
+    advance: Callable[[int], None] = lambda done: None,
+) -> bytes:
     """Return this silo's public keys and agreed size, sealed with its own signing key; the site keeps a copy.
 
     Args:
@@ -124,13 +174,14 @@ def make_card(site: Site, key: SigningKey, *, images: int | None = None, patient
         images: the most images that this site may bring to a plan. By default what its last card states, else what its
             data hold, rounded up by `rounded_up`.
         patients: the most patients, where its policy counts them; by default in the same way.
+        advance: called with the number of files that are done, while there is a scan.
 
     Raises:
         SetupError: more patients than images, or fewer than two.
-        MissingFileError, DataError: see `silo.data.cohort.count_units`.
+        MissingFileError, DataError: see `silo.data.first_look.count_units`.
     """
     card = Card(
-        agreed=_agreed(site, images, patients),
+        agreed=_agreed(site, images, patients, advance),
         silo_id=site.settings().silo_id,
         signing_key=str(key.public),
         node_key=(site.courier / "node.pub").read_text("utf-8").strip(),
@@ -150,13 +201,16 @@ def rounded_up(num: int) -> int:
     return max(LEAST_AGREED, 1 << (num - 1).bit_length())
 
 
-def _agreed(site: Site, images: int | None, patients: int | None) -> Agreed:
+def _agreed(site: Site, images: int | None, patients: int | None, advance: Callable[[int], None]) -> Agreed:
     by_patient = site.policy().privacy.unit == "patient"
     before = site.agreed()
     if before is not None and (not by_patient or before.patients is not None):
         images, patients = images or before.images, patients or before.patients
     if images is None or (by_patient and patients is None):
-        num_images, num_patients = count_units(Path(site.settings().data), patients=by_patient)
+        settings, folder = site.settings(), site.private / FOLDER
+        num_images, num_patients = count_units(
+            Path(settings.data), patients=by_patient, folder=folder, settings=settings.images, advance=advance
+        )
         images = images or rounded_up(num_images)
         patients = patients or (rounded_up(num_patients) if num_patients is not None else None)
         patients = patients and min(patients, images)

@@ -159,7 +159,7 @@ def _condition(plan: "Plan") -> list[tuple[str, str]]:
     if condition.kind == "none":
         return []
     if condition.kind == "class":
-        return [("condition", f"one of {condition.num_classes} classes")]
+        return [("condition", f"one of {condition.num_classes} classes, {condition.classes.words()}")]
     name = condition.encoder.name if condition.encoder else "vectors"
     tokens = f"{condition.max_tokens} tokens of {condition.dim} values"
     return [("condition", f"a text, by {name}: {tokens}; not in the bundle")]

@@ -5,9 +5,7 @@ So it listens on loopback unless `--expose` says otherwise. Other websites canno
 to this machine (DNS rebinding) shows in the Host header and is refused.
 """
 
-import asyncio
 import ipaddress
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,41 +13,24 @@ from datetime import timedelta
 from importlib.resources import files
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from aggregator.config import Federation
 from aggregator.monitoring.labels import page_values
 from aggregator.monitoring.status import FederationStatus, gather
 from aggregator.pages.render import render
-from ddm.errors import ArchipelagoError, BusyError, PolicyError, SetupError
+from ddm.errors import ArchipelagoError, PolicyError, SetupError
+from ddm.pages.serving import HostFilter, listening, server_of
 from ddm.protocol.base import now_utc
 
 REFRESH_S = 5
 # Rates are averages over this time: shards arrive seconds apart.
 _RATE_OVER = timedelta(seconds=30)
-_MAX_CONNECTIONS = 32
-_CONNECTION_S = 10.0
-_MAX_HEAD_BYTES = 8192
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Cache-Control": "no-store",
-    "Connection": "close",
-}
+_CONTENT = "style-src 'self'; img-src data:"
 
 
 def parse_address(text: str, *, expose: bool) -> tuple[str, int]:
@@ -95,44 +76,15 @@ def serve(federation: Federation, host: str, port: int, on_listening: Callable[[
         BusyError: the port is taken.
         KeyboardInterrupt: Ctrl-C or SIGTERM.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise BusyError(f"port {port} on {host}", expected="a free port", got=str(error.strerror)) from error
-    with listener:
-        shown = f"[{host}]" if ":" in host else host
-        on_listening(f"http://{shown}:{listener.getsockname()[1]}/")
-        config = uvicorn.Config(
-            make_app(federation),
-            http=BriefProtocol,
-            ws="none",
-            loop="asyncio",
-            lifespan="off",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            server_header=False,
-            limit_concurrency=_MAX_CONNECTIONS,
-            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
-            timeout_graceful_shutdown=1,
-        )
-        uvicorn.Server(config).run(sockets=[listener])
-
-
-class BriefProtocol(H11Protocol):
-    """HTTP/1.1 with a time limit on each connection, so that slow clients cannot hold connections open."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection and schedule its end."""
-        super().connection_made(transport)
-        self.loop.call_later(_CONNECTION_S, transport.abort)
+    with listening(host, port) as (listener, url):
+        on_listening(url)
+        server_of(make_app(federation)).run(sockets=[listener])
 
 
 def make_app(federation: Federation) -> Starlette:
     """Make the application: the page, its style sheet, and the same status as JSON."""
     watch = Watch(federation)
-    style = files("aggregator").joinpath("pages/templates/live.css").read_text("utf-8")
+    style = files("ddm").joinpath("pages/templates/live.css").read_text("utf-8")
 
     def page(request: Request) -> Response:
         paused = "paused" in request.query_params
@@ -152,7 +104,7 @@ def make_app(federation: Federation) -> Starlette:
 
     return Starlette(
         routes=[Route("/", page), Route("/status.json", facts), Route("/live.css", look)],
-        middleware=[Middleware(HostFilter)],
+        middleware=[Middleware(HostFilter, content=_CONTENT)],
         exception_handlers={ArchipelagoError: unreadable, OSError: unreadable},
     )
 
@@ -175,39 +127,3 @@ class Watch:
             if not self._earlier or self._earlier[-1].at < now:
                 self._earlier.append(status)
             return status
-
-
-class HostFilter:
-    """Refuses a Host header with a name other than localhost, and adds the security headers to every response."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_HEADERS)
-            await send(message)
-
-        answer: ASGIApp = self._app
-        if not _is_own(Headers(scope=scope).getlist("host")):
-            text = "Open this page by its IP address or localhost, not by another name.\n"
-            answer = PlainTextResponse(text, status_code=421)
-        await answer(scope, receive, send_with_headers)
-
-
-def _is_own(hosts: list[str]) -> bool:
-    """Whether there is one Host, an address or localhost; a browser that came by another name sends that name."""
-    if len(hosts) != 1:
-        return False
-    host, _, port = hosts[0].rpartition(":") if not hosts[0].endswith("]") else (hosts[0], "", "")
-    host = host or port
-    if host == "localhost":
-        return True
-    try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True

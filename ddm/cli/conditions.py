@@ -41,6 +41,22 @@ def encoded(text: str, folder: Path, condition: Condition) -> ConditionValue:
     return vectors
 
 
+def class_number(text: str, condition: Condition) -> int:
+    """Return the number of a class that is given by its name or number.
+
+    Raises:
+        SetupError: these experts take no classes, or have none of this name.
+    """
+    if not isinstance(condition, ClassCondition):
+        got = "experts " + ("with texts" if isinstance(condition, TextCondition) else "without conditions")
+        remedy = "Leave --class out."
+        raise SetupError("--class", expected="experts with classes as conditions", got=got, remedy=remedy)
+    if (number := condition.classes.number(text)) is None:
+        expected, got = f"a class, {condition.classes.words()}", repr(text[:40])
+        raise SetupError("--class", expected=expected, got=got, remedy="`ddm info` lists the classes of a release.")
+    return number
+
+
 def encoder_of(folder: Path, condition: TextCondition) -> "TextEncoder":
     """Open the encoder that the plan pins."""
     from ddm.encoders.text import TextEncoder  # takes seconds
@@ -95,7 +111,7 @@ def describe_shares(
     shares: tuple[float, ...],
     target_prior: list[float],
     class_prior: list[float] | None,
-    label: int | None,
+    label: str | None,
 ) -> str:
     """Describe the share of the samples that each expert had, beside its prior."""
     prior = expert_shares(ensemble, target_prior, class_prior).tolist()

@@ -27,7 +27,7 @@ class Asked:
     """The options.
 
     Args:
-        label: data, equal, none or the number of a class; None for what suits the release and the reference.
+        label: data, equal, none, or a class by name or number; None for what suits the release and the reference.
         text: of all samples.
         text_encoder: the folder of the plan's encoder; without a text, samples are told the reference's captions.
 
@@ -40,8 +40,6 @@ class Asked:
     text_encoder: Path | None
 
     def __post_init__(self) -> None:
-        if self.label is not None and self.label not in _WAYS and not self.label.isdecimal():
-            raise SetupError("--class", expected="data, equal, none, or a class from 0", got=repr(self.label[:40]))
         if self.flag == "--text" and self.label is not None:
             raise SetupError("--text", expected="either --text or --class", got=f"both, with --class {self.label}")
         if self.text is not None:
@@ -112,8 +110,8 @@ def _classes(
 
     if label not in ("equal", "none"):
         label_M = read_classes(reference, condition.num_classes) if counted or label is not None else None
-        if label is not None and label.isdecimal():
-            return _one_class(int(label), condition, label_M)
+        if label not in (None, "data"):
+            return _one_class(str(label), condition, label_M)
         if label_M is not None:
             words = "each under the class of a reference image"
             return Conditions(label_M[_in_turn(len(label_M), num, seed)], words)
@@ -127,16 +125,19 @@ def _classes(
     return _nothing("class", condition)
 
 
-def _one_class(label: int, condition: ClassCondition, label_M: "Tensor | None") -> Conditions:
-    if label >= condition.num_classes:
-        raise SetupError("--class", expected=f"a class, 0 to {condition.num_classes - 1}", got=str(label))
+def _one_class(text: str, condition: ClassCondition, label_M: "Tensor | None") -> Conditions:
+    label = condition.classes.number(text)
+    if label is None:
+        expected = f"{', '.join(_WAYS)}, or a class, {condition.classes.words()}"
+        raise SetupError("--class", expected=expected, got=repr(text[:40]))
+    name = condition.classes.name(label)
     if label_M is None:
-        return Conditions(label, f"class {label}, against all reference images")
+        return Conditions(label, f"class {name}, against all reference images")
     kept = (label_M == label).tolist()
     if sum(kept) < _LEAST:
-        expected = f"at least {_LEAST} reference images of class {label}"
+        expected = f"at least {_LEAST} reference images of class {name}"
         raise DataError("labels of the reference", expected=expected, got=str(sum(kept)))
-    return Conditions(label, f"class {label}, against reference images of it", kept)
+    return Conditions(label, f"class {name}, against reference images of it", kept)
 
 
 def _texts(asked: Asked, condition: TextCondition, reference: Path, num: int, seed: int) -> Conditions:

@@ -15,7 +15,7 @@ from ddm.cli.sample_student import sample_student
 from ddm.cli.split import split
 from ddm.cli.train import train
 from ddm.loading.release import Release
-from ddm.protocol.architecture import TextCondition
+from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.protocol.calibration import calibration_bands, calibration_rows
 from ddm.protocol.plan import Plan
 from ddm.system.console import human_bytes, human_flops, new_program, run_app, say, table
@@ -68,6 +68,8 @@ def info(
         say(f"  each picture at a silo: {'; '.join(plan.transform.words)}")
     if isinstance(plan.condition, TextCondition) and plan.condition.encoder:
         say(f"  condition: a text, through your copy of the encoder {plan.condition.encoder.name}")
+    if isinstance(plan.condition, ClassCondition):
+        say(f"  condition: one of {plan.condition.num_classes} classes, {plan.condition.classes.words(64)}")
     say(_network(plan))
     say(f"  router {manifest.router.kind}, licence {manifest.licence}\n")
     priors: dict[str, list[float]] = {}

@@ -119,7 +119,8 @@ ImagesOption = Annotated[
     typer.Option("--out", help="FILE.png (grid), .npz (float32), .nii.gz (volumes) or a folder.", rich_help_panel=WHAT),
 ]
 ClassOption = Annotated[
-    int | None, typer.Option("--class", min=0, help="The class of all images.", rich_help_panel=WHAT)
+    str | None,
+    typer.Option("--class", metavar="CLASS", help="The class of all images, by name or number.", rich_help_panel=WHAT),
 ]
 TextOption = Annotated[
     str | None,
@@ -242,10 +243,17 @@ class Told:
         return self.label is not None or self.text is not None
 
     def value(self, condition: "Condition") -> "ConditionValue | None":
-        """Return the condition in the form in which experts of this kind take it, None where there is none."""
+        """Return the condition in the form in which experts of this kind take it, None where there is none.
+
+        Raises:
+            SetupError: experts that take another kind of condition, or have no such class.
+        """
+        from ddm.cli.conditions import class_number, encoded
+
+        if self.label is not None:
+            return class_number(self.label, condition)
         if self.text is None or self.text_encoder is None:
-            return self.label
-        from ddm.cli.conditions import encoded
+            return None
 
         return encoded(self.text, self.text_encoder, condition)
 

@@ -67,7 +67,7 @@ def sample(
     from ddm.io.pictures import write_samples
     from ddm.loading.memory import room_for_experts
     from ddm.protocol.footprint import condition_bytes, sampling_bytes
-    from ddm.sampling.guidance import knows_shares
+    from ddm.sampling.guidance import knows_shares, names_of
     from ddm.system.memory import memory_limit
 
     computing = Computing(machine.device, machine.arithmetic(), rare.batch)
@@ -98,8 +98,10 @@ def sample(
     with progress(f"sampling {num} with {strategy.value}") as advance:
         weight_K = expert_shares(ensemble, weights, class_prior)
         drawn = draw(job, num, processes, weight_K, advance, ensemble)
-    written = write_samples(drawn.images, drawn.expert_N.tolist(), out, opened.manifest_digest)
-    shares = describe_shares(ensemble, shares_of(drawn, ensemble), weights, class_prior, told.label)
+    classes = names_of(plan.condition, condition, num)
+    written = write_samples(drawn.images, drawn.expert_N.tolist(), out, opened.manifest_digest, classes)
+    name = classes[0] if classes else None
+    shares = describe_shares(ensemble, shares_of(drawn, ensemble), weights, class_prior, name)
     say(f"{num} samples in {out} ({written}). Experts: {shares}")
     if told.text is not None and declared is None and not knows_shares(ensemble.router):
         say("No release states who holds images of this text: the prior is that of all images (or --set class-prior).")

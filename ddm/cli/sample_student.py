@@ -42,6 +42,7 @@ def sample_student(
     from ddm.distillation.student import read_record
     from ddm.io.pictures import write_samples
     from ddm.protocol.footprint import condition_bytes
+    from ddm.sampling.guidance import names_of
     from ddm.sampling.strategies import Lock
     from ddm.system.memory import memory_limit
 
@@ -51,17 +52,19 @@ def sample_student(
     beside = picture_bytes(out, num, record.data.shape) + (condition_bytes(record.condition) if told.text else 0)
     limit = memory_limit(read_memory(machine.memory)).part(processes)
     limit.check("memory", needed + -(-beside // processes))
+    condition = told.value(record.condition)
     how = {
         "steps": solving.steps,
         "solver": solving.solver.value,
-        "condition": told.value(record.condition),
+        "condition": condition,
         "condition_prior": None,
         "guidance": told.guidance or 0.0,
     }
     job = Job(StudentSource(record, student, computing), Lock(), solving.seed, how)
     with progress(f"sampling {num}") as advance:
         drawn = draw(job, num, processes, torch.ones(1), advance)
-    written = write_samples(drawn.images, drawn.expert_N.tolist(), out, record.source.manifest)
+    classes = names_of(record.condition, condition, num)
+    written = write_samples(drawn.images, drawn.expert_N.tolist(), out, record.source.manifest, classes)
     source = record.source
     say(
         f"{num} samples in {out} ({written}). The student names as its source {source.plan_id}, version "

@@ -4,9 +4,10 @@ An image may be (H, W), (C, H, W) with 1 or 3 channels, (H, W, C) with 1, 3 or 4
 `train_images`, `train_labels` and the like count as parts of one data set, as MedMNIST names them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +18,13 @@ from ddm.imaging.heads import in_a_head
 from ddm.imaging.picture import Picture
 from ddm.imaging.reasons import Flag, ImageError, Reason
 from ddm.imaging.text import suspect_text
-from ddm.io.idx import labels_beside, read_idx
+from ddm.io.idx import idx_blocks, idx_shape, labels_beside, read_idx
 from ddm.io.images import BLOCK_BYTES, rows_of
 from ddm.io.npz import npz_blocks, npz_header, npz_names, read_array
 from ddm.io.sources import Source, open_source
 
 _IMAGES = "images"
-_MAX_CELL_BYTES = 1024
+_MAX_CELL_BYTES = {"label": 1024, "patient": 1024, "caption": 4 * 4096}
 _FOUR = 4  # channels of colours with transparency
 
 
@@ -56,12 +57,12 @@ def _is_part(path: Path, kind: str) -> bool:
 
 
 def _idx(path: Path, limits: Limits) -> Iterator[Decoded | ImageError]:
-    array = read_idx(path)
-    beside = labels_beside(path)
-    labels = read_idx(beside) if beside != path and beside.is_file() else None
-    if array.ndim < 3:
-        raise ImageError(Reason.SHAPE, f"{array.ndim} axes in place of 3 or 4")
-    yield from _rows([array], len(array), array.dtype, "idx", limits, label_N=labels)
+    shape, beside = idx_shape(path), labels_beside(path)
+    if len(shape) < 3:
+        raise ImageError(Reason.SHAPE, f"{len(shape)} axes in place of 3 or 4")
+    limits.check(*shape[1:])
+    columns = {"label": read_idx(beside)} if beside != path and beside.is_file() else {}
+    yield from _rows(idx_blocks(path), shape[0], np.dtype(np.uint8), "idx", limits, columns)
 
 
 def _parts(path: Path, names: frozenset[str], limits: Limits) -> Iterator[Decoded | ImageError]:
@@ -72,13 +73,11 @@ def _parts(path: Path, names: frozenset[str], limits: Limits) -> Iterator[Decode
         split = name.removesuffix(f"_{_IMAGES}")
         header = npz_header(path, name)
         columns = {
-            column: read_array(path, f"{split}_{column}s", max_bytes=4096 + header.shape[0] * 4 * _MAX_CELL_BYTES)
-            for column in ("label", "patient")
+            column: read_array(path, f"{split}_{column}s", max_bytes=4096 + header.shape[0] * 4 * most)
+            for column, most in _MAX_CELL_BYTES.items()
             if f"{split}_{column}s" in names
         }
-        blocks = npz_blocks(path, name)
-        found = columns.get("label"), columns.get("patient")
-        yield from _rows(blocks, header.shape[0], header.dtype, "npz", limits, *found, split=split)
+        yield from _rows(npz_blocks(path, name), header.shape[0], header.dtype, "npz", limits, columns, split=split)
 
 
 def _source(source: Source, kind: str, limits: Limits) -> Iterator[Decoded | ImageError]:
@@ -86,10 +85,11 @@ def _source(source: Source, kind: str, limits: Limits) -> Iterator[Decoded | Ima
         raise ImageError(Reason.NO_PICTURE, "latents")
     dtype, shape = source.row
     limits.check(*(shape or (0,)))
-    label_N, patient_N = (
-        source.column(name, _MAX_CELL_BYTES) if {name, name.removesuffix("s")} & source.columns else None
-        for name in ("labels", "patients")
-    )
+    columns = {
+        column: source.column(f"{column}s", most)
+        for column, most in _MAX_CELL_BYTES.items()
+        if {column, f"{column}s"} & source.columns
+    }
     stored = source.in_place()
     if stored is None:
         blocks = source.unpacked()
@@ -97,20 +97,19 @@ def _source(source: Source, kind: str, limits: Limits) -> Iterator[Decoded | Ima
         size = rows_of(BLOCK_BYTES, shape)
         num = len(source)
         blocks = (stored.read(range(start, min(start + size, num))) for start in range(0, num, size))
-    yield from _rows(blocks, len(source), dtype, kind, limits, label_N, patient_N)
+    yield from _rows(blocks, len(source), dtype, kind, limits, columns)
 
 
 def _rows(
-    blocks: Iterator[NDArray[np.generic]] | list[NDArray[np.generic]],
+    blocks: Iterator[NDArray[np.generic]],
     num: int,
     dtype: np.dtype[np.generic],
     kind: str,
     limits: Limits,
-    label_N: NDArray[np.generic] | None = None,
-    patient_N: NDArray[np.generic] | None = None,
+    columns: Mapping[str, NDArray[np.generic]],
     split: str | None = None,
 ) -> Iterator[Decoded | ImageError]:
-    labels, patients = _cells(label_N, num), _cells(patient_N, num)
+    texts = {name: cells for name, column_N in columns.items() if (cells := _cells(column_N, num)) is not None}
     bounds = np.iinfo(np.dtype(dtype.str)) if dtype.kind in "iu" and dtype.itemsize < 4 else None
     full = None if bounds is None else (float(bounds.min), float(bounds.max))
     row = 0
@@ -118,9 +117,8 @@ def _rows(
         for values in block:
             try:
                 picture = Picture(_channels_first(values, limits), full=full)
-                flags = _flags(picture)
-                label, patient = labels[row] if labels else None, patients[row] if patients else None
-                yield Decoded(picture, flags, kind, patient, label, split)
+                told: dict[str, Any] = {name: cells[row] for name, cells in texts.items()}
+                yield Decoded(picture, _flags(picture), kind, split=split, **told)
             except ImageError as error:
                 yield error
             row += 1
@@ -150,15 +148,20 @@ def _channels_first(values: NDArray[np.generic], limits: Limits) -> NDArray[np.g
     raise ImageError(Reason.SHAPE, f"rows of {len(shape)} axes, {prod(shape)} values, without 1 or 3 channels")
 
 
-def _cells(column_N: NDArray[np.generic] | None, num: int) -> list[str] | None:
+def _cells(column_N: NDArray[np.generic], num: int) -> list[str] | None:
     """Return a column as text, one cell a row; a column of several numbers a row says nothing here."""
-    if column_N is None:
-        return None
     if column_N.ndim == 2 and column_N.shape[1] == 1:
         column_N = column_N[:, 0]
     if column_N.ndim != 1:
         return None
     if len(column_N) != num:
         raise ImageError(Reason.DAMAGED, f"{len(column_N)} entries in a column for {num} images")
-    texts = [cell.decode("latin-1") if isinstance(cell, bytes) else str(cell) for cell in column_N.tolist()]
+    texts = [_text(cell) if isinstance(cell, bytes) else str(cell) for cell in column_N.tolist()]
     return [text.strip() for text in texts]
+
+
+def _text(cell: bytes) -> str:
+    try:
+        return cell.decode()
+    except ValueError:
+        return cell.decode("latin-1")

@@ -50,8 +50,25 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """One slice of a scan, where it may be of a head and does not lie in one volume with the others.
+
+    Attributes:
+        series: which one, in the words of the file; it may identify.
+        place_mm: where along the slices' normal; None where the file does not say.
+        sides_mm: its height and width; None where the file does not say.
+        head: whether the file names a head; None where it names no part of the body.
+    """
+
+    series: str = field(repr=False)
+    place_mm: float | None = None
+    sides_mm: tuple[float, float] | None = None
+    head: bool | None = None
+
+
+@dataclass(frozen=True)
 class Decoded:
-    """One picture, and what belongs to it. The last three fields may identify: they are for private memory alone.
+    """One picture, and what belongs to it. The last five fields may identify: they are for private memory alone.
 
     Attributes:
         picture: the values.
@@ -60,6 +77,8 @@ class Decoded:
         patient: who it shows, in the words of the file.
         label: its class, in the words of the file.
         split: the part of its data set that it belongs to.
+        caption: its text.
+        slice: the scan that it is a slice of, where the slices together may show a face.
     """
 
     picture: Picture
@@ -68,6 +87,8 @@ class Decoded:
     patient: str | None = field(default=None, repr=False)
     label: str | None = field(default=None, repr=False)
     split: str | None = field(default=None, repr=False)
+    caption: str | None = field(default=None, repr=False)
+    slice: Slice | None = field(default=None, repr=False)
 
 
 def plain(values: NDArray[np.generic]) -> NDArray[np.generic]:

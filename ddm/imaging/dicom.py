@@ -2,14 +2,14 @@
 
 Frames make a volume where each says where it lies, all face the same way, and they are evenly spaced along their
 normal, each place taken once. All other frames (ultrasound clips, angiography, secondary captures, repeated or tilted
-slices) are images of their own, in the file's order. One slice a file is an image: files are never put together.
+slices) are images of their own, in the file's order. One slice a file is an image: files are never put together, but
+a slice that may be of a head says which scan it belongs to.
 """
 
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,18 @@ from numpy.typing import NDArray
 from pydicom import config as pydicom_config
 from pydicom.pixels.decoders.base import get_decoder
 from pydicom.pixels.processing import apply_color_lut, apply_modality_lut
-from pydicom.tag import BaseTag, Tag
 from pydicom.uid import (
     UID,
+    DeflatedExplicitVRLittleEndian,
     ExplicitVRBigEndian,
     ExplicitVRLittleEndian,
     ImplicitVRLittleEndian,
 )
 
 from ddm.imaging.decoded import Decoded, Limits, plain
+from ddm.imaging.dicom_places import is_of_head, slice_of, spacing_of, volume_of
+from ddm.imaging.dicom_tags import group_of, tag_of, value_of
 from ddm.imaging.heads import in_a_head
-from ddm.imaging.orientation import oriented
 from ddm.imaging.picture import Picture
 from ddm.imaging.reasons import Flag, ImageError, Reason
 from ddm.imaging.text import suspect_text
@@ -44,6 +45,7 @@ _NO_PICTURES = (  # doses, segmentations, maps, wave forms: numbers that stand f
     *("1.2.840.10008.5.1.4.1.1.481.", "1.2.840.10008.5.1.4.1.1.66", "1.2.840.10008.5.1.4.1.1.30"),
 )
 _IMAGES_OF_THERAPY = "1.2.840.10008.5.1.4.1.1.481.1"  # a radiograph
+_LITTLE_ENDIAN = (ImplicitVRLittleEndian, ExplicitVRLittleEndian, DeflatedExplicitVRLittleEndian)
 _NATIVE = (ImplicitVRLittleEndian, ExplicitVRLittleEndian, ExplicitVRBigEndian, UID("1.2.840.10008.1.2.1.99"))
 
 
@@ -63,15 +65,18 @@ def read_dicom(file: Path | BytesIO, limits: Limits) -> Iterator[Decoded]:
         num, shape = _announced(tags, limits)
         _check_pixels(tags, syntax, num, shape)
         flags = _flags(tags)
-        patient = str(_value(tags, "PatientID") or "").strip() or None
-        affine = _volume(tags, num)
+        patient = str(value_of(tags, "PatientID") or "").strip() or None
+        affine, head = volume_of(tags, num), is_of_head(tags)
         frames = _frames(tags, syntax, num)
         if affine is None:
             for number, (values, photometric) in enumerate(frames):
                 picture = _picture(tags, number, values, photometric)
                 text = suspect_text(picture.values) if Flag.DECLARED_TEXT not in flags else False
-                yield Decoded(picture, flags | ({Flag.SUSPECTED_TEXT} if text else set()), "DICOM", patient)
+                flagged = flags | ({Flag.SUSPECTED_TEXT} if text else set())
+                yield Decoded(picture, flagged, "DICOM", patient, slice=slice_of(tags, number, picture, head))
             return
+        from ddm.imaging.orientation import oriented  # nibabel, which single images do without
+
         limits.check(num, *shape)
         order, matrix = affine
         found = [_picture(tags, number, *frame) for number, frame in enumerate(frames)]
@@ -79,7 +84,7 @@ def read_dicom(file: Path | BytesIO, limits: Limits) -> Iterator[Decoded]:
         stack = np.stack([found[number].values for number in order], 1)  # (C, D, H, W)
         values, spacing = oriented(stack.transpose(0, 3, 2, 1), matrix)
         volume = Picture(plain(values), spacing, first.window, first.full)
-        face = in_a_head(volume, _body_part(tags)) and Flag.DECLARED_FACE not in flags
+        face = in_a_head(volume, head) and Flag.DECLARED_FACE not in flags
         yield Decoded(volume, flags | ({Flag.FACE} if face else set()), "DICOM", patient)
 
 
@@ -99,20 +104,9 @@ def _quietly() -> Iterator[None]:
         pydicom_config.settings.reading_validation_mode = mode
 
 
-def _value(tags: Any, keyword: str) -> Any:
-    """Return the value of a tag, None where it is absent; `Dataset.get` is slow where it is."""
-    tag = _tag(keyword)
-    return None if tags.get_item(tag) is None else tags[tag].value
-
-
-@cache
-def _tag(keyword: str) -> BaseTag:
-    return Tag(keyword)
-
-
 def _syntax(tags: Any) -> UID:
     """Return the transfer syntax; of a file without one, that which it was read with."""
-    syntax = _value(tags.file_meta, "TransferSyntaxUID")
+    syntax = value_of(tags.file_meta, "TransferSyntaxUID")
     if syntax is None:
         implicit, little = tags.original_encoding
         syntax = ImplicitVRLittleEndian if implicit else ExplicitVRLittleEndian if little else ExplicitVRBigEndian
@@ -122,15 +116,16 @@ def _syntax(tags: Any) -> UID:
 
 def _announced(tags: Any, limits: Limits) -> tuple[int, tuple[int, ...]]:
     """Return how many frames there are and the shape of one, within the limits."""
-    kind = str(_value(tags, "SOPClassUID") or "")
+    kind = str(value_of(tags, "SOPClassUID") or "")
     if kind.startswith(_NO_PICTURES) and kind != _IMAGES_OF_THERAPY:
         raise ImageError(Reason.NO_PICTURE, "a dose, a segmentation or a map")
     if not len(tags):  # what pydicom returns where a file ends within its pixels
         raise ImageError(Reason.TRUNCATED, "the file ends within a value")
-    if "Rows" not in tags or "Columns" not in tags:
+    rows, columns = value_of(tags, "Rows"), value_of(tags, "Columns")
+    if rows is None or columns is None:
         raise ImageError(Reason.NO_PIXELS)
-    num = int(_value(tags, "NumberOfFrames") or 1)
-    shape = (int(_value(tags, "SamplesPerPixel") or 1), int(tags.Rows), int(tags.Columns))
+    num = int(value_of(tags, "NumberOfFrames") or 1)
+    shape = (int(value_of(tags, "SamplesPerPixel") or 1), int(rows), int(columns))
     limits.check_pictures(num)
     limits.check(*shape)
     return num, shape
@@ -138,22 +133,26 @@ def _announced(tags: Any, limits: Limits) -> tuple[int, tuple[int, ...]]:
 
 def _check_pixels(tags: Any, syntax: UID, num: int, shape: tuple[int, ...]) -> None:
     """Refuse a file without pixels, with fewer than it announces, or in a syntax that nothing here decodes."""
-    names = [name for name in _PIXELS if name in tags]
+    names = [name for name in _PIXELS if tags.get_item(tag_of(name)) is not None]
     if not names:
         # pydicom returns what came before the end of a file; an image with rows and without pixels was cut off there.
         raise ImageError(Reason.TRUNCATED, "rows and columns, but no pixels")
     if syntax in _NATIVE:
-        bits = int(_value(tags, "BitsAllocated") or 0)
-        halved = str(_value(tags, "PhotometricInterpretation")) == "YBR_FULL_422"
+        bits = int(value_of(tags, "BitsAllocated") or 0)
+        halved = str(value_of(tags, "PhotometricInterpretation")) == "YBR_FULL_422"
         values = num * shape[1] * shape[2] * (2 if halved else shape[0])
-        if len(tags[names[0]].value or b"") < (values * bits + 7) // 8:
+        if len(value_of(tags, names[0]) or b"") < (values * bits + 7) // 8:
             raise ImageError(Reason.TRUNCATED, "fewer pixels than rows and columns")
-    elif not tags[names[0]].value:
+    elif not value_of(tags, names[0]):
         raise ImageError(Reason.TRUNCATED, "no pixels")
 
 
 def _frames(tags: Any, syntax: UID, num: int) -> Iterator[tuple[NDArray[np.generic], str]]:
     """Yield the frames as pydicom decodes them, YBR turned into RGB, with what their values then mean."""
+    if (greys := _native_greys(tags, syntax, num)) is not None:
+        stored, photometric = int(value_of(tags, "BitsStored")), str(value_of(tags, "PhotometricInterpretation"))
+        yield from ((_without_unused_bits(frame, stored), photometric) for frame in greys)
+        return
     try:
         decoder = get_decoder(syntax)
     except NotImplementedError as error:
@@ -170,13 +169,43 @@ def _frames(tags: Any, syntax: UID, num: int) -> Iterator[tuple[NDArray[np.gener
         raise
 
 
+def _native_greys(tags: Any, syntax: UID, num: int) -> NDArray[Any] | None:
+    """Return uncompressed greys of 8 or 16 bits in place, (N, H, W): pydicom takes longer; None of all else."""
+    allocated, stored = value_of(tags, "BitsAllocated"), value_of(tags, "BitsStored")
+    pixels, sign = value_of(tags, "PixelData"), value_of(tags, "PixelRepresentation")
+    if (
+        syntax not in _LITTLE_ENDIAN
+        or int(value_of(tags, "SamplesPerPixel") or 0) != 1
+        or str(value_of(tags, "PhotometricInterpretation")) not in ("MONOCHROME1", "MONOCHROME2")
+        or allocated not in (8, 16)
+        or sign not in (0, 1)
+        or not isinstance(stored, int)
+        or not 1 <= stored <= allocated
+        or not isinstance(pixels, bytes)
+    ):
+        return None
+    shape = (num, int(value_of(tags, "Rows")), int(value_of(tags, "Columns")))
+    return np.frombuffer(pixels, f"<{'ui'[sign]}{allocated // 8}", num * shape[1] * shape[2]).reshape(shape)
+
+
+def _without_unused_bits(frame: NDArray[Any], stored: int) -> NDArray[Any]:
+    """Return a copy of a frame whose values are those of the bits that are stored; the others may hold anything."""
+    values, sign = frame.copy(), frame.dtype.kind == "i"
+    low, high = (-(1 << stored - 1), (1 << stored - 1) - 1) if sign else (0, (1 << stored) - 1)
+    unused = 8 * values.itemsize - stored
+    if unused and not low <= int(values.min()) <= int(values.max()) <= high:
+        np.left_shift(values, unused, out=values)
+        np.right_shift(values, unused, out=values)
+    return values
+
+
 def _picture(tags: Any, number: int, values: NDArray[np.generic], photometric: str) -> Picture:
     """Return one frame, with rescaling done, inverted greys turned, and colours from palettes."""
-    bits, signed = int(tags.BitsStored) if "BitsStored" in tags else 0, bool(_value(tags, "PixelRepresentation"))
+    bits, signed = int(value_of(tags, "BitsStored") or 0), bool(value_of(tags, "PixelRepresentation"))
     full: tuple[float, float] | None = (0.0, 2.0**bits - 1)
     if signed:
         full = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1)
-    spacing = _spacing(tags, number)
+    spacing = spacing_of(tags, number)
     if photometric == "PALETTE COLOR":
         coloured = apply_color_lut(values, tags)
         return Picture(_channels(coloured), spacing, None, (0.0, float(np.iinfo(coloured.dtype).max)))
@@ -196,7 +225,7 @@ def _grey(
     spacing: tuple[float, float] | None,
 ) -> Picture:
     slope, intercept = _rescale(tags, number)
-    if "ModalityLUTSequence" in tags and tags.ModalityLUTSequence:
+    if value_of(tags, "ModalityLUTSequence"):
         values = apply_modality_lut(values, tags)
         full = (0.0, 2.0 ** int(tags.ModalityLUTSequence[0].LUTDescriptor[2]) - 1)
     elif (slope, intercept) != (1.0, 0.0):
@@ -221,7 +250,9 @@ def _rescaled(values: NDArray[np.generic], slope: float, intercept: float) -> ND
                 continue
             if bounds.min <= min(ends) and max(ends) <= bounds.max and abs(intercept) < 2**31 and abs(slope) < 2**31:
                 if slope == 1 and bounds.min <= intercept <= bounds.max:  # whole numbers wrap around, and back
-                    return np.asarray(np.add(values, kind(intercept), dtype=kind, casting="unsafe"))
+                    alike = values.dtype.isnative and values.dtype.itemsize == np.dtype(kind).itemsize
+                    same: NDArray[Any] = values.view(kind) if alike else values.astype(kind)
+                    return np.asarray(same + kind(intercept))
                 wide: NDArray[Any] = values.astype(np.int64)
                 return np.asarray(wide * int(slope) + int(intercept)).astype(kind)
     return np.asarray(values.astype(np.float64) * slope + intercept).astype(np.float32)
@@ -233,30 +264,21 @@ def _channels(values: NDArray[np.generic]) -> NDArray[np.generic]:
     return plain(np.moveaxis(values, -1, 0))
 
 
-def _group(tags: Any, number: int, name: str) -> Any:
-    """Return what an enhanced file says of one frame, else of all of them, else the file itself."""
-    for groups, index in (("PerFrameFunctionalGroupsSequence", number), ("SharedFunctionalGroupsSequence", 0)):
-        found = _value(tags, groups)
-        if found and index < len(found) and name in found[index] and len(found[index][name].value):
-            return found[index][name].value[0]
-    return tags
-
-
 def _rescale(tags: Any, number: int) -> tuple[float, float]:
-    group = _group(tags, number, "PixelValueTransformationSequence")
-    slope, intercept = _value(group, "RescaleSlope"), _value(group, "RescaleIntercept")
+    group = group_of(tags, number, "PixelValueTransformationSequence")
+    slope, intercept = value_of(group, "RescaleSlope"), value_of(group, "RescaleIntercept")
     return float(1.0 if slope is None else slope), float(intercept or 0.0)
 
 
 def _window(tags: Any, number: int) -> tuple[float, float] | None:
     """Return the ends of the first window, as PS3.3 C.11.2.1.2 and C.11.2.1.3 define them, or of the first table."""
-    group = _group(tags, number, "FrameVOILUTSequence")
-    centre, width = (_first(_value(group, name)) for name in ("WindowCenter", "WindowWidth"))
+    group = group_of(tags, number, "FrameVOILUTSequence")
+    centre, width = (_first(value_of(group, name)) for name in ("WindowCenter", "WindowWidth"))
     if centre is not None and width is not None and width >= 1:
-        if str(_value(group, "VOILUTFunction") or "LINEAR") == "LINEAR":
+        if str(value_of(group, "VOILUTFunction") or "LINEAR") == "LINEAR":
             centre, width = centre - 0.5, width - 1
         return (centre - width / 2, centre + width / 2) if width > 0 else None
-    if _value(group, "VOILUTSequence"):
+    if value_of(group, "VOILUTSequence"):
         entries, first, _ = (int(number) for number in group.VOILUTSequence[0].LUTDescriptor)
         return float(first), float(first + (entries or 1 << 16) - 1)
     return None
@@ -268,67 +290,16 @@ def _first(value: Any) -> float | None:
     return float(value[0]) if isinstance(value, pydicom.multival.MultiValue) else float(value)
 
 
-def _spacing(tags: Any, number: int) -> tuple[float, float] | None:
-    group = _group(tags, number, "PixelMeasuresSequence")
-    for name in ("PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing"):
-        value = _value(group, name)
-        if value is not None and len(value) == 2 and all(0 < float(side) < float("inf") for side in value):
-            return float(value[0]), float(value[1])
-    return None
-
-
-def _volume(tags: Any, num: int) -> tuple[list[int], NDArray[np.float64]] | None:
-    """Return the order of the frames along their normal, and the matrix from (W, H, D) to right, front and top."""
-    if (
-        num < 2
-        or int(_value(tags, "SamplesPerPixel") or 1) != 1
-        or not _value(tags, "PerFrameFunctionalGroupsSequence")
-    ):
-        return None
-    places, ways = [], []
-    for number in range(num):
-        place = _value(_group(tags, number, "PlanePositionSequence"), "ImagePositionPatient")
-        way = _value(_group(tags, number, "PlaneOrientationSequence"), "ImageOrientationPatient")
-        if place is None or way is None or len(place) != 3 or len(way) != 6:
-            return None
-        places.append([float(number) for number in place])
-        ways.append([float(number) for number in way])
-    spacing = _spacing(tags, 0)
-    place_N3, way_N6 = np.array(places), np.array(ways)
-    if spacing is None or not np.allclose(way_N6, way_N6[0], atol=1e-3):
-        return None
-    row, column = way_N6[0, :3], way_N6[0, 3:]
-    along_N = place_N3 @ np.cross(row, column)
-    order = np.argsort(along_N, kind="stable")
-    steps = np.diff(along_N[order])
-    if not steps.min() > 0 or steps.max() > 1.01 * steps.min() + 1e-3:
-        return None
-    step = (place_N3[order[-1]] - place_N3[order[0]]) / (num - 1)
-    matrix = np.eye(4)
-    matrix[:3, 0], matrix[:3, 1], matrix[:3, 2] = row * spacing[1], column * spacing[0], step
-    matrix[:2] *= -1  # DICOM counts to the left and to the back
-    return [int(number) for number in order], matrix
-
-
-def _body_part(tags: Any) -> str | None:
-    """Return the part of the body, in capitals, where the file says one."""
-    region = _value(tags, "AnatomicRegionSequence") or _value(
-        _group(tags, 0, "FrameAnatomySequence"), "AnatomicRegionSequence"
-    )
-    coded = str(_value(region[0], "CodeMeaning") or "") if region else ""
-    return (str(_value(tags, "BodyPartExamined") or "") or coded).strip().upper() or None
-
-
 def _flags(tags: Any) -> frozenset[Flag]:
-    kind, modality = str(_value(tags, "SOPClassUID") or ""), str(_value(tags, "Modality") or "").upper()
-    conversion, parts = str(_value(tags, "ConversionType") or "").upper(), _value(tags, "ImageType") or ()
+    kind, modality = str(value_of(tags, "SOPClassUID") or ""), str(value_of(tags, "Modality") or "").upper()
+    conversion, parts = str(value_of(tags, "ConversionType") or "").upper(), value_of(tags, "ImageType") or ()
     words = {str(part).upper() for part in ([parts] if isinstance(parts, str) else parts)}
     captured = kind == _SECONDARY_CAPTURE or kind.startswith(_SECONDARY_CAPTURE + ".")
     found = {
-        Flag.DECLARED_TEXT: str(_value(tags, "BurnedInAnnotation") or "").upper() == "YES",
-        Flag.DECLARED_FACE: str(_value(tags, "RecognizableVisualFeatures") or "").upper() == "YES",
+        Flag.DECLARED_TEXT: str(value_of(tags, "BurnedInAnnotation") or "").upper() == "YES",
+        Flag.DECLARED_FACE: str(value_of(tags, "RecognizableVisualFeatures") or "").upper() == "YES",
         Flag.OVERLAY: not _OVERLAYS.isdisjoint(tags.keys()),
-        Flag.THUMBNAIL: bool(_value(tags, "IconImageSequence")),
+        Flag.THUMBNAIL: bool(value_of(tags, "IconImageSequence")),
         Flag.SCREENSHOT: conversion == "WSD" or any("SCREEN" in word for word in words),
         Flag.SECONDARY_CAPTURE: captured or modality in ("SC", "OT", "DOC") or bool(conversion and conversion != "WSD"),
         Flag.ULTRASOUND: modality in ("US", "IVUS") or kind.startswith(_ULTRASOUND),

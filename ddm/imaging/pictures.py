@@ -1,6 +1,6 @@
 """The pictures of a file or a folder of this machine's own, decoded in this process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +12,8 @@ from ddm.imaging.picture import Picture
 from ddm.imaging.reasons import ImageError
 from ddm.io.idx import is_idx, read_idx
 from ddm.io.images import BLOCK_BYTES, rows_of
-from ddm.io.sources import Source, open_source
+from ddm.io.sources import ARRAYS, Source, open_source
 
-_ARRAYS = (".npz", ".npy", ".parquet")
 _FULL = {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0)}
 
 
@@ -22,8 +21,10 @@ def pictures(path: Path, *, seen: bool) -> Iterator[Picture]:
     """Yield the pictures of a file or a folder.
 
     Args:
-        path: a picture of any kind that `ddm.imaging.decode` knows; a folder of them, at any depth, in the order of
-            their names, without hidden ones; or arrays as `ddm.io.sources` and `ddm.io.idx` take them.
+        path: a picture of any kind that `ddm.imaging.decode` knows; a folder of them, at any depth, by their names,
+            files before folders, without hidden ones and without arrays that hold no pictures; or arrays as
+            `ddm.io.sources` and `ddm.io.idx` take them: a file, a folder with images.npy or its parts, or one of
+            Parquet files alone.
         seen: whether a person has looked at them or is about to; else one that may show who a patient is ends it.
 
     Raises:
@@ -32,14 +33,36 @@ def pictures(path: Path, *, seen: bool) -> Iterator[Picture]:
     """
     if not path.exists():
         raise MissingFileError(str(path), expected="pictures", got="no such file or folder")
-    if path.is_file() and path.suffix.lower() not in _ARRAYS:
+    if path.is_file() and path.suffix.lower() not in ARRAYS:
         return map(_picture, read_idx(path)) if is_idx(path) else _decoded(path, seen)
-    if path.is_dir() and not any(file.suffix.lower() in _ARRAYS for file in path.iterdir()):
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _hidden(file.relative_to(path))]
+    if path.is_dir():
+        files = [file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))]
+        files.sort(key=lambda file: (*((1, part) for part in file.parent.parts), (0, file.name)))
         if not files:
             raise DataError("pictures", expected="at least one", got="an empty folder")
-        return (picture for file in files for picture in _decoded(file, seen))
+        if not _are_rows(files):
+            return (picture for file in files for picture in _in_folder(file, seen))
     return (_picture(row) for block in _blocks(open_source(path)) for row in block)
+
+
+def _are_rows(files: Sequence[Path]) -> bool:
+    """Whether a folder's files are one array in parts, with its columns."""
+    parts = any(file.name == "images.npy" or file.match("images-*.npy") for file in files)
+    return parts or all(file.suffix.lower() == ".parquet" for file in files)
+
+
+def _in_folder(file: Path, seen: bool) -> Iterator[Picture]:
+    """Yield the pictures of one file of a folder; arrays beside pictures may be anything."""
+    found = _decoded(file, seen)
+    try:
+        first = next(found, None)
+    except DataError:
+        if file.suffix.lower() not in ARRAYS:
+            raise
+        return
+    if first is not None:
+        yield first
+    yield from found
 
 
 def _hidden(path: Path) -> bool:

@@ -40,6 +40,8 @@ def _has_lines(grey_HW: NDArray[np.generic]) -> bool:
     if not high > low:
         return False
     sharp = np.abs(signed[:, 1:] - signed[:, :-1]) > _STEP * (high - low)
+    if np.count_nonzero(sharp) < 2 * _EDGES:  # of most images: counting by rows takes ten times as long
+        return False
     busy = np.flatnonzero(np.count_nonzero(sharp, axis=1) >= _EDGES)
     if len(busy) < 2:
         return False

@@ -1,13 +1,16 @@
 """How stored rows become images of a plan's shape and range; what does not fit is named by its row."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ddm.errors import DataError
 from ddm.io.images import Rows
 from ddm.protocol.plan import DataSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CHANNELS_LAST = "Put the channels first: np.moveaxis(images, -1, 1)."
 
@@ -28,7 +31,7 @@ def check_row(dtype: np.dtype[np.generic], shape: tuple[int, ...], spec: DataSpe
         raise DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
 
 
-def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> Tensor:
+def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> "Tensor":
     """Convert stored rows into images of the plan's range: of whole numbers the type's whole range is spread over it.
 
     Args:
@@ -43,10 +46,10 @@ def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> Tensor:
     array = array.reshape(len(array), *spec.shape)
     if array.dtype in (np.uint8, np.uint16):
         share = array.astype(np.float32) / (255 if array.dtype == np.uint8 else 65535)
-        return torch.from_numpy((low + (high - low) * share).astype(np.float32, copy=False))
+        return _tensor((low + (high - low) * share).astype(np.float32, copy=False))
     values = _floats(array)
     if not values.size or (values.min() >= low - 1e-5 and values.max() <= high + 1e-5):  # never of a NaN
-        return torch.from_numpy(values)
+        return _tensor(values)
     _check_finite(values, rows)
     flat = values.reshape(len(values), -1)
     wrong_B = (flat.min(1) < low - 1e-5) | (flat.max(1) > high + 1e-5)
@@ -55,7 +58,7 @@ def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> Tensor:
     raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got=got)
 
 
-def as_floats(array: NDArray[np.generic], rows: Rows) -> Tensor:
+def as_floats(array: NDArray[np.generic], rows: Rows) -> "Tensor":
     """Convert stored rows to float32.
 
     Raises:
@@ -63,6 +66,12 @@ def as_floats(array: NDArray[np.generic], rows: Rows) -> Tensor:
     """
     values = _floats(array)
     _check_finite(values, rows)
+    return _tensor(values)
+
+
+def _tensor(values: NDArray[np.float32]) -> "Tensor":
+    import torch  # here, since processes that decode arrays do without it
+
     return torch.from_numpy(values)
 
 

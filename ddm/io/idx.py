@@ -5,16 +5,20 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from ddm.errors import DataError
 from ddm.io.files import require_file
 from ddm.io.fitting import check_row, fit
+from ddm.io.images import BLOCK_BYTES, rows_of
 from ddm.protocol.plan import DataSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _GZIP, _IDX = b"\x1f\x8b", b"\0\0\x08"  # unsigned bytes, the only kind that these data sets use
 _MAX_DIMS = 4
@@ -49,27 +53,61 @@ def read_idx(path: Path) -> np.ndarray:
         MissingFileError: nothing at `path`.
         DataError: not such a file, larger than memory, or with fewer or more bytes than its header says.
     """
-    require_file(path, "an idx file")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with _opened(path) as (handle, shape):
+        size = prod(shape)
+        if size > memory:
+            raise DataError("data file", expected=f"at most {memory} bytes, unpacked", got=f"{size}")
+        data = handle.read(size + 1)
+    if len(data) != size:
+        raise DataError("data file", expected=f"{size} bytes, as its header says", got="fewer or more")
+    return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+def idx_shape(path: Path) -> tuple[int, ...]:
+    """Return the shape of the array, as its header says.
+
+    Raises:
+        MissingFileError, DataError: see `read_idx`.
+    """
+    with _opened(path) as (_, shape):
+        return shape
+
+
+def idx_blocks(path: Path) -> Iterator[np.ndarray]:
+    """Yield the rows of an idx file in blocks, in bounded memory.
+
+    Raises:
+        MissingFileError, DataError: see `read_idx`.
+    """
+    with _opened(path) as (handle, shape):
+        row, most = prod(shape[1:]), rows_of(BLOCK_BYTES, shape[1:], 1)
+        for start in range(0, shape[0], most):
+            num = min(most, shape[0] - start)
+            data = handle.read(num * row)
+            if len(data) != num * row:
+                raise DataError("data file", expected=f"{shape[0]} rows, as its header says", got="fewer")
+            yield np.frombuffer(data, np.uint8).reshape(num, *shape[1:])
+        if handle.read(1):
+            raise DataError("data file", expected=f"{shape[0]} rows, as its header says", got="more")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[IO[bytes] | gzip.GzipFile, tuple[int, ...]]]:
+    """Yield what is behind the header, and the shape that it states."""
+    require_file(path, "an idx file")
     wanted = "an idx file of unsigned bytes"
     try:
         with _unpacked(path) as handle:
             magic = handle.read(4)
             if magic[:3] != _IDX or not 1 <= magic[3] <= _MAX_DIMS:
                 raise DataError("data file", expected=wanted, got="a file that begins otherwise")
-            shape = struct.unpack(f">{magic[3]}I", handle.read(4 * magic[3]))
-            size = int(np.prod(shape, dtype=object))
-            if size > memory:
-                raise DataError("data file", expected=f"at most {memory} bytes, unpacked", got=f"{size}")
-            data = handle.read(size + 1)
+            yield handle, struct.unpack(f">{magic[3]}I", handle.read(4 * magic[3]))
     except (EOFError, struct.error, gzip.BadGzipFile) as error:
         raise DataError("data file", expected=wanted, got="a file that is cut short or damaged") from error
-    if len(data) != size:
-        raise DataError("data file", expected=f"{size} bytes, as its header says", got="fewer or more")
-    return np.frombuffer(data, np.uint8).reshape(shape)
 
 
-def read_idx_images(path: Path, spec: DataSpec) -> Tensor:
+def read_idx_images(path: Path, spec: DataSpec) -> "Tensor":
     """Read images (N, H, W) or (N, C, H, W); bytes are spread over the plan's range.
 
     Raises:

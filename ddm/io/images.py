@@ -1,4 +1,7 @@
-"""Images wherever they lie, in memory or in files: read by rows or by blocks, converted to float32 as they are read."""
+"""Images wherever they lie, in memory or in files: read by rows or by blocks, converted to float32 as they are read.
+
+Importing this, and reading what is stored, takes no torch: processes that decode read arrays too.
+"""
 
 import os
 import weakref
@@ -6,21 +9,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ddm.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Shape legend: N images, B images that are read at once.
 
 BLOCK_BYTES = 1 << 23  # of float32 values, in one block of a pass over all images
 Rows = range | NDArray[np.int64]
 """The numbers of rows: some that follow each other, or any."""
-Convert = Callable[[NDArray[np.generic], Rows], Tensor]
+Convert = Callable[[NDArray[np.generic], Rows], "Tensor"]
 """Turns stored rows into float32 on the CPU; it is told their numbers for its errors."""
 
 
@@ -37,7 +41,7 @@ class Images(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, rows: slice | Tensor, /) -> Tensor: ...
+    def __getitem__(self, rows: "slice | Tensor", /) -> "Tensor": ...
 
 
 class Stored(Protocol):
@@ -164,7 +168,7 @@ class _Lazy:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: slice | Tensor, /) -> Tensor:
+    def __getitem__(self, rows: "slice | Tensor", /) -> "Tensor":
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             if step != 1:
@@ -178,7 +182,7 @@ class _Lazy:
         follow = len(numbers) > 1 and bool((np.diff(numbers) == 1).all())
         return self._rows(range(int(numbers[0]), int(numbers[-1]) + 1) if follow else numbers)
 
-    def _rows(self, rows: Rows) -> Tensor:
+    def _rows(self, rows: Rows) -> "Tensor":
         raise NotImplementedError
 
 
@@ -195,7 +199,7 @@ class StoredImages(_Lazy):
         self.array, self.convert = array, convert
         self.shape = (array.shape[0], *shape)
 
-    def _rows(self, rows: Rows) -> Tensor:
+    def _rows(self, rows: Rows) -> "Tensor":
         return self.convert(self.array.read(rows), rows)
 
 
@@ -208,11 +212,11 @@ class Derived(_Lazy):
         shape: of one of these.
     """
 
-    def __init__(self, images: Images, convert: Callable[[Tensor], Tensor], shape: Sequence[int]) -> None:
+    def __init__(self, images: Images, convert: "Callable[[Tensor], Tensor]", shape: Sequence[int]) -> None:
         self.images, self.convert = images, convert
         self.shape = (len(images), *shape)
 
-    def _rows(self, rows: Rows) -> Tensor:
+    def _rows(self, rows: Rows) -> "Tensor":
         return self.convert(self.images[_indices(rows)])
 
 
@@ -224,23 +228,27 @@ class Selected(_Lazy):
         chosen: the number of each, int64.
     """
 
-    def __init__(self, images: Images, chosen: Tensor) -> None:
+    def __init__(self, images: Images, chosen: "Tensor") -> None:
         self.images, self._chosen_N = images, chosen.numpy()  # unlike a tensor, pickled by value
         self.shape = (len(chosen), *images.shape[1:])
 
-    def _rows(self, rows: Rows) -> Tensor:
+    def _rows(self, rows: Rows) -> "Tensor":
+        import torch
+
         chosen_B = self._chosen_N[rows.start : rows.stop] if isinstance(rows, range) else self._chosen_N[rows]
         return self.images[torch.from_numpy(chosen_B)]
 
 
-def select(images: Images, chosen: Tensor) -> Images:
+def select(images: Images, chosen: "Tensor") -> Images:
     """Return the chosen images, ascending and each once: of a tensor a copy, else a view; of all of them themselves."""
+    from torch import Tensor
+
     if len(chosen) == len(images):
         return images
     return images[chosen] if isinstance(images, Tensor) else Selected(images, chosen)
 
 
-def blocks(images: Images, *, size: int | None = None) -> Iterator[tuple[int, Tensor]]:
+def blocks(images: Images, *, size: int | None = None) -> "Iterator[tuple[int, Tensor]]":
     """Yield all images in order, in blocks, with the number of each block's first.
 
     Args:
@@ -259,6 +267,8 @@ def rows_of(num_bytes: int, shape: Sequence[int], itemsize: int = 4) -> int:
 
 def feed(update: Callable[[memoryview], object], images: Images) -> None:
     """Hand a hash the bytes of all images, or of any other tensor, in C order, block by block."""
+    from torch import Tensor
+
     for block in [images] if isinstance(images, Tensor) else (block for _, block in blocks(images)):
         update(np.ascontiguousarray(block.detach().cpu().numpy()).reshape(-1).view(np.uint8).data)
 
@@ -294,5 +304,7 @@ class Writable(Protocol):
         ...
 
 
-def _indices(rows: Rows) -> slice | Tensor:
+def _indices(rows: Rows) -> "slice | Tensor":
+    import torch
+
     return slice(rows.start, rows.stop) if isinstance(rows, range) else torch.from_numpy(rows)

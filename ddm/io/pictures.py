@@ -60,7 +60,9 @@ def grid(images: "Tensor", owners: Sequence[int] | None = None, columns: int | N
     return canvas
 
 
-def write_samples(images: "Tensor", owners: Sequence[int], out: Path, release: str = "") -> str:
+def write_samples(
+    images: "Tensor", owners: Sequence[int], out: Path, release: str = "", classes: Sequence[str] = ()
+) -> str:
     """Write samples by the name of `out`, and mark every file as synthetic.
 
     Args:
@@ -69,6 +71,7 @@ def write_samples(images: "Tensor", owners: Sequence[int], out: Path, release: s
         out: FILE.png, a grid; FILE.npz, numbers; FILE.nii or FILE.nii.gz, volumes; or a name without an ending, a
             folder with a PNG file, or for a volume a NIfTI file, for each.
         release: digest of the manifest of the release that they come from, if there is one.
+        classes: the class that each was asked for, if any was.
 
     Returns:
         What was written, in words.
@@ -77,10 +80,10 @@ def write_samples(images: "Tensor", owners: Sequence[int], out: Path, release: s
         SetupError: another ending, or NIfTI for images that are not volumes.
     """
     prepare(out)
-    marks, ending = (
-        {"Synthetic": "true", "Software": "Archipelago"} | ({"Release": release} if release else {}),
-        _ending(out),
-    )
+    basic, ending = {"Synthetic": "true", "Software": "Archipelago", "Release": release}, _ending(out)
+    each = [{"Class": name} for name in classes] or [{}] * len(images)
+    basic = {name: value for name, value in basic.items() if value}
+    marks = basic | ({"Class": ", ".join(dict.fromkeys(classes))} if classes else {})
     if ending in (".nii", ".nii.gz"):
         if images.dim() != 5:
             raise SetupError(str(out), expected="volumes", got="flat images", remedy="Write .png or .npz instead.")
@@ -92,16 +95,17 @@ def write_samples(images: "Tensor", owners: Sequence[int], out: Path, release: s
     if ending == ".npz":
         archive = BytesIO()
         arrays = {"images": images.clamp(-1, 1).numpy(), "expert": np.asarray(owners, dtype=np.int64)}
+        arrays |= {"class": np.array(classes)} if classes else {}
         np.savez(archive, **arrays, synthetic=np.array(True), release=np.array(release))  # type: ignore[arg-type]
         write_atomic(out, archive.getvalue())
         return f"{images.dtype} images in [-1, 1]".removeprefix("torch.")
     if images.dim() == 5:
         for index in range(len(images)):
-            data = encode_volumes(images[index : index + 1].clamp(-1, 1), marks, compress=True)
+            data = encode_volumes(images[index : index + 1].clamp(-1, 1), basic | each[index], compress=True)
             write_atomic(out / f"{index:05d}.nii.gz", data)
         return f"{len(images)} NIfTI files"
     for index, picture in enumerate(to_pixels(images)):
-        write_atomic(out / f"{index:05d}.png", _png(Image.fromarray(picture), marks))
+        write_atomic(out / f"{index:05d}.png", _png(Image.fromarray(picture), basic | each[index]))
     return f"{len(images)} PNG files"
 
 
@@ -131,6 +135,6 @@ def _ending(out: Path) -> str:
 def _png(picture: Image.Image, marks: dict[str, str]) -> bytes:
     encoded, text = BytesIO(), PngInfo()
     for key, value in marks.items():
-        text.add_text(key, value)
+        text.add_itxt(key, value) if not value.isascii() else text.add_text(key, value)
     picture.save(encoded, format="PNG", pnginfo=text)
     return encoded.getvalue()

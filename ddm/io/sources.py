@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ddm.errors import DataError, MissingFileError
 from ddm.io.files import replacing
@@ -37,9 +35,14 @@ from ddm.io.space import require_room
 from ddm.io.unpacked import stamps, unpacked_path
 from ddm.protocol.plan import DataSpec
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Name = Literal["images", "latents"]
 _MAX_COLUMN_HEADER_BYTES = 4096
 _OF_A_ROW = {"images": "image", "latents": "latent", "patients": "patient", "labels": "label", "captions": "caption"}
+ARRAYS = (".npz", ".npy", ".parquet")
+"""How the names of files of many images end."""
 KINDS = "an npz, an npy, a folder with images.npy, or Parquet"
 _PICTURES = "A folder of pictures in files of their own needs a plan with a table [transform]."
 
@@ -109,6 +112,15 @@ def open_source(path: Path) -> Source:
     return source
 
 
+def latents_at(path: Path) -> Source | None:
+    """Return the latents at a path; None where there is anything else, or nothing."""
+    try:
+        source = _open(path)
+    except (DataError, MissingFileError):
+        return None
+    return source if source.name == "latents" and len(source) else None
+
+
 def open_images(source: Source, spec: DataSpec, folder: Path | None) -> Images:
     """Return the images of a source in the plan's shape and range; they are looked at when they are read.
 
@@ -142,7 +154,7 @@ def open_latents(source: Source, shape: tuple[int, ...], folder: Path | None) ->
     return _opened(source, as_floats, shape, folder)
 
 
-def read_images(path: Path, spec: DataSpec) -> Tensor:
+def read_images(path: Path, spec: DataSpec) -> "Tensor":
     """Read all images into memory; see `open_source` and `open_images`.
 
     Returns:
@@ -158,6 +170,8 @@ def read_images(path: Path, spec: DataSpec) -> Tensor:
 def _opened(source: Source, convert: Convert, shape: tuple[int, ...], folder: Path | None) -> Images:
     array = source.in_place()
     if folder is None:
+        import torch
+
         memory, needed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 4 * len(source) * prod(shape)
         if needed > memory:
             raise DataError("images", expected=f"at most {memory} bytes of memory", got=f"{needed} bytes")
@@ -165,7 +179,7 @@ def _opened(source: Source, convert: Convert, shape: tuple[int, ...], folder: Pa
         parts = _parts(source) if array is None else blocks(StoredImages(array, convert, shape))
         for start, part in parts:
             rows = range(start, start + len(part))
-            found[rows.start : rows.stop] = part if isinstance(part, Tensor) else convert(part, rows)
+            found[rows.start : rows.stop] = part if isinstance(part, torch.Tensor) else convert(part, rows)
         return found
     return StoredImages(unpack(source, folder) if array is None else array, convert, shape)
 

@@ -6,9 +6,11 @@ from pydantic import Field, StringConstraints, model_validator
 
 from ddm.errors import ShapeError
 from ddm.protocol.base import File, Model
+from ddm.protocol.classes import Classes, misnamed
 
 Shape = tuple[int, ...]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+ClassName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
 class NoCondition(Model):
@@ -23,11 +25,25 @@ class ClassCondition(Model):
     Attributes:
         num_classes: number of classes, numbered from 0.
         drop: probability with which training drops a sample's class.
+        names: what the classes are called, from number 0 on: tables of images may have them as labels, and samples are
+            asked for by them. A document without names leaves the field out.
     """
 
     kind: Literal["class"] = "class"
     num_classes: Annotated[int, Field(gt=1, le=4096)]
     drop: Probability = 0.1
+    names: Annotated[tuple[ClassName, ...], Field(max_length=4096, exclude_if=lambda names: not names)] = ()
+
+    @model_validator(mode="after")
+    def _names_tell_classes_apart(self) -> "ClassCondition":
+        if self.names and (wrong := misnamed(self.names, self.num_classes)):
+            raise ValueError(wrong)
+        return self
+
+    @property
+    def classes(self) -> Classes:
+        """The classes, by number and by name."""
+        return Classes(self.num_classes, self.names)
 
 
 MaxTokens = Annotated[int, Field(gt=0, le=4096)]

@@ -8,6 +8,7 @@ Under a target prior pi' in place of the ensemble's pi it is ``pi_{k|c} pi'_k / 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Asked:
 
     Args:
         prior: weights in place of the ensemble's own; None for those.
-        condition: see `ConditionValue`; None for samples of all data.
+        condition: see `ConditionValue`, or the name of a class; None for samples of all data.
         condition_prior: each expert's share of the data with the condition, where the release does not state it.
         guidance: g.
         interval: the times between which guidance applies.
@@ -57,7 +58,7 @@ class Asked:
     """
 
     prior: Sequence[float] | None = None
-    condition: ConditionValue | None = None
+    condition: ConditionValue | str | None = None
     condition_prior: Sequence[float] | None = None
     guidance: float = 0.0
     interval: tuple[float, float] = (0.0, 1.0)
@@ -108,7 +109,8 @@ class Asked:
             known = _known(value, self.condition_prior, class_prior, len(prior))
             return Branch(conditional_log_prior(known.prior, prior, self.prior), known.router or router, told)
 
-        several, value = per_sample(condition, self.condition), self.condition
+        value = by_number(condition, self.condition)
+        several = per_sample(condition, value)
         if several is None:
             _, null = condition_and_null(condition, value)
             return (branch(value),), Branch(target, router, null) if self.guidance else None, None
@@ -121,6 +123,28 @@ class Asked:
             _, null = condition_and_null(condition, several[0])
         of_samples = OfSamples(group_N, several)
         return branches, Branch(target, router, null) if self.guidance else None, of_samples
+
+
+def by_number(condition: Condition, value: ConditionValue | str) -> ConditionValue:
+    """Return the number of a class that is given by its name; any other condition as it is.
+
+    Raises:
+        MathError: experts without a class of this name.
+    """
+    if not isinstance(value, str) or not isinstance(condition, ClassCondition):
+        return cast("ConditionValue", value)  # a text that is no class is refused where conditions are looked at
+    if (number := condition.classes.number(value)) is None:
+        raise MathError("condition", expected=f"a class, {condition.classes.words()}", got=repr(value[:40]))
+    return number
+
+
+def names_of(condition: Condition, value: ConditionValue | str | None, num: int) -> tuple[str, ...]:
+    """Return the class that each of `num` samples was asked for, by its name where it has one; none without classes."""
+    if value is None or not isinstance(condition, ClassCondition):
+        return ()
+    value = by_number(condition, value)
+    numbers = [value] * num if isinstance(value, int) else value.tolist()
+    return tuple(condition.classes.name(number) for number in numbers)
 
 
 def knows_shares(router: Router | None) -> bool:

@@ -25,6 +25,8 @@ class Samples:
         latents: the samples as the experts produced them; the same as `images` where experts work on pixels.
         provenance: the experts that each sample followed, and the times at which it changed them.
         release: digest of the manifest of the release that they come from; empty where there is none.
+        classes: the class that each sample was asked for, by its name, or its number where it has none; empty where
+            they were asked for none.
     """
 
     images: Tensor
@@ -33,6 +35,7 @@ class Samples:
     latents: Tensor
     provenance: Provenance | None = None
     release: str = ""
+    classes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{share:.2f}" for share in self.shares[:8])
@@ -46,12 +49,12 @@ class Samples:
         return tuple((counts_K / counts_K.sum()).tolist())
 
     def save(self, path: Path | str) -> str:
-        """Write the samples, each file marked as synthetic and with the release's digest.
+        """Write the samples, each file marked as synthetic, with the release's digest and the classes asked for.
 
         | name | content | marks |
         | --- | --- | --- |
-        | FILE.png | a grid; an edge's colour tells the expert | text chunks Synthetic and Release |
-        | FILE.npz | `images`, float, and `expert`, int64 | arrays `synthetic` and `release` |
+        | FILE.png | a grid; an edge's colour tells the expert | text chunks Synthetic, Release and Class |
+        | FILE.npz | `images`, float, and `expert`, int64 | arrays `synthetic`, `release` and `class` |
         | FILE.nii, FILE.nii.gz | all volumes | the field `descrip`, and an extension |
         | a name without ending | a folder of PNG files, or of NIfTI files for volumes | as above |
 
@@ -67,7 +70,7 @@ class Samples:
             SetupError: another ending, channels that no picture has, or NIfTI for images that are not volumes.
             OSError: it cannot be written.
         """
-        return write_samples(self.images, self.expert_N.tolist(), Path(path), self.release)
+        return write_samples(self.images, self.expert_N.tolist(), Path(path), self.release, self.classes)
 
 
 def concatenate(parts: Sequence[Samples]) -> Samples:
@@ -80,6 +83,7 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
         latents=torch.cat([part.latents for part in parts]),
         provenance=joined([each for each in tables if each]) if all(tables) else None,
         release=parts[0].release,
+        classes=tuple(name for part in parts for name in part.classes),
     )
 
 

@@ -2,9 +2,10 @@
 
 import hashlib
 import hmac
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +17,16 @@ from ddm.imaging.transform import Transform
 from ddm.io.images import Images, feed
 from ddm.io.sources import Source, open_images, open_latents, open_source
 from ddm.protocol.base import Unit
+from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
-from silo.data.store import MISSING
-from silo.data.transformed import open_transformed
-from silo.data.volumes import Volumes, are_volumes, read_volume_column, volume_columns, volume_files
+from silo.config import ImagesSettings
+from silo.data.transformed import Advance, Asked, open_transformed
+from silo.data.volumes import Volumes, are_volumes
+from silo.images.patients import MISSING
+from silo.images.seen import MOST_CAPTION
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
-MAX_CAPTION = 4096  # characters
-_MAX_CAPTION_BYTES = 4 * MAX_CAPTION
-_COLUMNS = frozenset({"patients", "labels", "captions"})
+_MAX_CAPTION_BYTES = 4 * MOST_CAPTION
 _PATIENTS_REMEDY = "Give every image its patient: one without could belong to a patient who is counted already."
 
 
@@ -66,14 +68,18 @@ def load_cohort(
     latent_shape: tuple[int, ...] | None = None,
     folder: Path | None = None,
     transform: TransformSpec | None = None,
+    class_names: tuple[str, ...] = (),
+    settings: ImagesSettings | None = None,
+    advance: Advance = lambda done, num: None,
 ) -> Cohort:
     """Read `path` once, block by block, and check it against the plan.
 
     Args:
         path: images or, for a plan with an autoencoder, its latents, as `ddm.io.sources.open_source` takes them, with
-            `patients`, shape (N,), numbers or text, read where the patient is the unit; `labels`, shape (N,), whole
-            numbers in [0, num_classes), read where the plan needs classes; `captions`, text, read where it needs texts.
-            Or a folder of NIfTI volumes, as `silo.data.volumes` reads them, with these columns in its table.
+            `patients`, shape (N,), numbers or text, read where the patient is the unit; `labels`, shape (N,), names of
+            classes or whole numbers in [0, num_classes), read where the plan needs classes; `captions`, text, read
+            where it needs texts. Or a folder of NIfTI volumes, as `silo.data.volumes` reads them, with these columns in
+            its table. With a transform, whatever a scan takes, see `silo.data.transformed.open_transformed`.
         spec: the plan's shape and range.
         min_images: fewest images that the plan and this site accept.
         salt: this site's, for the digest.
@@ -83,22 +89,31 @@ def load_cohort(
         latent_shape: of a latent, None for a plan whose experts are trained on the images.
         folder: private to the worker, for what cannot be read where it lies; None reads all of it into memory.
         transform: the plan's, where it has one: every picture goes through it once, into a copy in `folder`.
+        class_names: what the plan calls its classes, where it names them.
+        settings: the site's, for images that are scanned.
+        advance: see `silo.data.transformed.open_transformed`.
 
     Raises:
         MissingFileError: nothing at `path`.
         DataError: no images, images of the wrong shape or range, not finite, or too few; or a column of patients,
             labels or captions that is absent, of the wrong length, incomplete, out of range or too long.
     """
-    asked = {"patients": unit == "patient", "labels": num_classes is not None, "captions": captions}
-    source = _source(path, spec, transform, folder, [name for name, needed in asked.items() if needed])
+    classes = None if num_classes is None else Classes(num_classes, class_names)
+    if transform:
+        if folder is None:
+            raise TypeError("a plan with a transform needs a folder for the copy that it makes")
+        asked = Asked(unit == "patient", classes, captions)
+        source = open_transformed(path, Transform(transform, spec), asked, folder, settings, advance)
+    else:
+        source = Volumes(path, spec) if are_volumes(path) else open_source(path)
     num, latent = len(source), source.name == "latents"
     if num < min_images:
         raise DataError("images", expected=f"at least {min_images}, as plan and policy require", got=f"{num}")
     if latent and latent_shape is None:
         raise DataError("data", expected="images: this plan's experts have no autoencoder", got="latents")
-    unit_N = _numbered(_column(source, "patients")) if unit == "patient" else np.arange(num)
-    label_N = None if num_classes is None else _labels(_column(source, "labels"), num_classes)
-    texts = _captions(_column(source, "captions")) if captions else None
+    unit_N = _numbered(read_column(source, "patients")) if unit == "patient" else np.arange(num)
+    label_N = None if classes is None else _labels(read_column(source, "labels"), classes)
+    texts = _captions(read_column(source, "captions")) if captions else None
     if int(unit_N.max()) < 1:
         raise DataError(f"{unit}s", expected="at least 2", got="1")
     images = (
@@ -117,68 +132,6 @@ def load_cohort(
     )
 
 
-def _source(
-    path: Path, spec: DataSpec, transform: TransformSpec | None, folder: Path | None, columns: Sequence[str]
-) -> Source:
-    if transform:
-        if folder is None:
-            raise TypeError("a plan with a transform needs a folder for the copy that it makes")
-        return open_transformed(path, Transform(transform, spec), columns, folder)
-    return Volumes(path, spec) if are_volumes(path) else open_source(path)
-
-
-def check_data(path: Path) -> None:
-    """Refuse, before there is a plan, what no plan could take: all that is wrong at once. No image is read.
-
-    Raises:
-        MissingFileError: nothing at `path`.
-        DataError: no images in it; images of a type or with sides that no plan has; columns of patients, labels or
-            captions that have not one entry for each image, or cannot be read.
-    """
-    problems = list(_problems_of_volumes(path) if are_volumes(path) else _problems(open_source(path)))
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        remedy = "Mend all of these in the data file, then run the command again."
-        raise DataError("; ".join(str(problem) for problem in problems), remedy=remedy)
-
-
-def _problems_of_volumes(path: Path) -> Iterator[DataError]:
-    num = len(volume_files(path))
-    for name in volume_columns(path):
-        try:
-            read_volume_column(path, name, num)
-        except DataError as error:
-            yield error
-
-
-def _problems(source: Source) -> Iterator[DataError]:
-    dtype, shape = source.row
-    if not (dtype.kind == "f" or dtype in (np.uint8, np.uint16)):
-        yield DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
-    if not 1 <= len(shape) <= 4 or 0 in shape:
-        yield DataError("image shape", expected="(H, W), (C, H, W) or (C, D, H, W)", got=str(shape))
-    for name in sorted(source.columns & _COLUMNS):
-        try:
-            _check_length(name, source.column_shape(name), len(source))
-        except DataError as error:
-            yield error
-
-
-def count_units(path: Path, *, patients: bool) -> tuple[int, int | None]:
-    """Count the images at `path`, and their patients if asked for; no image is read.
-
-    Raises:
-        MissingFileError: nothing at `path`.
-        DataError: no images and no folder of volumes, or a column of patients that is not complete.
-    """
-    if are_volumes(path):
-        num = len(volume_files(path))
-        return num, _num_patients(read_volume_column(path, "patients", num)) if patients else None
-    source = open_source(path)
-    return len(source), _num_patients(_column(source, "patients")) if patients else None
-
-
 def dataset_digest(images: Images, salt: bytes, *, captions: Sequence[str] = (), **columns: NDArray[np.int64]) -> str:
     """Return the HMAC-SHA256 of the images' shape and float32 values and of the columns used; one change changes it.
 
@@ -195,19 +148,33 @@ def dataset_digest(images: Images, salt: bytes, *, captions: Sequence[str] = (),
     return keyed.hexdigest()
 
 
-def _column(source: Source, name: str) -> NDArray[np.generic]:
-    """Read a one-dimensional array with one entry for each image."""
+def read_column(source: Source, name: str) -> NDArray[np.generic]:
+    """Read a one-dimensional array with one entry for each image.
+
+    Raises:
+        DataError: no such array, or one of another length.
+    """
     column = source.column(name, _MAX_CAPTION_BYTES if name == "captions" else _MAX_CELL_BYTES)
-    _check_length(name, column.shape, len(source))
+    check_length(name, column.shape, len(source))
     return column
 
 
-def _check_length(name: str, shape: tuple[int, ...], num: int) -> None:
+def check_length(name: str, shape: tuple[int, ...], num: int) -> None:
+    """Refuse a column without one entry for each of so many images.
+
+    Raises:
+        DataError: another shape.
+    """
     if shape != (num,):
         raise DataError(name, expected=f"shape ({num},), one for each image", got=f"shape {shape}")
 
 
-def _num_patients(patient_N: NDArray[np.generic]) -> int:
+def num_patients(patient_N: NDArray[np.generic]) -> int:
+    """Count patients.
+
+    Raises:
+        DataError: an image without one.
+    """
     return int(_numbered(patient_N).max(initial=-1)) + 1
 
 
@@ -228,14 +195,20 @@ def _numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:
     return np.argsort(np.argsort(first_U))[unit_N].astype(np.int64)
 
 
-def _labels(label_N: NDArray[np.generic], num_classes: int) -> NDArray[np.int64]:
-    """Check each image's class."""
-    if label_N.dtype.kind not in "iu":
-        raise DataError("labels", expected="whole numbers", got=str(label_N.dtype))
-    if label_N.min() < 0 or label_N.max() >= num_classes:
-        expected = f"0 to {num_classes - 1}, as the plan requires"
-        raise DataError("labels", expected=expected, got="labels outside this range")
-    return label_N.astype(np.int64)
+def _labels(label_N: NDArray[np.generic], classes: Classes) -> NDArray[np.int64]:
+    """Return each image's class by number; a message never quotes a label."""
+    if label_N.dtype.kind not in "iuUS":
+        raise DataError("labels", expected="whole numbers, or text", got=str(label_N.dtype))
+    number_N: NDArray[Any] = label_N
+    if label_N.dtype.kind in "US":
+        names, place_N = np.unique(label_N, return_inverse=True)
+        texts = (name.decode("latin-1") if isinstance(name, bytes) else name for name in names.tolist())
+        number_U = np.array([-1 if (found := classes.number(text)) is None else found for text in texts])
+        number_N = number_U[place_N]
+    if num := int(((number_N < 0) | (number_N >= classes.num)).sum()):
+        expected = f"classes of the plan, {classes.words()}"
+        raise DataError("labels", expected=expected, got=f"others at {num} of {len(label_N)} images")
+    return number_N.astype(np.int64)
 
 
 def _captions(caption_N: NDArray[np.generic]) -> tuple[str, ...]:
@@ -247,8 +220,8 @@ def _captions(caption_N: NDArray[np.generic]) -> tuple[str, ...]:
         longest = max(len(text.encode().decode()) for text in texts)
     except ValueError:  # its message quotes the text
         raise DataError("captions", expected="UTF-8", got="a text that is not valid UTF-8") from None
-    if longest > MAX_CAPTION:
-        raise DataError("captions", expected=f"at most {MAX_CAPTION} characters each", got=f"a caption of {longest}")
+    if longest > MOST_CAPTION:
+        raise DataError("captions", expected=f"at most {MOST_CAPTION} characters each", got=f"a caption of {longest}")
     plain = (" ".join(text.split()) for text in texts)
     captions = tuple("" if text.lower() in MISSING else text for text in plain)
     if not any(captions):

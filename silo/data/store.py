@@ -25,11 +25,11 @@ from ddm.io.parquet import ParquetTable
 from ddm.io.sources import Name, Source, open_source
 from ddm.io.space import require_room
 from ddm.io.unpacked import unpacked_path
+from silo.images.patients import MISSING
 
-MISSING = frozenset({"", "nan", "nat", "none", "null", "na", "n/a", "<na>"})  # as tables write what is not there
 _COLUMN = {"patients": "patient", "labels": "label", "captions": "caption"}
 _ROWS_AT_ONCE = 4096  # of the table
-_ROW_BYTES = 4096 + 64  # of the table, at most: a caption of 4,096 characters beside two numbers, most of them ASCII
+_ROW_BYTES, _CAPTION_BYTES = 64, 4096  # of the table, at most: two numbers; a text, most of it ASCII
 
 
 @dataclass(frozen=True)
@@ -100,28 +100,51 @@ class StoredCohort:
         return (len(self),)
 
 
+def find_cohort(folder: Path, inputs: Iterable[object], transform: Transform) -> StoredCohort | None:
+    """Return the cohort that was made of these inputs, None where there is none; one made of anything else is removed.
+
+    Args:
+        folder: private to the worker.
+        inputs: what tells these inputs from others, as JSON can write it: digests or stamps of the files, and which
+            columns are read.
+        transform: the plan's.
+    """
+    path = _path(folder, inputs, transform)
+    return StoredCohort(path) if path.exists() else None
+
+
+def _path(folder: Path, inputs: Iterable[object], transform: Transform) -> Path:
+    return unpacked_path(folder, ["cohort", transform.recipe, *inputs])
+
+
 def store_cohort(
-    folder: Path, inputs: Iterable[object], transform: Transform, items: Iterable[Item], *, most: int
+    folder: Path,
+    inputs: Iterable[object],
+    transform: Transform,
+    items: Iterable[Item],
+    *,
+    most: int,
+    captions: bool = True,
 ) -> StoredCohort:
     """Write a cohort once, in bounded memory, or find it again; `items` is then never begun.
 
     Args:
-        folder: private to the worker; a cohort made of anything else is removed from it.
-        inputs: what tells these inputs from others, as JSON can write it: digests or stamps of the files, and which
-            columns are read.
+        folder: see `find_cohort`.
+        inputs: see `find_cohort`.
         transform: the plan's.
         items: in order. All have a patient or none has, and so with class and caption.
         most: no less than the number of images that there will be, for which room must be free.
+        captions: whether there may be some, which need room.
 
     Raises:
         DataError: no image, more than `most`, or an item without what others have.
         DiskError: too little room.
     """
-    path = unpacked_path(folder, ["cohort", transform.recipe, *inputs])
+    path = _path(folder, inputs, transform)
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        sample_bytes = transform.data.dim * transform.dtype.itemsize
-        require_room({folder: most * (sample_bytes + _ROW_BYTES)}, "the transformed images")
+        row_bytes = transform.data.dim * transform.dtype.itemsize + _ROW_BYTES + captions * _CAPTION_BYTES
+        require_room({folder: most * row_bytes}, "the transformed images")
         table = path.with_suffix(".parquet")
         table.unlink(missing_ok=True)  # of an earlier run that came to its end between the two
         with replacing(path, mode=0o600) as handle:

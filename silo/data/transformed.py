@@ -1,98 +1,209 @@
-"""Takes private pictures through the plan's transform, once, with what the plan needs to know of each."""
+"""Takes the private pictures that a scan accepts through the plan's transform, once; leaves out what cannot be used."""
 
-import hashlib
-import os
-from collections.abc import Iterator, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ddm.errors import DataError
-from ddm.imaging.geometry import Floats
-from ddm.imaging.reading import samples_at
 from ddm.imaging.transform import Transform
-from ddm.io.sources import Source, open_source
-from silo.data.store import Item, store_cohort
-from silo.data.volumes import TABLE_NAME, are_volumes, read_volume_column, read_volumes, volume_files
+from ddm.io.files import replacing
+from ddm.io.sources import Source, latents_at
+from ddm.protocol.classes import Classes
+from silo.config import ImagesSettings
+from silo.data.problems import refuse_all
+from silo.data.store import Item, find_cohort, store_cohort
+from silo.images.pictures import Pictures, Told
+from silo.images.scan import FOLDER, Quarantine
+from silo.images.seen import MOST_CAPTION
+from silo.images.walk import Scanned
 
-_MAX_CELL_BYTES = {"patients": 1024, "labels": 1024, "captions": 4 * 4096}
-_KINDS = {"patients": "iufUS", "labels": "iu", "captions": "US"}
-_ARRAYS = ("*.npy", "*.parquet")
+LEFT_OUT = "left-out.csv"
+NOT_TAKEN = "not taken by the plan"
+Advance = Callable[[int, int], None]
+_NAMED = 8  # classes in one message
+_log = logging.getLogger(__name__)
 
 
-def open_transformed(path: Path, transform: Transform, columns: Sequence[str], folder: Path) -> Source:
+@dataclass(frozen=True)
+class Asked:
+    """What a plan needs to know of each picture.
+
+    Attributes:
+        patients: whether it needs patients.
+        classes: the names of its classes, where it needs classes.
+        captions: whether it needs texts.
+    """
+
+    patients: bool = False
+    classes: Classes | None = None
+    captions: bool = False
+
+    @property
+    def told(self) -> tuple[Told, ...]:
+        """The same, as columns."""
+        asked: dict[Told, bool] = {
+            "patient": self.patients,
+            "label": self.classes is not None,
+            "caption": self.captions,
+        }
+        return tuple(name for name, needed in asked.items() if needed)
+
+
+def open_transformed(
+    path: Path,
+    transform: Transform,
+    asked: Asked,
+    folder: Path,
+    settings: ImagesSettings | None = None,
+    advance: Advance = lambda done, num: None,
+) -> Source:
     """Return what the plan's transform makes of the pictures at `path`, from a copy in `folder` that is made once.
 
+    Pictures are those that a scan accepts: bad files, and pictures that wait for a person, are left out, and so are
+    pictures that the plan does not take. `LEFT_OUT` in the folder of the scans lists them.
+
     Args:
-        path: NIfTI volumes, or whatever `ddm.imaging.pictures.pictures` takes. Latents are returned as they are.
+        path: whatever `silo.images.entries.find_entries` takes. Latents are returned as they are.
         transform: the plan's.
-        columns: what the plan needs to know of each picture: `patients`, `labels`, `captions`.
+        asked: what the plan needs to know of each picture.
         folder: private to the worker.
+        settings: the site's, for its images.
+        advance: called with pictures done and in all, while they are decoded; files in place of pictures, and 0 in
+            all, while they are scanned.
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: no picture, one that the plan does not take, by its number, or a column that is absent or incomplete.
+        DataError: no picture that can be used; pictures without what the plan needs to know; or files that change
+            meanwhile.
+        SetupError: the decoders of these pictures are not installed.
+        BusyError: another scan is at work.
         DiskError: too little room.
     """
-    if are_volumes(path):
-        files = volume_files(path)
-        found = {name: read_volume_column(path, name, len(files)) for name in columns}
-        return _stored(path, transform, found, read_volumes(files, transform), len(files), folder)
-    if path.is_dir() and not any(next(path.glob(each), None) for each in _ARRAYS):
-        if columns:
-            got = "a folder of pictures, which has no columns"
-            raise DataError("data", expected=f"{' and '.join(columns)} beside the pictures", got=got)
-        num = sum(len(names) for _, _, names in os.walk(path))
-        return _stored(path, transform, {}, samples_at(path, transform, seen=False), num, folder)
-    source = open_source(path)
-    if source.name == "latents":
-        return source
-    found = {name: source.column(name, _MAX_CELL_BYTES[name]) for name in columns}
-    return _stored(path, transform, found, samples_at(path, transform, seen=False), len(source), folder)
+    latents = latents_at(path)
+    if latents is not None:
+        return latents
+    scans = folder / FOLDER
+    with Pictures.opened(path, scans, settings or ImagesSettings(), lambda done: advance(done, 0)) as pictures:
+        classes = [asked.classes.num, asked.classes.names] if asked.classes else None
+        inputs = [pictures.digest(asked.told), asked.told, classes]
+        if (stored := find_cohort(folder, inputs, transform)) is not None:
+            return stored
+        with replacing(scans / LEFT_OUT, mode=0o600) as handle:
+            making = _Making(pictures, asked, transform, Quarantine(handle), advance)
+            num = making.check()
+            _log.info("transforming %d images, once for this plan", num)
+            made = store_cohort(
+                folder, inputs, transform, making.items(num), most=num * transform.most, captions=asked.captions
+            )
+            making.close()
+        _log.info("%d samples of %d images%s", len(made), num, making.words)
+        return made
 
 
-def _stored(
-    path: Path,
-    transform: Transform,
-    columns: dict[str, NDArray[np.generic]],
-    samples: Iterator[list[Floats]],
-    num: int,
-    folder: Path,
-) -> Source:
-    for name, column in columns.items():
-        if column.shape != (num,):
-            raise DataError(name, expected=f"shape ({num},), one for each image", got=str(column.shape))
-        if column.dtype.kind not in _KINDS[name]:
-            wanted = {"patients": "numbers or text", "labels": "whole numbers", "captions": "text"}[name]
-            raise DataError(name, expected=wanted, got=str(column.dtype))
-    items = (_item(each, columns, number) for number, each in enumerate(samples))
-    return store_cohort(folder, [_stamp(path), sorted(columns)], transform, items, most=num * transform.most)
+@dataclass
+class _Making:
+    """One cohort in the making."""
 
+    pictures: Pictures
+    asked: Asked
+    transform: Transform
+    quarantine: Quarantine
+    advance: Advance
+    reasons: Counter[str] = field(default_factory=Counter)
 
-def _item(samples: Sequence[Floats], columns: dict[str, NDArray[np.generic]], number: int) -> Item:
-    cells: dict[str, Any] = {name: column[number].item() for name, column in columns.items()}
-    for name, cell in cells.items():
-        if isinstance(cell, bytes):
+    def check(self) -> int:
+        """Count the accepted pictures, before any is decoded, and note the others.
+
+        Raises:
+            DataError: none, or what the plan needs is not known of all of them: all that is missing at once.
+        """
+        num, lacking = 0, Counter[str]()
+        for found in self.pictures:
+            if found.reason is not None:
+                self._leave_out(found, found.reason, found.detail)
+                continue
+            num += 1
+            if self.asked.patients and self.pictures.patient(found) is None:
+                lacking["patients"] += 1
+            if self.asked.classes and self.asked.classes.number(found.label or "") is None:
+                lacking["named" if found.label else "labels"] += 1
+            if self.asked.captions:
+                lacking["long"] += len(found.caption or "") > MOST_CAPTION
+                lacking["captions"] += bool((found.caption or "").strip())
+        if not num:
+            remedy = "`silo scan` says of each file what is the matter."
+            got = f"none{self.words}" if self.reasons else "no files at all"
+            raise DataError("images", expected="at least one that can be used", got=got, remedy=remedy)
+        refuse_all(list(self._problems(num, lacking)))
+        return num
+
+    def items(self, num: int) -> Iterator[Item]:
+        """Decode the accepted pictures, and yield what the plan makes of each.
+
+        Raises:
+            DataError: the plan takes none.
+        """
+        taken, last = 0, DataError("images", got="a file that could be read before, and no longer")
+        for done, (found, picture) in enumerate(self.pictures.decoded()):
+            self.advance(min(done, num), num)
+            if picture is None:
+                self._leave_out(found, found.reason or "", found.detail)
+                continue
             try:
-                cells[name] = cell.decode()
-            except ValueError:  # its message quotes the text
-                raise DataError(name, expected="UTF-8", got="a text that is not valid UTF-8") from None
-    return Item(samples, cells.get("patients"), cells.get("labels"), cells.get("captions"))
+                samples = self.transform.apply(picture)
+            except DataError as error:  # its words are about sizes and values alone
+                self._leave_out(found, NOT_TAKEN, str(error))
+                last = error
+                continue
+            taken += 1
+            classes = self.asked.classes
+            yield Item(
+                samples,
+                patient=self.pictures.patient(found) if self.asked.patients else None,
+                label=classes.number(found.label or "") if classes else None,
+                caption=(found.caption or "") if self.asked.captions else None,
+            )
+        if not taken:
+            got = f"none of {num}; of the last: {last}"
+            raise DataError("images", expected="at least one that the plan takes", got=got, remedy=last.remedy)
+
+    def close(self) -> None:
+        """Write the rest of the list of what is left out."""
+        self.quarantine.close()
+
+    @property
+    def words(self) -> str:
+        """What was left out and why; no name is in it."""
+        most = ", ".join(f"{num} {reason}" for reason, num in self.reasons.most_common(_NAMED))
+        return f"; left out: {most}" if most else ""
+
+    def _leave_out(self, found: Scanned, reason: str, detail: str) -> None:
+        self.reasons[reason] += 1
+        self.quarantine.add(found, reason, detail)
+
+    def _problems(self, num: int, lacking: Counter[str]) -> Iterator[DataError]:
+        """Yield what is missing; no cell of a table is quoted."""
+        for name in ("patients", "labels"):
+            if lacking[name]:
+                got = f"none for {lacking[name]} of {num} images"
+                yield DataError(name, expected=f"a {name[:-1]} for each image", got=got, remedy=_REMEDIES[name])
+        if lacking["named"] and self.asked.classes:
+            got = f"others at {lacking['named']} of {num} images"
+            expected = f"classes of the plan, {self.asked.classes.words(_NAMED)}"
+            yield DataError("labels", expected=expected, got=got, remedy=_REMEDIES["named"])
+        if lacking["long"]:
+            got = f"longer ones at {lacking['long']} of {num} images"
+            yield DataError("captions", expected=f"at most {MOST_CAPTION} characters each", got=got)
+        if self.asked.captions and not lacking["captions"]:
+            remedy = "Put them into a column caption of the images' table."
+            yield DataError("captions", expected="a text for at least one image", got="blank ones alone", remedy=remedy)
 
 
-def _stamp(path: Path) -> str:
-    """Return a digest of path, bytes and time of every file at `path`, with the table of volumes."""
-    digest = hashlib.sha256()
-    beside = [] if path.is_dir() else [path, path.parent / TABLE_NAME]
-    for file in (*_files(path), *(each for each in beside if each.is_file())):
-        found = file.stat()
-        digest.update(f"{file.resolve()} {found.st_size} {found.st_mtime_ns}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for root, folders, names in os.walk(folder):
-        folders.sort()
-        yield from (Path(root, name) for name in sorted(names))
+_REMEDIES = {
+    "patients": "Give every image its patient, in a column patient of the images' table or an array patients; one "
+    "without could belong to a patient who is counted already. Or leave its row out.",
+    "labels": "Give every image its class, in a column label of the images' table; or leave its row out.",
+    "named": "Write the classes as the plan does, by name or by number; `silo scan` counts the labels of this site.",
+}

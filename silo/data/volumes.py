@@ -32,8 +32,8 @@ from ddm.imaging.picture import Picture
 from ddm.imaging.transform import Transform, about
 from ddm.io.files import read_bounded, require_file
 from ddm.protocol.plan import DataSpec, TransformSpec
+from silo.images.entries import FOLDER_TABLE
 
-TABLE_NAME = "volumes.csv"
 _ENDINGS = (".nii", ".nii.gz")
 _AXES = "SPL"
 _RECIPE = "NIfTI 1"  # changes with the steps above, so that nothing kept from others is found
@@ -141,7 +141,7 @@ def volume_files(path: Path) -> list[Path]:
 
 def volume_columns(path: Path) -> tuple[str, ...]:
     """Return which of patients, labels and captions `volumes.csv` has; none where there is no table."""
-    table_path = (path if path.is_dir() else path.parent) / TABLE_NAME
+    table_path = (path if path.is_dir() else path.parent) / FOLDER_TABLE
     if not table_path.is_file():
         return ()
     header = read_bounded(table_path, _MAX_TABLE_BYTES).partition(b"\n")[0].decode("utf-8-sig", "replace")
@@ -157,14 +157,14 @@ def read_volume_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
 
     Args:
         path: see `Volumes`.
-        name: `patients` or `captions`, as text, or `labels`, whole numbers.
+        name: `patients`, `labels` or `captions`.
         num: how many volumes there are.
 
     Raises:
         MissingFileError: no table.
         DataError: not a CSV, no such column, not one row for each volume, or a cell that is too long.
     """
-    table_path = (path if path.is_dir() else path.parent) / TABLE_NAME
+    table_path = (path if path.is_dir() else path.parent) / FOLDER_TABLE
     data = read_bounded(require_file(table_path, "a table of the volumes"), _MAX_TABLE_BYTES)
     column = _COLUMNS[name]
     import pandas as pd
@@ -175,21 +175,16 @@ def read_volume_column(path: Path, name: str, num: int) -> NDArray[np.generic]:
         of_file = dict(zip(table["file"], table[column], strict=True))
     except (ValueError, KeyError, pd.errors.ParserWarning) as error:  # pandas' own errors are among the first
         got = "a CSV without one of them" if isinstance(error, KeyError) else "a file that does not parse as CSV"
-        raise DataError(TABLE_NAME, expected=f"a CSV with columns file and {column}", got=got) from error
+        raise DataError(FOLDER_TABLE, expected=f"a CSV with columns file and {column}", got=got) from error
     names = [file.name for file in volume_files(path)]
     missing, repeated = len(set(names) - set(of_file)), len(table) - len(of_file)
     if len(names) != num or missing or repeated:
         got = f"{len(names)} volumes, {missing} of them without a row, and {repeated} repeated rows"
-        raise DataError(TABLE_NAME, expected=f"one row for each of {num} volumes", got=got)
+        raise DataError(FOLDER_TABLE, expected=f"one row for each of {num} volumes", got=got)
     cells = [of_file[each].strip() for each in names]
     if (longest := max(map(len, cells))) > _MAX_CELL:
         raise DataError(name, expected=f"at most {_MAX_CELL} characters each", got=f"a cell of {longest}")
-    if name != "labels":
-        return np.array(cells)
-    try:
-        return np.array([int(cell) for cell in cells])
-    except ValueError as error:
-        raise DataError("labels", expected="whole numbers", got="a cell that is not one") from error
+    return np.array(cells)
 
 
 def _read(file: Path, memory: int) -> Picture:

@@ -8,7 +8,7 @@ import os
 import resource
 import struct
 import warnings
-from hashlib import sha256
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +17,7 @@ from ddm.imaging.decode import decode
 from ddm.imaging.decoded import Decoded, Limits
 from ddm.imaging.reasons import ImageError, Reason
 from ddm.system.reaper import end_with_parent
+from silo.images.fingerprint import fingerprint
 from silo.images.seen import Seen, look
 
 HEADER = struct.Struct(">IQ")  # bytes of an answer's JSON, and of the values that follow it
@@ -46,7 +47,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         digest = ""
         try:
             content = _content(request["files"])
-            digest = _digest(request["files"]) if content is None else sha256(content).hexdigest()
+            digest = fingerprint(b"content", _parts(request["files"]) if content is None else (content,), key)
             if digest == request["digest"]:
                 end = {"end": digest, "same": True}
             else:
@@ -99,16 +100,14 @@ def _content(files: list[str]) -> bytes | None:
         return handle.read(size + 1) if size <= _MOST_AT_ONCE else None
 
 
-def _digest(files: list[str]) -> str:
-    """Return the SHA-256 of files, one after the other, each by its length first where there are several."""
-    digest = sha256()
+def _parts(files: list[str]) -> Iterator[bytes]:
+    """Yield what files hold, one after the other, each after its length where there are several."""
     for file in files:
         with open(os.fsencode(file), "rb", buffering=0) as handle:  # noqa: PTH123 - names of any bytes
             if len(files) > 1:
-                digest.update(b"%d " % os.fstat(handle.fileno()).st_size)
+                yield b"%d " % os.fstat(handle.fileno()).st_size
             while block := handle.read(_BLOCK_BYTES):
-                digest.update(block)
-    return digest.hexdigest()
+                yield block
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Starts decoders, hands each its files, and starts another where a file kills one; that file's reason is then known.
 
 A file has `Limits.seconds`, and a second more for each of its MB. Only time in which this process listens counts.
+Pictures with their values can be had in the order of their files: then what is decoded ahead waits in bounded buffers.
 """
 
 import json
@@ -14,15 +15,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from ddm.errors import SetupError
 from ddm.imaging.decoded import Limits
 from ddm.imaging.picture import Picture
 from ddm.imaging.reasons import Reason
+from ddm.system.signals import blocked
 from silo.images.decoder import HEADER, READY
 from silo.images.seen import Seen
 
@@ -32,7 +34,9 @@ _POLL_S = 0.5
 _END_S = 10.0  # that a process has between the end of its answers and its own
 _MOST_CLOCK_S = 1.0  # between two looks
 _READ_BYTES = 1 << 20
+_WAITING_BYTES = 1 << 27  # of answers of later files, in all, while pictures come in order
 _MAX_JSON_BYTES = 1 << 16
+_SEEN = b'{"shape":'  # how a picture without values begins
 
 
 _ENVIRONMENT = {
@@ -94,24 +98,22 @@ class Done:
     detail: str = ""
 
 
-def decode_all(
-    jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int, values: bool = False
-) -> Iterator[Found | Done]:
-    """Decode files in several processes; what they find comes as it is found, each job's end last.
+def decode_all(jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int) -> Iterator[Found | Done]:
+    """Decode files in several processes; what is seen of their pictures comes as it is found, each job's end last.
 
     Args:
         jobs: taken as there is room for them.
         limits: of each file.
         key: of the pseudonyms of patients.
         num: how many processes.
-        values: whether to hand over the values of pictures too, which cost a copy through a pipe.
 
     Raises:
         SetupError: a decoder cannot start, or lacks the packages that a file needs.
     """
-    waiting, source = deque[Job](), iter(jobs)
+    source = iter(jobs)
+    waiting = deque(islice(source, num))
     with selectors.DefaultSelector() as selector:
-        decoders = [_Decoder(limits, key, values) for _ in range(num)]
+        decoders = [_Decoder(limits, key) for _ in waiting]  # no more than there are files
         try:
             for decoder in decoders:
                 selector.register(decoder.output, selectors.EVENT_READ, decoder)
@@ -125,7 +127,8 @@ def decode_all(
                 now = time.monotonic()
                 elapsed, looked = min(now - looked, _MOST_CLOCK_S), now
                 for selected, _ in ready:
-                    yield from selected.data.receive()
+                    selected.data.listen()
+                    yield from selected.data.answers()
                 for decoder in decoders:
                     decoder.tick(elapsed)
                     if decoder.ended:
@@ -138,10 +141,79 @@ def decode_all(
                 decoder.stop()
 
 
+def decode_in_order(jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int) -> Iterator[Found | Done]:
+    """Decode files in several processes; pictures come with their values, in the order of the jobs, whoever is faster.
+
+    Each process may be ahead of the file whose turn it is by what a buffer of bounded size holds; then it waits.
+
+    Args:
+        jobs: taken as there is room for them. Their digests say nothing here: all are decoded.
+        limits: of each file.
+        key: of the pseudonyms of patients.
+        num: how many processes.
+
+    Raises:
+        SetupError: a decoder cannot start, or lacks the packages that a file needs.
+    """
+    source = iter(jobs)
+    first = list(islice(source, num))  # no more processes than there are files
+    decoders = [_Decoder(limits, key, values=True) for _ in first]
+    try:
+        yield from _in_order(decoders, chain(first, source))
+    finally:
+        for decoder in decoders:
+            decoder.stop()
+
+
+def _in_order(decoders: "list[_Decoder]", source: Iterator[Job]) -> Iterator[Found | Done]:
+    if not decoders:
+        return
+    turns = deque[_Decoder]()  # whose turn it is, once for each job
+    most_bytes = _WAITING_BYTES // len(decoders)
+    while True:
+        while (idlest := min(decoders, key=lambda decoder: decoder.load)).has_room:
+            if (job := next(source, None)) is None:
+                break
+            if idlest.ended:  # while it had nothing to do
+                idlest.restart()
+            idlest.take(job)
+            turns.append(idlest)
+        if not turns:
+            return
+        decoder = turns[0]
+        answer = decoder.answer()
+        if answer is None and decoder.ended:
+            again = deque[Job]()
+            answer = next(iter(decoder.bury(again)), None)
+            decoder.start()
+            for job in again:
+                decoder.take(job)
+        if isinstance(answer, Done):
+            turns.popleft()
+        if answer is not None:
+            yield answer
+        elif not decoder.ended:
+            _listen(decoder, [each for each in decoders if each is decoder or each.waiting_bytes < most_bytes])
+
+
+def _listen(first: "_Decoder", decoders: "list[_Decoder]") -> None:
+    """Wait for an answer, and read what comes meanwhile; the time of the file whose turn it is counts alone."""
+    with selectors.DefaultSelector() as selector:
+        for decoder in decoders:
+            if not decoder.ended:
+                selector.register(decoder.output, selectors.EVENT_READ, decoder)
+        began = time.monotonic()
+        ready = selector.select(_POLL_S)
+        for selected, _ in ready:
+            selected.data.listen()
+    if not any(selected.data is first for selected, _ in ready):
+        first.tick(min(time.monotonic() - began, _MOST_CLOCK_S))
+
+
 class _Decoder:
     """One process, and the jobs that it has not answered yet."""
 
-    def __init__(self, limits: Limits, key: bytes, values: bool) -> None:
+    def __init__(self, limits: Limits, key: bytes, *, values: bool = False) -> None:
         self._limits, self._key, self._values = limits, key, values
         self._deaths = 0
         self.start()
@@ -150,15 +222,22 @@ class _Decoder:
         """Start the process; it bounds itself before it opens a file."""
         environment = {**os.environ, **_ENVIRONMENT}
         command = [sys.executable, "-P", "-m", "silo.images.decoder"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-        )
+        with blocked():  # a Ctrl-C at the terminal is for this process: no file is to blame for a decoder that it ends
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+            )
         settings = {"limits": asdict(self._limits), "key": self._key.hex(), "parent": os.getpid()}
         self._jobs, self._buffer = deque[Job](), bytearray()
+        self._line_bytes, self._pending_bytes = deque[int](), 0
         self._clock_s, self._late, self._answered = 0.0, False, False
         self._ready, self._retired = False, False
         self.ended = False
         self._send(json.dumps(settings).encode() + b"\n")
+
+    def restart(self) -> None:
+        """End the process, and start another."""
+        self.stop()
+        self.start()
 
     @property
     def output(self) -> int:
@@ -171,21 +250,37 @@ class _Decoder:
         """Whether an answer is due."""
         return bool(self._jobs)
 
+    @property
+    def load(self) -> int:
+        """How many answers are due."""
+        return len(self._jobs)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request is few enough that neither end of a pipe waits for the other."""
+        return not self._jobs or (len(self._jobs) < _AHEAD and self._pending_bytes < _AHEAD_BYTES)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What was read of its answers and not yet taken."""
+        return len(self._buffer)
+
     def fill(self, waiting: deque[Job], source: Iterator[Job]) -> None:
-        """Hand over jobs, few enough that neither end of a pipe waits for the other."""
-        num_bytes = sum(len(self._line(job)) for job in self._jobs)
-        while len(self._jobs) < _AHEAD and (not self._jobs or num_bytes < _AHEAD_BYTES):
+        """Hand over as many jobs as it has room for."""
+        while self.has_room:
             job = waiting.popleft() if waiting else next(source, None)
             if job is None:
                 return
-            line = self._line(job)
-            self._jobs.append(job)
-            num_bytes += len(line)
-            self._send(line)
+            self.take(job)
 
-    def _line(self, job: Job) -> bytes:
+    def take(self, job: Job) -> None:
+        """Hand over one job."""
         request = {"path": job.path, "files": job.files, "digest": job.digest, "values": self._values}
-        return json.dumps(request).encode() + b"\n"
+        line = json.dumps(request).encode() + b"\n"
+        self._jobs.append(job)
+        self._line_bytes.append(len(line))
+        self._pending_bytes += len(line)
+        self._send(line)
 
     def _send(self, data: bytes) -> None:
         with suppress(BrokenPipeError):  # then its end is read next
@@ -193,55 +288,63 @@ class _Decoder:
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
-    def receive(self) -> Iterator[Found | Done]:
-        """Read what came, and yield the answers that are complete."""
+    def listen(self) -> None:
+        """Read some of what came; nothing is the end of the process."""
         data = os.read(self.output, _READ_BYTES)
         self.ended = not data
         self._buffer += data
-        begin = 0
-        while len(self._buffer) >= begin + HEADER.size:
-            size, extra = HEADER.unpack_from(self._buffer, begin)
-            most = 8 * self._limits.values if self._values else 0
-            if size > _MAX_JSON_BYTES or extra > most or not self._jobs:
-                self._process.kill()  # an answer that no decoder of ours gives: a file took it over
-                self.ended = True
-                break
-            stop = begin + HEADER.size + size + extra
-            if len(self._buffer) < stop:
-                break
-            text = bytes(self._buffer[begin + HEADER.size : begin + HEADER.size + size])
-            try:
-                found = self._parsed(text, self._buffer[stop - extra : stop])
-            except (ValueError, KeyError, TypeError, ValidationError):
-                self._process.kill()
-                self.ended = True
-                break
-            begin = stop
-            if found is not None:
-                self._answered = True
-                yield found
-        del self._buffer[:begin]
 
-    def _parsed(self, text: bytes, values: bytearray) -> Found | Done | None:
-        if text == READY:
-            self._ready = True
+    def answers(self) -> Iterator[Found | Done]:
+        """Yield the answers that are complete."""
+        while (answer := self.answer()) is not None:
+            yield answer
+
+    def answer(self) -> Found | Done | None:
+        """Return the next answer; None before it is complete."""
+        try:
+            while (message := self._message()) is not None:
+                if message[0] != READY:
+                    self._answered = True
+                    return self._parsed(*message)
+                self._ready = True
+        except (ValueError, KeyError, IndexError, TypeError):  # no answer of a decoder of ours: a file took it over
+            self._process.kill()
+            self._buffer.clear()
+            self.ended = True
+        return None
+
+    def _message(self) -> tuple[bytes, bytearray] | None:
+        if len(self._buffer) < HEADER.size:
             return None
-        answer = json.loads(text)
+        size, extra = HEADER.unpack_from(self._buffer)
+        if size > _MAX_JSON_BYTES or extra > (8 * self._limits.values if self._values else 0):
+            raise ValueError("an answer that is too long")
+        begin, stop = HEADER.size + size, HEADER.size + size + extra
+        if len(self._buffer) < stop:
+            return None
+        found = bytes(self._buffer[HEADER.size : begin]), self._buffer[begin:stop]
+        del self._buffer[:stop]
+        return found
+
+    def _parsed(self, text: bytes, values: bytearray) -> Found | Done:
         job = self._jobs[0]
-        if "end" not in answer:
-            if "picture" not in answer:
-                return Found(job, Seen.model_validate_json(text))
-            seen = Seen.model_validate_json(answer["seen"])
-            return Found(job, seen, _picture(answer["picture"], seen, values))
-        self._jobs.popleft()
-        self._clock_s = 0.0
+        if text.startswith(_SEEN):  # most answers: they are parsed once
+            return Found(job, Seen.model_validate_json(text))
+        answer = json.loads(text)
         if "setup" in answer:
             expected, got = "the decoders of its images installed", str(answer["setup"])[:200]
             raise SetupError("data", expected=expected, got=got, remedy=str(answer["remedy"])[:200])
+        if "end" not in answer:
+            seen = Seen.model_validate_json(answer["seen"])
+            return Found(job, seen, _picture(answer["picture"], seen, values))
         reason = Reason(answer["reason"]) if "reason" in answer else None
-        self._retired = reason is Reason.MEMORY
         detail = str(answer.get("detail", ""))[:512]
-        return Done(job, str(answer["end"])[:64], answer.get("same") is True, reason, detail)
+        done = Done(job, str(answer["end"])[:64], answer.get("same") is True, reason, detail)
+        self._retired = reason is Reason.MEMORY
+        self._jobs.popleft()
+        self._pending_bytes -= self._line_bytes.popleft()
+        self._clock_s = 0.0
+        return done
 
     def tick(self, elapsed_s: float) -> None:
         """Count the time of the file in hand, and kill the process when it is over."""
@@ -283,7 +386,7 @@ class _Decoder:
 
 
 def _picture(about: Mapping[str, list[float] | None], seen: Seen, values: bytearray) -> Picture:
-    array: NDArray[np.generic] = np.frombuffer(bytes(values), np.dtype(seen.dtype)).reshape(seen.shape)
+    array: NDArray[np.generic] = np.frombuffer(values, np.dtype(seen.dtype)).reshape(seen.shape)
     spacing, window, full = (tuple(found) if (found := about[name]) else None for name in ("spacing", "window", "full"))
     pair = (window[0], window[1]) if window else None
     return Picture(array, spacing, pair, (full[0], full[1]) if full else None)

@@ -1,16 +1,21 @@
-"""Finds the files of a data set: below a folder, in a table, or one file of many images; opens none but the table."""
+"""Finds the files of a data set: below a folder, in a table, or one file of many images; opens none but the table.
+
+A folder may have a table of its own, volumes.csv: it says what belongs to the files below the folder, and names all of
+them or some.
+"""
 
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddm.errors import DataError, MissingFileError
 from ddm.imaging.reasons import Reason
-from silo.images.table import Row, is_table, read_table
+from silo.images.table import Columns, Row, is_table, read_table
 
+FOLDER_TABLE = "volumes.csv"
 _IDX_IMAGES, _IDX_LABELS = "images-idx", "labels-idx"
 _COLUMNS = ("labels.npy", "patients.npy", "captions.npy")
 _EXPECTED = "a folder of images, a CSV or Parquet table with a column path, or a file of images"
@@ -44,22 +49,23 @@ class Entry:
         return sum(each[0] for each in self.stats)
 
 
-def find_entries(data: Path, columns: dict[str, str]) -> Iterator[Entry]:
+def find_entries(data: Path, columns: Columns) -> Iterator[Entry]:
     """Yield the files of a data set; what cannot be read is yielded with its reason, never left out.
 
     Links to files are followed, links to folders are not.
 
     Args:
-        data: a folder of any depth; a table; or a file of one or many images.
-        columns: other names of the table's columns, such as ``{"label": "finding"}``.
+        data: a folder of any depth, which may hold a table of its own; a table; or a file of one or many images.
+        columns: other names of the table's columns.
 
     Raises:
         MissingFileError: nothing at `data`.
         DataError: a table that does not parse, or without a column of paths; or neither a file nor a folder.
     """
-    if not data.exists():
-        raise MissingFileError(str(data), expected=_EXPECTED, got="nothing there")
-    if data.is_dir():
+    require_data(data)
+    if data.is_dir() and (data / FOLDER_TABLE).is_file():
+        yield from _with_table(data, columns)
+    elif data.is_dir():
         if columns:
             raise DataError("--column", expected="a table as --data", got="a folder")
         yield from _below(str(data))
@@ -71,11 +77,37 @@ def find_entries(data: Path, columns: dict[str, str]) -> Iterator[Entry]:
                 yield Entry(path, row=row, reason=Reason.REPEATED)
             else:
                 named.add(path)
-                yield replace(_entry(path, frozenset()), row=row)
+                yield replace(_entry(path, _Names(())), row=row)
     elif data.is_file():
-        yield _entry(str(data), frozenset(os.listdir(data.parent)))  # noqa: PTH208 - names alone
+        yield _entry(str(data), _Names(os.listdir(data.parent)))  # noqa: PTH208 - names alone
     else:
         raise DataError("data", expected=_EXPECTED, got="a special file")
+
+
+def require_data(data: Path) -> None:
+    """Refuse a path at which there is nothing.
+
+    Raises:
+        MissingFileError: says what may be there.
+    """
+    if not data.exists():
+        raise MissingFileError(str(data), expected=_EXPECTED, got="nothing there")
+
+
+def _with_table(data: Path, columns: Columns) -> Iterator[Entry]:
+    """Yield the files below a folder with what its table says of them, then rows that lead to no file."""
+    table, rows = data / FOLDER_TABLE, dict[str, Row]()
+    for row in read_table(table, columns):
+        path = os.path.normpath(data / row.path)
+        if path in rows:
+            yield Entry(path, row=row, reason=Reason.REPEATED)
+        rows.setdefault(path, row)
+    for entry in _below(str(data)):
+        path = os.path.normpath(entry.path)
+        if path != os.path.normpath(table):
+            yield replace(entry, row=rows.pop(path, None))
+    for path, row in rows.items():
+        yield Entry(path, row=row, reason=Reason.MISSING)
 
 
 def _below(root: str) -> Iterator[Entry]:
@@ -89,10 +121,10 @@ def _below(root: str) -> Iterator[Entry]:
         except OSError as error:
             yield Entry(folder, reason=Reason.FORBIDDEN, detail=f"a folder: {error.strerror}")
             continue
-        names = frozenset(item.name for item in items)
+        names = _Names(item.name for item in items)
         pending.extend(item.path for item in reversed(items) if item.is_dir(follow_symlinks=False))
         for item in items:
-            if item.is_dir(follow_symlinks=False) or _belongs_to_another(item.name, names):
+            if item.is_dir(follow_symlinks=False) or names.belongs_to_another(item.name):
                 continue
             if item.is_symlink() and _is_folder(item):
                 yield Entry(item.path, reason=Reason.FOLDER_LINK)
@@ -107,36 +139,46 @@ def _is_folder(item: "os.DirEntry[str]") -> bool:
         return False
 
 
-def _belongs_to_another(name: str, names: frozenset[str]) -> bool:
-    """Whether a file is read with another one: labels beside idx images, columns and further parts beside an npy."""
-    if _IDX_LABELS in name:
-        return name.replace(_IDX_LABELS, _IDX_IMAGES).replace("idx1", "idx3") in names
-    parts = _parts(names)
-    return bool(parts) and (name in _COLUMNS or name in parts[1:])
+class _Names:
+    """The names in one folder, looked through once: which of them are read together with others.
 
+    Attributes:
+        parts: of one array, in their order.
+    """
 
-def _parts(names: frozenset[str]) -> list[str]:
-    return ["images.npy"] if "images.npy" in names else sorted(each for each in names if _is_part(each))
+    def __init__(self, names: Iterable[str]) -> None:
+        self._all = frozenset(names)
+        found = ["images.npy"] if "images.npy" in self._all else sorted(filter(_is_part, self._all))
+        self.parts, self._further = found, frozenset([*found[1:], *_COLUMNS] if found else [])
+
+    def belongs_to_another(self, name: str) -> bool:
+        """Whether a file is read with another one: labels beside idx images, columns and parts beside an npy."""
+        if _IDX_LABELS in name:
+            return name.replace(_IDX_LABELS, _IDX_IMAGES).replace("idx1", "idx3") in self._all
+        return name in self._further
+
+    def beside(self, name: str) -> list[str]:
+        """Return what is read with a file."""
+        if _IDX_IMAGES in name:
+            labels = name.replace("images-idx3", "labels-idx1")
+            return [labels] if labels != name and labels in self._all else []
+        if name == "images.npy" or _is_part(name):
+            return [each for each in (*self.parts[1:], *_COLUMNS) if each in self._all]
+        return []
 
 
 def _is_part(name: str) -> bool:
     return name.startswith("images-") and name.endswith(".npy")
 
 
-def _entry(path: str, names: frozenset[str]) -> Entry:
+def _entry(path: str, names: _Names) -> Entry:
     folder, name = os.path.split(path)
-    beside: list[str] = []
-    if _IDX_IMAGES in name:
-        labels = name.replace("images-idx3", "labels-idx1")
-        beside = [labels] if labels != name and labels in names else []
-    elif name == "images.npy" or _is_part(name):
-        parts = _parts(names)
-        beside = [each for each in (*parts[1:], *_COLUMNS) if each in names]
+    beside = names.beside(name)
     files = (path, *(f"{folder}{os.sep}{each}" for each in beside))
     stats, stated_ns = [], time.time_ns()
     for file in files:
         try:
-            status = Path(file).stat()
+            status = os.stat(file)  # noqa: PTH116 - a Path takes as long as the call
         except OSError as error:
             reason = Reason.MISSING if isinstance(error, FileNotFoundError) else Reason.FORBIDDEN
             return Entry(path, reason=reason, detail=os.strerror(error.errno or 0))

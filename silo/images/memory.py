@@ -21,8 +21,9 @@ from ddm.io.modes import private_folder
 from silo.images.entries import Entry
 from silo.images.seen import Seen
 
+DATABASE = "memory.sqlite"
 KEY_BYTES = 32
-_FORMAT = 1
+_FORMAT = 2  # changes with the schema, and with `Seen`
 _RACE_NS = 50_000_000  # a change so soon before a look may bear the same time as one after it
 _COMMIT_S = 2.0
 _SCHEMA = """
@@ -86,7 +87,7 @@ class Memory:
             key_path = folder / "key"
             if not key_path.exists():
                 write_atomic(key_path, secrets.token_bytes(KEY_BYTES), mode=0o600)
-            path = folder / "memory.sqlite"
+            path = folder / DATABASE
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             os.close(descriptor)
             try:
@@ -105,9 +106,9 @@ class Memory:
             except sqlite3.DatabaseError as error:
                 if isinstance(error, sqlite3.OperationalError):
                     raise OSError(5, f"the scan's memory cannot be read or written ({type(error).__name__})") from error
-                remedy = "Delete this folder: the next scan reads all files again."
+                remedy = "Delete this file: the next scan reads all images again."
                 raise SetupError(
-                    str(folder), expected="the memory of scans", got="a damaged one", remedy=remedy
+                    str(path), expected="the memory of scans", got="a damaged one", remedy=remedy
                 ) from error
 
     def find(self, entry: Entry) -> Kept | None:
@@ -119,11 +120,25 @@ class Memory:
         number, digest, stats, reason, detail = row
         return Kept(number, digest, stats == repr(entry.stats), Reason(reason) if reason else None, detail)
 
-    def pictures(self, kept: Kept) -> Iterator[Seen]:
+    def path(self, number: int) -> str:
+        """Return the path of a file that is kept."""
+        (path,) = self._database.execute("select path from files where number = ?", (number,)).fetchone()
+        return os.fsdecode(path)
+
+    def pictures(self, number: int) -> Iterator[Seen]:
         """Yield the pictures of a file, in its order."""
-        rows = self._database.execute("select seen from pictures where file = ? order by place", (kept.number,))
+        rows = self._database.execute("select seen from pictures where file = ? order by place", (number,))
         for (text,) in rows:
             yield Seen.model_validate_json(text)
+
+    def flagged(self) -> Iterator[tuple[str, int, Seen]]:
+        """Yield each picture that a person must see first or may have to: path and place of it, in the files' order."""
+        query = """
+        select path, place, seen from pictures join files on number = file where recipe like ? and
+        (json_extract(seen, '$.flags[0]') is not null or json_extract(seen, '$.slice') is not null) order by path, place
+        """
+        for path, place, text in self._database.execute(query, (f"{_FORMAT} %",)):
+            yield os.fsdecode(path), place, Seen.model_validate_json(text)
 
     def confirm(self, entry: Entry, kept: Kept) -> None:
         """Note that a file is still there, with the content that is known."""

@@ -26,9 +26,10 @@ def pseudonyms(identifier: str | None, key: bytes) -> tuple[str, str] | None:
         return None
     loose = "".join(unicodedata.normalize("NFKC", exact).casefold().split())
     loose = _ZEROS.sub("", _FRACTION.sub("", loose))
-    return _keyed(b"patient ", exact, key), _keyed(b"spelling ", loose, key)
+    return keyed(b"patient ", exact, key), keyed(b"spelling ", loose, key)
 
 
-def _keyed(purpose: bytes, text: str, key: bytes) -> str:
+def keyed(purpose: bytes, text: str, key: bytes) -> str:
+    """Return a keyed digest of a text, 32 hexadecimal digits, for one purpose."""
     data = purpose + text.encode("utf-8", "surrogatepass")
     return hmac.new(key, data, hashlib.sha256).hexdigest()[:_DIGEST_CHARACTERS]

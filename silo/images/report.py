@@ -6,6 +6,7 @@ from pathlib import Path
 from ddm.imaging.reasons import Flag
 from ddm.system.console import table
 from silo.images.alike import MOST_BITS
+from silo.images.decisions import LEFT_OUT
 from silo.images.scan import QUARANTINE
 from silo.images.summary import Summary
 
@@ -62,11 +63,12 @@ def _counts(counts: Counter[str], name: str) -> str:
 
 def _to_do(reason: str) -> str:
     if reason in {flag.value for flag in Flag}:
-        return "a person looks at it first"
+        return "a person looks at it: silo review --images"
     return _REMEDIES.get(reason, "export it again, or leave it out")
 
 
 _REMEDIES = {
+    LEFT_OUT: "nothing; silo review --images can undo it",
     "no such file": "mend the table",
     "named twice in the table": "keep one row",
     "link to a folder": "name the folder itself",

@@ -3,24 +3,24 @@
 import csv
 import hashlib
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from importlib import metadata
 from io import TextIOWrapper
 from pathlib import Path
+from typing import BinaryIO
 
 from ddm.imaging.decoded import Limits
-from ddm.imaging.reasons import Reason
 from ddm.io.files import replacing
-from silo.images.decoders import Done, Found, Job, decode_all
-from silo.images.entries import Entry, find_entries
+from silo.config import ImagesSettings
+from silo.images.decisions import Decisions
+from silo.images.entries import find_entries
 from silo.images.memory import Memory
-from silo.images.patients import pseudonyms
-from silo.images.seen import Seen
 from silo.images.summary import Summary
+from silo.images.table import Columns
+from silo.images.walk import Scanned, Walk
 
 QUARANTINE = "quarantine.csv"
+FOLDER = "images"  # of scans, in a site's private folder
 _DECODERS = (
     "pydicom",
     "python-gdcm",
@@ -32,37 +32,35 @@ _DECODERS = (
     "pypng",
     "numpy",
 )
-_RECIPE = 1  # changes with what decoders and `look` return
-_BLOCK = 256  # pictures of one file that are kept at once
+_RECIPE = 4  # changes with what decoders and `look` return
 
 
-@dataclass(frozen=True)
-class Scanned:
-    """A picture, or a file that gives none; for private memory alone.
+class Quarantine:
+    """The list of what is left out: names of files, for this site alone."""
 
-    Attributes:
-        entry: its file.
-        place: of the picture in its file; None of a whole file.
-        seen: the picture; None of a file that gives none.
-        reason: why it is not accepted.
-        detail: more of that.
-    """
+    def __init__(self, handle: BinaryIO) -> None:
+        self._text = TextIOWrapper(handle, encoding="utf-8", errors="surrogateescape", newline="")
+        self._rows = csv.writer(self._text)
+        self._rows.writerow(("path", "image", "reason", "detail"))
 
-    entry: Entry
-    place: int | None
-    seen: Seen | None
-    reason: str | None = None
-    detail: str = ""
+    def add(self, found: Scanned, reason: str, detail: str) -> None:
+        """Add a picture, or a file that gives none."""
+        self._rows.writerow((found.path, "" if found.place is None else found.place, reason, detail))
+
+    def close(self) -> None:
+        """Write the rest; the file stays open."""
+        self._text.flush()
+        self._text.detach()
 
 
-@dataclass
-class _Work:
-    """A file that is being decoded."""
+def limits_of(settings: ImagesSettings) -> Limits:
+    """Return the limits that a site sets for each file."""
+    return Limits(seconds=settings.seconds, memory_bytes=settings.memory_mib << 20)
 
-    entry: Entry
-    number: int
-    place: int = 0
-    pending: list[Seen] = field(default_factory=list)
+
+def processes_of(settings: ImagesSettings) -> int:
+    """Return how many processes of a site decode."""
+    return settings.processes or len(os.sched_getaffinity(0))
 
 
 def default_folder(data: Path) -> Path:
@@ -70,6 +68,18 @@ def default_folder(data: Path) -> Path:
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     name = hashlib.sha256(os.fsencode(data.resolve())).hexdigest()[:16]
     return Path(state).expanduser() / "archipelago" / "scans" / name
+
+
+def scan_as_set(
+    data: Path,
+    folder: Path,
+    settings: ImagesSettings,
+    advance: Callable[[int], None] = lambda done: None,
+    also: Callable[[Scanned], None] = lambda found: None,
+) -> Summary:
+    """Scan a data set as a site's configuration says; see `scan`."""
+    limits, num = limits_of(settings), processes_of(settings)
+    return scan(data, folder, limits, columns=settings.columns, processes=num, advance=advance, also=also)
 
 
 def recipe(limits: Limits) -> str:
@@ -88,9 +98,10 @@ def scan(
     folder: Path,
     limits: Limits,
     *,
-    columns: dict[str, str] | None = None,
+    columns: Columns | None = None,
     processes: int = 1,
     advance: Callable[[int], None] = lambda done: None,
+    also: Callable[[Scanned], None] = lambda found: None,
 ) -> Summary:
     """Scan a data set, and write the list of what is quarantined into its private folder.
 
@@ -101,6 +112,7 @@ def scan(
         columns: other names of a table's columns.
         processes: that decode.
         advance: called with the number of files that are done.
+        also: called with each picture, and with each file that gives none.
 
     Raises:
         MissingFileError, DataError: see `find_entries`.
@@ -108,114 +120,21 @@ def scan(
         SetupError: the decoders of these images are not installed.
     """
     summary = Summary()
-    with Memory.opened(folder, recipe(limits)) as memory:
+    with Memory.opened(folder, recipe(limits)) as memory, Decisions.opened(folder) as decisions:
         with replacing(folder / QUARANTINE, mode=0o600) as handle:
-            text = TextIOWrapper(handle, encoding="utf-8", errors="surrogateescape", newline="")
-            quarantine = csv.writer(text)
-            quarantine.writerow(("path", "image", "reason", "detail"))
-            walk = _Walk(memory, limits, processes, summary)
-            last, done = None, 0
-            for found in walk.scanned(find_entries(data, columns or {})):
-                if found.entry is not last:
-                    last, done = found.entry, done + 1
-                    advance(done)
+            quarantine = Quarantine(handle)
+
+            def take(found: Scanned) -> None:
                 if found.reason is not None:
                     summary.quarantine(found.reason)
-                    place = "" if found.place is None else found.place
-                    quarantine.writerow((found.entry.path, place, found.reason, found.detail))
+                    quarantine.add(found, found.reason, found.detail)
                 elif found.seen is not None:
-                    row = found.entry.row
-                    named = pseudonyms(row.patient, memory.key) if row else None
-                    summary.accept(found.seen, row, named or found.seen.patient)
-            text.flush()
-            text.detach()
+                    summary.accept(found.seen, found.label, found.split, found.patient(memory.key))
+                also(found)
+
+            walk = Walk(memory, decisions, take)
+            walk.go(find_entries(data, columns or {}), limits, processes, advance)
+            quarantine.close()
         memory.forget_others()
+    summary.read, summary.decoded = walk.read, walk.decoded
     return summary
-
-
-class _Walk:
-    """Decides for each file whether it is known, and keeps what decoders find."""
-
-    def __init__(self, memory: Memory, limits: Limits, processes: int, summary: Summary) -> None:
-        self._memory, self._limits, self._processes, self._summary = memory, limits, processes, summary
-        self._known: deque[tuple[Entry, Iterator[Scanned]]] = deque()
-        self._work: dict[str, _Work] = {}
-
-    def scanned(self, entries: Iterator[Entry]) -> Iterator[Scanned]:
-        """Yield pictures and files without one; what is known as it is come across, the rest as it is decoded."""
-        jobs = self._jobs(entries)
-        first = next(jobs, None)  # with nothing to decode, no process starts
-        yield from self._from_memory()
-        if first is None:
-            return
-        for found in decode_all(_chained(first, jobs), self._limits, self._memory.key, num=self._processes):
-            yield from self._from_memory()
-            yield from self._picture(found) if isinstance(found, Found) else self._end(found)
-        yield from self._from_memory()
-
-    def _jobs(self, entries: Iterator[Entry]) -> Iterator[Job]:
-        for entry in entries:
-            if entry.reason is not None:
-                self._known.append((entry, iter([Scanned(entry, None, None, entry.reason, entry.detail)])))
-                continue
-            kept = self._memory.find(entry)
-            if kept is not None and kept.unchanged:
-                self._memory.confirm(entry, kept)
-                self._known.append((entry, self._remembered(entry)))
-                continue
-            self._summary.read += 1
-            self._work[entry.path] = _Work(entry, 0)
-            yield Job(entry.path, entry.files, entry.num_bytes, kept.digest if kept else "")
-
-    def _from_memory(self) -> Iterator[Scanned]:
-        while self._known:
-            yield from self._known.popleft()[1]
-
-    def _remembered(self, entry: Entry) -> Iterator[Scanned]:
-        kept = self._memory.find(entry)
-        if kept is None:
-            return
-        for place, seen in enumerate(self._memory.pictures(kept)):
-            yield _scanned(entry, place, seen)
-        if kept.reason is not None:
-            yield Scanned(entry, None, None, kept.reason, kept.detail)
-
-    def _picture(self, found: Found) -> Iterator[Scanned]:
-        work = self._work[found.job.path]
-        place = work.place + len(work.pending)
-        work.pending.append(found.seen)
-        if len(work.pending) >= _BLOCK:
-            self._keep(work)
-        yield _scanned(work.entry, place, found.seen)
-
-    def _keep(self, work: _Work) -> None:
-        if not work.number:
-            work.number = self._memory.begin(work.entry)
-        self._memory.add(work.number, work.place, work.pending)
-        work.place += len(work.pending)
-        work.pending.clear()
-
-    def _end(self, done: Done) -> Iterator[Scanned]:
-        work = self._work.pop(done.job.path)
-        if done.same and (kept := self._memory.find(work.entry)) is not None:
-            self._memory.confirm(work.entry, kept)
-            yield from self._remembered(work.entry)
-            return
-        self._summary.decoded += 1
-        reason, detail = done.reason, done.detail
-        self._keep(work)
-        if reason is None and not work.place:
-            reason = Reason.NO_PIXELS
-        self._memory.finish(work.number, work.entry, done.digest, reason, detail)
-        if reason is not None:
-            yield Scanned(work.entry, None, None, reason, detail)
-
-
-def _scanned(entry: Entry, place: int, seen: Seen) -> Scanned:
-    detail = seen.detail or ", ".join(seen.flags[1:] and seen.flags)
-    return Scanned(entry, place, seen, seen.verdict, detail)
-
-
-def _chained(first: Job, jobs: Iterator[Job]) -> Iterator[Job]:
-    yield first
-    yield from jobs

@@ -1,23 +1,40 @@
 """What a scan keeps of one picture: its size, intensities, flags, and digests that tell it from others."""
 
-from hashlib import sha256
 from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ddm.imaging.decoded import Decoded
+from ddm.imaging.decoded import Decoded, Slice
 from ddm.imaging.reasons import Flag, Reason
 from ddm.protocol.base import Model
-from silo.images.patients import pseudonyms
+from silo.images.fingerprint import fingerprint
+from silo.images.patients import keyed, pseudonyms
 
 HASH_SIDE = 16
 _MOST_LABEL = 256  # characters
+MOST_CAPTION = 4096  # characters that a plan takes
 _CELL_SAMPLES = 4  # of each side of a cell of the perceptual hash
 _MEASURED = 1 << 14  # values that the mean is taken from, evenly spaced
 
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]*$", max_length=128)]
+
+
+class SeenSlice(Model):
+    """Which scan a picture is a slice of, where all of them together may show a face; see `ddm.imaging.decoded.Slice`.
+
+    Attributes:
+        series: pseudonym of the scan.
+        place_mm: along the slices' normal.
+        sides_mm: height and width.
+        head: whether the file names a head.
+    """
+
+    series: Hex
+    place_mm: float | None = None
+    sides_mm: tuple[float, float] | None = None
+    head: bool | None = None
 
 
 class Seen(Model):
@@ -36,6 +53,8 @@ class Seen(Model):
         patient: pseudonym of who its file says that it shows, and that of like spellings.
         label: its class, as its file names it.
         split: its part of the data set, as its file names it.
+        caption: its text, as its file has it; of a longer one than plans take, one character more than that.
+        slice: the scan that it is a slice of, where it may be of a head.
         reason: why this image of the file gives no picture; the rest then says nothing.
         detail: more of that.
     """
@@ -52,6 +71,8 @@ class Seen(Model):
     patient: tuple[Hex, Hex] | None = None
     label: Annotated[str, Field(max_length=_MOST_LABEL)] | None = None
     split: Annotated[str, Field(max_length=_MOST_LABEL)] | None = None
+    caption: Annotated[str, Field(max_length=MOST_CAPTION + 1)] | None = None
+    slice: SeenSlice | None = None
     reason: str | None = None
     detail: Annotated[str, Field(max_length=512)] = ""
 
@@ -60,6 +81,8 @@ class Seen(Model):
         """Why this picture is not accepted: its reason, or the first of its flags; None where it is accepted."""
         if self.reason is not None:
             return Reason(self.reason).value
+        if not self.flags:
+            return None
         return next((flag.value for flag in Flag if flag.value in self.flags), None)
 
 
@@ -67,9 +90,8 @@ def look(decoded: Decoded, key: bytes) -> Seen:
     """Return what is kept of a picture; its patient becomes a pseudonym here, in the process that decoded it."""
     values = decoded.picture.values
     sample = values.reshape(-1)[:: max(1, values.size // _MEASURED)]
-    digest = sha256(repr((values.shape, values.dtype.str)).encode())
-    digest.update(values.reshape(-1).view(np.uint8).data)
-    fingerprint = difference_hash(values)
+    kind = repr((values.shape, values.dtype.str)).encode()
+    pixels = fingerprint(b"pixels", (b"%d " % len(kind), kind, values.reshape(-1).view(np.uint8).data), key)
     low, high, mean = float(values.min()), float(values.max()), float(sample.mean(dtype=np.float64))
     return Seen(
         shape=values.shape,
@@ -79,12 +101,19 @@ def look(decoded: Decoded, key: bytes) -> Seen:
         mean=mean,
         flags=tuple(sorted(flag.value for flag in decoded.flags)),
         kind=decoded.kind,
-        pixels=digest.digest()[:16].hex(),
-        hash=fingerprint,
+        pixels=pixels,
+        hash=difference_hash(values),
         patient=pseudonyms(decoded.patient, key),
         label=None if decoded.label is None else decoded.label[:_MOST_LABEL],
         split=None if decoded.split is None else decoded.split[:_MOST_LABEL],
+        caption=None if decoded.caption is None else decoded.caption[: MOST_CAPTION + 1],
+        slice=None if decoded.slice is None else _slice(decoded.slice, key),
     )
+
+
+def _slice(found: Slice, key: bytes) -> SeenSlice:
+    series = keyed(b"series ", found.series, key)
+    return SeenSlice(series=series, place_mm=found.place_mm, sides_mm=found.sides_mm, head=found.head)
 
 
 def difference_hash(values: NDArray[np.generic]) -> str | None:
@@ -101,8 +130,9 @@ def difference_hash(values: NDArray[np.generic]) -> str | None:
     tall, wide = min(_CELL_SAMPLES, height // HASH_SIDE), min(_CELL_SAMPLES, width // columns)
     rows = ((np.arange(HASH_SIDE * tall) + 0.5) * height / (HASH_SIDE * tall)).astype(np.intp)
     picked = ((np.arange(columns * wide) + 0.5) * width / (columns * wide)).astype(np.intp)
-    grid = image[:, rows[:, None], picked].astype(np.float32).mean(0)
-    cells = grid.reshape(HASH_SIDE, tall, columns, wide).mean((1, 3))
+    few = image[:, rows[:, None], picked].astype(np.float32)
+    grid = few[0] if len(few) == 1 else few.mean(0)
+    cells = grid.reshape(HASH_SIDE, tall, columns, wide).sum((1, 3))
     bits = cells[:, :-1] > cells[:, 1:]
     if not HASH_SIDE <= np.count_nonzero(bits) <= bits.size - HASH_SIDE:
         return None

@@ -3,11 +3,12 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+from ddm.errors import DataError
 from silo.images.alike import near_duplicates
 from silo.images.seen import Seen
-from silo.images.table import Row
 
 TINY_CLASS = 10  # images: fewer than these teach a model the images themselves
+_MOST_REASONS = 8  # in one message
 _TWELVE_BITS = 4095.0
 
 
@@ -73,12 +74,13 @@ class Summary:
         self.quarantined += 1
         self.reasons[reason] += 1
 
-    def accept(self, seen: Seen, row: Row | None, patient: tuple[str, str] | None) -> None:
-        """Count an accepted picture; what a table says of it holds against its file.
+    def accept(self, seen: Seen, label: str | None, split: str | None, patient: tuple[str, str] | None) -> None:
+        """Count an accepted picture.
 
         Args:
             seen: the picture.
-            row: of the table.
+            label: its class.
+            split: its part of the data set.
             patient: the pseudonyms of the patient whom it belongs to.
         """
         self.accepted += 1
@@ -86,7 +88,6 @@ class Summary:
         self.channels[seen.shape[0]] += 1
         self.shapes["x".join(map(str, seen.shape[1:]))] += 1
         self.intensities[seen.dtype].add(seen)
-        label, split = (row and row.label) or seen.label, (row and row.split) or seen.split
         if label:
             self.labels[label] += 1
         else:
@@ -123,6 +124,18 @@ class Summary:
     def tiny_classes(self) -> int:
         """How many classes have fewer than `TINY_CLASS` images."""
         return sum(num < TINY_CLASS for num in self.labels.values())
+
+    def require_accepted(self) -> None:
+        """Refuse a data set of which nothing can be used.
+
+        Raises:
+            DataError: nothing was accepted.
+        """
+        if not self.accepted:
+            most = ", ".join(f"{num} {reason}" for reason, num in self.reasons.most_common(_MOST_REASONS))
+            got = f"none accepted, {self.quarantined} in quarantine ({most})" if self.quarantined else "no files at all"
+            remedy = "`silo scan` says what is the matter, and where the private list of files lies."
+            raise DataError("images", expected="at least one that can be used", got=got, remedy=remedy)
 
     def as_json(self) -> dict[str, object]:
         """Return what `silo scan --json` prints."""

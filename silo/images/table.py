@@ -1,14 +1,17 @@
 """Tables of images: a column of paths, and columns of labels, patients, splits and captions; CSV or Parquet."""
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from ddm.errors import DataError
+from silo.config import ColumnName
 
-_NAMES = {  # the first is the name that this project writes
+Columns = Mapping[ColumnName, str]
+"""Other names of a table's columns, such as ``{"label": "finding"}``."""
+_NAMES: dict[ColumnName, tuple[str, ...]] = {  # the first is the name that this project writes
     "path": ("path", "file", "filename", "image"),
     "label": ("label", "class"),
     "patient": ("patient", "patient_id"),
@@ -33,7 +36,7 @@ class Row:
     caption: str | None = field(default=None, repr=False)
 
 
-def is_table(data: Path, columns: dict[str, str]) -> bool:
+def is_table(data: Path, columns: Columns) -> bool:
     """Whether a file is a table of paths: a CSV, or a Parquet file without images of its own."""
     if data.suffix.lower() in _ENDINGS:
         return True
@@ -45,7 +48,7 @@ def is_table(data: Path, columns: dict[str, str]) -> bool:
     return _column("path", sorted(names), columns) is not None and not _holds_images(data, names)
 
 
-def read_table(data: Path, columns: dict[str, str]) -> Iterator[Row]:
+def read_table(data: Path, columns: Columns) -> Iterator[Row]:
     """Yield the rows of a table.
 
     Args:
@@ -73,19 +76,19 @@ def _holds_images(data: Path, names: frozenset[str]) -> bool:
     return not (pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _column(meaning: str, header: list[str], columns: dict[str, str]) -> str | None:
+def _column(meaning: ColumnName, header: list[str], columns: Columns) -> str | None:
     """Return the name of a column in the table; one that was asked for must be there."""
     if meaning in columns:
         if columns[meaning] not in header:
-            raise DataError(
-                "--column", expected=f"a column of the table for {meaning}", got="a name that it does not have"
-            )
+            expected, got = f"a column of the table for {meaning}", "a name that it does not have"
+            remedy = "Name it as the first line of the table does, such as --column label=finding."
+            raise DataError("--column", expected=expected, got=got, remedy=remedy)
         return columns[meaning]
     lowered = {name.strip().lower(): name for name in header}
     return next((lowered[name] for name in _NAMES[meaning] if name in lowered), None)
 
 
-def _chosen(header: list[str], columns: dict[str, str]) -> dict[str, str]:
+def _chosen(header: list[str], columns: Columns) -> dict[str, str]:
     found = {meaning: _column(meaning, header, columns) for meaning in _NAMES}
     if found["path"] is None:
         got = f"{len(header)} columns with other names"
@@ -94,7 +97,7 @@ def _chosen(header: list[str], columns: dict[str, str]) -> dict[str, str]:
     return {meaning: name for meaning, name in found.items() if name is not None}
 
 
-def _csv_rows(data: Path, columns: dict[str, str]) -> Iterator[dict[str, str | None]]:
+def _csv_rows(data: Path, columns: Columns) -> Iterator[dict[str, str | None]]:
     try:
         with data.open(encoding="utf-8-sig", newline="") as handle:
             reader = csv.reader(handle, delimiter=_delimiter(handle), strict=True)
@@ -121,7 +124,7 @@ def _delimiter(handle: IO[str]) -> str:
     return max(",;\t", key=first.count)
 
 
-def _parquet_rows(data: Path, columns: dict[str, str]) -> Iterator[dict[str, str | None]]:
+def _parquet_rows(data: Path, columns: Columns) -> Iterator[dict[str, str | None]]:
     from ddm.io.parquet import ParquetTable
 
     table = ParquetTable([data])

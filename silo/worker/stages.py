@@ -18,10 +18,11 @@ from ddm.io.images import Images, Selected
 from ddm.loading.plan import PlanFiles
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import Autoencoder, Budget, TextCondition
+from ddm.protocol.plan import Autoencoder, Budget, ClassCondition, TextCondition
 from ddm.protocol.submission import AuditVerdict
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort, load_cohort
+from silo.data.transformed import Advance
 from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import Workspace
 from silo.privacy.audit import gate, measure
@@ -41,15 +42,21 @@ def open_ledger(site: Site, policy: Policy) -> Ledger:
     return Ledger(site.ledger_path, budget=budget, unit=policy.privacy.unit)
 
 
-def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
+def scan(site: Site, accepted: AcceptedPlan, policy: Policy, advance: Advance = lambda done, num: None) -> Cohort:
     """Read the private images, with patients, classes and captions where the plan needs them, and check them.
+
+    Args:
+        site: the silo's folder.
+        accepted: the plan.
+        policy: the site's.
+        advance: see `silo.data.transformed.open_transformed`; an exception it raises stops the work.
 
     Raises:
         DataError: see `silo.data.cohort.load_cohort`.
     """
-    plan, data_path = accepted.plan, Path(site.settings().data)
+    plan, settings = accepted.plan, site.settings()
     return load_cohort(
-        data_path,
+        Path(settings.data),
         plan.data,
         min_images=fewest_in_all(plan, policy),
         salt=site.salt(),
@@ -59,6 +66,9 @@ def scan(site: Site, accepted: AcceptedPlan, policy: Policy) -> Cohort:
         latent_shape=plan.expert_shape if isinstance(plan.latent, Autoencoder) else None,
         folder=site.private,
         transform=plan.transform,
+        class_names=plan.condition.names if isinstance(plan.condition, ClassCondition) else (),
+        settings=settings.images,
+        advance=advance,
     )
 
 

@@ -157,7 +157,7 @@ class Worker:
         accepted = self._plan()
         stages.check_auditable(accepted, self.policy)
         check_encoder(accepted.plan, self.settings)
-        cohort = stages.scan(self.site, accepted, self.policy)
+        cohort = stages.scan(self.site, accepted, self.policy, self._encoded)
         stages.check_agreed(accepted, cohort, self.settings.silo_id)
         stages.check_sizes(accepted, cohort)
         check_room(self.site, accepted.plan, cohort, self._work())
@@ -318,15 +318,18 @@ class Worker:
 
     def _cohort(self, accepted: AcceptedPlan) -> Cohort:
         """Read the images again and check that they are those scanned: experts and statistics use the same data."""
-        cohort = stages.scan(self.site, accepted, self.policy)
+        cohort = stages.scan(self.site, accepted, self.policy, self._encoded)
         if cohort.digest != self.state.dataset_digest:
-            remedy = "Restore the images of the time when the plan was accepted, or give the plan up: silo withdraw."
+            remedy = (
+                "Restore images, table and decisions of the time when the plan was accepted, or give the plan up: "
+                "silo withdraw."
+            )
             expected = f"those that were scanned for this plan, digest {(self.state.dataset_digest or 'none')[:16]}"
             raise DataError("images", expected=expected, got=f"digest {cohort.digest[:16]}", remedy=remedy)
         return cohort
 
     def _encoded(self, num_done: int, num_images: int) -> None:
-        """Show the progress of the encoding, which is not saved: an interrupted encoding starts over."""
+        """Show the progress of decoding or encoding, which is not saved: what is interrupted starts over."""
         if self.stopping.is_set():
             raise KeyboardInterrupt
         # Shown on this machine only: in the outbox, steps of the percentage would reveal the number of images.

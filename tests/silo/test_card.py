@@ -13,7 +13,7 @@ from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import SigningKey
 from silo.cli import app
 from silo.config import Site
-from silo.data.cohort import count_units
+from silo.data.first_look import count_units
 from silo.setup import make_card, rounded_up
 from tests.conftest import Planned
 from tests.support.federation import POLICY, TinyFederation, cohort, write_policy
@@ -116,20 +116,20 @@ def test_data_that_cannot_be_counted_are_refused_and_no_image_is_read(tmp_path: 
     with zipfile.ZipFile(tmp_path / "a.npz") as whole, zipfile.ZipFile(tmp_path / "cut.npz", "w") as cut:
         cut.writestr("images.npy", whole.read("images.npy")[:130])
     with pytest.raises(DataError, match="does not read as one"):  # by its header and the archive's directory
-        count_units(tmp_path / "cut.npz", patients=False)
-    assert count_units(tmp_path / "a.npz", patients=False) == (7, None)
+        count_units(tmp_path / "cut.npz", patients=False, folder=tmp_path / "scans")
+    assert count_units(tmp_path / "a.npz", patients=False, folder=tmp_path / "scans") == (7, None)
     with pytest.raises(DataError, match="none for 1 of 7 images"):
-        count_units(tmp_path / "a.npz", patients=True)
+        count_units(tmp_path / "a.npz", patients=True, folder=tmp_path / "scans")
     np.savez(tmp_path / "scalar.npz", images=np.float32(3))
     np.savez(tmp_path / "objects.npz", images=np.array([None, {}]))
     np.savez(tmp_path / "other.npz", pixels=np.zeros(3))
     (tmp_path / "text.npz").write_text("hello")
     for name in ("scalar", "objects", "other", "text"):
         with pytest.raises(DataError, match="an npz without|an array called images|an array of images"):
-            count_units(tmp_path / f"{name}.npz", patients=False)
+            count_units(tmp_path / f"{name}.npz", patients=False, folder=tmp_path / "scans")
     with pytest.raises(MissingFileError):
-        count_units(tmp_path / "nothing.npz", patients=False)
+        count_units(tmp_path / "nothing.npz", patients=False, folder=tmp_path / "scans")
     (tmp_path / "volumes").mkdir()
     for name in ("a.nii", "b.nii.gz", "c.txt"):
         (tmp_path / "volumes" / name).touch()
-    assert count_units(tmp_path / "volumes", patients=False) == (2, None)
+    assert count_units(tmp_path / "volumes", patients=False, folder=tmp_path / "scans") == (2, None)

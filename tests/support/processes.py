@@ -1,4 +1,4 @@
-"""Whether processes have really ended: a zombie that its parent has not collected yet has."""
+"""Which processes there are, and whether they have really ended: a zombie that its parent has not collected yet has."""
 
 import select
 from contextlib import suppress
@@ -14,6 +14,12 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return False
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process started and that still run."""
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(each) for path in found for each in path.read_text().split() if alive(int(each))]
 
 
 def wait_for_end(pid: int, timeout_s: float = LIMIT_S) -> None:

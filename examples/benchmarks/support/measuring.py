@@ -22,6 +22,8 @@ _ROLES = (
     ("runtime/superlink.py", "SuperLink"),
     ("nginx", "proxy"),
     ("intake", "intake"),
+    ("silo.images.decoder", "decoder"),
+    ("--stages", "worker"),
 )
 
 

@@ -122,6 +122,7 @@ def test_condition_that_does_not_fit_is_refused_with_what_does(tmp_path: Path) -
     for asked, condition, reference, kind, said in [
         (("data", None, None), CLASSES, "bare", SetupError, "--class data"),
         (("11", None, None), CLASSES, "bare", SetupError, "0 to 9"),
+        (("red", None, None), CLASSES, "bare", SetupError, "data, equal, none, or a class, 0 to 9"),
         (("none", None, None), undropped, "bare", SetupError, "drop = 0"),
         ((None, None, None), CLASSES, "wide", DataError, "0 to 9"),
         ((None, None, None), CLASSES, "named", DataError, "--class equal"),
@@ -134,7 +135,7 @@ def test_condition_that_does_not_fit_is_refused_with_what_does(tmp_path: Path) -
         with case(asked=asked, reference=reference), pytest.raises(kind) as caught:
             conditions_for(Asked(*asked), condition, tmp_path / f"{reference}.npz", 8, 0, counted=True)
         assert said in f"{caught.value} {caught.value.remedy}"
-    for words in (("red", None, None), ("3", "a cat", folder), (None, "a cat", None), (None, " ", folder)):
+    for words in (("3", "a cat", folder), (None, "a cat", None), (None, " ", folder)):
         with case(words=words), pytest.raises(SetupError):
             Asked(*words)
     found = conditions_for(Asked(None, None, None), undropped, tmp_path / "bare.npz", 10, 0, counted=True)

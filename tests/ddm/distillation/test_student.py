@@ -16,7 +16,7 @@ from ddm.cli.main import app
 from ddm.distillation.student import RECORD_SUFFIX, OwnSamples, Source, Student, autoencoder_beside
 from ddm.encoders.autoencoder import build_autoencoder
 from ddm.encoders.text import TextEncoder, pin
-from ddm.errors import DataError, DigestError, DocumentError, MathError, MissingFileError, SetupError, ShapeError
+from ddm.errors import DataError, DigestError, DocumentError, MathError, MissingFileError, SetupError
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert
 from ddm.protocol.base import File
@@ -136,7 +136,7 @@ def test_command_draws_from_a_student_and_says_where_it_comes_from(
     assert command("sample-student", *asked, "--out", tmp_path / "b.npz", "--class", 1, "--guidance", 2) == 0
     images = [np.load(tmp_path / name)["images"] for name in ("a.npz", "b.npz")]
     assert images[0].shape == (3, *PIXELS) and not np.array_equal(*images)
-    assert command("sample-student", *asked, "--out", tmp_path / "c.npz", "--class", 2) == MathError.exit_code
+    assert command("sample-student", *asked, "--out", tmp_path / "c.npz", "--class", 2) == SetupError.exit_code
     assert command("sample-student", *asked, "--out", tmp_path / "d.gif") == SetupError.exit_code
     for lone in (("--guidance", 1), ("--text", "a"), ("--text-encoder", tmp_path), ("--class", 1, "--text", "a")):
         assert command("sample-student", *asked, "--out", tmp_path / "d.npz", *lone) == SetupError.exit_code
@@ -187,7 +187,7 @@ def test_command_tells_a_student_the_prompt_through_the_pinned_encoder_alone(
         assert np.array_equal(found[prompt], images.clamp(-1, 1).numpy())
     assert not np.allclose(*found.values(), atol=1e-3)
     assert command("sample-student", *asked, "--text", "bright left", *reading, "--class", 1) == SetupError.exit_code
-    assert command("sample-student", *asked, "--class", 1) == ShapeError.exit_code
+    assert command("sample-student", *asked, "--class", 1) == SetupError.exit_code
     save(tmp_path / "other", network("T5EncoderModel", seed=1))
     other = ("--text", "bright left", "--text-encoder", tmp_path / "other")
     assert command("sample-student", *asked, *other) == DigestError.exit_code

@@ -265,3 +265,21 @@ def test_every_file_that_pydicom_brings_loads_as_pydicom_loads_it_or_is_refused(
 def test_control_inflating_file_is_small_and_its_data_set_large(tmp_path: Path) -> None:
     path = inflating(tmp_path / "bomb", 1 << 24)
     assert path.stat().st_size < 1 << 16
+
+
+@pytest.mark.parametrize("bits", [8, 10, 12, 16])
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("frames", [1, 3])
+def test_uncompressed_greys_are_those_of_pydicom_whatever_stands_in_unused_bits(
+    tmp_path: Path, bits: int, signed: bool, frames: int
+) -> None:
+    whole = np.random.default_rng(bits).integers(0, 256, (frames, 9, 7 * (1 if bits == 8 else 2)), dtype=np.uint8)
+    values = whole.view({(8, False): "u1", (8, True): "i1"}.get((bits, signed), "<i2" if signed else "<u2"))
+    tags = tags_of(values if frames > 1 else values[0], bits=bits, PixelRepresentation=int(signed))
+    for syntax in (pydicom.uid.ExplicitVRLittleEndian, pydicom.uid.ImplicitVRLittleEndian):
+        tags.file_meta.TransferSyntaxUID = syntax
+        path = tmp_path / "a.dcm"
+        pydicom.dcmwrite(path, tags, enforce_file_format=True, implicit_vr=syntax.is_implicit_VR, little_endian=True)
+        found = np.stack([each.picture.values[0] for each in pictures(path)])
+        expected = pydicom.dcmread(path).pixel_array.reshape(found.shape)
+        assert (found == expected).all() and found.dtype.kind == expected.dtype.kind

@@ -42,7 +42,7 @@ def test_a_folder_of_pictures_is_read_as_a_silo_reads_it(tmp_path: Path) -> None
     with Image.open(tmp_path / "public" / "b.png") as picture:
         alone = np.asarray(picture.resize((16, 24), Image.Resampling.BILINEAR))
     wanted = alone[4:20].astype(np.float32) / 255 * 2 - 1
-    assert float((public[1, 0] - torch.from_numpy(wanted)).abs().max()) <= 2 * 2 / 255
+    assert float((public[0, 0] - torch.from_numpy(wanted)).abs().max()) <= 2 * 2 / 255
 
 
 def test_without_a_transform_arrays_are_read_as_they_were_and_pictures_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -51,6 +51,20 @@ def test_without_a_transform_arrays_are_read_as_they_were_and_pictures_refused_w
     with pytest.raises(DataError) as caught:
         read_transformed(folder(tmp_path / "public"), DATA, None)
     assert "[transform]" in caught.value.remedy
+
+
+def test_arrays_beside_pictures_are_left_out_where_they_hold_none(tmp_path: Path) -> None:
+    public = folder(tmp_path / "public")
+    wanted = read_transformed(public, DATA, SPEC)
+    np.savez(public / "0-features.npz", vectors=np.zeros((3, 8)))
+    np.save(public / "b-labels.npy", np.arange(3))
+    assert torch.equal(read_transformed(public, DATA, SPEC), wanted)
+    np.savez(public / "z.npz", images=np.zeros((2, 16, 16), np.uint8))
+    assert len(read_transformed(public, DATA, SPEC)) == 5
+    (tmp_path / "arrays").mkdir()
+    np.save(tmp_path / "arrays/features.npy", np.arange(3))
+    with pytest.raises(DataError, match="at least one"):
+        read_transformed(tmp_path / "arrays", DATA, SPEC)
 
 
 def test_volumes_in_an_npz_become_slices_and_an_image_that_fails_is_named_by_its_number(tmp_path: Path) -> None:

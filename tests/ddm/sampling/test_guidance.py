@@ -223,7 +223,8 @@ def test_condition_is_refused_when_it_means_nothing_or_nobody_knows_who_holds_it
     refused(exact(), "guidance", condition=0, guidance=float("nan"))
     refused(exact(class_prior=None), "each expert.s share", condition=0)
     refused(exact(), "data of this condition", condition=0, prior=(0.0, 0.0, 1.0, 0.0))
-    refused(exact(), "int, 0 to 1, got str", condition="a class")
+    refused(exact(), "a class, 0 to 1, got 'red'", condition="red")
+    assert torch.equal(exact().sample(2, condition=" 1").images, exact().sample(2, condition=1).images)
     refused(exact(), "int, 0 to 1, got int64", condition=np.int64(1))
 
 

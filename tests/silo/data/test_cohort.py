@@ -9,7 +9,7 @@ import torch
 from ddm.errors import DataError, MissingFileError
 from ddm.protocol.base import Unit
 from ddm.protocol.plan import DataSpec
-from silo.data.cohort import Cohort, check_data, dataset_digest, load_cohort
+from silo.data.cohort import Cohort, dataset_digest, load_cohort
 from tests.support.case import case
 
 SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
@@ -82,27 +82,6 @@ def test_cohort_refuses_too_few_images_another_array_and_other_files(tmp_path: P
             load(tmp_path / name)
     with pytest.raises(MissingFileError):
         load(tmp_path / "none.npz")
-
-
-def test_all_that_no_plan_could_take_is_named_at_once_and_nobody_in_it(tmp_path: Path) -> None:
-    """By headers: what the columns hold is looked at when a plan asks for it."""
-    columns = {"patients": ["secret"] * 5, "captions": ["secret"] * 6, "labels": [[1] * 6], "site": ["secret"] * 2}
-    check_data(save(tmp_path / "whole.npz", images=IMAGES, patients=["a"] * 6, labels=["x"] * 6, site=["b"]))
-    with pytest.raises(DataError) as caught:
-        check_data(save(tmp_path / "a.npz", images=IMAGES.astype(np.int64), **columns))
-    said = f"{caught.value} {caught.value.remedy}"
-    for part in ("image values: expected", "patients: expected shape (6,)", "got shape (5,)", "labels: expected shape"):
-        assert part in said
-    assert "captions" not in said and "site" not in said and "secret" not in said
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    np.save(folder / "images.npy", IMAGES)
-    np.save(folder / "captions.npy", np.array(["secret"] * 7))
-    with pytest.raises(DataError, match=r"^captions: expected shape \(6,\), one for each image, got shape \(7,\)$"):
-        check_data(folder)
-    np.save(folder / "captions.npy", np.array(["secret", None], dtype=object), allow_pickle=True)
-    with pytest.raises(DataError, match="pickled"):
-        check_data(folder)
 
 
 def test_dataset_digest_changes_with_one_value_and_with_the_sites_salt() -> None:

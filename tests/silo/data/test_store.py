@@ -137,7 +137,7 @@ def test_a_silo_takes_every_picture_through_the_plans_transform_once(tmp_path: P
     assert stamp == [file.stat().st_mtime_ns for file in sorted((tmp_path / "private").iterdir())]
     other = load(path, tmp_path / "private", TransformSpec(channels="grey", storage="uint8"))
     assert other.digest != cohort.digest
-    with pytest.raises(DataError, match="image 1"):
+    with pytest.raises(DataError, match="none of 6; of the last: channels"):
         load(path, tmp_path / "private", TransformSpec())
     with pytest.raises(DataError, match="labels"):
         load(path, tmp_path / "private", spec, num_classes=1)

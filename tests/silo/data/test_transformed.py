@@ -1,5 +1,10 @@
-"""Private pictures on their way through the plan's transform."""
+"""Private pictures as a scan accepts them, on their way through the plan's transform into the cohort."""
 
+import csv
+import os
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,22 +14,244 @@ from PIL import Image
 from ddm.errors import DataError
 from ddm.imaging.reading import read_transformed
 from ddm.imaging.transform import Transform
+from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
-from silo.data.transformed import open_transformed
+from silo.config import ImagesSettings
+from silo.data import transformed
+from silo.data.cohort import Cohort, load_cohort
+from silo.data.transformed import LEFT_OUT, Asked, open_transformed
+from silo.images.decisions import Decision, Decisions
+from silo.images.memory import Memory
+from silo.images.pictures import Pictures
+from tests.support.case import case
+from tests.support.dicom_files import tags_of, waves, write
+from tests.support.forked import ended, forked
 
 DATA = DataSpec(shape=(1, 16, 16), range=(-1.0, 1.0))
-SPEC = TransformSpec(channels="grey")
+SPEC = TransformSpec(channels="grey", range={"kind": "full"}, fit={"kind": "stretch"}, storage="uint8")
+TRANSFORM = Transform(SPEC, DATA)
+ONE = ImagesSettings(processes=1)
 
 
-def test_picture_that_a_person_must_see_first_does_not_become_a_sample(tmp_path: Path) -> None:
+def tone(level: int) -> np.ndarray:
+    return np.full((40, 40), level, np.uint8)
+
+
+def export(folder: Path, levels: list[int]) -> Path:
+    """Pictures of one grey each, which tell what became of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, level in enumerate(levels):
+        Image.fromarray(tone(level)).save(folder / f"{number:02d}.png")
+    for path in folder.iterdir():
+        os.utime(path, ns=(10**18, 10**18))
+    time.sleep(0.06)  # a file that is as young as this is read again
+    return folder
+
+
+def levels(folder: Path, private: Path, **how: object) -> list[int]:
+    source = open_transformed(folder, TRANSFORM, Asked(), private, ONE, **how)  # type: ignore[arg-type]
+    return [int(row.max()) for block in source.unpacked() for row in block]
+
+
+def left_out(private: Path) -> list[tuple[str, str]]:
+    with (private / "images" / LEFT_OUT).open(encoding="utf-8", newline="") as handle:
+        return [(Path(row["path"]).name, row["reason"]) for row in csv.DictReader(handle)]
+
+
+def load(path: Path, private: Path, **asked: object) -> Cohort:
+    plain = {"unit": "image", "num_classes": None, "transform": SPEC, "settings": ONE}
+    return load_cohort(path, DATA, min_images=1, salt=b"s", folder=private, **(plain | asked))  # type: ignore[arg-type]
+
+
+def test_bad_flagged_and_unfit_pictures_are_left_out_with_their_reason_and_the_rest_stays_in_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, private = export(tmp_path / "export", [10, 20, 30]), tmp_path / "private"
+    (folder / "00-DOE^JOHN.txt").write_text("MRN0017")
+    (folder / "00z.png").write_bytes((folder / "00.png").read_bytes()[:60])
+    Image.new("RGB", (1280, 720)).save(folder / "01-DOE.png")  # as large as a screen
+    Image.fromarray(np.zeros((40, 40), np.float32)).save(folder / "01z.tif")  # floating point has no full range
+    (folder / "more").mkdir()
+    Image.fromarray(tone(40)).save(folder / "more/04.png")
+    caplog.set_level("INFO")
+    assert levels(folder, private) == [10, 20, 30, 40]
+    assert left_out(private) == [
+        ("00-DOE^JOHN.txt", "not an image"),
+        ("00z.png", "truncated"),
+        ("01-DOE.png", "screenshot"),
+        ("01z.tif", "not taken by the plan"),
+    ]
+    assert "5 images" in caplog.text and "4 samples" in caplog.text and "1 screenshot" in caplog.text
+    assert "DOE" not in caplog.text and "MRN" not in caplog.text
+    assert (private / "images" / LEFT_OUT).stat().st_mode & 0o777 == 0o600
+    assert len(read_transformed(folder / "01-DOE.png", DATA, SPEC)) == 1  # whoever has looked at it may use it
+
+
+def test_pictures_keep_the_order_of_their_files_whatever_decodes_them(tmp_path: Path) -> None:
+    folder = export(tmp_path / "export", [])
+    for number in range(24):  # large ones between small ones, and one file of many
+        side = 900 if number % 5 == 0 else 40
+        Image.fromarray(np.full((side, side), 10 * number, np.uint8)).save(folder / f"{number:02d}.png")
+    pages = [Image.fromarray(tone(level)) for level in (71, 72, 73)]
+    pages[0].save(folder / "07z.tif", save_all=True, append_images=pages[1:])
+    wanted = [*range(0, 80, 10), 71, 72, 73, *range(80, 240, 10)]
+    source = open_transformed(folder, TRANSFORM, Asked(), tmp_path / "private", ImagesSettings(processes=3))
+    assert [int(row.max()) for block in source.unpacked() for row in block] == wanted
+
+
+def test_unchanged_cohort_is_found_again_and_a_changed_one_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, private, decoded = export(tmp_path / "export", [10, 20]), tmp_path / "private", []
+    once = Pictures.decoded
+
+    def counted(self: Pictures) -> Iterator:
+        decoded.append(1)
+        return once(self)
+
+    monkeypatch.setattr(Pictures, "decoded", counted)
+    assert levels(folder, private) == [10, 20] and decoded == [1]
+    assert levels(folder, private) == [10, 20] and decoded == [1]
+    monkeypatch.setattr("silo.images.pictures.scan_as_set", None)  # nothing is even scanned
+    assert levels(folder, private) == [10, 20] and decoded == [1]
+    monkeypatch.undo()
+    monkeypatch.setattr(Pictures, "decoded", counted)
+    os.utime(folder / "00.png")  # touched, with the same content
+    assert levels(folder, private) == [10, 20] and decoded == [1]
+    Image.fromarray(tone(30)).save(folder / "01.png")
+    assert levels(folder, private) == [10, 30] and decoded == [1, 1]
+    (folder / "00.png").unlink()
+    assert levels(folder, private) == [30] and decoded == [1, 1, 1]
+    assert len(list(private.glob("unpacked-*.npy"))) == 1
+
+
+def test_what_a_person_decided_counts(tmp_path: Path) -> None:
+    folder, private = export(tmp_path / "export", [10]), tmp_path / "private"
+    write(tags_of(waves(high=255, dtype=np.uint8), bits=8, Modality="US"), folder / "us.dcm")
+    assert levels(folder, private) == [10]
+    with Memory.opened(private / "images", "") as memory, Decisions.opened(private / "images") as decisions:
+        pictures = Pictures(folder, ONE, memory, decisions)
+        with pytest.raises(DataError, match="files that came or changed"):  # of another recipe
+            next(iter(pictures))
+    with Pictures.opened(folder, private / "images", ONE) as pictures:
+        (waiting,) = (found.seen for found in pictures if found.reason)
+    with Decisions.opened(private / "images") as decisions:
+        decisions.record([waiting], Decision.CLEAR)
+    assert levels(folder, private) == [10, 254]
+    with Decisions.opened(private / "images") as decisions:
+        decisions.record([waiting], Decision.LEAVE_OUT)
+    assert levels(folder, private) == [10]
+
+
+def test_patients_labels_and_captions_come_from_the_table_and_patients_from_dicom_too(tmp_path: Path) -> None:
+    export(tmp_path / "export", [10, 20, 30, 40])
+    for number, patient in enumerate(("MRN1", "MRN2")):
+        write(tags_of(waves(high=255, dtype=np.uint8), bits=8, PatientID=patient), tmp_path / f"export/d{number}.dcm")
+    rows = ["path,patient,finding,caption", "export/01.png,P2,Pneumonia,left lung", "export/00.png,P1, normal ,"]
+    rows += ["export/03.png,P2,1,right", "export/d1.dcm,,PNEUMONIA,", "export/d0.dcm,MRN2,0,"]
+    (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
+    settings = ImagesSettings(processes=1, columns={"label": "finding"})
+    names = {"num_classes": 2, "class_names": ("normal", "pneumonia"), "settings": settings}
+    cohort = load(tmp_path / "table.csv", tmp_path / "private", unit="patient", captions=True, **names)
+    assert cohort.unit_N.tolist() == [0, 1, 0, 2, 2]  # the table's MRN2 is the file's
+    assert cohort.label_N is not None and cohort.label_N.tolist() == [1, 0, 1, 1, 0]
+    assert cohort.captions == ("left lung", "", "right", "", "")
+    assert [int(127.5 * (1 + image.max())) for image in cohort.images[:]][:3] == [19, 9, 39]
+    everything = b"".join(path.read_bytes() for path in (tmp_path / "private").glob("unpacked-*"))
+    assert b"MRN" not in everything and b"P2" not in everything
+
+
+def test_arrays_bring_their_columns_and_latents_stay_as_they_are(tmp_path: Path) -> None:
+    pixels = np.stack([tone(level) for level in (10, 20, 30)])
+    columns = {"patients": ["a", "b", "a"], "labels": ["Cat", "dog", "cat"], "captions": ["one", "", "three"]}
+    np.savez(tmp_path / "a.npz", images=pixels, **columns)
+    names = {"num_classes": 2, "class_names": ("cat", "dog")}
+    cohort = load(tmp_path / "a.npz", tmp_path / "private", unit="patient", captions=True, **names)
+    assert (cohort.unit_N.tolist(), cohort.label_N.tolist()) == ([0, 1, 0], [0, 1, 0])  # type: ignore[union-attr]
+    assert cohort.captions == ("one", "", "three")
+    np.savez(tmp_path / "latents.npz", latents=np.zeros((3, 4, 2, 2), np.float32))
+    assert load(tmp_path / "latents.npz", tmp_path / "private", latent_shape=(4, 2, 2)).latent
+
+
+def test_what_the_plan_needs_and_pictures_lack_is_told_at_once_before_anything_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(tmp_path / "export", [10, 20, 30])
+    rows = "path,patient,label\nexport/00.png,P1,secret\nexport/01.png,,\nexport/02.png,P1,normal\n"
+    (tmp_path / "table.csv").write_text(rows)
+    monkeypatch.setattr(Pictures, "decoded", None)
+    asked = Asked(patients=True, classes=Classes(2, ("normal", "pneumonia")), captions=True)
+    with pytest.raises(DataError) as caught:
+        open_transformed(tmp_path / "table.csv", TRANSFORM, asked, tmp_path / "private", ONE)
+    said = f"{caught.value} {caught.value.remedy}"
+    for part in (
+        "patients: expected a patient for each image, got none for 1 of 3 images",
+        "labels: expected a label for each image, got none for 1 of 3 images",
+        "labels: expected classes of the plan, normal, pneumonia, got others at 1 of 3 images",
+        "captions: expected a text for at least one image, got blank ones alone",
+        "column patient",
+    ):
+        assert part in said
+    assert "secret" not in said and "P1" not in said and str(tmp_path) not in said
+    assert not list((tmp_path / "private").glob("unpacked-*"))
+
+
+def test_data_of_which_nothing_is_left_say_why(tmp_path: Path) -> None:
     folder = tmp_path / "export"
     folder.mkdir()
-    noise = np.random.default_rng(0).integers(0, 256, (40, 40), np.uint8)
-    Image.fromarray(noise).save(folder / "a.png")
-    assert len(open_transformed(folder, Transform(SPEC, DATA), [], tmp_path)) == 1
-    Image.new("RGB", (1280, 720)).save(folder / "DOE^JOHN.png")  # as large as a screen
-    with pytest.raises(DataError) as caught:
-        open_transformed(folder, Transform(SPEC, DATA), [], tmp_path)
-    assert caught.value.got == "screenshot" and "silo scan" in caught.value.remedy
-    assert "DOE" not in f"{caught.value} {caught.value.remedy}"
-    assert len(read_transformed(folder, DATA, TransformSpec(channels="grey", range={"kind": "full"}))) == 2
+    with case("no files"), pytest.raises(DataError, match="no files at all"):
+        levels(folder, tmp_path / "private")
+    (folder / "DOE.txt").write_text("x")
+    with case("no images"), pytest.raises(DataError, match="none; left out: 1 not an image") as caught:
+        levels(folder, tmp_path / "private")
+    assert "DOE" not in str(caught.value)
+    Image.fromarray(np.zeros((40, 40), np.float32)).save(folder / "a.tif")
+    with case("none that the plan takes"), pytest.raises(DataError, match="none of 1; of the last: values"):
+        levels(folder, tmp_path / "private")
+    assert not list((tmp_path / "private").glob("unpacked-*"))
+
+
+@pytest.mark.slow
+def test_work_that_is_stopped_or_killed_leaves_no_cohort_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    folder, private = export(tmp_path / "export", list(range(0, 200, 10))), tmp_path / "private"
+
+    def stop(done: int, num: int) -> None:
+        if num and done > 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        levels(folder, private, advance=stop)
+
+    def die(done: int, num: int) -> None:
+        if num and done > 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert ended(forked(lambda: levels(folder, private, advance=die))) == -signal.SIGKILL
+    assert not list(private.glob("unpacked-*"))
+    assert levels(folder, private) == list(range(0, 200, 10))
+    assert not list(private.glob(".unpacked-*"))
+
+
+def test_files_that_change_between_scan_and_decoding_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, check = export(tmp_path / "export", [10, 20]), transformed._Making.check
+
+    def changing(self: transformed._Making) -> int:
+        num = check(self)
+        Image.fromarray(tone(99)).save(folder / "01.png")
+        return num
+
+    monkeypatch.setattr(transformed._Making, "check", changing)
+    with pytest.raises(DataError, match="stay as they are"):
+        levels(folder, tmp_path / "private")
+    assert not list((tmp_path / "private").glob("unpacked-*"))
+
+
+def test_table_of_a_folder_belongs_to_its_files(tmp_path: Path) -> None:
+    folder = export(tmp_path / "export", [10, 20, 30])
+    (folder / "volumes.csv").write_text("file,patient,label\n02.png,B,1\n00.png,A,0\nabsent.png,A,0\n")
+    with pytest.raises(DataError, match="none for 1 of 3 images"):
+        load(folder, tmp_path / "private", unit="patient")
+    (folder / "01.png").unlink()
+    cohort = load(folder, tmp_path / "private", unit="patient", num_classes=2)
+    assert cohort.label_N is not None and cohort.label_N.tolist() == [0, 1]
+    assert left_out(tmp_path / "private") == [("absent.png", "no such file")]

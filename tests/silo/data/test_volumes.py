@@ -18,7 +18,8 @@ from ddm.protocol.architecture import Unet
 from ddm.protocol.base import File
 from ddm.protocol.plan import DataSpec, Training, UniformT
 from ddm.training.loop import train
-from silo.data.cohort import Cohort, check_data, load_cohort
+from silo.data.cohort import Cohort, load_cohort
+from silo.data.first_look import look_at
 from silo.data.volumes import Volumes, are_volumes
 
 SPEC = DataSpec(shape=(1, 8, 8, 8), range=(-1.0, 1.0))
@@ -164,9 +165,9 @@ def test_patients_and_classes_come_from_the_table_in_whatever_order_it_lists_the
             load(tmp_path, unit="patient")
     table.write_text("file,label\na.nii,0\nb.nii,1\n")
     with pytest.raises(DataError, match="one row for each of 3 volumes"):  # before there is a plan
-        check_data(tmp_path)
+        look_at(tmp_path, tmp_path / "scans")
     table.unlink()
-    check_data(tmp_path)
+    look_at(tmp_path, tmp_path / "scans")
 
 
 def test_unet_learns_from_nifti_files_and_the_expert_it_leaves_is_sampled(tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""Serves a page of this machine's own to a browser on it: bounded connections, and no website or frame gets at it.
+
+Other websites cannot read such a page: a name that resolves to this machine (DNS rebinding) shows in the Host header
+and is refused, answers allow no other origin, and nothing of them is kept in a cache.
+"""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ddm.errors import BusyError
+
+_MAX_CONNECTIONS = 32
+_CONNECTION_S = 10.0
+_MAX_HEAD_BYTES = 8192
+_HEADERS = {
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+    "Connection": "close",
+}
+_POLICY = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+@contextmanager
+def listening(host: str, port: int) -> "Iterator[tuple[socket.socket, str]]":
+    """Listen on an address; yield the socket, and the URL at which a browser finds it.
+
+    Args:
+        host: an IP address.
+        port: 0 for any free one.
+
+    Raises:
+        BusyError: the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise BusyError(f"port {port} on {host}", expected="a free port", got=str(error.strerror)) from error
+    with listener:
+        shown = f"[{host}]" if ":" in host else host
+        yield listener, f"http://{shown}:{listener.getsockname()[1]}/"
+
+
+def server_of(app: ASGIApp) -> uvicorn.Server:
+    """Return a server, to be `run` with the sockets that it listens on; its `should_exit` ends it.
+
+    Args:
+        app: answers requests.
+    """
+    config = uvicorn.Config(
+        app,
+        http=BriefProtocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=_MAX_CONNECTIONS,
+        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config)
+
+
+class BriefProtocol(H11Protocol):
+    """HTTP/1.1 with a time limit on each connection, so that slow clients cannot hold connections open."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept the connection and schedule its end."""
+        super().connection_made(transport)
+        self.loop.call_later(_CONNECTION_S, transport.abort)
+
+
+class HostFilter:
+    """Refuses a Host header with a name other than localhost, and adds the security headers to every response.
+
+    Args:
+        app: answers the others.
+        content: what the page may load, in the words of a Content-Security-Policy.
+        own: whether a host, without its port, is this server; by default any IP address and localhost.
+    """
+
+    def __init__(self, app: ASGIApp, content: str, own: Callable[[str], bool] | None = None) -> None:
+        self._app, self._own = app, own or _is_address
+        self._headers = {"Content-Security-Policy": f"default-src 'none'; {content}; {_POLICY}", **_HEADERS}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(self._headers)
+            await send(message)
+
+        answer: ASGIApp = self._app
+        hosts = Headers(scope=scope).getlist("host")
+        # A browser that came by another name sends that name.
+        if len(hosts) != 1 or not self._own(_without_port(hosts[0])):
+            text = "Open this page by its IP address or localhost, not by another name.\n"
+            answer = PlainTextResponse(text, status_code=421)
+        await answer(scope, receive, send_with_headers)
+
+
+def _without_port(host: str) -> str:
+    name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
+    return name or port
+
+
+def _is_address(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True

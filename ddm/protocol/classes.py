@@ -1,0 +1,69 @@
+"""The classes of a plan, by number and by name."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+_NUMBER = re.compile(r"(\d{1,9})(\.0*)?")  # as a table of floating point writes whole numbers
+
+
+@dataclass(frozen=True)
+class Classes:
+    """How many classes there are, and what they are called.
+
+    Attributes:
+        num: they are numbered from 0.
+        names: of each class, in that order; empty where they have none.
+    """
+
+    num: int
+    names: tuple[str, ...] = ()
+
+    def number(self, text: str) -> int | None:
+        """Return the class that a text means: by its name, whatever its case and the blanks around it, or its number.
+
+        Args:
+            text: as a table or a person writes it.
+
+        Returns:
+            None where it means none of them.
+        """
+        plain = folded(text)
+        match = _NUMBER.fullmatch(plain)
+        found = self._by_name.get(plain, int(match[1]) if match else self.num)
+        return found if found < self.num else None
+
+    @cached_property
+    def _by_name(self) -> dict[str, int]:
+        return {folded(name): number for number, name in enumerate(self.names)}
+
+    def name(self, number: int) -> str:
+        """Return what a class is called; its number where it has no name."""
+        return self.names[number] if self.names else str(number)
+
+    def words(self, most: int = 8) -> str:
+        """Return the classes for a message: their names, or their numbers."""
+        if not self.names:
+            return f"0 to {self.num - 1}"
+        more = f" and {self.num - most} more" if self.num > most else ""
+        return ", ".join(self.names[:most]) + more
+
+
+def folded(name: str) -> str:
+    """Return a name without what does not tell it from another one."""
+    return " ".join(name.split()).casefold()
+
+
+def misnamed(names: Sequence[str], num: int) -> str | None:
+    """Return what is wrong with the names of classes; None where nothing is."""
+    if len(names) != num:
+        return f"names must be as many as num_classes, {num}, got {len(names)}"
+    if any(name != name.strip() or not name.isprintable() for name in names):
+        return "names must be printable text without blanks around them"
+    if len({folded(name) for name in names}) < num:
+        return "names must differ by more than case and blanks"
+    for number, name in enumerate(names):
+        if (match := _NUMBER.fullmatch(folded(name))) and (match[2] or int(match[1]) != number):
+            return f"a name that is a number must be that of its class: {name!r} is not {number}"
+    return None
