@@ -21,13 +21,13 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 # Rooms are the folders of a package and the files beside them. An arrow that is no longer used must go from here too.
 ROOMS = {
     "ddm": {
-        "cli": "distillation encoders ensemble errors evaluation io islands loading models protocol sampling system "
-        "training trust",
+        "cli": "distillation encoders ensemble errors evaluation imaging io islands loading models protocol sampling "
+        "system training trust",
         "islands": "diffusion encoders errors imaging io loading pages partition planning protocol publishing routers "
         "training trust",
         "publishing": "ensemble errors evaluation io loading models pages protocol routers trust",
         "planning": "encoders errors io loading models partition protocol routers",
-        "evaluation": "encoders errors io loading pages protocol",
+        "evaluation": "encoders errors imaging io loading pages protocol",
         "distillation": "diffusion encoders ensemble errors io loading models protocol routers sampling system "
         "training",
         "loading": "diffusion encoders ensemble errors io models partition privacy protocol routers sampling "

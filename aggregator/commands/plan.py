@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def plan(
     fed: FederationArgument,
-    recipe: Annotated[Path, typer.Option(help="TOML; examples/digits_three_silos/plan.toml is one.")],
+    recipe: Annotated[Path, typer.Option(help="TOML; examples/recipes has one for each case.")],
     public: Annotated[
         Path | None,
         typer.Option(

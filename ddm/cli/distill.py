@@ -79,7 +79,9 @@ Unconditional = Annotated[
 Data = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="npz of public images and their labels; default: own samples.", rich_help_panel=_IMAGES
+        metavar="PATH",
+        help="npz of public images and their labels, or pictures; default: own samples.",
+        rich_help_panel=_IMAGES,
     ),
 ]
 Texts = Annotated[
@@ -241,14 +243,18 @@ def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, Give
     """Read public images, and their conditions, as training images."""
     from ddm.distillation.dataset import DistillationData, by_cluster, read_labels
     from ddm.distillation.student import GivenImages
+    from ddm.evaluation.reference import digest_of
+    from ddm.imaging.reading import files_at, is_prepared, read_transformed
     from ddm.io.files import require_file
-    from ddm.io.sources import read_images
     from ddm.loading.plan import PlanFiles
-    from ddm.protocol.base import sha256_file
 
     opened, condition = wanted.opened, wanted.condition
-    require_file(data, "an npz of public images")
-    images, expert_N = read_images(data, opened.plan.data), None
+    transform = opened.plan.transform
+    if transform is None:
+        require_file(data, "an npz of public images")
+    elif is_prepared(data, opened.plan.data):
+        transform = None
+    images, expert_N = read_transformed(data, opened.plan.data, transform), None
     labels = None if isinstance(condition, NoCondition) else read_labels(data, condition)
     if labels is not None and len(labels) != len(images):
         raise DataError("labels", expected=f"{len(images)}, one per image", got=str(len(labels)))
@@ -259,7 +265,9 @@ def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, Give
     with progress("encoding images") as tell:
         encoded = wanted.ensemble.latent.encode(images, tell)
     drop = 0.0 if isinstance(condition, NoCondition) else condition.drop
-    return DistillationData(encoded, expert_N, labels, drop), GivenImages(num=len(encoded), digest=sha256_file(data))
+    return DistillationData(encoded, expert_N, labels, drop), GivenImages(
+        num=len(encoded), digest=digest_of(files_at(data))
+    )
 
 
 def _trained(wanted: _Wanted, dataset: "DistillationData") -> "Trained":

@@ -53,13 +53,17 @@ Out = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For scripts.", rich_help_panel=WHAT)]
 ReferenceFile = Annotated[
-    Path, typer.Option("--reference", metavar="PATH", help="npz of real images.", rich_help_panel=COMPARE)
+    Path,
+    typer.Option(
+        "--reference",
+        metavar="PATH",
+        help="npz of real images; with a plan's [transform] also pictures.",
+        rich_help_panel=COMPARE,
+    ),
 ]
 Holdout = Annotated[
     Path | None,
-    typer.Option(
-        "--holdout", metavar="PATH", help="npz of other real images, the scale for copies.", rich_help_panel=COMPARE
-    ),
+    typer.Option("--holdout", metavar="PATH", help="Other real images, the scale for copies.", rich_help_panel=COMPARE),
 ]
 By = Annotated[
     str | None,
@@ -152,13 +156,16 @@ def evaluate(
     limit = memory_limit(read_memory(machine.memory))
     opened = verification.open(release, experts_later=True)
     plan, manifest = opened.plan, opened.manifest
-    real = open_reference(reference, plan.data, by)
-    held = open_reference(holdout, plan.data) if holdout else None
+    if plan.transform:
+        say("reading the images to compare with", error=True)
+    real = open_reference(reference, plan.data, by, plan.transform)
+    held = open_reference(holdout, plan.data, None, plan.transform) if holdout else None
     network = open_features(features, plan, opened.folder)
     weights, declared = priors(manifest, following.prior, rare.class_prior)
     given = None if samples is None else given_samples(opened, samples, num)
     count = num or 0 if given is None else len(given.images)
-    beside = metrics_bytes(count, real.num + (held.num if held else 0), network.dim, min(plan.data.dim, 4096))
+    beside = real.num_bytes + (held.num_bytes if held else 0)
+    beside += metrics_bytes(count, real.num + (held.num if held else 0), network.dim, min(plan.data.dim, 4096))
     if given is None:
         beside += 2 * labels_bytes(plan.condition, count) + (condition_bytes(plan.condition) if text_encoder else 0)
     limit.check(
@@ -168,7 +175,7 @@ def evaluate(
         drawn, due_E, words = [given], weights, None
     else:
         counted = declared is not None or plan.statistics.class_counts is not None or len(weights) == 1
-        under = conditions_for(asked, plan.condition, reference, count, solving.seed, counted=counted)
+        under = conditions_for(asked, plan.condition, real, count, solving.seed, counted=counted)
         _check_told(under.value is not None, rare, guidance)
         real, words = real if under.kept is None else real.only(under.kept), under.words
         how = {

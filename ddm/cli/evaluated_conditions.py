@@ -16,6 +16,7 @@ from ddm.protocol.plan import ClassCondition, Condition, NoCondition, TextCondit
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ddm.evaluation.reference import Reference
     from ddm.sampling.guidance import ConditionValue
 
 _WAYS = ("data", "equal", "none")
@@ -69,14 +70,14 @@ class Conditions:
 
 
 def conditions_for(
-    asked: Asked, condition: Condition, reference: Path, num: int, seed: int, *, counted: bool
+    asked: Asked, condition: Condition, reference: "Reference", num: int, seed: int, *, counted: bool
 ) -> Conditions:
     """Return what each of `num` samples is told.
 
     Args:
         asked: the options.
         condition: the plan's.
-        reference: the file of the reference.
+        reference: the images to compare with.
         num: of samples.
         seed: of the order of reference images.
         counted: whether each expert's share of a class is known.
@@ -102,14 +103,14 @@ def conditions_for(
 
 
 def _classes(
-    label: str | None, condition: ClassCondition, reference: Path, num: int, seed: int, *, counted: bool
+    label: str | None, condition: ClassCondition, reference: "Reference", num: int, seed: int, *, counted: bool
 ) -> Conditions:
     import torch
 
-    from ddm.evaluation.reference import read_classes
+    from ddm.evaluation.reference import classes_of
 
     if label not in ("equal", "none"):
-        label_M = read_classes(reference, condition.num_classes) if counted or label is not None else None
+        label_M = classes_of(reference, condition.classes) if counted or label is not None else None
         if label not in (None, "data"):
             return _one_class(str(label), condition, label_M)
         if label_M is not None:
@@ -140,18 +141,18 @@ def _one_class(text: str, condition: ClassCondition, label_M: "Tensor | None") -
     return Conditions(label, f"class {name}, against reference images of it", kept)
 
 
-def _texts(asked: Asked, condition: TextCondition, reference: Path, num: int, seed: int) -> Conditions:
+def _texts(asked: Asked, condition: TextCondition, reference: "Reference", num: int, seed: int) -> Conditions:
     if asked.text_encoder is None:
         return _nothing("text", condition)
     import numpy as np
     import torch
 
     from ddm.cli.conditions import encoded, encoder_of
-    from ddm.evaluation.reference import read_captions
+    from ddm.evaluation.reference import captions_of
 
     if asked.text is not None:
         return Conditions(encoded(asked.text, asked.text_encoder, condition), "one text")
-    captions = read_captions(reference)
+    captions = captions_of(reference)
     if captions is None:
         expected, got = "--text, or captions of the reference, in a column captions", "an encoder alone"
         raise SetupError("--text-encoder", expected=expected, got=got)

@@ -1,4 +1,8 @@
-"""Reference images, read in blocks behind one class: from files, which are never unpacked whole, or from an array."""
+"""Reference images, read in blocks behind one class: from files, which are never unpacked whole, or from an array.
+
+Pictures go through the plan's transform, as they do at silos; what it makes of them stays in memory in its compact
+type.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError, ShapeError
+from ddm.imaging.pictures import picture_files
+from ddm.imaging.reading import Transformed, is_prepared
 from ddm.io.fitting import check_row, fit
 from ddm.io.sources import Source, open_source
 from ddm.protocol.base import sha256_file, sha256_hex
-from ddm.protocol.plan import DataSpec
+from ddm.protocol.classes import Classes
+from ddm.protocol.plan import DataSpec, TransformSpec
 
 BLOCK_BYTES = 1 << 24  # of float32 images
 _CELL_BYTES, _CAPTION_BYTES = 1024, 16 * 1024
@@ -33,6 +40,9 @@ class Reference:
         digest: sha256 of the file; None for an array.
         groups: a label or silo of each image, as text; empty where nothing tells them apart.
         group_name: what the groups are.
+        source: the arrays with their columns; None for pictures in files of their own, and for an array.
+        count_P: how many images each row of `source` became; None for one each.
+        num_bytes: held in memory.
     """
 
     num: int
@@ -40,6 +50,9 @@ class Reference:
     digest: str | None = None
     groups: Sequence[str] = ()
     group_name: str | None = None
+    source: Source | None = None
+    count_P: Sequence[int] | None = None
+    num_bytes: int = 0
 
     def rows(self, wanted: Iterable[int]) -> dict[int, Tensor]:
         """Return images by their number; reads up to the last of them."""
@@ -66,7 +79,22 @@ class Reference:
                     yield part
 
         groups = [group for group, keep in zip(self.groups, kept, strict=True) if keep] if self.groups else ()
-        return replace(self, num=int(mask.sum()), blocks=blocks, groups=groups)
+        return replace(self, num=int(mask.sum()), blocks=blocks, groups=groups, source=None, count_P=None)
+
+    def column(self, names: Sequence[str]) -> NDArray[np.generic] | None:
+        """Return the first column of these names that there is, one entry for each image; None without one.
+
+        Raises:
+            DataError: a column that has not one entry for each row.
+        """
+        name = next((name for name in names if self.source and name in self.source.columns), None)
+        if self.source is None or name is None:
+            return None
+        found = self.source.column(name, _CAPTION_BYTES)
+        if len(found) != len(self.source):
+            expected = f"{len(self.source)} entries, one for each image"
+            raise DataError(name, expected=expected, got=f"shape {found.shape}")
+        return found if self.count_P is None else np.repeat(found, self.count_P, 0)
 
     @classmethod
     def of(cls, images: Any, groups: Sequence[object] = (), group_name: str = "labels") -> "Reference":
@@ -83,67 +111,88 @@ class Reference:
         return cls(len(rows), lambda: (part.float() for part in torch.split(rows, size)), None, texts, group_name)
 
 
-def open_reference(path: Path, spec: DataSpec, by: str | None = None) -> Reference:
-    """Open the images of a file without reading them.
+def open_reference(
+    path: Path, spec: DataSpec, by: str | None = None, transform: TransformSpec | None = None
+) -> Reference:
+    """Open the images of a file without reading them; pictures that a transform is for are read.
 
     Args:
-        path: see `ddm.io.sources.open_source`; there may be a column that tells images apart.
+        path: see `ddm.io.sources.open_source`; there may be a column that tells images apart. With a transform also
+            whatever `ddm.imaging.pictures.pictures` takes; arrays in floating point of the plan's shape are then taken
+            as samples that need none.
         spec: the plan's shape and range.
         by: the name of that column; by default `silos` or `labels`, where there is one.
+        transform: the plan's.
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: not such a file, images of another shape, or no column of that name; values that do not fit are
-            noticed when they are read.
+        DataError: not such a file, images of another shape, or no column of that name; a picture that cannot be used;
+            values that do not fit are noticed when they are read.
     """
+    files = picture_files(path) if transform else None
+    if transform and files:
+        _check_by(by, frozenset(), path)
+        made = Transformed.read(path, spec, transform)
+        return Reference(len(made.kept), made.blocks, digest_of(files), num_bytes=made.num_bytes)
     source = open_source(path)
     if source.name != "images":
         raise DataError("reference", expected="images", got="latents")
-    check_row(*source.row, spec)
-    if by is not None and by not in source.columns:
-        got = ", ".join(sorted(source.columns))[:200] or "no columns"
-        raise DataError("--by", expected=f"a column of {path.name}", got=f"{by!r}; it has {got}")
+    _check_by(by, source.columns, path)
     column = by or next((name for name in COLUMNS if name in source.columns), None)
     groups = _groups(source, column) if column else []
-    return Reference(len(source), lambda: _blocks(source, spec), _digest(source), groups, column)
+    if transform and not is_prepared(path, spec):
+        made = Transformed.read(path, spec, transform)
+        if groups:
+            groups = [group for group, count in zip(groups, made.count_P, strict=True) for _ in range(count)]
+        digest, num = digest_of(source.files), len(made.kept)
+        return Reference(num, made.blocks, digest, groups, column, source, made.count_P, made.num_bytes)
+    check_row(*source.row, spec)
+    return Reference(len(source), lambda: _blocks(source, spec), digest_of(source.files), groups, column, source)
 
 
-def read_classes(path: Path, num_classes: int) -> Tensor | None:
+def _check_by(by: str | None, columns: frozenset[str], path: Path) -> None:
+    if by is not None and by not in columns:
+        got = ", ".join(sorted(columns))[:200] or "no columns"
+        raise DataError("--by", expected=f"a column of {path.name}", got=f"{by!r}; it has {got}")
+
+
+def classes_of(reference: Reference, classes: Classes) -> Tensor | None:
     """Return the class of each reference image, int64 (N,), from the column `labels` or `label`; None without one.
 
     Raises:
-        DataError: labels that are no classes, whole numbers from 0.
+        DataError: labels that are no classes, by number or by name.
     """
-    found = _column(path, _LABELS)
+    found = reference.column(_LABELS)
     if found is None:
         return None
-    fits = found.ndim == 1 and found.dtype.kind in "iu"
-    if not fits or found.min() < 0 or found.max() >= num_classes:
-        got = f"{found.min()} to {found.max()}" if fits else f"{found.dtype}, shape {found.shape}"
-        remedy = "Number the labels as the plan does, or draw classes otherwise: --class equal, or --class none."
-        expected = f"classes of the release, whole numbers from 0 to {num_classes - 1}"
+    kind, outside = f"{found.dtype}, shape {found.shape}", len(found)
+    if found.ndim == 1 and found.dtype.kind in "USO":
+        texts, place_N = np.unique([_text(each) for each in found.tolist()], return_inverse=True)
+        numbers = [classes.number(str(text)) for text in texts]
+        found = np.array([-1 if number is None else number for number in numbers])[place_N]
+    if found.ndim == 1 and found.dtype.kind in "iu":
+        label_M = found.astype(np.int64)
+        outside = int(((label_M < 0) | (label_M >= classes.num)).sum())
+    if outside:
+        remedy = "Label them as the plan does, or draw classes otherwise: --class equal, or --class none."
+        got = f"others at {outside} of {len(found)} images ({kind})"
+        expected = f"classes of the release, {classes.words()}"
         raise DataError("labels of the reference", expected=expected, got=got, remedy=remedy)
     return torch.from_numpy(found.astype("int64"))
 
 
-def read_captions(path: Path) -> list[str] | None:
+def captions_of(reference: Reference) -> list[str] | None:
     """Return the caption of each reference image, from the column `captions` or `caption`; None without one.
 
     Raises:
         DataError: captions that are no texts.
     """
-    found = _column(path, _CAPTIONS)
+    found = reference.column(_CAPTIONS)
     if found is None:
         return None
     if found.ndim != 1 or found.dtype.kind not in "UO":
         raise DataError("captions of the reference", expected="one text an image", got=f"{found.dtype}")
     return [_text(each) for each in found.tolist()]
-
-
-def _column(path: Path, names: Sequence[str]) -> NDArray[np.generic] | None:
-    source = open_source(path)
-    name = next((name for name in names if name in source.columns), None)
-    return None if name is None else source.column(name, _CAPTION_BYTES)
 
 
 def _groups(source: Source, name: str) -> list[str]:
@@ -154,9 +203,9 @@ def _groups(source: Source, name: str) -> list[str]:
     return [_text(value) for value in values.tolist()]
 
 
-def _digest(source: Source) -> str:
+def digest_of(files: Sequence[Path]) -> str:
     """Return the digest of a file, or of the digests of several."""
-    digests = [sha256_file(path) for path in source.files]
+    digests = [sha256_file(path) for path in files]
     return digests[0] if len(digests) == 1 else sha256_hex(" ".join(digests).encode())
 
 

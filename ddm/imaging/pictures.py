@@ -14,6 +14,7 @@ from ddm.io.idx import is_idx, read_idx
 from ddm.io.images import BLOCK_BYTES, rows_of
 from ddm.io.sources import ARRAYS, Source, open_source
 
+_TABLES = (".csv", ".tsv")
 _FULL = {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0)}
 
 
@@ -31,18 +32,33 @@ def pictures(path: Path, *, seen: bool) -> Iterator[Picture]:
         MissingFileError: nothing at `path`.
         DataError: no picture, one that does not decode, or one that a person must see first.
     """
+    files = picture_files(path)
+    if files is None:
+        return (_picture(row) for block in _blocks(open_source(path)) for row in block)
+    if files == (path,):
+        return map(_picture, read_idx(path)) if is_idx(path) else _decoded(path, seen)
+    return (picture for file in files for picture in _in_folder(file, seen))
+
+
+def picture_files(path: Path) -> tuple[Path, ...] | None:
+    """Return the files that hold the pictures at `path`, in order; None for arrays of `ddm.io.sources`.
+
+    Raises:
+        MissingFileError: nothing at `path`.
+        DataError: an empty folder, or a table.
+    """
     if not path.exists():
         raise MissingFileError(str(path), expected="pictures", got="no such file or folder")
-    if path.is_file() and path.suffix.lower() not in ARRAYS:
-        return map(_picture, read_idx(path)) if is_idx(path) else _decoded(path, seen)
-    if path.is_dir():
-        files = [file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))]
-        files.sort(key=lambda file: (*((1, part) for part in file.parent.parts), (0, file.name)))
-        if not files:
-            raise DataError("pictures", expected="at least one", got="an empty folder")
-        if not _are_rows(files):
-            return (picture for file in files for picture in _in_folder(file, seen))
-    return (_picture(row) for block in _blocks(open_source(path)) for row in block)
+    if path.suffix.lower() in _TABLES:
+        remedy = "Give the folder of its pictures: only a silo's data may be a table."
+        raise DataError("pictures", expected="a picture, a folder of them, or arrays", got="a table", remedy=remedy)
+    if path.is_file():
+        return None if path.suffix.lower() in ARRAYS else (path,)
+    files = [file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))]
+    files.sort(key=lambda file: (*((1, part) for part in file.parent.parts), (0, file.name)))
+    if not files:
+        raise DataError("pictures", expected="at least one", got="an empty folder")
+    return None if _are_rows(files) else tuple(files)
 
 
 def _are_rows(files: Sequence[Path]) -> bool:

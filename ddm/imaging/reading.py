@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from ddm.errors import DataError
 from ddm.imaging.geometry import Floats
-from ddm.imaging.pictures import pictures
+from ddm.imaging.pictures import picture_files, pictures
 from ddm.imaging.transform import Transform, about
 from ddm.io.fitting import fit
 from ddm.io.images import BLOCK_BYTES, rows_of
-from ddm.io.sources import read_images
+from ddm.io.sources import open_source, read_images
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import TransformSpec
 
@@ -61,17 +62,72 @@ def read_transformed(path: Path, data: DataSpec, spec: TransformSpec | None) -> 
     """
     if spec is None:
         return read_images(path, data)
-    transform = Transform(spec, data)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    kept: list[NDArray[np.generic]] = []
-    for samples in samples_at(path, transform, seen=True):
-        kept += map(transform.stored, samples)
-        if (needed := len(kept) * data.dim * (4 + transform.dtype.itemsize)) > memory:
-            raise DataError("images", expected=f"at most {memory} bytes of memory", got=f"{needed} bytes")
-    if not kept:
-        raise DataError("images", expected="at least one", got="an empty folder or array")
-    images, size = torch.empty(len(kept), *data.shape), rows_of(BLOCK_BYTES, data.shape)
-    for start in range(0, len(kept), size):
-        block = np.stack(kept[start : start + size])
-        images[start : start + size] = fit(block, range(start, start + len(block)), spec=data)
+    found = Transformed.read(path, data, spec)
+    images, start = torch.empty(len(found.kept), *data.shape), 0
+    for block in found.blocks():
+        images[start : start + len(block)] = block
+        start += len(block)
     return images
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """What a transform made of pictures, in memory, in its compact type.
+
+    Attributes:
+        kept: the samples.
+        count_P: how many each picture became.
+        data: the plan's shape and range.
+    """
+
+    kept: list[NDArray[np.generic]]
+    count_P: list[int]
+    data: DataSpec
+
+    @classmethod
+    def read(cls, path: Path, data: DataSpec, spec: TransformSpec) -> "Transformed":
+        """Read pictures that people have seen; see `read_transformed`."""
+        transform = Transform(spec, data)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        found = cls([], [], data)
+        for samples in samples_at(path, transform, seen=True):
+            found.kept.extend(map(transform.stored, samples))
+            found.count_P.append(len(samples))
+            if (needed := len(found.kept) * data.dim * (4 + transform.dtype.itemsize)) > memory:
+                raise DataError("images", expected=f"at most {memory} bytes of memory", got=f"{needed} bytes")
+        if not found.kept:
+            raise DataError("images", expected="at least one", got="an empty folder or array")
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """In memory."""
+        return sum(each.nbytes for each in self.kept)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """Yield the samples in blocks, float32, in the plan's range."""
+        size = rows_of(BLOCK_BYTES, self.data.shape)
+        for start in range(0, len(self.kept), size):
+            block = np.stack(self.kept[start : start + size])
+            yield fit(block, range(start, start + len(block)), spec=self.data)
+
+
+def is_prepared(path: Path, data: DataSpec) -> bool:
+    """Whether these are arrays in floating point of the plan's shape: samples already, that no transform is for.
+
+    Raises:
+        MissingFileError, DataError: see `ddm.imaging.pictures.picture_files` and `ddm.io.sources.open_source`.
+    """
+    if picture_files(path) is not None:
+        return False
+    dtype, shape = open_source(path).row
+    return dtype.kind == "f" and shape == data.shape
+
+
+def files_at(path: Path) -> tuple[Path, ...]:
+    """Return the files that hold the pictures or arrays at `path`, in order.
+
+    Raises:
+        MissingFileError, DataError: see `ddm.imaging.pictures.picture_files` and `ddm.io.sources.open_source`.
+    """
+    return picture_files(path) or open_source(path).files

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from shell import SILOS, DemoError
+from summary import SILOS
 from torch import Tensor
 
 from aggregator.config import PUBLIC_NAME, Federation
 from aggregator.intake.inventory import Inventory, take_inventory
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
-from ddm.errors import ArchipelagoError
+from ddm.errors import ArchipelagoError, SetupError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import open_release
 from ddm.protocol.manifest import Manifest
@@ -55,7 +55,7 @@ def main() -> int:
         return 1
     try:
         found = compare(out, SILOS)
-    except (DemoError, ArchipelagoError) as error:
+    except ArchipelagoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -75,7 +75,9 @@ def compare(out: Path, silos: Sequence[str]) -> dict[str, object]:
     ensemble = load_ensemble(release)
     order = list(ensemble.expert_ids)
     if order != list(inventory.silos):
-        raise DemoError("the comparison needs one expert a silo; `ddm info` shows what this release holds.")
+        raise SetupError(
+            "release", expected=f"one expert of each of {', '.join(inventory.silos)}", got=", ".join(order)
+        )
     private = [_images(out / "data" / f"{silo}.npz") for silo in order]
     lessons = _lessons(federation, inventory)
     print("Training a router without privacy, to compare with (about two minutes)", flush=True)

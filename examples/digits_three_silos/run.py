@@ -5,24 +5,17 @@ Reads like the transcript in docs/tutorial.md. Every command that is printed can
 
 import argparse
 import json
-import secrets
 import shutil
-import signal
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-
-from shell import SILOS, Demo, DemoError
-from summary import summarise, write_summary
-
-from ddm.io.modes import keep_private, private_folder
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))
+
+from shell import Demo, run_demo, timed, write_passphrase  # noqa: E402
+from summary import SILOS, summarise, write_summary  # noqa: E402
+
 PERSON = "north"
-MARKER = ".archipelago-demo"
 MINUTES = 5
 
 
@@ -35,30 +28,9 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=0, help="port of the aggregator; a free one when omitted")
     parser.add_argument("--recipe", type=Path, default=HERE / "plan.toml", help="the plan's recipe")
     arguments = parser.parse_args()
-    keep_private()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _terminate)
-    try:
-        prepare(arguments.out)
-        with Demo(arguments.out) as demo:
-            run(demo, arguments.port or demo.free_port(), arguments.recipe)
-    except DemoError as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return int(error.code)
-    except KeyboardInterrupt as interruption:
-        print("\nInterrupted; every process of the demo has ended. Start again with: make demo", file=sys.stderr)
-        return 128 + int(interruption.args[0] if interruption.args else signal.SIGINT)
-    return 0
-
-
-def prepare(out: Path) -> None:
-    """Make the output folder; only a folder made by an earlier demo is replaced."""
-    if out.exists() and any(out.iterdir()):
-        if not (out / MARKER).exists():
-            raise DemoError(f"{out} is not empty and not an earlier demo's folder; name another one with --out.")
-        shutil.rmtree(out)
-    private_folder(out)  # passphrases, keys and images lie in it
-    (out / MARKER).touch()
+    port, recipe = arguments.port, arguments.recipe
+    code: int = run_demo(arguments.out, lambda demo: run(demo, port or demo.free_port(), recipe), "make demo")
+    return code
 
 
 def run(demo: Demo, port: int, recipe: Path) -> None:
@@ -151,25 +123,6 @@ def sample(demo: Demo) -> None:
         "ddm", "sample", out / "release", "--root", out / "root.json", "--state", out / "state", "--num", "64",
         "--strategy", "lock", "--tau", "1.0", "--steps", "25", "--seed", "0", "--out", out / "samples.png",
     )  # fmt: skip
-
-
-def write_passphrase(path: Path) -> None:
-    """Make a passphrase in a file that only its owner reads."""
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_urlsafe(24) + "\n")
-
-
-@contextmanager
-def timed(stages: dict[str, float], name: str) -> Iterator[None]:
-    """Measure one stage and say where we are."""
-    print(f"\n== {name}", flush=True)
-    started = time.monotonic()
-    yield
-    stages[name] = time.monotonic() - started
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signum)
 
 
 if __name__ == "__main__":

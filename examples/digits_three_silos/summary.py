@@ -8,6 +8,8 @@ from aggregator.config import Federation
 from aggregator.intake.inventory import Inventory, take_inventory
 from ddm.system.console import human_bytes, table
 
+SILOS = ("north", "east", "west")
+
 
 def summarise(out: Path, silos: Sequence[str]) -> dict[str, object]:
     """Gather what left each silo."""

@@ -1,30 +1,21 @@
 """The demo script itself, with an expert of a few steps: what it leaves behind is what the reference promises."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.scripts import load
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits_three_silos"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_demo_data_have_the_promised_sizes_and_different_label_mixes(tmp_path: Path) -> None:
-    sizes = load("make_data").make_data(tmp_path, seed=0)
+    sizes = load(EXAMPLE / "make_data.py").make_data(tmp_path, seed=0)
     silos = {name: size for name, size in sizes.items() if name not in ("public", "evaluation")}
     total = sum(silos.values())
     for name, share in {"north": 0.6, "east": 0.3, "west": 0.1}.items():

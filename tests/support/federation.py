@@ -109,12 +109,17 @@ class TinyFederation:
 
     def join(self, silo_id: str, size: int, index: int, *, patients: bool = False) -> None:
         """Make the site of a silo and enroll it, before the first plan or late; `index` chooses its images."""
-        root_digest = sha256_hex((self.federation.tuf / "1.root.json").read_bytes())
-        site, data = Site(self.path / silo_id), self.path / f"{silo_id}.npz"
+        data = self.path / f"{silo_id}.npz"
         np.savez(data, **cohort(size, index - 0.5, seed=index, patients=patients))  # type: ignore[arg-type]
+        self.join_with(silo_id, data)
+
+    def join_with(self, silo_id: str, data: Path, policy: dict[str, object] | None = None) -> None:
+        """Make the site of a silo that has its own data, and enroll it."""
+        root_digest = sha256_hex((self.federation.tuf / "1.root.json").read_bytes())
+        site = Site(self.path / silo_id)
         invited = read_invitation(self.federation.path / "invitation.json", root_digest)
         key = init_site(site, silo_id, data, invited, PASSPHRASE, None)
-        write_policy(site, POLICY)
+        write_policy(site, policy or POLICY)
         (self.path / f"{silo_id}.card.json").write_bytes(make_card(site, key))
         enroll(self.federation, self.path / f"{silo_id}.card.json")
         self.sites[silo_id] = site

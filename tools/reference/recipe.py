@@ -17,11 +17,11 @@ HEAD = """\
 # The recipe of a plan
 
 `make docs` writes this page from the code. The recipe is what an operator writes for `aggregator plan`: one TOML file
-of at most 16 KiB. A field that is not named here is refused, and so is a value out of bounds. [The demo's
-recipe](../../examples/digits_three_silos/plan.toml) is a complete example; [Documents](documents.md#plan) says what
-becomes of it in the signed plan. `ddm split` reads the same file, without need of `statistics`, `audit` and `limits`,
-and with a table `[owner]`. Where a table comes in several kinds, its field `kind` says which, and each has fields of
-its own. Paths are relative to where the command is run.
+of at most 16 KiB. A field that is not named here is refused, and so is a value out of bounds. There are complete ones
+[for each case](../how-to/run-an-aggregator.md#plan); [Documents](documents.md#plan) says what becomes of a recipe in
+the signed plan. `ddm split` reads the same file, without need of `statistics`, `audit` and `limits`, and with a table
+`[owner]`. Where a table comes in several kinds, its field `kind` says which, and each has fields of its own. Paths are
+relative to where the command is run.
 """
 ROW = "| `{name}` | {type} | {default} | {bounds} | {meaning} |"
 TABLE = "| field | type | default | bounds | meaning |\n| --- | --- | --- | --- | --- |"

@@ -12,10 +12,11 @@ from ddm.cli.drawing import Computing, Job, ReleaseSource, draw_together
 from ddm.cli.evaluated_conditions import Asked, conditions_for
 from ddm.distillation.student import load_student
 from ddm.errors import DataError, SetupError
+from ddm.evaluation.reference import Reference, open_reference
 from ddm.islands.folder import Islands
 from ddm.loading.release import Release, open_release
 from ddm.models.arithmetic import Arithmetic
-from ddm.protocol.plan import ClassCondition, NoCondition, TextCondition
+from ddm.protocol.plan import ClassCondition, DataSpec, NoCondition, TextCondition
 from ddm.sampling.strategies import strategy_named
 from tests.support.case import case
 from tests.support.commands import command
@@ -48,6 +49,10 @@ def shares_KC(owner: Owner) -> np.ndarray:
     rows = [np.load(islands.island(number).rows) for number in range(2)]
     counts_KC = np.array([np.bincount(label_N[part], minlength=10) for part in rows])
     return np.asarray(counts_KC / counts_KC.sum(0))
+
+
+def real(path: Path) -> Reference:
+    return open_reference(path, DataSpec(shape=(1, 8, 8), range=(-1.0, 1.0)))
 
 
 def evaluated(owner: Owner, reference: str, *words: object) -> dict[str, Any]:
@@ -98,7 +103,7 @@ def test_order_of_conditions_takes_every_image_in_turn(tmp_path: Path) -> None:
 
     def told(num: int, seed: int, label: str | None = None) -> torch.Tensor:
         asked = Asked(label, None, None)
-        found = conditions_for(asked, CLASSES, tmp_path / "real.npz", num, seed, counted=True).value
+        found = conditions_for(asked, CLASSES, real(tmp_path / "real.npz"), num, seed, counted=True).value
         assert isinstance(found, torch.Tensor)
         return found
 
@@ -107,7 +112,7 @@ def test_order_of_conditions_takes_every_image_in_turn(tmp_path: Path) -> None:
     assert torch.equal(told(70, 5), told(70, 5))
     assert not torch.equal(told(70, 5), told(70, 6))
     assert torch.bincount(told(30, 0, "equal")).tolist() == [3] * 10
-    uncounted = conditions_for(Asked(None, None, None), CLASSES, tmp_path / "real.npz", 7, 0, counted=False)
+    uncounted = conditions_for(Asked(None, None, None), CLASSES, real(tmp_path / "real.npz"), 7, 0, counted=False)
     assert uncounted.value is None  # whose expert a class belongs to is not known
 
 
@@ -133,12 +138,12 @@ def test_condition_that_does_not_fit_is_refused_with_what_does(tmp_path: Path) -
         (("3", None, None), NoCondition(), "bare", SetupError, "Leave --class out"),
     ]:
         with case(asked=asked, reference=reference), pytest.raises(kind) as caught:
-            conditions_for(Asked(*asked), condition, tmp_path / f"{reference}.npz", 8, 0, counted=True)
+            conditions_for(Asked(*asked), condition, real(tmp_path / f"{reference}.npz"), 8, 0, counted=True)
         assert said in f"{caught.value} {caught.value.remedy}"
     for words in (("3", "a cat", folder), (None, "a cat", None), (None, " ", folder)):
         with case(words=words), pytest.raises(SetupError):
             Asked(*words)
-    found = conditions_for(Asked(None, None, None), undropped, tmp_path / "bare.npz", 10, 0, counted=True)
+    found = conditions_for(Asked(None, None, None), undropped, real(tmp_path / "bare.npz"), 10, 0, counted=True)
     assert found.words == "all 10 classes equally often"  # experts that never learned to do without
 
 

@@ -75,6 +75,10 @@ def test_volumes_in_an_npz_become_slices_and_an_image_that_fails_is_named_by_its
         read_transformed(tmp_path / "a.npz", DATA, TransformSpec())
     with pytest.raises(MissingFileError):
         read_transformed(tmp_path / "nothing.npz", DATA, SPEC)
+    (tmp_path / "table.csv").write_text("path\na.png\n")
+    with pytest.raises(DataError, match="a table") as caught:
+        read_transformed(tmp_path / "table.csv", DATA, SPEC)
+    assert "folder" in caught.value.remedy
     (tmp_path / "bad").mkdir()
     with pytest.raises(DataError, match="^pictures: expected at least one"):
         read_transformed(tmp_path / "bad", DATA, SPEC)

@@ -1,19 +1,27 @@
-"""Runs the demo's commands: each is printed as one would type it, and nothing that was started outlives the demo."""
+"""Runs an example's commands: each is printed as one would type it, and nothing that was started outlives it.
+
+Scripts of the folders beside this file find it by `sys.path`.
+"""
 
 import json
 import os
+import secrets
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
+from ddm.io.modes import keep_private, private_folder
 from ddm.system.processes import Child, free_port, spawn, terminate_all
 
 BIN = Path(sys.executable).parent
-SILOS = ("north", "east", "west")
+_MARKER = ".archipelago-demo"
 
 
 class DemoError(Exception):
@@ -133,3 +141,55 @@ class Demo:
 def _short(word: str) -> str:
     here = str(Path.cwd())
     return word.removeprefix(here + "/") if word.startswith(here + "/") else word
+
+
+def run_demo(out: Path, act: Callable[[Demo], None], again: str) -> int:
+    """Run a demo in a folder of its own; return the exit code.
+
+    Args:
+        out: the folder; only one that an earlier demo made is replaced.
+        act: the demo.
+        again: how to start it again, for whoever interrupts it.
+    """
+    keep_private()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminate)
+    try:
+        _prepare(out)
+        with Demo(out) as demo:
+            act(demo)
+    except DemoError as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return int(error.code)
+    except KeyboardInterrupt as interruption:
+        print(f"\nInterrupted; every process of the demo has ended. Start again with: {again}", file=sys.stderr)
+        return 128 + int(interruption.args[0] if interruption.args else signal.SIGINT)
+    return 0
+
+
+def write_passphrase(path: Path) -> None:
+    """Make a passphrase in a file that only its owner reads."""
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_urlsafe(24) + "\n")
+
+
+@contextmanager
+def timed(stages: dict[str, float], name: str) -> Iterator[None]:
+    """Measure one stage and say where we are."""
+    print(f"\n== {name}", flush=True)
+    started = time.monotonic()
+    yield
+    stages[name] = time.monotonic() - started
+
+
+def _prepare(out: Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        if not (out / _MARKER).exists():
+            raise DemoError(f"{out} is not empty and not an earlier demo's folder; name another one with --out.")
+        shutil.rmtree(out)
+    private_folder(out)  # passphrases, keys and images lie in it
+    (out / _MARKER).touch()
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signum)

@@ -1,0 +1,117 @@
+"""A plan with a transform: raw pictures that a reader compares or distils with go through it, samples do not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import aggregator.release.publish
+from ddm.distillation.student import Student
+from ddm.errors import DataError, SetupError
+from ddm.evaluation.reference import classes_of, open_reference
+from ddm.imaging.reading import read_transformed
+from ddm.protocol.base import sha256_file
+from ddm.protocol.classes import Classes
+from ddm.protocol.data import DataSpec
+from ddm.protocol.transform import FullRange, Slices, TransformSpec
+from tests.conftest import Published
+from tests.support.commands import command
+from tests.support.federation import TinyFederation, recipe
+from tests.support.publishing import write_short_pages
+
+DATA = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
+SPEC = TransformSpec(channels="grey", range=FullRange(), storage="uint8")
+NUM = 20
+
+
+def raw(num: int = NUM, size: tuple[int, ...] = (3, 12, 9)) -> np.ndarray:
+    return np.random.default_rng(5).integers(0, 256, (num, *size), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """A release of a plan that takes colours of any size."""
+    tiny = TinyFederation.create(tmp_path_factory.mktemp("transformed"), {"north": 40})
+    np.savez(tiny.path / "north.npz", images=raw(40))
+    asked = recipe(transform=SPEC.model_dump(mode="json", exclude_none=True), router={"kind": "counts"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+        plan_id = tiny.complete(tiny.path / "release", asked)
+    return Published(tiny.path / "release", tiny.root, plan_id, tiny)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The same pictures in files of their own, in one array, and as the transform makes them."""
+    (tmp_path / "pictures").mkdir()
+    for number, pixels in enumerate(raw()):
+        Image.fromarray(np.moveaxis(pixels, 0, -1)).save(tmp_path / "pictures" / f"{number:03}.png")
+    np.savez(tmp_path / "raw.npz", images=raw(), labels=np.arange(NUM) % 2)
+    made = read_transformed(tmp_path / "pictures", DATA, SPEC)
+    np.savez(tmp_path / "prepared.npz", images=made.numpy(), labels=np.arange(NUM) % 2)
+    return tmp_path
+
+
+def evaluated(published: Published, reference: Path, *more: object) -> dict[str, Any]:
+    given = ("--reference", reference, "--num", 16, "--steps", 1, "--neighbours", 3, "--json", *more)
+    done = command("ddm", "evaluate", published.release, "--root", published.root, *given)
+    assert done.code == 0, done.err
+    found: dict[str, Any] = json.loads(done.out)
+    return found
+
+
+def test_figures_are_the_same_whether_the_reference_is_raw_or_prepared(published: Published, folder: Path) -> None:
+    prepared = evaluated(published, folder / "prepared.npz")
+    pictures = evaluated(published, folder / "pictures", "--holdout", folder / "raw.npz")
+    array = evaluated(published, folder / "raw.npz")
+    assert prepared["metrics"] == pictures["metrics"] == array["metrics"]
+    assert prepared["recall_by"] == array["recall_by"] and set(array["recall_by"]) == {"0", "1"}
+    assert not pictures["recall_by"] and pictures["holdout"]["digest"] == sha256_file(folder / "raw.npz")
+    files = sorted((folder / "pictures").iterdir())
+    assert pictures["reference"]["digest"] not in {None, *map(sha256_file, files)}
+    files[0].unlink()
+    assert evaluated(published, folder / "pictures")["reference"]["num"] == NUM - 1
+
+
+def test_student_is_the_same_whether_its_images_are_raw_or_prepared(published: Published, folder: Path) -> None:
+    students = []
+    for name in ("pictures", "prepared.npz"):
+        out = folder / f"{Path(name).stem}.safetensors"
+        done = command(
+            "ddm", "distill", published.release, "--root", published.root, "--data", folder / name, "--steps", 2,
+            "--teacher", "mixture", "--out", out,
+        )  # fmt: skip
+        assert done.code == 0, done.err
+        assert Student.parse(out.with_suffix(".json").read_bytes(), subject="record").images.num == NUM
+        students.append(out.read_bytes())
+    assert students[0] == students[1]
+
+
+def test_columns_follow_the_slices_of_a_volume(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", images=raw(3, (1, 6, 8, 8)), labels=np.array([0, 1, 1]))
+    spec = SPEC.model_copy(update={"slices": Slices(count=2)})
+    found = open_reference(tmp_path / "a.npz", DATA, None, spec)
+    assert found.num == 6 and found.groups == ["0", "0", "1", "1", "1", "1"]
+    label_M = classes_of(found, Classes(2))
+    assert label_M is not None and label_M.tolist() == [0, 0, 1, 1, 1, 1]
+    np.savez(tmp_path / "b.npz", images=raw(3, (1, 6, 8, 8)), labels=np.array(["normal", " Pneumonia", "1"]))
+    label_M = classes_of(open_reference(tmp_path / "b.npz", DATA, None, spec), Classes(2, ("Normal", "pneumonia")))
+    assert label_M is not None and label_M.tolist() == [0, 0, 1, 1, 1, 1]
+    assert sum(len(block) for block in found.blocks()) == found.num and found.num_bytes == 6 * 16
+
+
+def test_what_no_reader_could_compare_with_is_refused(published: Published, folder: Path) -> None:
+    (folder / "pictures" / "note.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match="image 21, by name"):
+        open_reference(folder / "pictures", DATA, None, SPEC)
+    with pytest.raises(DataError, match="--by"):
+        open_reference(folder / "pictures", DATA, "hospital", SPEC)
+    with pytest.raises(DataError, match="folder"):
+        open_reference(folder / "pictures", DATA)
+    look = (published.release, "--root", published.root)
+    done = command("ddm", "evaluate", *look, "--reference", folder / "pictures", "--num", 16)
+    assert done.code == DataError.exit_code and "note.png" not in done.err
+    assert command("ddm", "evaluate", *look, "--reference", folder / "raw.npz").code == SetupError.exit_code
