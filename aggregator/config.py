@@ -19,6 +19,18 @@ PUBLIC_NAME = "public.npz"  # a plan's public hold-out
 KEY_NAMES = ("root", "targets", "plans", "release", "online", "receipts", "log")
 
 
+class WitnessSettings(Settings):
+    """A witness of the federation's log, whom commands that publish ask to cosign.
+
+    Attributes:
+        url: the prefix to which `/add-checkpoint` is appended.
+        key: its verifier key, `NAME+HASH+KEY`, as the witness publishes it.
+    """
+
+    url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s?#]{1,400}$")]
+    key: Annotated[str, StringConstraints(pattern=r"^[^\s+]{1,255}\+[0-9a-f]{8}\+[A-Za-z0-9+/=]{1,100}$")]
+
+
 class FederationSettings(Settings):
     """federation.toml: the federation's name, public address, transfer sizes and terms of publication."""
 
@@ -31,6 +43,7 @@ class FederationSettings(Settings):
     passphrase_file: str | None = None
     max_influence: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     quorum: Annotated[int, Field(gt=0, le=10_000)] = 1
+    witnesses: Annotated[tuple[WitnessSettings, ...], Field(max_length=16, exclude_if=lambda named: not named)] = ()
     licence: ShortText = "CC-BY-4.0"
     cite: ShortText = "McAllister et al., Decentralized Diffusion Models, CVPR 2025"
 

@@ -28,13 +28,12 @@ ROOMS = {
         "publishing": "ensemble errors evaluation io loading models pages protocol routers trust",
         "planning": "encoders errors io loading models partition protocol routers",
         "evaluation": "encoders errors imaging io loading pages protocol",
-        "distillation": "diffusion encoders ensemble errors io loading models protocol routers sampling system "
-        "training",
+        "distillation": "diffusion encoders ensemble errors io loading models protocol sampling system training",
         "loading": "diffusion encoders ensemble errors io models partition privacy protocol routers sampling "
         "system trust",
         "ensemble": "diffusion encoders errors protocol routers sampling",
         "sampling": "diffusion errors io protocol routers",
-        "routers": "diffusion encoders errors io models partition privacy protocol training",
+        "routers": "diffusion encoders errors io models partition privacy protocol system training",
         "training": "diffusion errors io models protocol system",
         "encoders": "errors io protocol system",
         "models": "errors io protocol",

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from aggregator.commands.log import say_witnessed, witnesses_of
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
 from aggregator.config import Federation
 from ddm.system.console import progress, say
@@ -24,12 +25,14 @@ def publish(
 ) -> None:
     """Publish the accepted experts and the router as a signed release; if nothing changed, copy the newest version."""
     from aggregator.release.publish import publish as publish_release
+    from ddm.publishing.witnesses import ask_witnesses
 
     federation = Federation(fed).require()
-    secret = federation_passphrase(federation, passphrase_file)
+    secret, witnesses = federation_passphrase(federation, passphrase_file), witnesses_of(federation)
     with progress("Drawing for the report") as advance:
         done = publish_release(federation, secret, out, quorum=quorum, renew=renew, on_progress=advance)
     say(announcement(done, out))
+    say_witnessed(ask_witnesses(federation, witnesses))
     say(f"Researchers: ddm verify {out} --root {federation.tuf / '1.root.json'}")
 
 

@@ -22,7 +22,7 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, now_utc, sha256_hex
 from ddm.protocol.growth import standing_of
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
 from ddm.protocol.plan import Plan
-from ddm.protocol.submission import submission_path
+from ddm.protocol.submission import class_counts_path, submission_path
 from ddm.publishing.publish import lay_out_plan, next_version, with_pages
 from ddm.publishing.version import Version, memory_for, sign_version
 from ddm.publishing.versions import is_current, manifest_digest, manifest_path, newest_version, timestamp_expiry
@@ -136,6 +136,8 @@ def _lay_out(source: _Source, targets: Path) -> None:
     for silo_id, silo in inventory.silos.items():
         for name in _published_names(silo_id, silo):
             link_or_copy(silo.folder / name, _home(inventory.plan, targets, silo_id) / name)
+        if counts := silo.submission.class_counts:
+            link_or_copy(silo.folder / counts.path, targets / class_counts_path(silo_id))
     if history := key_history(source.federation, inventory.silos):
         write_atomic(targets / KEY_HISTORY, history.encode())
     link_or_copy(router_path(source.federation, source.plan_id), targets / ROUTER_NAME)
@@ -151,7 +153,7 @@ def _home(plan: Plan, targets: Path, silo_id: str) -> Path:
 
 
 def _published_names(silo_id: str, silo: AcceptedSilo) -> list[str]:
-    """List the files of a silo that are published: its document and its experts, not its statistics."""
+    """List the files of a silo that are published under its own signature: its document and its experts."""
     return [submission_path(silo_id), *(expert.file.path for expert in silo.submission.experts)]
 
 
@@ -162,6 +164,7 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
     experts = [(silo_id, expert) for silo_id, silo in inventory.silos.items() for expert in silo.submission.experts]
     listed = ["plan.json", *(file.path for file in inventory.plan.files)]
     listed += [KEY_HISTORY] if (targets / KEY_HISTORY).exists() else []
+    listed += [class_counts_path(silo_id) for silo_id, silo in inventory.silos.items() if silo.submission.class_counts]
     return Manifest(
         plan_id=inventory.plan.plan_id,
         plan_digest=inventory.plan_digest,

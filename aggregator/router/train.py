@@ -1,6 +1,6 @@
 """Trains the router: fits counts as the baseline and the plan's family, calibrates both and keeps the better one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,7 +29,6 @@ from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Progress
 from ddm.routers.calibration import Calibrated, Calibration, calibrate
 from ddm.routers.comparison import BandComparison, Comparison, HeldOut, compare, refuse_worse_than_prior
-from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.influence import capped_shares
 from ddm.routers.learned import LearnedRouter, fit_learned, split_sketches
@@ -123,7 +122,7 @@ def train_router(
     minus_prior = refuse_worse_than_prior(chosen.family, chosen.calibrated, public)
     target = router_path(federation, plan.plan_id)
     target.parent.mkdir(parents=True, exist_ok=True)
-    save_tensors(target, {**chosen.router.tensors(), **_class_tensors(inventory)})
+    save_tensors(target, chosen.router.tensors())
     priors = _expert_priors(by_silo, counted, layout)
     report = _report(inventory, priors, chosen, comparison, reason, minus_prior, File.of(ROUTER_NAME, target))
     write_atomic(target.with_name(REPORT_NAME), report.encode())
@@ -260,18 +259,6 @@ def _experts(inventory: Inventory, device: torch.device) -> LazyExperts:
 
     sizes = [expert.file.bytes for _, expert in sent]
     return LazyExperts(load, sizes, max(sizes))
-
-
-def _class_tensors(inventory: Inventory) -> Mapping[str, Tensor]:
-    """Return the conditional prior to store beside the router; empty for a plan without class counts."""
-    terms = inventory.plan.statistics.class_counts
-    if terms is None:
-        return {}
-    noisy_KCG = torch.stack(list(inventory.class_counts().values()))
-    num_units, counted = list(inventory.num_units.values()), list(inventory.counted_units.values())
-    sketch, layout = inventory.files.sketch, inventory.layout()
-    found = ConditionalPrior.from_counts(sketch, noisy_KCG, num_units, terms.epsilon, layout, counted_K=counted)
-    return found.tensors()
 
 
 def _digests(inventory: Inventory) -> dict[str, str]:

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddm.cli.options import TRUST, CheckpointOption, RootOption, StateOption
+from ddm.cli.options import CheckpointOption, RootOption, StateOption
+from ddm.cli.witnesses import QuorumOption, WitnessOption, read_witnesses
 from ddm.system.console import say
 
 if TYPE_CHECKING:
@@ -17,26 +18,21 @@ def log(
     root: RootOption,
     state: StateOption = None,
     checkpoint: CheckpointOption = None,
-    witness: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--witness", metavar="VKEY", help="A witness that must have cosigned; repeatable.", rich_help_panel=TRUST
-        ),
-    ] = None,
+    witness: WitnessOption = None,
+    quorum: QuorumOption = None,
 ) -> None:
     """Check a whole log, compare checkpoints with it, and list its entries."""
     from ddm.io.files import read_bounded, require_folder
     from ddm.loading.public_log import read_public_log
     from ddm.loading.release import read_root
-    from ddm.trust.log.note import VerifierKey
     from ddm.trust.log.proof import MAX_PROOF_BYTES
     from ddm.trust.verify import default_state
 
-    witnesses = [VerifierKey.parse(text) for text in witness or []]
+    witnesses = read_witnesses(witness, quorum)
     found = read_public_log(require_folder(folder, "a folder"), read_root(root), state or default_state())
     for path in checkpoint or []:
         found.compare(read_bounded(path, MAX_PROOF_BYTES), path.name)
-    times = {each.name: found.cosigned(each) for each in witnesses}
+    times = witnesses.check([found.signed]) if witnesses else {}
     say(f"Log {found.signed.checkpoint.origin}: {found.signed.size} entries, root hash {found.signed.root.hex()}")
     for path in checkpoint or []:
         say(f"  checkpoint {path} is of the same history")

@@ -9,11 +9,19 @@ from ddm.cli.assemble import assemble
 from ddm.cli.distill import distill
 from ddm.cli.evaluate import evaluate
 from ddm.cli.log import log
-from ddm.cli.options import CheckpointOption, ReleaseArgument, Verification, grouped, pins, warn_if_expired
+from ddm.cli.options import (
+    CheckpointOption,
+    ReleaseArgument,
+    Verification,
+    grouped,
+    pins,
+    warn_if_expired,
+)
 from ddm.cli.sample import sample
 from ddm.cli.sample_student import sample_student
 from ddm.cli.split import split
 from ddm.cli.train import train
+from ddm.cli.witnesses import QuorumOption, WitnessOption, read_witnesses
 from ddm.loading.release import Release
 from ddm.protocol.architecture import ClassCondition, TextCondition
 from ddm.protocol.calibration import calibration_bands, calibration_rows
@@ -25,9 +33,17 @@ app = new_program("Verify a published ensemble of diffusion experts and sample f
 
 @app.command()
 @grouped
-def verify(release: ReleaseArgument, *, verification: Verification, checkpoint: CheckpointOption = None) -> None:
+def verify(
+    release: ReleaseArgument,
+    *,
+    verification: Verification,
+    checkpoint: CheckpointOption = None,
+    witness: WitnessOption = None,
+    quorum: QuorumOption = None,
+) -> None:
     """Check every signature, digest, role and version, and the log's proofs; exit 0 only if all of them hold."""
-    opened = verification.open(release, checkpoints=checkpoint or ())
+    witnesses = read_witnesses(witness, quorum)
+    opened = verification.open(release, checkpoints=checkpoint or (), witnesses=witnesses)
     pinned = pins(verification.silo_key)
     verified, manifest = opened.verified, opened.manifest
     total = sum(file.bytes for file in verified.files.values())
@@ -39,6 +55,8 @@ def verify(release: ReleaseArgument, *, verification: Verification, checkpoint: 
     say(f"  log        entry of {log.checkpoint.origin}, which has {log.size} entries, root hash {log.root.hex()}")
     for path in checkpoint or []:
         say(f"  checkpoint {path} is of the same history")
+    if witnesses:
+        say(f"  witnesses  {witnesses.needed} of {len(witnesses.distinct)} or more cosigned this checkpoint")
     for silo_id, fingerprint in sorted(verified.silo_keys.items()):
         by = "by the key you pinned" if silo_id in pinned else "by the key that targets enrolled for this silo"
         say(f"  silo {silo_id:<9} signed {by}: {fingerprint}")

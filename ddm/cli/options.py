@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ddm.models.arithmetic import Arithmetic
     from ddm.protocol.plan import Condition
     from ddm.sampling.guidance import ConditionValue
+    from ddm.trust.log.witness import Witnesses
 
 # The panels of the help.
 WHAT, HOW, TRUST, MACHINE = "What to sample", "How to sample", "Verification", "Machine"
@@ -194,7 +195,14 @@ class Verification:
     accept_key: AcceptKeyOption = None
     archived: ArchivedOption = False
 
-    def open(self, release: Path, *, experts_later: bool = False, checkpoints: Sequence[Path] = ()) -> "Release":
+    def open(
+        self,
+        release: Path,
+        *,
+        experts_later: bool = False,
+        checkpoints: Sequence[Path] = (),
+        witnesses: "Witnesses | None" = None,
+    ) -> "Release":
         """Verify a release, read its documents, and tell what changed; see `ddm.loading.release.open_release`."""
         from ddm.io.files import read_bounded
         from ddm.loading.release import open_release
@@ -210,6 +218,7 @@ class Verification:
             archived=self.archived,
             experts_later=experts_later,
             checkpoints={str(path): read_bounded(path, MAX_PROOF_BYTES) for path in checkpoints},
+            witnesses=witnesses,
         )
         for news in opened.verified.told:
             say(f"note: {news}", error=True)

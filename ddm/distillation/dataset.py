@@ -24,8 +24,9 @@ from torch.nn.functional import one_hot
 
 from ddm.diffusion.rng import stream
 from ddm.diffusion.solver import heun_step, uniform_times
+from ddm.distillation.posterior import Posterior
 from ddm.ensemble import Ensemble
-from ddm.errors import DataError, FormatError, MathError, NumericalError, SetupError, ShapeError
+from ddm.errors import DataError, FormatError, NumericalError, SetupError, ShapeError
 from ddm.io.files import require_file
 from ddm.io.npz import read_array
 from ddm.io.tensors import TensorSpec, load_tensors, save_tensors, stored_bytes
@@ -33,9 +34,7 @@ from ddm.loading.plan import PlanFiles
 from ddm.models.conditions import check_text
 from ddm.protocol.manifest import PublishedExpert
 from ddm.protocol.plan import ClassCondition, Condition, NoCondition, TextCondition
-from ddm.routers.base import log_prior
-from ddm.sampling.guidance import conditional_log_prior
-from ddm.sampling.mixture import Branch, mix_velocity
+from ddm.sampling.mixture import mix_velocity
 from ddm.sampling.strategies import draw_expert
 from ddm.sampling.trajectories import draw_noise
 
@@ -114,23 +113,6 @@ def read_labels(path: Path, condition: Condition) -> Tensor:
     return found
 
 
-def class_branch(ensemble: Ensemble, label: int) -> Branch:
-    """Return the ensemble under a class: the experts' shares of it, and its router; -1 for no class.
-
-    Raises:
-        MathError: the release has no class counts.
-    """
-    if label < 0:
-        return Branch(log_prior(ensemble.prior, len(ensemble.experts)), ensemble.router)
-    if ensemble.class_prior is None:
-        remedy = "Distil from images with classes and the teacher label, or distil without classes."
-        expected = "class counts, which state each expert's share of a class"
-        raise MathError("classes", expected=expected, got="a release without class counts", remedy=remedy)
-    known = ensemble.class_prior(label)
-    log_prior_K = conditional_log_prior(known.prior, ensemble.prior, None)
-    return Branch(log_prior_K, known.router or ensemble.router, torch.tensor(label))
-
-
 def own_samples(
     ensemble: Ensemble,
     num: int,
@@ -151,14 +133,13 @@ def own_samples(
         folder: where they are kept, in parts; samples of another ensemble or seed there are left alone.
         source: names the ensemble.
         condition: the student's: the same as the experts', or none.
-        texts: texts to draw from, shape (M, L, D_text). No release states who holds a text, so each expert's share of
-            a text is its prior.
+        texts: texts to draw from, shape (M, L, D_text).
         steps: of the solver.
         seed: any integer >= 0.
         on_progress: called with the steps taken, summed over all samples, and the total to take.
 
     Raises:
-        MathError: classes, and a release without class counts.
+        MathError: classes of which nobody knows who holds them.
         NumericalError: samples that are not finite.
         ShapeError: texts that the experts do not take.
         SetupError: no texts for experts that are conditioned on texts.
@@ -218,9 +199,7 @@ def _drawn(
     on_step: Callable[[int], None],
 ) -> dict[str, Tensor]:
     """Draw one sample from each noise, under its condition."""
-    labels = label_B.tolist() if label_B is not None and label_B.dim() == 1 else [-1] * len(noise)
-    prior = {label: class_branch(ensemble, label).log_prior_K.exp() for label in set(labels)}
-    prior_BK = torch.stack([prior[label] for label in labels])
+    prior_BK = Posterior.of(ensemble, label_B)(noise, torch.ones(len(noise)), label_B)
     k_B = draw_expert(prior_BK, uniform_B)
     w_BK = one_hot(k_B, prior_BK.shape[1]).to(ensemble.device, torch.float32)
     if label_B is not None:

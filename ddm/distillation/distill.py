@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from ddm.diffusion.path import Expert, x_0_and_eps, x_t
-from ddm.distillation.dataset import DistillationData, check_labels, class_branch
+from ddm.distillation.dataset import DistillationData, check_labels
+from ddm.distillation.posterior import Posterior
 from ddm.ensemble import Ensemble, mix_velocity
 from ddm.errors import MathError, ShapeError
 from ddm.protocol.plan import TDistribution, Training, UniformT
@@ -78,7 +79,7 @@ def distill(
 
     Raises:
         KeyboardInterrupt: `should_stop` returned True; a checkpoint was written first.
-        MathError: the teacher needs labels, a router or class counts that are missing.
+        MathError: the teacher needs labels, a router or shares of classes that are missing.
         NumericalError: loss or gradient is no longer finite.
         SetupError: the checkpoints belong to another run.
         ShapeError: images of another shape, labels of other experts, or conditions that the experts do not take.
@@ -177,24 +178,17 @@ def _by_label(data: DistillationData, num_experts: int) -> ExpertWeights:
 
 
 def _by_posterior(ensemble: Ensemble, data: DistillationData, *, drawn: bool) -> ExpertWeights:
-    """Weigh experts by the posterior at x_t given the class; texts do not change it, since no release counts them."""
-    classes = data.labels if data.labels is not None and data.labels.dim() == 1 else torch.tensor([-1])
-    branches = {label: class_branch(ensemble, label) for label in {-1, *classes.tolist()}}
-    if any(each.router is None and int(each.log_prior_K.isfinite().sum()) > 1 for each in branches.values()):
+    """Weigh experts by the posterior at x_t given each image's condition."""
+    posterior = Posterior.of(ensemble, data.labels)
+    if posterior.lacks_router:
         got, remedy = "an ensemble without a router", "Choose the teacher label."
         raise MathError("teacher's posterior", expected="a router", got=got, remedy=remedy)
 
-    def posterior(x_B: Tensor, batch: Batch) -> Tensor:
-        w_BK, t_B = torch.empty(len(x_B), len(ensemble.experts), dtype=torch.float64), batch.t_B.cpu()
-        condition = batch.condition
-        label_B = condition if condition is not None and condition.dim() == 1 else torch.full((len(x_B),), -1)
-        for label in set(label_B.tolist()):
-            rows = (label_B == label).nonzero()[:, 0].cpu()
-            w_BK[rows] = branches[label].posterior(x_B[rows], t_B[rows], together=ensemble.chunk_size).double()
-        return w_BK
+    def all_of_them(x_B: Tensor, batch: Batch) -> Tensor:
+        return posterior(x_B, batch.t_B.cpu(), None if batch.condition is None else batch.condition.cpu())
 
     def one(x_B: Tensor, batch: Batch) -> Tensor:
         uniform_B = torch.as_tensor(batch.uniform_B).cpu()
-        return one_hot(draw_expert(posterior(x_B, batch), uniform_B), len(ensemble.experts))
+        return one_hot(draw_expert(all_of_them(x_B, batch), uniform_B), len(ensemble.experts))
 
-    return one if drawn else posterior
+    return one if drawn else all_of_them

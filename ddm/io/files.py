@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ddm.errors import AbsentFileError, DocumentError, FormatError, MissingFileError
+from ddm.errors import AbsentFileError, ArchipelagoError, DataError, DocumentError, FormatError, MissingFileError
 from ddm.io.modes import open_to_group
 from ddm.io.untrusted import read_small
 
@@ -185,3 +185,19 @@ def require_folder(path: Path, what: str) -> Path:
         got = "a file" if path.exists() else "nothing there"
         raise MissingFileError(str(path), expected=what, got=got)
     return path.resolve()
+
+
+@contextmanager
+def decoding(expected: str) -> Iterator[None]:
+    """Turn whatever a decoder may raise into a `DataError` without its text, which may quote what it read.
+
+    Args:
+        expected: the kind of file.
+    """
+    try:
+        yield
+    except ArchipelagoError:
+        raise
+    except Exception as error:
+        got = f"a file that does not read as one ({type(error).__name__})"
+        raise DataError("data file", expected=expected, got=got) from error

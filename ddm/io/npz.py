@@ -1,7 +1,6 @@
 """Arrays in files of numpy, npy and npz: their headers are bounded and checked before anything is allocated."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
@@ -12,10 +11,11 @@ from zipfile import ZIP_STORED, ZipFile, ZipInfo
 import numpy as np
 from numpy.typing import NDArray
 
-from ddm.errors import ArchipelagoError, DataError
-from ddm.io.files import require_file
+from ddm.errors import DataError
+from ddm.io.files import decoding, require_file
 from ddm.io.images import BLOCK_BYTES, FileArray, rows_of
 
+_KIND = "an npz without pickled objects"
 MAX_HEADER_BYTES = 1 << 14
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _LOCAL_HEADER_BYTES, _LOCAL_MAGIC = 30, b"PK\x03\x04"
@@ -96,7 +96,7 @@ def npz_names(path: Path) -> frozenset[str]:
         DataError: not an npz.
     """
     require_file(path, "an npz of images")
-    with _reading(), ZipFile(path) as archive:
+    with decoding(_KIND), ZipFile(path) as archive:
         return frozenset(_name(entry) for entry in archive.infolist())
 
 
@@ -108,7 +108,7 @@ def npz_header(path: Path, name: str) -> Header:
         DataError: not an npz, no such array, one of pickled objects, or one that says it is longer than it is.
     """
     require_file(path, "an npz of images")
-    with _reading(), ZipFile(path) as archive:
+    with decoding(_KIND), ZipFile(path) as archive:
         entry = _entry(archive, name)
         with archive.open(entry) as handle:
             header = parse_header(handle.read(MAX_HEADER_BYTES))
@@ -125,7 +125,7 @@ def npz_array(path: Path, name: str) -> FileArray | None:
         DataError: not an npz, no such array, or one of pickled objects.
     """
     header = npz_header(path, name)
-    with _reading(), ZipFile(path) as archive:
+    with decoding(_KIND), ZipFile(path) as archive:
         entry = _entry(archive, name)
         if entry.compress_type != ZIP_STORED or header.by_columns:
             return None
@@ -150,7 +150,7 @@ def npz_blocks(path: Path, name: str) -> Iterator[NDArray[np.generic]]:
     if header.by_columns:
         yield np.ascontiguousarray(_whole(path, name))
         return
-    with _reading(), ZipFile(path) as archive, archive.open(_entry(archive, name)) as handle:
+    with decoding(_KIND), ZipFile(path) as archive, archive.open(_entry(archive, name)) as handle:
         head = handle.read(MAX_HEADER_BYTES)
         num_rows, row_bytes = header.shape[0], prod(header.shape[1:]) * header.dtype.itemsize
         size, stream = rows_of(BLOCK_BYTES, header.shape[1:]), _After(head[header.offset :], handle)
@@ -171,7 +171,7 @@ def read_array(path: Path, name: str, *, max_bytes: int) -> np.ndarray:
     Raises:
         DataError: not an npz, no such array, one that is too large, or one of pickled objects.
     """
-    with _reading(), ZipFile(path) as archive:
+    with decoding(_KIND), ZipFile(path) as archive:
         size = _entry(archive, name).file_size
         if size > max_bytes:
             raise DataError(name, expected=f"at most {max_bytes} bytes, unpacked", got=f"{size}")
@@ -179,7 +179,7 @@ def read_array(path: Path, name: str, *, max_bytes: int) -> np.ndarray:
 
 
 def _whole(path: Path, name: str) -> np.ndarray:
-    with _reading(), path.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
+    with decoding(_KIND), path.open("rb") as handle, np.load(handle, allow_pickle=False) as archive:
         return np.asarray(archive[name])
 
 
@@ -196,18 +196,6 @@ class _After:
         if len(found) != num:
             raise ValueError("an entry that ends early")
         return found
-
-
-@contextmanager
-def _reading() -> Iterator[None]:
-    """Turn whatever zip, its five compressions and the array's header may raise into a `DataError`."""
-    try:
-        yield
-    except ArchipelagoError:
-        raise
-    except Exception as error:
-        got = f"a file that does not read as one ({type(error).__name__})"
-        raise DataError("data file", expected="an npz without pickled objects", got=got) from error
 
 
 def _entry(archive: ZipFile, name: str) -> ZipInfo:

@@ -1,7 +1,6 @@
 """Columns of Parquet files, streamed: pictures as tensors or lists of numbers, and what belongs to each."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddm.errors import ArchipelagoError, DataError
-from ddm.io.files import require_file
+from ddm.errors import DataError
+from ddm.io.files import decoding, require_file
 from ddm.io.images import BLOCK_BYTES, rows_of
 
+_KIND = "a Parquet file"
 _MOST_ROWS = 4096  # in one batch of rows
 _BUFFER_BYTES = 1 << 20
 _METADATA = {"thrift_string_size_limit": 1 << 24, "thrift_container_size_limit": 1 << 22}
@@ -34,7 +34,7 @@ class ParquetTable:
         names: set[str] | None = None
         for path in self.files:
             require_file(path, "a Parquet file")
-            with _reading(), _opened(path) as file:
+            with decoding(_KIND), _opened(path) as file:
                 self.num_rows += int(file.metadata.num_rows)
                 here = set(file.schema_arrow.names)
                 names = here if names is None else names & here
@@ -48,7 +48,7 @@ class ParquetTable:
         """
         import pyarrow as pa
 
-        with _reading(), _opened(self.files[0]) as file:
+        with decoding(_KIND), _opened(self.files[0]) as file:
             kind = file.schema_arrow.field(name).type
             if isinstance(kind, pa.FixedShapeTensorType):
                 return _numpy_type(kind.value_type, name), tuple(kind.shape)
@@ -66,7 +66,7 @@ class ParquetTable:
         dtype, shape = self.row_type(name)
         first = 0
         for batch in self._batches(name, rows_of(BLOCK_BYTES, shape, dtype.itemsize)):
-            with _reading():
+            with decoding(_KIND):
                 yield _pictures(batch, dtype, shape, first)
             first += len(batch)
 
@@ -86,7 +86,7 @@ class ParquetTable:
         found: list[NDArray[np.generic]] = []
         first = 0
         for batch in self._batches(name, _MOST_ROWS):
-            with _reading():
+            with decoding(_KIND):
                 kind = batch.type
                 if pa.types.is_dictionary(kind):
                     batch, kind = batch.dictionary_decode(), kind.value_type
@@ -108,7 +108,7 @@ class ParquetTable:
 
     def _batches(self, name: str, num: int) -> Iterator[Any]:
         for path in self.files:
-            with _reading(), _opened(path) as file:
+            with decoding(_KIND), _opened(path) as file:
                 for batch in file.iter_batches(num, columns=[name], use_threads=False):
                     yield batch.column(0)
 
@@ -118,18 +118,6 @@ def _opened(path: Path) -> Any:
 
     # Buffered, so that of a row group no more is in memory than what is decoded.
     return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False, memory_map=False, **_METADATA)
-
-
-@contextmanager
-def _reading() -> Iterator[None]:
-    """Turn whatever Arrow may raise into a `DataError`; its text may quote what it read."""
-    try:
-        yield
-    except ArchipelagoError:
-        raise
-    except Exception as error:
-        got = f"a file that does not read as one ({type(error).__name__})"
-        raise DataError("data file", expected="a Parquet file", got=got) from error
 
 
 def _numpy_type(kind: Any, name: str) -> np.dtype[np.generic]:

@@ -6,6 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ddm.errors import SetupError
 from ddm.io.changes import Change
@@ -16,13 +17,19 @@ from ddm.islands.card import CARD_NAME, card
 from ddm.islands.folder import Islands
 from ddm.islands.keys import island_key
 from ddm.islands.report import REPORT_NAME, report
-from ddm.islands.router import OwnersRouter, fit_router
+from ddm.islands.router import OwnersRouter, exact_counts, fit_router
 from ddm.loading.ensemble import build_ensemble
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import File, now_utc, sha256_file
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
-from ddm.protocol.submission import NoWeightPrivacy, SubmittedExpert, expert_path, submission_path
+from ddm.protocol.submission import (
+    NoWeightPrivacy,
+    SubmittedExpert,
+    class_counts_path,
+    expert_path,
+    submission_path,
+)
 from ddm.publishing.drawing import Progress as DrawProgress
 from ddm.publishing.keys import load_key
 from ddm.publishing.pictured import draw_for
@@ -118,9 +125,9 @@ def _next_version(
     files = PlanFiles.load(plan, targets)
     router = fit_router(islands, files, present, seed=seed, device=device, on_progress=on_progress)
     save_tensors(targets / ROUTER_NAME, router.tensors)
-    silos, roles = [], {}
+    silos, roles, exact = [], {}, exact_counts(islands).get("class_counts")
     for k in present:
-        silo, role = _lay_out(islands, k, key, number, targets)
+        silo, role = _lay_out(islands, k, key, number, targets, None if exact is None else exact[k])
         silos.append(silo)
         roles[silo.silo_id] = role
     draft = _manifest(islands, present, silos, router, targets, number)
@@ -137,13 +144,17 @@ def _next_version(
 
 
 def _lay_out(
-    islands: Islands, number: int, source: SigningKey, sequence: int, targets: Path
+    islands: Islands, number: int, source: SigningKey, sequence: int, targets: Path, exact_CG: Tensor | None
 ) -> tuple[PublishedSilo, bytes]:
-    """Put an island's expert and document into the release; return its entry, and its signed metadata."""
+    """Put an island's expert, counts and document into the release; return its entry, and its signed metadata."""
     plan, split, record = islands.plan, islands.split, islands.trained(number)
     name = split.islands[number].island_id
     key = island_key(source, plan.plan_id, name)
     link_or_copy(islands.island(number).expert, targets / expert_path(name, name))
+    counts = None
+    if exact_CG is not None:
+        counts = class_counts_path(name)
+        save_tensors(targets / counts, {"counts": exact_CG})
     expert = SubmittedExpert(
         expert_id=name,
         cluster=number if split.by == "clusters" else None,
@@ -160,6 +171,7 @@ def _lay_out(
         created_at=now_utc(),
         num_units=record.num_images,
         experts=(expert,),
+        class_counts=File.of(counts, targets / counts) if counts else None,
         software={package: version(package) for package in ("archipelago", "torch")},
     )
     write_atomic(targets / submission_path(name), document.encode())
@@ -188,6 +200,8 @@ def _manifest(
     """Describe everything but the pages, which are made from the manifest."""
     plan, split = islands.plan, islands.split
     total, names = sum(silo.units for silo in silos), {silo.silo_id for silo in silos}
+    listed = ["plan.json", *(file.path for file in plan.files)]
+    listed += [class_counts_path(name) for name in names] if plan.statistics.class_counts else []
     return Manifest(
         plan_id=plan.plan_id,
         plan_digest=split.plan_digest,
@@ -217,7 +231,7 @@ def _manifest(
             file=File.of(ROUTER_NAME, targets / ROUTER_NAME),
         ),
         evaluation=router.evaluation,
-        files=tuple(File.of(name, targets / name) for name in sorted(["plan.json", *(f.path for f in plan.files)])),
+        files=tuple(File.of(name, targets / name) for name in sorted(listed)),
     )
 
 

@@ -25,7 +25,6 @@ from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Progress
 from ddm.routers.calibration import Calibrated, Calibration, calibrate
 from ddm.routers.comparison import BandComparison, compare, minus_prior
-from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import Labelled
 from ddm.routers.learned import LearnedRouter
@@ -123,8 +122,7 @@ def fit_router(
     plan = islands.plan
     path, sketch = path_named(plan.objective.ensemble_path), files.sketch
     num_units = [islands.split.islands[number].num_images for number in present]
-    tensors = load_tensors(islands.router / "counts.safetensors", _counts_specs(plan), max_bytes=_MAX_COUNTS_BYTES)
-    counts = CountsRouter.from_counts(sketch, tensors["counts"][list(present)], num_units, EXACT, path)
+    counts = CountsRouter.from_counts(sketch, exact_counts(islands)["counts"][list(present)], num_units, EXACT, path)
     held_out = OwnersImages.read(islands, "holdout", present)
     judged = _judged(held_out, plan, num_units, seed)
     kind: Kind = "counts"
@@ -149,8 +147,7 @@ def fit_router(
         figure = (band.difference, band.difference_low, band.difference_high)
         found.append(_evaluation(f"{versus}_t_{band.low:.2f}_{band.high:.2f}", figure))
     found += [figure for errors in calibration.errors for figure in errors.evaluations()]
-    stored = {**router.tensors(), **_class_prior(plan, files, tensors, present, num_units)}
-    return OwnersRouter(kind, reason, stored, calibration, tuple(found), gain, bands)
+    return OwnersRouter(kind, reason, router.tensors(), calibration, tuple(found), gain, bands)
 
 
 def _calibrated(router: AnyRouter, calibration: Calibration) -> Calibrated:
@@ -212,25 +209,13 @@ def _fit(
     )
 
 
-def _counts_specs(plan: Plan) -> dict[str, TensorSpec]:
-    """Return the specs of the islands' exact histograms."""
-    num, statistics = len(plan.silos), plan.statistics
+def exact_counts(islands: Islands) -> dict[str, Tensor]:
+    """Read every island's exact histograms: `counts`, shape (K, G), and with classes `class_counts`, (K, C, G)."""
+    num, statistics = len(islands.plan.silos), islands.plan.statistics
     specs = {"counts": TensorSpec("I64", (num, statistics.counts.num_groups))}
     if terms := statistics.class_counts:
         specs["class_counts"] = TensorSpec("I64", (num, terms.num_classes, statistics.counts.num_groups))
-    return specs
-
-
-def _class_prior(
-    plan: Plan, files: PlanFiles, tensors: dict[str, Tensor], present: Sequence[int], num_units: Sequence[int]
-) -> dict[str, Tensor]:
-    """Return the conditional prior to store beside the router; empty for a plan without classes."""
-    if "class_counts" not in tensors:
-        return {}
-    every = tuple(range(plan.statistics.counts.num_groups))
-    layout = Layout.of(plan.partition, [[Part(plan.silos[number], None, every)] for number in present])
-    by_class = tensors["class_counts"][list(present)]
-    return dict(ConditionalPrior.from_counts(files.sketch, by_class, num_units, EXACT, layout).tensors())
+    return load_tensors(islands.router / "counts.safetensors", specs, max_bytes=_MAX_COUNTS_BYTES)
 
 
 def _evaluation(metric: str, figure: tuple[float, float, float]) -> Evaluation:

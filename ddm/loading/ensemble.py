@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ddm.diffusion.path import Expert, Experts, Path, as_velocity, path_named
 from ddm.ensemble import Ensemble
 from ddm.errors import SetupError
+from ddm.loading.class_counts import class_priors
 from ddm.loading.memory import room_for_experts
 from ddm.loading.plan import PlanFiles
 from ddm.loading.release import Release, open_release
@@ -20,13 +21,8 @@ from ddm.models.arithmetic import Arithmetic
 from ddm.protocol.footprint import sampling_bytes
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import ExpertObjective, Plan
-from ddm.routers.base import ConditionalRouter
-from ddm.routers.calibration import Calibrated
-from ddm.routers.counts import CountsRouter
 from ddm.routers.loading import load_router
-from ddm.routers.sketch import Sketch
 from ddm.sampling.expert_cache import LazyExperts
-from ddm.sampling.guidance import ClassPrior, ClassPriors
 from ddm.system.memory import memory_limit
 
 _LOADERS = 4
@@ -119,8 +115,8 @@ def build_ensemble(
     Args:
         plan: the plan.
         manifest: lists the experts and describes the router.
-        folder: holds `plan/`, `silos/` and the router; it is called as the plan, and experts that were carried over lie
-            beside it, in a folder called as theirs.
+        folder: holds `plan/`, `silos/`, `class_counts/` and the router; it is called as the plan, and experts that were
+            carried over lie beside it, in a folder called as theirs.
         memory_bytes: most bytes of memory for experts. They are then loaded on first use, and again after they were
             dropped, checked against their digests each time, so the errors about files below are raised while sampling.
             None loads all of them now.
@@ -135,8 +131,7 @@ def build_ensemble(
     """
     shape, condition, path = plan.expert_shape, plan.condition, path_named(plan.objective.ensemble_path)
     files = PlanFiles.load(plan, folder)
-    sketch = files.sketch
-    router = load_router(manifest.router, folder, plan=plan, sketch=sketch, experts=manifest.experts)
+    router = load_router(manifest.router, folder, plan=plan, sketch=files.sketch, experts=manifest.experts)
 
     def load(k: int) -> Expert:
         published = manifest.experts[k]
@@ -153,7 +148,7 @@ def build_ensemble(
         device=device,
         expert_ids=[expert.expert_id for expert in manifest.experts],
         condition=condition,
-        class_prior=_class_priors(router, sketch, path),
+        class_prior=class_priors(plan, manifest, folder, files, router),
         latent=files.latent,
     )
 
@@ -184,26 +179,3 @@ class _OnPath(nn.Module):
     def forward(self, x_B: Tensor, t_B: Tensor, *condition_B: Tensor) -> Tensor:
         velocity = as_velocity(self.expert, self.learned.prediction, path_named(self.learned.path), self.canonical)
         return velocity(x_B, t_B, *condition_B)
-
-
-def _class_priors(router: Calibrated, sketch: Sketch, path: Path) -> ClassPriors | None:
-    """Return the experts' shares of each class and a router for it; None where the silos sent no class counts.
-
-    Class counts are histograms over public groups, so the router of a class is a counts router whatever family the
-    release's router is of. It takes over the temperature of a released counts router. A router that reads the class
-    itself answers instead.
-    """
-    conditional = router.conditional
-    if conditional is None:
-        return None
-    reads = isinstance(router.router, ConditionalRouter)
-    temperature = router.temperature if isinstance(router.router, CountsRouter) else 1.0
-
-    def class_prior(label: int) -> ClassPrior:
-        prior = conditional.log_prior(label).exp().tolist()
-        if reads:
-            return ClassPrior(prior)
-        own = conditional.router(label, sketch, path)
-        return ClassPrior(prior, Calibrated(own, temperature, [1.0] * own.num_experts))
-
-    return class_prior

@@ -1,6 +1,8 @@
 """Checks that a published manifest, or a signed plan, stands in the federation's log; compares it with other views."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from ddm.errors import RootError, TrustError
@@ -11,6 +13,7 @@ from ddm.trust.log.history import View, check_same_history
 from ddm.trust.log.memory import LogMemory
 from ddm.trust.log.note import VerifierKey
 from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, Consistency, InclusionProof, checkpoint_in
+from ddm.trust.log.witness import Witnesses
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,25 @@ class LogView:
         else:
             LogMemory(state).compare(theirs, self.view, subject)
         return signed.size
+
+    def check_witnessed(self, witnesses: Witnesses, others: Mapping[str, bytes]) -> Mapping[str, datetime]:
+        """Check that witnesses cosigned exactly this checkpoint; return when each did, by name.
+
+        A release has no cosignatures of its own: witnesses are asked once it is in force.
+
+        Args:
+            witnesses: those whom the reader trusts.
+            others: cosigned copies of the checkpoint, by what to call them; others among them do not count.
+
+        Raises:
+            SignatureError: too few did, or a cosignature does not verify.
+            DocumentError: a copy does not parse.
+        """
+        opened = [open_checkpoint(checkpoint_in(data, name), self.keys, name) for name, data in others.items()]
+        mine = self.view.signed
+        same = [mine, *(each for each in opened if each.checkpoint == mine.checkpoint)]
+        remedy = f"Pass it cosigned: --checkpoint FILE, which is cosigned/{mine.size} of the federation's public log."
+        return witnesses.check(same, remedy)
 
 
 def read_log(log_keys: tuple[str, ...], proof: bytes, consistency: bytes, entry: Entry, subject: str) -> LogView:

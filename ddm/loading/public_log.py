@@ -1,13 +1,12 @@
 """Reads and checks a whole copy of a federation's log: entries, tiles, checkpoint, and the order of its versions."""
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from ddm.errors import DigestError, DocumentError, RootError, SplitViewError
 from ddm.io.untrusted import read_small
 from ddm.protocol.base import sha256_hex
-from ddm.trust.log.checkpoint import SignedCheckpoint, check_cosignature, open_checkpoint
+from ddm.trust.log.checkpoint import SignedCheckpoint, open_checkpoint
 from ddm.trust.log.entries import MAX_ENTRIES, Entry, check_history, parse_entry
 from ddm.trust.log.history import check_against_entries
 from ddm.trust.log.memory import LogMemory
@@ -53,19 +52,6 @@ class PublicLog:
         except SplitViewError as error:
             self.memory.keep_evidence(error, signed, self.signed)
             raise
-
-    def cosigned(self, witness: VerifierKey) -> datetime:
-        """Return when a witness cosigned this checkpoint.
-
-        Raises:
-            SignatureError: it did not.
-            DocumentError: the time is not one.
-        """
-        seconds = check_cosignature(self.signed, witness, "checkpoint")
-        try:
-            return datetime.fromtimestamp(seconds, UTC)
-        except (ValueError, OverflowError, OSError) as error:
-            raise DocumentError("checkpoint, cosignature", expected="a time", got=f"{seconds} seconds") from error
 
 
 def read_public_log(folder: Path, root: bytes, state: Path) -> PublicLog:

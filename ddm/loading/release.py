@@ -20,9 +20,10 @@ from ddm.protocol.growth import check_consent, standing_of
 from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedSilo, Standing
 from ddm.protocol.plan import Plan, SiloClusterPartition
-from ddm.protocol.submission import Submission, is_expert_path, submission_path
+from ddm.protocol.submission import Submission, class_counts_path, is_expert_path, submission_path
 from ddm.trust.log.memory import LogMemory
 from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, MAX_PROOF_BYTES
+from ddm.trust.log.witness import Witnesses
 from ddm.trust.model_signature import MAX_MODEL_SIGNATURE_BYTES, MODEL_SIGNATURE_NAME, check_model_signature
 from ddm.trust.paths import CONSISTENCY_NAME, LOG_NAMES, MANIFEST_PROOF_NAME, PLAN_LOG_NAMES
 from ddm.trust.verify import VerifiedRelease, verify_release
@@ -96,6 +97,7 @@ def open_release(
     archived: bool = False,
     experts_later: bool = False,
     checkpoints: Mapping[str, bytes] = _NO_CHECKPOINTS,
+    witnesses: Witnesses | None = None,
 ) -> Release:
     """Verify a release and read its documents.
 
@@ -111,9 +113,11 @@ def open_release(
         experts_later: do not read the experts yet; `load_expert` checks each one's digest on the bytes that it loads.
         checkpoints: checkpoints of the log that others were shown, by what to call them; nothing is remembered of a
             release whose log is not theirs.
+        witnesses: those who must have cosigned the release's checkpoint, on one of `checkpoints`.
 
     Raises:
-        TrustError: a signature, digest, version, role or path is wrong, or the manifest contradicts what a silo signed.
+        TrustError: a signature, digest, version, role or path is wrong, the manifest contradicts what a silo signed, or
+            too few witnesses cosigned.
         SplitViewError: the federation's log is not the one seen before, or not the one that others were shown.
         DocumentError: a document does not parse.
         ReplayError: signed documents of different plans or silos.
@@ -130,6 +134,8 @@ def open_release(
             memory.check(release.log.view, MANIFEST_PROOF_NAME)
         for subject, checkpoint in checkpoints.items():
             release.log.compare(checkpoint, subject, memory.folder if memory else None)
+        if witnesses:
+            release.log.check_witnessed(witnesses, checkpoints)
         read.append(release)
 
     verified = verify_release(
@@ -234,6 +240,7 @@ def _check_together(
         if silo.standing != (standing := standing_of(plan, earlier, silo.silo_id)):
             raise TrustError(f"manifest.json, silo {silo.silo_id}, standing", expected=standing, got=silo.standing)
         _check_units(plan, silo, submissions[silo.silo_id])
+        _check_class_counts(verified, plan, silo.silo_id, submissions[silo.silo_id])
     _check_experts(plan, manifest, submissions)
     _check_files(verified, plan, manifest)
     _check_read(verified, manifest)
@@ -288,6 +295,21 @@ def _check_units(plan: Plan, silo: PublishedSilo, submission: Submission | Islan
     if (silo.units < claimed) != (silo.units_reason is not None):
         got = f"{silo.units} {'with' if silo.units_reason is not None else 'without'} a reason"
         raise TrustError(subject, expected=f"{claimed}, as the silo stated, or less with a reason", got=got)
+
+
+def _check_class_counts(verified: VerifiedRelease, plan: Plan, silo_id: str, submission: Submission | Island) -> None:
+    """Check that a silo's class counts, from which readers compute who holds a class, are those that it signed."""
+    if plan.statistics.class_counts is None:
+        return
+    name, signed = class_counts_path(silo_id), submission.class_counts
+    if signed is None:
+        expected = f"class_counts in the submission of {silo_id}, as the plan asks"
+        raise TrustError(name, expected=expected, got="a submission without them")
+    found = verified.files.get(name)
+    if found is None or (found.bytes, found.digest) != (signed.bytes, signed.digest):
+        expected = f"{signed.bytes} bytes, sha256 {signed.digest[:16]}..., as the silo signed"
+        got = f"{found.bytes} bytes, sha256 {found.digest[:16]}..." if found else "no signed file of this name"
+        raise TrustError(name, expected=expected, got=got)
 
 
 def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Submission | Island]) -> None:

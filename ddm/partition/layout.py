@@ -40,14 +40,28 @@ def silo_parts(partition: Partition, silo_id: str, clusters: Clusters, noisy_G: 
         clusters: the plan's; its groups lie within coarse clusters.
         noisy_G: the silo's released histogram over groups.
     """
-    every = tuple(range(len(noisy_G)))
+    by_cluster = isinstance(partition, SiloClusterPartition)
+    kept = _kept(clusters, noisy_G, partition.min_images) if by_cluster else []
+    return known_parts(partition, silo_id, clusters, kept)
+
+
+def known_parts(partition: Partition, silo_id: str, clusters: Clusters, kept: Sequence[int]) -> tuple[Part, ...]:
+    """Return `silo_parts` of a silo whose clusters are known, as readers of a release know them, but not its histogram.
+
+    Args:
+        partition: the plan's.
+        silo_id: the silo.
+        clusters: the plan's.
+        kept: the coarse clusters that have an expert, where the partition has clusters; the others join the nearest.
+    """
+    every = tuple(range(int(clusters.group_F.max()) + 1))
     if isinstance(partition, RandomPartition):
         return tuple(Part(f"{silo_id}-{number}", None, every) for number in range(partition.num_parts))
     if not isinstance(partition, SiloClusterPartition):
         return (Part(silo_id, None, every),)
-    owner_G = _owners(clusters, noisy_G, partition.min_images)
-    kept = sorted(set(owner_G.tolist()))
-    return tuple(Part(f"{silo_id}-{c}", c, tuple(torch.nonzero(owner_G == c)[:, 0].tolist())) for c in kept)
+    owner_G = _owners(clusters, sorted(kept))
+    found = sorted(set(owner_G.tolist()))
+    return tuple(Part(f"{silo_id}-{c}", c, tuple(torch.nonzero(owner_G == c)[:, 0].tolist())) for c in found)
 
 
 def part_of_images(partition: Partition, parts: Sequence[Part], group_N: Tensor, seed: int) -> Tensor:
@@ -108,14 +122,25 @@ class Layout:
         return torch.stack(mass_EG), torch.stack(share_E)
 
 
-def _owners(clusters: Clusters, noisy_G: Tensor, min_images: int) -> Tensor:
-    """Return the coarse cluster whose expert covers each group, shape (G,)."""
-    num_coarse, num_groups = int(clusters.coarse_F.max()) + 1, len(noisy_G)
-    coarse_G = torch.zeros(num_groups, dtype=torch.int64)
+def _coarse(clusters: Clusters) -> Tensor:
+    """Return the coarse cluster of each group, shape (G,)."""
+    coarse_G = torch.zeros(int(clusters.group_F.max()) + 1, dtype=torch.int64)
     coarse_G[clusters.group_F] = clusters.coarse_F
-    size_C = torch.zeros(num_coarse, dtype=noisy_G.dtype).index_add_(0, coarse_G, noisy_G)
+    return coarse_G
+
+
+def _kept(clusters: Clusters, noisy_G: Tensor, min_images: int) -> list[int]:
+    """Return the coarse clusters with enough images, by the noised histogram, and the largest one in any case."""
+    num_coarse = int(clusters.coarse_F.max()) + 1
+    size_C = torch.zeros(num_coarse, dtype=noisy_G.dtype).index_add_(0, _coarse(clusters), noisy_G)
     kept_C = size_C >= min_images
     kept_C[size_C.argmax()] = True
+    return [int(c) for c in torch.nonzero(kept_C)[:, 0]]
+
+
+def _owners(clusters: Clusters, kept: Sequence[int]) -> Tensor:
+    """Return the coarse cluster whose expert covers each group, shape (G,)."""
+    num_coarse = int(clusters.coarse_F.max()) + 1
     centroids_FD = clusters.centroids_FD.double()
     num_C1 = torch.bincount(clusters.coarse_F, minlength=num_coarse)[:, None]
     centre_CD = torch.zeros(num_coarse, centroids_FD.shape[1], dtype=torch.float64)
@@ -123,5 +148,5 @@ def _owners(clusters: Clusters, noisy_G: Tensor, min_images: int) -> Tensor:
     # Computed from differences: a matrix product rounds differently on each machine, so that the distance of a
     # cluster from itself would not be 0.
     distance_CC = torch.cdist(centre_CD, centre_CD, compute_mode="donot_use_mm_for_euclid_dist")
-    distance_CC.masked_fill_(~kept_C[None], float("inf"))
-    return distance_CC.argmin(1)[coarse_G]
+    nearest_C = torch.tensor(kept)[distance_CC[:, kept].argmin(1)]
+    return nearest_C[_coarse(clusters)]

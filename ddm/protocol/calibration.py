@@ -13,13 +13,31 @@ _AFTER, _BEFORE = "router_calibration_error", "router_calibration_error_at_tempe
 _METRIC = re.compile(rf"{_AFTER}(?P<before>_at_temperature_1)?_t_(?P<low>\d\.\d\d)_(?P<high>\d\.\d\d)")
 
 
+class ReliabilityBin(Model):
+    """Images to whose most probable expert a router gives about the same probability, and how often it is right.
+
+    Attributes:
+        share: of all images.
+        confidence: mean probability of the most probable expert.
+        accuracy: share of these images that are that expert's.
+    """
+
+    share: float
+    confidence: float
+    accuracy: Interval
+
+
 class CalibrationBand(Model):
-    """Expected calibration error of the published router for t in [low, high), before and after its temperature."""
+    """Expected calibration error of the published router for t in [low, high), before and after its temperature.
+
+    `bins` are those of the published temperature, by confidence; a manifest does not list them.
+    """
 
     low: float
     high: float
     before: Interval
     after: Interval
+    bins: tuple[ReliabilityBin, ...] = ()
 
     def evaluations(self) -> Iterator[Evaluation]:
         """Yield the figures as a manifest lists them."""

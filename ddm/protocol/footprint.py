@@ -40,6 +40,7 @@ _DECODED_BYTES, _MOST_DECODED = 1 << 26, 64  # of the widest layer of an autoenc
 _IN_FLIGHT_BYTES = 1 << 26
 _SOLVER_COPIES = 20  # states, memories, velocities and guesses of the samples that are integrated together
 _FOLLOWED_BYTES, _MOST_FOLLOWED_BYTES = 96, 3 << 24  # of the table of experts that samples followed, and its copies
+_NOISE_REACH = 80  # of a count, times epsilon; noise beyond it is negligible
 _ROUTED_AT_ONCE = 1 << 19  # values in one block of the log densities of samples, experts and groups
 
 
@@ -144,8 +145,12 @@ def router_bytes(plan: Plan, num_experts: int) -> int:
     shares = num_experts * num_groups
     # Shares and their errors, stored and in double precision, and the groups' Gaussians turned to their axes.
     found = (2 * FLOAT_BYTES + 4 * _DOUBLE_BYTES) * shares + 4 * _DOUBLE_BYTES * num_groups * (1 + rank + rank**2)
-    if plan.statistics.class_counts:
-        found += (FLOAT_BYTES + 2 * _DOUBLE_BYTES) * plan.statistics.class_counts.num_classes * (shares + num_experts)
+    if terms := plan.statistics.class_counts:
+        # Noised and expected counts, their deviations, and the shares made of them; and a block of the counts that the
+        # noise leaves possible, of which one cell at least is looked at (`ddm.routers.counts.likely_counts`).
+        found += (_INTEGER_BYTES + 6 * _DOUBLE_BYTES) * terms.num_classes * (shares + num_experts)
+        most = max(agreed.units(plan.statistics.unit) for agreed in plan.agreed.values())
+        found += 8 * _DOUBLE_BYTES * max(_ROUTED_AT_ONCE, ceil(min(2 * _NOISE_REACH / terms.epsilon, most)) + 3)
     if plan.statistics.moments:
         found += (FLOAT_BYTES + 4 * _DOUBLE_BYTES) * num_experts * (1 + plan.statistics.moments.rank) ** 2
     if isinstance(plan.router, LearnedRouter):

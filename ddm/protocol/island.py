@@ -1,14 +1,14 @@
 """One island of one owner's data set: what stands in a release where a silo's submission stands.
 
-An owner hides nothing from itself, so there is no statistic that leaves, no budget and no ledger; what an island states
-of itself is signed with a key of its own all the same, and read as strictly.
+An owner hides nothing from itself, so there is no noise, no budget and no ledger; what an island states of itself is
+signed with a key of its own all the same, and read as strictly.
 """
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddm.protocol.base import Digest, Document, NumImages, PlanId, ShortText, SiloId, Time
+from ddm.protocol.base import Digest, Document, File, NumImages, PlanId, ShortText, SiloId, Time
 from ddm.protocol.submission import SubmittedExpert
 
 
@@ -19,6 +19,7 @@ class Island(Document):
         silo_id: the island's name; a plan lists islands where it lists silos.
         num_units: its images.
         experts: its one expert.
+        class_counts: its exact histogram over classes and groups, where the plan counts classes.
     """
 
     format: Literal["archipelago/island/1"] = "archipelago/island/1"
@@ -28,4 +29,5 @@ class Island(Document):
     created_at: Time
     num_units: Annotated[NumImages, Field(ge=2)]
     experts: Annotated[tuple[SubmittedExpert, ...], Field(min_length=1, max_length=1)]
+    class_counts: Annotated[File | None, Field(exclude_if=lambda file: file is None)] = None
     software: Annotated[dict[ShortText, ShortText], Field(max_length=256)]

@@ -56,6 +56,7 @@ class SamplesRouter(TransformerSize):
         warmup_steps: steps over which it rises from 0 first; the fall has begun by then.
         final_rate: the share of the learning rate that is left at the end; not for the schedule constant.
         weight_decay: AdamW's weight decay.
+        precision: of the arithmetic in training, as for experts: auto is bf16 where the machine multiplies in it.
         conditional: whether the router reads the class or the text that experts are told, too.
         drop: share of the images whose condition training hides, for answers without one; only where it reads one.
     """
@@ -72,6 +73,9 @@ class SamplesRouter(TransformerSize):
     warmup_steps: Annotated[int, Field(ge=0, le=10**9, exclude_if=lambda steps: steps == 0)] = 0
     final_rate: Annotated[Share, Field(exclude_if=lambda share: share == 0.0)] = 0.0
     weight_decay: Annotated[Share, Field(exclude_if=lambda decay: decay == 0.05)] = 0.05
+    precision: Annotated[Literal["auto", "fp32", "bf16"], Field(exclude_if=lambda precision: precision == "fp32")] = (
+        "fp32"
+    )
     conditional: Annotated[bool, Field(exclude_if=lambda reads: not reads)] = False
     drop: Annotated[Probability, Field(exclude_if=lambda share: share == 0.1)] = 0.1
 

@@ -1,7 +1,8 @@
 """The submission: everything that one silo sends. Whatever leaves a silo is listed on this page.
 
-The silo signs it by listing it in its TUF role. It is published whole; the statistics that it lists (noised histograms,
-moments, sketches) go to the aggregator only, and appear here as digests.
+The silo signs it by listing it in its TUF role. It is published whole. Of the statistics that it lists, the noised
+class counts are published beside it, since readers compute from them who holds a class; the others (the noised
+histogram over groups, moments, sketches) go to the aggregator only, and appear here as digests.
 """
 
 from collections.abc import Mapping
@@ -44,6 +45,11 @@ def is_expert_path(path: str) -> bool:
 def submission_path(silo_id: str) -> str:
     """Return the published path of a submission, relative to ``targets/<plan_id>/``."""
     return f"silos/{silo_id}/submission.json"
+
+
+def class_counts_path(silo_id: str) -> str:
+    """Return the published path of a silo's class counts, relative to ``targets/<plan_id>/``."""
+    return f"class_counts/{silo_id}.safetensors"
 
 
 def statistic_terms(statistics: Statistics) -> Mapping[str, tuple[float, float]]:
@@ -206,6 +212,11 @@ class Submission(Document):
     approval: Approval | None
     carry_over: Annotated[bool, Field(exclude_if=lambda consents: not consents)] = False
     software: Annotated[dict[ShortText, ShortText], Field(max_length=256)]
+
+    @property
+    def class_counts(self) -> File | None:
+        """Its noised class counts, None for a plan without them."""
+        return next((each.file for each in self.statistics if each.kind == "class_counts"), None)
 
     @model_validator(mode="after")
     def _no_kind_twice(self) -> "Submission":

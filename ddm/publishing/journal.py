@@ -1,6 +1,7 @@
 """The federation's log on disk: appends entries, and signs a checkpoint together with the change that they belong to.
 
-`log/entries.jsonl` holds one entry a line, `log/signed-checkpoint` the last checkpoint. Entries may wait, unsigned, for
+`log/entries.jsonl` holds one entry a line, `log/signed-checkpoint` the last checkpoint, `log/cosigned/` those that
+witnesses cosigned, by size. Entries may wait, unsigned, for
 the next command that has the passphrase. A checkpoint is staged in the change that it belongs to (`ddm.io.changes`)
 and comes into force with it, after its entries; a change that was never committed leaves nothing of either. Repeating
 the last word on a key, a silo, a plan or a version changes nothing.
@@ -25,6 +26,7 @@ from ddm.trust.log.note import MAX_NOTE_BYTES, Note, VerifierKey
 from ddm.trust.log.proof import MAX_CONSISTENCY_PROOFS, Consistency, InclusionProof
 
 ENTRIES, CHECKPOINT, PUBLIC = "log/entries.jsonl", "log/signed-checkpoint", "log/public"
+COSIGNED = "log/cosigned"
 _RESTORE = "Restore log/ from the public copy of the log, or from the newest backup; never from an older one."
 
 

@@ -11,10 +11,10 @@ from ddm.errors import SetupError
 from ddm.io.changes import Change
 from ddm.io.files import read_bounded, write_atomic
 from ddm.publishing.home import Home
-from ddm.publishing.journal import CHECKPOINT, PUBLIC, Journal, check_continues, stage
+from ddm.publishing.journal import CHECKPOINT, COSIGNED, PUBLIC, Journal, check_continues, stage
 from ddm.trust.drafts import log_key_of
 from ddm.trust.keys import SigningKey
-from ddm.trust.log.checkpoint import open_checkpoint
+from ddm.trust.log.checkpoint import SignedCheckpoint, open_checkpoint
 from ddm.trust.log.note import MAX_NOTE_BYTES, Note, VerifierKey
 from ddm.trust.log.tiles import layout
 from ddm.trust.repository import Repository
@@ -60,6 +60,10 @@ def export_log(home: Home, out: Path) -> None:
     for root in sorted(home.tuf.glob("*.root.json")):
         if not (out / root.name).exists():
             write_atomic(out / root.name, root.read_bytes())
+    for cosigned in sorted((home.path / COSIGNED).glob("*")):
+        copy = out / "cosigned" / cosigned.name
+        if not copy.exists() or copy.read_bytes() != cosigned.read_bytes():
+            write_atomic(copy, cosigned.read_bytes())
     encoded = journal.signed.encode()
     if not (out / "checkpoint").exists() or (out / "checkpoint").read_bytes() != encoded:
         write_atomic(out / "checkpoint", encoded)
@@ -73,17 +77,32 @@ def add_cosignatures(home: Home, cosigned: Path) -> int:
         SignatureError: the log's own signature on it is invalid.
     """
     with home.signing_lock():
-        journal = Journal.load(home)
         log_key = log_key_of(Repository(home.tuf).root())
         data = read_bounded(cosigned, MAX_NOTE_BYTES)
         theirs = open_checkpoint(data, [VerifierKey.parse(log_key)] if log_key else [], cosigned.name)
-        if journal.signed is None or theirs.checkpoint != journal.signed.checkpoint:
-            expected = f"a copy of the last checkpoint, of {journal.signed.size if journal.signed else 0} entries"
-            raise SetupError(str(cosigned), expected=expected, got=f"one of {theirs.size} entries")
-        ours = journal.signed.note
-        new = tuple(each for each in theirs.note.signatures if each not in ours.signatures)
-        note = replace(ours, signatures=ours.signatures + new)
+        return keep_cosignatures(home, theirs)
+
+
+def keep_cosignatures(home: Home, theirs: SignedCheckpoint) -> int:
+    """Add the signatures on a copy of the last checkpoint to it; return how many are new. The caller has the lock.
+
+    A witness's later cosignature takes the place of its earlier one. The cosigned checkpoint is kept by its size, since
+    readers of this version ask for it when the log has grown.
+
+    Raises:
+        SetupError: it is a copy of another checkpoint: the log was signed again meanwhile.
+    """
+    ours = Journal.load(home).signed
+    if ours is None or theirs.checkpoint != ours.checkpoint:
+        expected = f"a copy of the last checkpoint, of {ours.size if ours else 0} entries"
+        raise SetupError("cosigned checkpoint", expected=expected, got=f"one of {theirs.size} entries")
+    new = [each for each in theirs.note.signatures if each not in ours.note.signatures]
+    replaced = {(each.name, each.key_id) for each in new}
+    kept = [each for each in ours.note.signatures if (each.name, each.key_id) not in replaced]
+    if new:
         # As a reader would read it: too many signatures would make it unreadable for all.
-        write_atomic(home.path / CHECKPOINT, Note.parse(note.encode(), "cosigned checkpoint").encode())
+        note = Note.parse(Note(ours.note.text, (*kept, *new)).encode(), "cosigned checkpoint")
+        write_atomic(home.path / COSIGNED / str(ours.size), note.encode())
+        write_atomic(home.path / CHECKPOINT, note.encode())
         export_log(home, public_folder(home))
-        return len(new)
+    return len(new)

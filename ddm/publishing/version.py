@@ -19,7 +19,7 @@ from ddm.publishing.journal import sizes_given_out, stage
 from ddm.publishing.keys import load_key, load_model_signing_key
 from ddm.trust.drafts import log_key_of
 from ddm.trust.model_signature import MODEL_SIGNATURE_NAME, sign_model
-from ddm.trust.paths import LOG_NAMES, PLAN_LOG_NAMES, RELEASE_NAMES
+from ddm.trust.paths import LOG_NAMES, PLAN_LOG_NAMES, RELEASE, RELEASE_NAMES, owner
 from ddm.trust.repository import Repository
 
 _MEMORY_BYTES = 2 * 1024**3
@@ -104,7 +104,9 @@ def _digests(manifest: Manifest) -> Mapping[str, str]:
 def _sign(version: Version, passphrase: bytes, now: datetime) -> None:
     """Sign a copy of the metadata, and export the part that readers need into the release."""
     home, targets, plan_id = version.home, version.targets, version.manifest.plan_id
-    described = {name: File.of(name, targets / name) for name in RELEASE_NAMES if (targets / name).is_file()}
+    names = {*RELEASE_NAMES, *(file.path for file in version.manifest.files)}
+    own = sorted(name for name in names if owner(f"{plan_id}/{name}", plan_id) == RELEASE)
+    described = {name: File.of(name, targets / name) for name in own if (targets / name).is_file()}
     metadata = version.change.put("tuf/metadata")
     copy_documents(home.tuf, metadata)
     repository = Repository(metadata)

@@ -12,16 +12,15 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from ddm.errors import MathError
-from ddm.protocol.calibration import CalibrationBand
+from ddm.protocol.calibration import CalibrationBand, Interval, ReliabilityBin
 from ddm.routers.base import ConditionalRouter, Router, SketchRouter, log_prior
-from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.evaluation import BANDS, Band
 from ddm.routers.public import PublicData, PublicWeights, spread
 
 # Shape legend: N images, E experts, D draws of noise and time, B batch, Z bins.
 
 TEMPERATURES = (0.05, 20.0)
-_BINS = 15
+_BINS, _LEAST_SHARE = 15, 0.01
 _MIN_GAIN = 1e-3  # nats that a temperature other than 1 must gain
 
 OnSketches = Callable[[Tensor, Tensor], Tensor]
@@ -35,19 +34,12 @@ class Calibrated:
         router: returns likelihoods, or logits of a posterior under the training prior.
         temperature: T, in `TEMPERATURES`.
         training_prior: rho, in any unit; equal shares for a router that returns likelihoods.
-        conditional: the prior given a class, where the silos sent class counts.
 
     Raises:
         MathError: a temperature or training prior out of range.
     """
 
-    def __init__(
-        self,
-        router: Router,
-        temperature: float,
-        training_prior: Sequence[float],
-        conditional: ConditionalPrior | None = None,
-    ) -> None:
+    def __init__(self, router: Router, temperature: float, training_prior: Sequence[float]) -> None:
         if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
             expected = f"{TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
             raise MathError("router temperature", expected=expected, got=f"{temperature:g}")
@@ -59,7 +51,6 @@ class Calibrated:
         self.num_experts = router.num_experts
         self.router = router
         self.temperature = temperature
-        self.conditional = conditional
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return ``log p(x_t | e, t)`` up to a term common to all e, shape (B, E).
@@ -144,16 +135,18 @@ def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS)
     errors = []
     for (low, high), log_DNE in zip(bands, found, strict=True):
         posteriors = [(log_DNE[:, judge_N] / t + log_prior_E).softmax(2) for t in (1.0, chosen)]
-        before, after = (calibration_error(weights, w_DNE) for w_DNE in posteriors)
-        errors.append(CalibrationBand(low=low, high=high, before=before, after=after))
+        (before, _), (after, bins) = (reliability(weights, w_DNE) for w_DNE in posteriors)
+        errors.append(CalibrationBand(low=low, high=high, before=before, after=after, bins=bins))
     return Calibration(temperature=chosen, errors=tuple(errors))
 
 
-def calibration_error(weights: PublicWeights, w_DNE: Tensor) -> tuple[float, float, float]:
-    """Return the expected calibration error of the most probable expert, and its 95% interval.
+def reliability(weights: PublicWeights, w_DNE: Tensor) -> tuple[Interval, tuple[ReliabilityBin, ...]]:
+    """Return the expected calibration error of the most probable expert, and the bins of confidence that it sums.
 
     ``sum_z |sum over images in bin z of (confidence - hit)|`` over equal bins of the confidence, all images weighted.
-    As a sum of absolute values it is biased upwards: noise in the counts alone makes it positive.
+    As a sum of absolute values it is biased upwards: noise in the counts alone makes it positive. Bins with less than
+    1% of the images, whose accuracy nobody could read, are left out of those returned. Intervals are of 95%; those of
+    accuracies take a bin's share and confidence for known.
 
     Args:
         weights: the images' weights.
@@ -163,13 +156,23 @@ def calibration_error(weights: PublicWeights, w_DNE: Tensor) -> tuple[float, flo
     confidence_DN, top_DN = (part.numpy() for part in w_DNE.max(2))
     bin_DN = np.minimum((confidence_DN * _BINS).astype(np.int64), _BINS - 1)
     gap_ZNE = np.zeros((_BINS, num_images, num_experts))
-    rows = np.arange(num_images)
+    share_Z, claimed_Z = np.zeros(_BINS), np.zeros(_BINS)
+    rows, weight_N = np.arange(num_images), weights.weight_NE.sum(1)
     for bin_N, confidence_N, top_N in zip(bin_DN, confidence_DN, top_DN, strict=True):
         gap_ZNE[bin_N, rows] += confidence_N[:, None] / num_draws
         gap_ZNE[bin_N, rows, top_N] -= 1 / num_draws
-    value = np.abs(weights.means(gap_ZNE)).sum(keepdims=True)
-    low, high = spread(value, np.abs(weights.bootstrap(gap_ZNE)).sum(1, keepdims=True))[0]
-    return float(value[0]), max(float(low), 0.0), float(high)
+        share_Z += np.bincount(bin_N, weight_N / num_draws, _BINS)
+        claimed_Z += np.bincount(bin_N, weight_N * confidence_N / num_draws, _BINS)
+    gap_Z, drawn_SZ = weights.means(gap_ZNE), weights.bootstrap(gap_ZNE)
+    value = np.abs(gap_Z).sum(keepdims=True)
+    low, high = spread(value, np.abs(drawn_SZ).sum(1, keepdims=True))[0]
+    bins = []
+    for z in np.nonzero(share_Z >= _LEAST_SHARE)[0]:
+        gaps = (gap_Z[z], *spread(gap_Z, drawn_SZ)[z, ::-1])  # a gap below the mean is an accuracy above it
+        right, least, most = (float(np.clip((claimed_Z[z] - gap) / share_Z[z], 0, 1)) for gap in gaps)
+        share, claimed = float(share_Z[z]), float(claimed_Z[z] / share_Z[z])
+        bins.append(ReliabilityBin(share=share, confidence=claimed, accuracy=(right, least, most)))
+    return (float(value[0]), max(float(low), 0.0), float(high)), tuple(bins)
 
 
 def halves(group_N: Tensor, seed: int) -> tuple[Tensor, Tensor]:

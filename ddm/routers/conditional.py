@@ -1,6 +1,6 @@
 """The prior given a class: each expert's share of a class, from noised histograms over classes and groups."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,15 +96,6 @@ class ConditionalPrior:
         self.log_prior(label)
         return CountsRouter(sketch, self.mass_ECG[:, label].double().log(), path)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a release stores with its router."""
-        return {"class_prior": self.prior_CE.float(), "class_mass": self.mass_ECG.float()}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "ConditionalPrior":
-        """Rebuild it from tensors loaded against `conditional_specs`."""
-        return cls(tensors["class_prior"].double(), tensors["class_mass"].double())
-
 
 def expected_class_counts(
     sketch: Sketch, noisy_KCG: Tensor, num_units: Sequence[int], epsilon: float
@@ -120,17 +111,6 @@ def expected_class_counts(
         torch.stack([torch.from_numpy(cell[part]) for cell in cells]).view(noisy_KCG.shape) for part in (0, 1)
     )
     return count_KCG, error_KCG
-
-
-def conditional_specs(num_experts: int, plan: Plan) -> dict[str, TensorSpec]:
-    """Return the specs of the tensors stored with a router; empty for a plan without class counts."""
-    counts = plan.statistics.class_counts
-    if counts is None:
-        return {}
-    return {
-        "class_prior": TensorSpec("F32", (counts.num_classes, num_experts)),
-        "class_mass": TensorSpec("F32", (num_experts, counts.num_classes, plan.statistics.counts.num_groups)),
-    }
 
 
 def class_counts_specs(plan: Plan) -> dict[str, TensorSpec]:

@@ -5,11 +5,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import betaln, gammaln, logsumexp
+from scipy.special import betaln, gammaln, logsumexp, softmax
 from torch import Tensor
 
 from ddm.diffusion.path import Path
@@ -144,31 +145,67 @@ def expected_counts(
         epsilon: of the statistic.
         weight_G: public shares of the groups, positive.
     """
-    reach = min(num_units, math.ceil(2 * _NEGLIGIBLE / epsilon))
-    centre_G = np.clip(noisy_G, 0, num_units)
-    low_G = np.clip(centre_G - reach, 0, max(num_units - 2 * reach, 0))
-    n_GN = low_G[:, None] + np.arange(min(2 * reach, num_units) + 1)
-    # Relative to the centre's own noise, so that a count far outside [0, n] does not underflow.
-    log_noise_GN = -epsilon / 2 * (np.abs(noisy_G[:, None] - n_GN) - np.abs(noisy_G - centre_G)[:, None])
-    best: tuple[float, NDArray[np.float64]] | None = None
-    for concentration in _CONCENTRATIONS:
-        log_joint_GN = log_noise_GN + _beta_binomial(n_GN, num_units, concentration * weight_G[:, None], concentration)
-        evidence = float(logsumexp(log_joint_GN, axis=1).sum())
-        if best is None or evidence > best[0]:
-            best = evidence, log_joint_GN
-    if best is None or not math.isfinite(best[0]):
+    num_likely = likely_counts(num_units, epsilon)
+    evidence_A = np.zeros(len(_CONCENTRATIONS))
+    for rows in blocks(len(noisy_G), num_likely):
+        cells = _Cells.of(noisy_G[rows], num_units, epsilon, weight_G[rows], num_likely)
+        evidence_A += [logsumexp(cells.log_joint(each), axis=1).sum() for each in _CONCENTRATIONS]
+    if not bool(np.isfinite(evidence_A.max())):
         got = "NaN or infinity for every concentration"
         raise NumericalError("noisy counts", expected="a finite likelihood", got=got)
-    posterior_GN = np.exp(best[1] - logsumexp(best[1], axis=1, keepdims=True))
-    mean_G = (posterior_GN * n_GN).sum(1) + _FLOOR * num_units
-    deviation_G = np.sqrt((posterior_GN * (n_GN - mean_G[:, None]) ** 2).sum(1))
+    best, found = float(_CONCENTRATIONS[evidence_A.argmax()]), []
+    for rows in blocks(len(noisy_G), num_likely):
+        cells = _Cells.of(noisy_G[rows], num_units, epsilon, weight_G[rows], num_likely)
+        posterior_GN = softmax(cells.log_joint(best), axis=1)
+        mean_G = (posterior_GN * cells.n_GN).sum(1) + _FLOOR * num_units
+        found.append((mean_G, np.sqrt((posterior_GN * (cells.n_GN - mean_G[:, None]) ** 2).sum(1))))
+    mean_G, deviation_G = (np.concatenate(part) for part in zip(*found, strict=True))
     return mean_G * (num_units / mean_G.sum()), deviation_G
 
 
-def _beta_binomial(
-    n: NDArray[np.int64], total: int, shape: NDArray[np.float64], concentration: float
-) -> NDArray[np.float64]:
-    """Return log P(n) of `total` trials whose rate is Beta(shape, concentration - shape)."""
-    rest = np.maximum(concentration - shape, 1e-9)
-    choose = gammaln(total + 1) - gammaln(n + 1) - gammaln(total - n + 1)
-    return np.asarray(choose + betaln(n + shape, total - n + rest) - betaln(shape, rest))
+def likely_counts(num_units: int, epsilon: float) -> int:
+    """Return how many true counts a noised count leaves possible, all others being negligible."""
+    return min(2 * math.ceil(2 * _NEGLIGIBLE / epsilon), num_units) + 1
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Some cells of a histogram, and for each the true counts that its noised count leaves possible.
+
+    Attributes:
+        n_GN: those counts.
+        log_likely_GN: log of the noise's probability times the binomial coefficient, up to a constant of each cell.
+        num_units: the sum of all true counts.
+        weight_G1: public shares of the cells.
+    """
+
+    n_GN: NDArray[np.float64]
+    log_likely_GN: NDArray[np.float64]
+    num_units: int
+    weight_G1: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls,
+        noisy_G: NDArray[np.int64],
+        num_units: int,
+        epsilon: float,
+        weight_G: NDArray[np.float64],
+        num_likely: int,
+    ) -> "_Cells":
+        noisy_G1 = noisy_G[:, None].astype(np.float64)  # of which no difference overflows
+        centre_G1 = np.clip(noisy_G1, 0, num_units)
+        low_G1 = np.clip(centre_G1 - num_likely // 2, 0, num_units + 1 - num_likely)
+        n_GN = low_G1 + np.arange(num_likely)
+        # Relative to the centre's own noise, so that a count far outside [0, n] does not underflow.
+        log_noise_GN = -epsilon / 2 * (np.abs(noisy_G1 - n_GN) - np.abs(noisy_G1 - centre_G1))
+        choose_GN = gammaln(num_units + 1) - gammaln(n_GN + 1) - gammaln(num_units - n_GN + 1)
+        return cls(n_GN, log_noise_GN + choose_GN, num_units, weight_G[:, None])
+
+    def log_joint(self, concentration: float) -> NDArray[np.float64]:
+        """Return log P(n, noisy count) where a cell's rate is Beta(concentration w, concentration (1 - w))."""
+        shape_G1 = concentration * self.weight_G1
+        rest_G1 = np.maximum(concentration - shape_G1, 1e-9)
+        ends_G1 = betaln(shape_G1, rest_G1) + gammaln(self.num_units + shape_G1 + rest_G1)
+        rates_GN = gammaln(self.n_GN + shape_G1) + gammaln(self.num_units - self.n_GN + rest_G1)
+        return np.asarray(self.log_likely_GN + rates_GN - ends_G1)

@@ -14,7 +14,6 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Router
 from ddm.routers.calibration import Calibrated
-from ddm.routers.conditional import ConditionalPrior, conditional_specs
 from ddm.routers.counts import CountsRouter, counts_router_specs
 from ddm.routers.learned import LearnedRouter, learned_router_specs
 from ddm.routers.moments import MomentsRouter, moments_router_specs
@@ -34,7 +33,7 @@ def load_router(
     Args:
         published: its family, file and calibration, from the verified manifest.
         folder: holds the file.
-        plan: gives the number of groups and classes, the released dimensions and the network's size.
+        plan: gives the number of groups, the released dimensions and the network's size.
         sketch: the plan's.
         experts: the manifest's, in the router's class order.
 
@@ -48,27 +47,24 @@ def load_router(
     if len(published.training_prior) != num_experts:
         got = str(len(published.training_prior))
         raise DocumentError("manifest.json, router.training_prior", expected=f"{num_experts} shares", got=got)
-    beside = conditional_specs(num_experts, plan)
 
     def load(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
-        specs = {**specs, **beside}
         return load_tensors(folder / file.path, specs, max_bytes=file.bytes, max_abs=MAX_VALUE, digest=file.digest)
 
     try:
-        tensors, router = _load(published, load, plan, sketch, experts)
-        conditional = ConditionalPrior.from_tensors(tensors) if beside else None
+        router = _load(published, load, plan, sketch, experts)
     except MathError as error:
         raise TensorFileError(f"{file.path}, {error.subject}", expected=error.expected, got=error.got) from error
     try:
-        return Calibrated(router, published.temperature, published.training_prior, conditional)
+        return Calibrated(router, published.temperature, published.training_prior)
     except MathError as error:
         raise DocumentError(f"manifest.json, {error.subject}", expected=error.expected, got=error.got) from error
 
 
 def _load(
     published: PublishedRouter, load: Load, plan: Plan, sketch: Sketch, experts: Sequence[PublishedExpert]
-) -> tuple[dict[str, Tensor], Router]:
-    """Return the file's tensors and the router built from them."""
+) -> Router:
+    """Return the router built from the file's tensors."""
     num_experts, num_groups, path = (
         len(experts),
         plan.statistics.counts.num_groups,
@@ -76,24 +72,21 @@ def _load(
     )
     settings, released = plan.router, plan.statistics
     if published.kind == "counts":
-        tensors = load(counts_router_specs(num_experts, num_groups))
-        return tensors, CountsRouter.from_tensors(tensors, sketch, path)
+        return CountsRouter.from_tensors(load(counts_router_specs(num_experts, num_groups)), sketch, path)
     if published.kind != settings.kind:
         expected = f"a router of the kind counts or {settings.kind}, as the plan says"
         raise TensorFileError(published.file.path, expected=expected, got=published.kind)
     if isinstance(settings, LearnedSettings) and (published.t_release is not None or not released.private):
         silo_E = silo_numbers(experts)
         tensors = load(learned_router_specs(silo_E, sketch, settings, path))
-        return tensors, LearnedRouter.from_tensors(tensors, sketch, settings, path, silo_E)
+        return LearnedRouter.from_tensors(tensors, sketch, settings, path, silo_E)
     if isinstance(settings, SamplesSettings):
         shape, told = plan.expert_shape, plan.condition
         tensors = load(samples_router_specs(num_experts, shape, settings, told))
         knows = knows_shares(plan, settings)
-        router = SamplesRouter.from_tensors(tensors, num_experts, shape, settings, path, told, knows_shares=knows)
-        return tensors, router
+        return SamplesRouter.from_tensors(tensors, num_experts, shape, settings, path, told, knows_shares=knows)
     if released.moments and settings.kind == "moments":
-        tensors = load(moments_router_specs(num_experts, released.moments.rank))
-        return tensors, MomentsRouter.from_tensors(tensors, sketch, path)
+        return MomentsRouter.from_tensors(load(moments_router_specs(num_experts, released.moments.rank)), sketch, path)
     expected = "a router with the t_release of the sketches it was made from"
     raise TensorFileError(published.file.path, expected=expected, got="no t_release")
 

@@ -93,6 +93,11 @@ class PublicWeights:
         self._weight_EG = weight_EG
         self.weight_NE: NDArray[np.float64] = (weight_EG * self._scale_G)[:, self._group_N].T
 
+    @property
+    def _exact(self) -> bool:
+        """Whether the counts carry no noise."""
+        return bool(np.expm1(-self._epsilon / 2) == -1.0)
+
     def means(self, figure_MNE: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return weighted averages of M figures, each given per image and expert, shape (M,)."""
         return np.asarray(figure_MNE.reshape(len(figure_MNE), -1) @ self.weight_NE.ravel())
@@ -103,8 +108,12 @@ class PublicWeights:
         Every call draws the same resamples, so that the figures of different calls are paired.
         """
         rng = np.random.default_rng(self._seed)
+        num_images = len(self._group_N)
+        # Exact counts leave the images to resample, and their figures summed over experts: of one owner's islands,
+        # noise would have as many cells as islands squared.
+        own_MN = (figure_MNE * self.weight_NE).sum(2) if self._exact else None
         figure_MQ = figure_MNE.reshape(len(figure_MNE), -1)
-        num_images, at_once = len(self._group_N), max(1, _BLOCK // self.weight_NE.size)
+        at_once = max(1, _BLOCK // (num_images if self._exact else self.weight_NE.size))
         order_N = np.argsort(self._group_N, kind="stable")
         start_N = np.repeat(np.cumsum(self._size_G) - self._size_G, self._size_G)
         size_N = np.repeat(self._size_G, self._size_G)
@@ -114,6 +123,9 @@ class PublicWeights:
             pick_SN = order_N[start_N + np.floor(rng.random((num, num_images)) * size_N).astype(np.int64)]
             cell_SN = pick_SN + num_images * np.arange(num)[:, None]
             times_SN = np.bincount(cell_SN.ravel(), minlength=num * num_images).reshape(num, num_images)
+            if own_MN is not None:
+                found.append(times_SN @ own_MN.T)
+                continue
             weight_SEG = (self._weight_EG + self._of_experts(self._noise(rng, num))) * self._scale_G
             weight_SNE = times_SN[:, :, None] * weight_SEG[:, :, self._group_N].transpose(0, 2, 1)
             found.append(weight_SNE.reshape(num, -1) @ figure_MQ.T)
@@ -130,8 +142,6 @@ class PublicWeights:
     def _noise(self, rng: np.random.Generator, num: int) -> NDArray[np.float64]:
         # P(z) ~ q^|z| is the difference of two geometric variables. It may come from a seed here: it protects nothing.
         stop, shape = -np.expm1(-self._epsilon / 2), (num, *self._shape)
-        if stop == 1.0:  # exact counts, of which one owner's islands have as many cells as islands squared
-            return np.zeros(shape)
         noise_SKG = (rng.geometric(stop, shape) - rng.geometric(stop, shape)).astype(np.float64)
         return _sum_to(noise_SKG, 0.0)
 

@@ -23,6 +23,7 @@ from ddm.protocol.plan import Condition, Dit, NoCondition
 from ddm.protocol.plan import SamplesRouter as Settings
 from ddm.routers.base import Progress
 from ddm.routers.labelled import Labelled
+from ddm.system.devices import Precision, computes_in_bf16
 from ddm.training.schedule import learning_rate
 
 # Shape legend: E experts, N images, B batch, ... all data dimensions.
@@ -241,13 +242,14 @@ class _Noised:
             condition[hidden_B] = -1 if condition.dim() == 1 else 0
         return cls(x_B, t_B, images.target_JE[images.cell_N[rows]], condition)
 
-    def losses(self, net: TokenRouter, path: Path) -> Tensor:
-        """Return the cross-entropy of each image, shape (B,), on the net's device."""
+    def losses(self, net: TokenRouter, path: Path, precision: Precision = "fp32") -> Tensor:
+        """Return the cross-entropy of each image, shape (B,), float32, on the net's device."""
         device = net.class_token.device
         x_B, t_B, target_BE = (part.to(device) for part in (self.x_B, self.t_B, self.target_BE))
         told = None if self.condition_B is None else self.condition_B.to(device)
-        logits_BE = _gated(net, x_B, t_B, told, path) + net.log_shares(told, len(x_B))
-        return cross_entropy(logits_BE, target_BE, reduction="none")
+        with torch.autocast(device.type, torch.bfloat16, enabled=computes_in_bf16(precision, device)):
+            logits_BE, shares_BE = _gated(net, x_B, t_B, told, path), net.log_shares(told, len(x_B))
+        return cross_entropy(logits_BE.float() + shares_BE.float(), target_BE, reduction="none")
 
 
 def _train(
@@ -269,7 +271,7 @@ def _train(
     every = max(1, num_steps // _CHECKS)
     for step in range(1, num_steps + 1):
         loss = _Noised.of(train, train.draw(settings.batch_size, generator), path, settings.drop, generator)
-        mean = loss.losses(net, path).mean()
+        mean = loss.losses(net, path, settings.precision).mean()
         if not bool(torch.isfinite(mean)):
             remedy = "Use a smaller router.learning_rate."
             got = f"{float(mean)} at step {step}"

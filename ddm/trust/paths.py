@@ -4,6 +4,7 @@ Paths are relative to ``targets/``. Each path has at most one owner, which depen
 
     <plan_id>/plan.json, <plan_id>/plan/*                              plans
     <plan_id>/{manifest.json, router.safetensors, ...}                 release
+    <plan_id>/class_counts/*                                           release
     <plan_id>/silos/<silo_id>/*, one glob more per depth up to three   <plan_id>.<silo_id>
 """
 
@@ -58,7 +59,7 @@ def delegated_paths(plan_id: str, role: str) -> list[str]:
     if role == PLANS:
         return [f"{plan_id}/plan.json", f"{plan_id}/plan/*"]
     if role == RELEASE:
-        return [f"{plan_id}/{name}" for name in RELEASE_NAMES]
+        return [f"{plan_id}/{name}" for name in (*RELEASE_NAMES, "class_counts/*")]
     silo_id = role.removeprefix(f"{plan_id}.")
     return [f"{plan_id}/silos/{silo_id}" + "/*" * depth for depth in range(1, SILO_DEPTH + 1)]
 
@@ -69,6 +70,8 @@ def owner(path: str, plan_id: str) -> str | None:
         case [plan, "plan.json"] | [plan, "plan", _] if plan == plan_id:
             return PLANS
         case [plan, name] if plan == plan_id and name in RELEASE_NAMES:
+            return RELEASE
+        case [plan, "class_counts", _] if plan == plan_id:
             return RELEASE
         case [plan, "silos", silo_id, *rest] if plan == plan_id and is_silo_id(silo_id):
             return silo_role(plan_id, silo_id) if 1 <= len(rest) <= SILO_DEPTH else None

@@ -2,7 +2,7 @@
 
 All is done in one process and one thread. Rounds go over all numbers of experts and all routers in turn, so that a
 noisy machine slows all alike; figures are medians of the rounds, of processor time. Experts are untrained, which costs
-the same, and equally likely. Three parts:
+the same, and equally likely. Four parts:
 
 - evaluation: one call of each router on a batch, as a ratio to one expert's call on the same batch, and how much the
   memory of the process rises in it; and what the router itself takes.
@@ -10,8 +10,9 @@ the same, and equally likely. Three parts:
   its files once.
 - lock: images a second from pure noise, as a ratio to one dense model of the same size. The experts share the images,
   so with more experts each is given fewer at once, down to one; more images at once restore the ratio.
+- training: steps of the samples router in bf16 and in fp32, side by side, and the held-out losses of both.
 
-Writes build/bench/routers.csv, routers_open.csv and routers_lock.csv.
+Writes build/bench/routers.csv, routers_open.csv, routers_lock.csv and routers_training.csv.
 """
 
 import ctypes
@@ -45,19 +46,23 @@ from ddm.models import build_expert
 from ddm.models.token_router import TokenRouter
 from ddm.protocol.base import File
 from ddm.protocol.plan import Dit
+from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.protocol.submission import ExpertTraining, expert_path
 from ddm.routers.base import Router
 from ddm.routers.counts import CountsRouter
+from ddm.routers.labelled import Labelled
 from ddm.routers.learned import LearnedRouter
 from ddm.routers.moments import MomentsRouter
 from ddm.routers.residual import Residual
-from ddm.routers.samples import SamplesRouter
+from ddm.routers.samples import SamplesRouter, fit_samples
 from ddm.routers.sketch import Sketch
 
 NUMBERS = (8, 64, 256)
 SHAPE = (1, 16, 16)
 ARCHITECTURE = Dit(patch=2, hidden=64, depth=3, heads=4)
 RANK, NUM_GROUPS, BATCH = 32, 128, 64
+# Routers that are trained: shape of an image, width, depth, heads, batch.
+TRAINED = {"tiny": ((1, 16, 16), 64, 3, 4, 64), "small": ((3, 32, 32), 256, 4, 4, 8)}
 IMAGES_EACH, NUM_JUDGED, STEPS = 12, 48, 2
 PASSPHRASE = b"benchmark"
 
@@ -253,9 +258,36 @@ def draws(numbers: tuple[int, ...], rounds: int, images: tuple[int, ...]) -> lis
     ]
 
 
+def trainings(rounds: int, num_steps: int) -> list[tuple[object, ...]]:
+    """Processor seconds of training a samples router in bf16 and in fp32, and the losses that both end with."""
+    rows: list[tuple[object, ...]] = []
+    for name, (shape, hidden, depth, heads, batch) in TRAINED.items():
+        generator = torch.Generator().manual_seed(0)
+        centres = 2 * torch.rand(4, 1, *shape, generator=generator) - 1
+        images = Labelled.drawn(centres + 0.5 * torch.randn(4, 32, *shape, generator=generator))
+        sizes = {"patch": 2, "hidden": hidden, "depth": depth, "heads": heads, "batch_size": batch}
+        found: dict[str, list[tuple[float, float]]] = {"fp32": [], "bf16": []}
+        for number in range(rounds + 1):
+            for precision, figures in found.items():
+                settings = SamplesSettings.model_validate({**sizes, "num_steps": num_steps, "precision": precision})
+                losses: list[float] = []
+
+                def note(step: int, of: int, loss: float, losses: list[float] = losses) -> None:
+                    losses.append(loss)
+
+                took = seconds(partial(fit_samples, images, settings, LinearPath(), 0, note))
+                say(f"{name} in {precision}: {took:.2f} s, loss {min(losses):.4f}")
+                if number:
+                    figures.append((took, min(losses)))
+        pairs = list(zip(found["fp32"], found["bf16"], strict=True))
+        ratio = statistics.median(full[0] / lower[0] for full, lower in pairs)
+        rows.append((name, num_steps, round(ratio, 2), *(round(found[each][0][1], 4) for each in ("fp32", "bf16"))))
+    return rows
+
+
 def main() -> None:
     """Command line: --rounds N --parts NAME,... --quick --json --out FOLDER --work FOLDER."""
-    arguments = parse(__doc__, rounds=5, parts="evaluation,opening,lock")
+    arguments = parse(__doc__, rounds=5, parts="evaluation,opening,lock,training")
     numbers, images = ((8, 16), (16, 32)) if arguments.quick else (NUMBERS, (256, 1024))
     torch.set_num_threads(1)
     say(f"load of the machine {Path('/proc/loadavg').read_text().split()[0]}")
@@ -269,6 +301,9 @@ def main() -> None:
     if "lock" in parts:
         header = ("experts", "images", "images_an_expert", "lock_images_s", "of_dense")
         report("routers_lock", header, draws(numbers, rounds, images), arguments)
+    if "training" in parts:
+        header = ("router", "steps", "bf16_over_fp32", "loss_fp32", "loss_bf16")
+        report("routers_training", header, trainings(min(rounds, 3), 2 if arguments.quick else 12), arguments)
     say(f"load of the machine {Path('/proc/loadavg').read_text().split()[0]}")
 
 

@@ -124,8 +124,8 @@ def train_experts(
 
             fewest = fewest_images(plan, policy)
             chosen = images_of_part(part, part_N == number, fine_N, files.clusters, fewest)
-            recipe = ExpertRecipe(plan, silo_id, number, bundle, engine, own.get(part.expert_id))
-            _train_expert(recipe, cohort, chosen, part.expert_id, work, watch, should_stop)
+            expert = SiloExpert(plan, silo_id, number, bundle, engine, own.get(part.expert_id))
+            _train_expert(expert, cohort, chosen, part.expert_id, work, watch, should_stop)
         seconds += work.record(part.expert_id).training.seconds
         _check_time(plan, seconds)  # again: with several processes, one may write the record before `watch` stops them
 
@@ -154,8 +154,8 @@ def _check_time(plan: Plan, seconds: float) -> None:
 
 
 @dataclass(frozen=True)
-class ExpertRecipe(PlannedExpert):
-    """One expert of this silo, and the conditions of its images.
+class SiloExpert(PlannedExpert):
+    """One expert that this silo trains, and the conditions of its images.
 
     Attributes:
         own: the silo's expert of an earlier plan that is trained on; None where there is none.
@@ -199,13 +199,13 @@ class ExpertJob:
     """The training of one expert, in one process or in several together; its tensors are passed to the call.
 
     Attributes:
-        recipe: the expert's.
+        expert: how it is trained.
         expert_id: its name.
         work: this plan's folder.
         num_units: the privacy units of the cohort.
     """
 
-    recipe: ExpertRecipe
+    expert: SiloExpert
     expert_id: str
     work: Workspace
     num_units: int
@@ -215,11 +215,11 @@ class ExpertJob:
     ) -> None:
         """Train on `images` and, for a conditional expert, `labels`; write the expert and its record."""
         path, checkpoints = self.work.expert_path(self.expert_id), self.work.checkpoints(self.expert_id)
-        trained = self.recipe.train(tensors, path, checkpoints, on_progress, should_stop)
+        trained = self.expert.train(tensors, path, checkpoints, on_progress, should_stop)
         if trained is None:  # another process has it
             return
         record = TrainingRecord(
-            plan_id=self.recipe.plan.plan_id,
+            plan_id=self.expert.plan.plan_id,
             expert_id=self.expert_id,
             num_units=self.num_units,
             num_images=len(tensors["images"]),
@@ -230,7 +230,7 @@ class ExpertJob:
 
 
 def _train_expert(
-    recipe: ExpertRecipe,
+    expert: SiloExpert,
     cohort: Cohort,
     chosen: Tensor,
     expert_id: str,
@@ -239,11 +239,11 @@ def _train_expert(
     should_stop: Callable[[], bool],
 ) -> None:
     folder = work.checkpoints(expert_id)
-    job, labels = ExpertJob(recipe, expert_id, work, cohort.num_units), recipe.labels(cohort, chosen, folder)
+    job, labels = ExpertJob(expert, expert_id, work, cohort.num_units), expert.labels(cohort, chosen, folder)
     tensors: dict[str, Images] = {"images": select(cohort.images, chosen)} | (
         {} if labels is None else {"labels": labels}
     )
-    num = num_processes(recipe.engine)
+    num = num_processes(expert.engine)
     if num == 1:
         job(tensors, on_progress, should_stop)
         return

@@ -26,6 +26,7 @@ from ddm.trust.log.checkpoint import cosign, open_checkpoint
 from ddm.trust.log.entries import SiloEnrolled, SiloRotated
 from ddm.trust.log.merkle import leaf_hash, root_hash
 from ddm.trust.log.note import COSIGNATURE, VerifierKey
+from ddm.trust.log.witness import Witnesses
 from ddm.trust.metadata import sign_metadata
 from ddm.trust.rules import trusted_log_keys
 from tests.support.case import case
@@ -203,10 +204,12 @@ def test_cosignature_of_a_witness_is_kept_until_the_log_grows(keyed: KeyedFedera
     sign(federation)
     vkey = VerifierKey("witness.example/w1", witness.public, COSIGNATURE)
     public = public_folder(federation)
-    assert read_public_log(public, keyed.root, tmp_path / "state").cosigned(vkey).year == 2023
+    trusted = Witnesses((vkey,))
+    times = trusted.check([read_public_log(public, keyed.root, tmp_path / "state").signed])
+    assert times["witness.example/w1"].year == 2023
     rotate(federation, "online", PASSPHRASE)
     with pytest.raises(SignatureError):
-        read_public_log(public, keyed.root, tmp_path / "state").cosigned(vkey)
+        trusted.check([read_public_log(public, keyed.root, tmp_path / "state").signed])
     with pytest.raises(SetupError, match="cosigned"):
         add_cosignatures(federation, tmp_path / "cosigned")
 

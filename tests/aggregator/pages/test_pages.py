@@ -118,6 +118,10 @@ def test_report_gives_losses_releases_comparisons_and_provenance(given: PageInpu
     assert given.report.bands and given.report.calibration
     expected += [f"{band.difference:+.5f}" for band in given.report.bands]
     expected += [f"{band.after[0]:.3f}" for band in given.report.calibration]
+    assert all(band.bins for band in given.report.calibration)
+    expected += [
+        f"at a probability of {each.confidence:.2f}" for band in given.report.calibration for each in band.bins
+    ]
     assert [what for what in expected if what not in text] == []
 
 

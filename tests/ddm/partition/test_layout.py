@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ddm.partition.clustering import Clusters, fit_clustering
-from ddm.partition.layout import Layout, part_of_images, silo_parts
+from ddm.partition.layout import Layout, known_parts, part_of_images, silo_parts
 from ddm.protocol.plan import RandomPartition, SiloClusterPartition, SiloPartition
 
 SILO = SiloPartition(min_images=10)
@@ -33,6 +33,13 @@ def test_every_cluster_with_enough_noised_images_has_an_expert() -> None:
 def test_a_cluster_with_too_few_noised_images_joins_the_nearest_that_has_enough() -> None:
     parts = silo_parts(CLUSTERS, "north", _clusters(), torch.tensor([5, 4, 20, 0, 30, 1]))
     assert [(part.cluster, part.groups) for part in parts] == [(1, (0, 1, 2, 3)), (2, (4, 5))]
+
+
+@pytest.mark.parametrize("noisy", [[5, 5, 20, 0, 9, 1], [5, 4, 20, 0, 30, 1], [-5, -4, 3, 0, -8, 1]])
+def test_parts_follow_from_the_clusters_with_an_expert_as_well_as_from_the_histogram(noisy: list[int]) -> None:
+    parts = silo_parts(CLUSTERS, "north", _clusters(), torch.tensor(noisy))
+    kept = [part.cluster for part in parts if part.cluster is not None]
+    assert known_parts(CLUSTERS, "north", _clusters(), kept) == parts
 
 
 def test_noise_that_takes_every_cluster_below_the_least_leaves_the_largest() -> None:

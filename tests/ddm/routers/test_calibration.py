@@ -11,7 +11,7 @@ from ddm.partition.layout import Layout, Part
 from ddm.protocol.calibration import CalibrationBand, calibration_bands, calibration_rows
 from ddm.protocol.plan import EXACT, SiloPartition
 from ddm.routers.base import Router, SketchRouter, posterior
-from ddm.routers.calibration import Calibrated, calibrate, calibration_error, halves
+from ddm.routers.calibration import Calibrated, calibrate, halves, reliability
 from ddm.routers.counts import CountsRouter
 from ddm.routers.evaluation import BANDS
 from ddm.routers.public import Evidence, PublicData, PublicWeights
@@ -79,7 +79,7 @@ def test_calibration_error_matches_its_definition_written_out(world: World) -> N
     for w_NE in w_DNE.numpy():
         for w_E, weight_E in zip(w_NE, weights.weight_NE, strict=True):
             gaps[min(int(15 * w_E.max()), 14)] += (w_E.max() * weight_E.sum() - weight_E[w_E.argmax()]) / 2
-    value, low, high = calibration_error(weights, w_DNE)
+    (value, low, high), _ = reliability(weights, w_DNE)
     assert value == pytest.approx(np.abs(gaps).sum())
     assert 0 <= low < high
 
@@ -109,6 +109,12 @@ def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_b
             share, _ = np.histogram(confidence, np.linspace(0, 1, 16))
             theirs = float((share[share > 0] / share.sum() * np.abs(right - claimed)).sum())
             assert error[0] == pytest.approx(theirs, abs=1e-6) and error[1] <= error[0] <= error[2]
+        seen = share[share > 0] / share.sum() >= 0.01  # the diagram is of the published temperature, the last one
+        bins = found.errors[index].bins
+        assert [each.confidence for each in bins] == pytest.approx(list(claimed[seen]), abs=1e-6)
+        assert [each.accuracy[0] for each in bins] == pytest.approx(list(right[seen]), abs=1e-6)
+        assert all(0 <= each.accuracy[1] <= each.accuracy[0] <= each.accuracy[2] <= 1 for each in bins)
+        assert sum(each.share for each in bins) == pytest.approx(1, abs=0.05)
 
 
 def test_calibration_is_read_back_from_a_manifest_as_it_was_measured() -> None:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ddm.errors import RefusedError, ShapeError
-from ddm.partition.layout import Layout
+from ddm.partition.layout import Layout, Part
 from ddm.privacy.noise import discrete_laplace
+from ddm.protocol.plan import EXACT, SiloPartition
 from ddm.routers.base import Router
 from ddm.routers.calibration import Calibrated
 from ddm.routers.comparison import Comparison, HeldOut, compare, refuse_worse_than_prior
@@ -172,3 +173,16 @@ def test_public_comparison_refuses_releases_of_another_number_of_experts(world: 
     held_out = HeldOut([torch.zeros(4, RANK)], counts.sketch, T_R)
     with pytest.raises(ShapeError, match="held-out"):
         compare(_plain(counts), _plain(counts), _public(world, noisy), held_out)
+
+
+def test_bootstrap_of_exact_counts_is_the_limit_of_that_of_noised_ones() -> None:
+    """Two ways to the same numbers: exact counts leave the images to resample, noise next to none hardly more."""
+    size, group_N = torch.arange(10, 22), torch.arange(60) * 7 % 12
+    layout = Layout.of(SiloPartition(min_images=1), [[Part(f"{k}", None, tuple(range(12)))] for k in range(12)])
+    figure_MNE = np.random.default_rng(0).random((2, 60, 12))
+    exact, noised = (
+        Evidence(torch.diag(size), size.tolist(), epsilon, layout).weights(group_N, 0) for epsilon in (EXACT, 60.0)
+    )
+    np.testing.assert_allclose(exact.means(figure_MNE), noised.means(figure_MNE), atol=1e-12)
+    ends = [np.quantile(each.bootstrap(figure_MNE), [0.025, 0.5, 0.975], axis=0) for each in (exact, noised)]
+    assert float(np.abs(ends[0] - ends[1]).max()) < 0.05 * float((ends[0][2] - ends[0][0]).min())

@@ -15,7 +15,6 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Router, posterior
 from ddm.routers.calibration import Calibrated
-from ddm.routers.conditional import ConditionalPrior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import Labelled
 from ddm.routers.learned import LearnedRouter
@@ -25,9 +24,9 @@ from ddm.routers.residual import Residual
 from ddm.routers.samples import SamplesRouter, fit_samples
 from ddm.routers.sketch import Sketch
 from tests.support.documents import plan_document
-from tests.support.router_problems import GROUPS, PATH, clustered, make_world, one_each
+from tests.support.router_problems import GROUPS, PATH, clustered, make_world
 
-RANK, RELEASED, NUM_CLASSES, T_R = 6, 3, 3, 0.7
+RANK, RELEASED, T_R = 6, 3, 0.7
 WORLD = make_world([[0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [60, 40])
 SKETCH = Sketch.fit(WORLD.public, WORLD.public_group, RANK, GROUPS, released_rank=RELEASED)
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -122,7 +121,7 @@ def test_router_of_every_family_answers_after_its_file_as_before(kind: str, buil
     published = _publish(tmp_path, kind, router.tensors(), 4)
     experts = _experts(["east", "east", "north", "north"])
     loaded = load_router(published, tmp_path, plan=_plan(kind), sketch=SKETCH, experts=experts)
-    assert isinstance(loaded, Router) and loaded.num_experts == 4 and loaded.conditional is None
+    assert isinstance(loaded, Router) and loaded.num_experts == 4
     x, prior = torch.cat(WORLD.silos), torch.full((4,), 0.25)
     for t in (0.1, 0.85, 1.0):
         at = torch.full((len(x),), t)
@@ -139,20 +138,6 @@ def test_temperature_and_training_prior_of_the_manifest_are_applied(tmp_path) ->
     expected = Calibrated(counts, 2.5, [0.8, 0.2]).log_likelihood(x, at)
     torch.testing.assert_close(loaded.log_likelihood(x, at), expected, atol=1e-4, rtol=0)
     assert float((loaded.log_likelihood(x, at) - counts.log_likelihood(x, at)).abs().max()) > 0.1
-
-
-def test_conditional_prior_is_loaded_from_beside_the_router(tmp_path) -> None:
-    noisy = WORLD.histogram()[:, None].repeat(1, NUM_CLASSES, 1)
-    conditional = ConditionalPrior.from_counts(SKETCH, noisy, [300, 200], 1.0, one_each(2))
-    plan = _plan("counts", class_counts={"epsilon": 0.5, "num_classes": NUM_CLASSES})
-    published = _publish(tmp_path, "counts", _counts().tensors() | conditional.tensors(), 2)
-    experts = _experts(["east", "north"])
-    loaded = load_router(published, tmp_path, plan=plan, sketch=SKETCH, experts=experts)
-    assert loaded.conditional is not None
-    torch.testing.assert_close(loaded.conditional.log_prior(1), conditional.log_prior(1), atol=1e-5, rtol=0)
-    without = _publish(tmp_path, "counts", _counts().tensors(), 2)
-    with pytest.raises(TensorFileError, match="class_prior"):
-        load_router(without, tmp_path, plan=plan, sketch=SKETCH, experts=experts)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,27 @@ def test_training_is_the_same_for_the_same_seed_and_reports_progress(drawn: Tens
     assert seen[-1] == 20 and len(seen) == 30
 
 
+def test_router_trained_in_bf16_is_as_good_and_auto_follows_the_machine(
+    mixture: GaussianMixture, drawn: Tensor, router: SamplesRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = mixture.draw(2000, seed=5)
+    label, x, prior = mixture.silo_of(x), x.float().view(-1, *SHAPE), mixture.prior_K
+
+    def trained(precision: str, num_steps: int = 250) -> SamplesRouter:
+        changes = {"precision": precision, "num_steps": num_steps}
+        return fit_samples(Labelled.drawn(drawn), SETTINGS.model_copy(update=changes), PATH, 0)
+
+    lower = trained("bf16")
+    losses = [[band.value for band in cross_entropy(each, x, label, prior)] for each in (router, lower)]
+    assert losses[1] == pytest.approx(losses[0], abs=0.02)
+    assert not torch.equal(lower.net.head.weight, router.net.head.weight)
+    assert {tensor.dtype for tensor in lower.tensors().values()} == {torch.float32}
+    for has, same in (({"avx512_bf16": True}, "bf16"), ({}, "fp32")):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: has)
+        few = (trained("auto", 5), trained(same, 5))
+        assert torch.equal(few[0].net.head.weight, few[1].net.head.weight)
+
+
 def test_router_stays_untrained_where_experts_draw_the_same() -> None:
     same = torch.from_numpy(np.random.default_rng(0).standard_normal((1, 60, *SHAPE), dtype=np.float32))
     few = SETTINGS.model_copy(update={"num_steps": 30})

@@ -179,6 +179,7 @@ segments = st.sampled_from(
         "plan.json",
         "manifest.json",
         "model.sig",
+        "class_counts",
         "a",
         "experts",
     ]

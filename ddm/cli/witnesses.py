@@ -1,0 +1,41 @@
+"""The options by which a reader demands cosignatures of witnesses of the federation's log."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ddm.cli.options import TRUST
+from ddm.errors import SetupError
+
+if TYPE_CHECKING:
+    from ddm.trust.log.witness import Witnesses
+
+WitnessOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--witness", metavar="VKEY", help="A witness that must have cosigned; repeatable.", rich_help_panel=TRUST
+    ),
+]
+QuorumOption = Annotated[
+    int | None,
+    typer.Option("--quorum", min=1, help="How many of the witnesses must have; default: all.", rich_help_panel=TRUST),
+]
+
+
+def read_witnesses(keys: list[str] | None, quorum: int | None) -> "Witnesses | None":
+    """Read the options --witness and --quorum; None where no witness is named.
+
+    Raises:
+        DocumentError: a key is not a witness's verifier key.
+        SetupError: a quorum that these witnesses cannot reach.
+    """
+    from ddm.trust.log.note import VerifierKey
+    from ddm.trust.log.witness import Witnesses
+
+    parsed = tuple(VerifierKey.parse(text) for text in keys or [])
+    most = len({key.public.raw for key in parsed})
+    if quorum is not None and not parsed:
+        raise SetupError("--quorum", expected="--witness as well", got=f"--quorum {quorum} without a witness")
+    if quorum is not None and quorum > most:
+        raise SetupError("--quorum", expected=f"at most {most}, the number of --witness keys", got=str(quorum))
+    return Witnesses(parsed, quorum) if parsed else None

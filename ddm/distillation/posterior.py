@@ -1,0 +1,95 @@
+"""The posterior of experts at a noised sample given its condition: for teachers, and to draw own samples by."""
+
+# Shape legend: B batch, K experts, L tokens, D features of a token.
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ddm.ensemble import Ensemble
+from ddm.errors import MathError
+from ddm.sampling.guidance import Asked, ConditionValue, knows_shares
+from ddm.sampling.mixture import Branch
+
+_NO_CLASS = -1
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """``p(k | x_t, c)`` of samples with conditions of their own.
+
+    Each expert's share of a class is that of the release's class counts, or what its router has learned; its share of a
+    text is what the router has learned, or its prior, since no release counts texts. The router reads the condition
+    where it can.
+
+    Attributes:
+        of_class: the ensemble under each class; under -1, without a class.
+        of_texts: the ensemble under texts, where there are any.
+        together: most samples that a router evaluates at once.
+    """
+
+    of_class: Mapping[int, Branch]
+    of_texts: Branch | None
+    together: int
+
+    @classmethod
+    def of(cls, ensemble: Ensemble, labels: Tensor | None) -> Self:
+        """Return the posterior of an ensemble.
+
+        Args:
+            ensemble: the teacher.
+            labels: the conditions that will be asked for, classes (N,) or texts (N, L, D); None for none.
+
+        Raises:
+            MathError: classes of which nobody knows who holds them.
+        """
+        classes = torch.unique(labels).tolist() if labels is not None and labels.dim() == 1 else []
+        texts = labels if labels is not None and labels.dim() == 3 else None
+        of_class = {label: _class_branch(ensemble, label) for label in {_NO_CLASS, *classes}}
+        of_texts = None if texts is None else _branch(ensemble, texts, shares_known=knows_shares(ensemble.router))
+        return cls(of_class, of_texts, ensemble.chunk_size)
+
+    @property
+    def lacks_router(self) -> bool:
+        """Whether a router is needed, and missing."""
+        every = [*self.of_class.values(), *([self.of_texts] if self.of_texts else [])]
+        return any(each.router is None and each.num_active > 1 for each in every)
+
+    def __call__(self, x_B: Tensor, t_B: Tensor, condition_B: Tensor | None) -> Tensor:
+        """Return the weights (B, K), float64.
+
+        Args:
+            x_B: noised samples.
+            t_B: their times; at t = 1 the weights are each expert's share of the condition, and no router is needed.
+            condition_B: classes (B,), -1 for none, or texts (B, L, D), zeros for none; None for unconditional samples.
+        """
+        if self.of_texts is not None and condition_B is not None:
+            log_w_BK = self.of_texts.log_posterior(x_B, t_B, together=self.together, condition_B=condition_B)
+            return log_w_BK.double().exp()
+        label_B = torch.full((len(x_B),), _NO_CLASS) if condition_B is None else condition_B.cpu()
+        labels, w_BK = torch.unique(label_B).tolist(), None
+        for label in labels:
+            rows = (label_B == label).nonzero()[:, 0]
+            own = self.of_class[label].posterior(x_B[rows], t_B[rows], together=self.together).double()
+            w_BK = own.new_empty(len(x_B), own.shape[1]) if w_BK is None else w_BK
+            w_BK[rows] = own
+        return torch.empty(0, 0) if w_BK is None else w_BK
+
+
+def _class_branch(ensemble: Ensemble, label: int) -> Branch:
+    """Return the ensemble under a class; -1 for no class."""
+    if label < 0:
+        return _branch(ensemble, None, shares_known=True)
+    if ensemble.class_prior is None and not knows_shares(ensemble.router):
+        remedy = "Distil from images with classes and the teacher label, or distil without classes."
+        expected = "class counts or a router that state each expert's share of a class"
+        raise MathError("classes", expected=expected, got="a release without either", remedy=remedy)
+    return _branch(ensemble, label, shares_known=True)
+
+
+def _branch(ensemble: Ensemble, condition: ConditionValue | None, *, shares_known: bool) -> Branch:
+    asked = Asked(condition=condition, condition_prior=None if shares_known else ensemble.prior)
+    (branch,), _, _ = asked.branches(ensemble.condition, ensemble.router, ensemble.prior, ensemble.class_prior)
+    return branch

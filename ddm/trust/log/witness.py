@@ -1,0 +1,136 @@
+"""What a log and its witnesses say to each other, as C2SP's `tlog-witness` defines it, and how many must agree; no I/O.
+
+A log sends a witness its checkpoint and a proof that it continues the last one that this witness saw; the witness
+answers with a cosignature. A reader who demands cosignatures of witnesses whom it trusts is not shown a history of its
+own, unless enough of them help.
+"""
+
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from ddm.errors import DocumentError, MathError, SignatureError
+from ddm.trust.log.checkpoint import SignedCheckpoint, check_cosignature, parse_number
+from ddm.trust.log.merkle import consistency_proof
+from ddm.trust.log.note import COSIGNATURE, Note, VerifierKey
+
+MAX_ANSWER_BYTES = 16 * 1024
+SIZE_TYPE = "text/x.tlog.size"
+
+
+def encode_request(old_size: int, leaves: Sequence[bytes], signed: SignedCheckpoint) -> bytes:
+    """Return the body of `add-checkpoint`.
+
+    Args:
+        old_size: of the checkpoint that the witness cosigned last, 0 for none.
+        leaves: the hashes of the entries that `signed` is of.
+        signed: the checkpoint to cosign.
+
+    Raises:
+        MathError: the old size is larger than the checkpoint's.
+    """
+    if old_size > signed.size:
+        raise MathError("old size", expected=f"at most {signed.size}", got=str(old_size))
+    proof = consistency_proof(leaves, old_size) if 0 < old_size < signed.size else []
+    lines = [f"old {old_size}", *(b64encode(each).decode("ascii") for each in proof), "", ""]
+    return "\n".join(lines).encode() + signed.encode()
+
+
+def parse_size(body: bytes, subject: str) -> int:
+    """Parse the size with which a witness answers that it saw another checkpoint last.
+
+    Raises:
+        DocumentError: not one number and a newline.
+    """
+    text = body.decode("ascii", "replace") if len(body) <= MAX_ANSWER_BYTES else ""
+    if not text.endswith("\n"):
+        raise DocumentError(subject, expected="a size and a newline", got=f"{len(body)} bytes of another form")
+    return parse_number(text[:-1], subject)
+
+
+def with_answer(signed: SignedCheckpoint, body: bytes, witness: VerifierKey, subject: str) -> SignedCheckpoint:
+    """Return a checkpoint with the cosignatures of a witness from its answer, in place of its earlier ones.
+
+    Args:
+        signed: what it was sent.
+        body: its answer; signatures of other keys in it are ignored.
+        witness: its key.
+        subject: what to call it in errors.
+
+    Raises:
+        DocumentError: the answer is too long, or does not consist of signature lines.
+        SignatureError: none of them is of this witness, or one does not verify.
+    """
+    if len(body) > MAX_ANSWER_BYTES:
+        raise DocumentError(subject, expected=f"at most {MAX_ANSWER_BYTES} bytes", got=f"{len(body)} bytes")
+    answer = Note.parse(signed.note.text.encode() + b"\n" + body, subject)
+    if answer.text != signed.note.text:
+        raise DocumentError(subject, expected="signature lines", got="an empty line among them")
+    check_cosignature(replace(signed, note=answer), witness, subject)
+    kept = tuple(each for each in signed.note.signatures if each not in signed.note.of(witness))
+    return replace(signed, note=replace(signed.note, signatures=(*kept, *answer.of(witness))))
+
+
+@dataclass(frozen=True)
+class Witnesses:
+    """Those whom a reader trusts.
+
+    Attributes:
+        keys: their verifier keys; a key that stands here under two names counts once.
+        quorum: how many of them must have cosigned; None for all.
+
+    Raises:
+        DocumentError: a key is not one of a witness.
+        MathError: a quorum that they cannot reach.
+    """
+
+    keys: tuple[VerifierKey, ...]
+    quorum: int | None = None
+
+    def __post_init__(self) -> None:
+        if others := [key.name for key in self.keys if key.kind != COSIGNATURE]:
+            raise DocumentError(f"key of {others[0]}", expected="a witness's key, which cosigns", got="a log's key")
+        if not 1 <= self.needed <= len(self.distinct):
+            got, most = str(self.needed), len(self.distinct)
+            raise MathError("quorum", expected=f"1 to {most}, the number of witnesses", got=got)
+
+    @property
+    def distinct(self) -> tuple[VerifierKey, ...]:
+        """Each key once."""
+        return tuple({key.public.raw: key for key in self.keys}.values())
+
+    @property
+    def needed(self) -> int:
+        """How many of them must have cosigned."""
+        return len(self.distinct) if self.quorum is None else self.quorum
+
+    def check(self, copies: Sequence[SignedCheckpoint], remedy: str | None = None) -> Mapping[str, datetime]:
+        """Check that enough of them cosigned a checkpoint; return when each did, by name.
+
+        Args:
+            copies: the same checkpoint, with different cosignatures perhaps; at least one.
+            remedy: what to do where too few did.
+
+        Raises:
+            SignatureError: too few did, or a cosignature of one of them does not verify.
+            DocumentError: the time of a cosignature is not one.
+        """
+        found: dict[str, datetime] = {}
+        for key in self.distinct:
+            if signed := [copy for copy in copies if copy.note.of(key)]:
+                found[key.name] = _time(max(check_cosignature(copy, key, "checkpoint") for copy in signed))
+        if len(found) < self.needed:
+            expected = (
+                f"{self.needed} of {len(self.distinct)} witnesses under the checkpoint of {copies[0].size} entries"
+            )
+            got = f"cosignatures of {', '.join(sorted(found))[:200] or 'none of them'}"
+            raise SignatureError("checkpoint", expected=expected, got=got, remedy=remedy)
+        return found
+
+
+def _time(seconds: int) -> datetime:
+    try:
+        return datetime.fromtimestamp(seconds, UTC)
+    except (ValueError, OverflowError, OSError) as error:
+        raise DocumentError("checkpoint, cosignature", expected="a time", got=f"{seconds} seconds") from error

@@ -1,0 +1,64 @@
+"""An aggregator that shows two histories to readers who have never met: witnesses cosign one of them only."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import aggregator.release.publish
+from aggregator.config import Federation, FederationSettings, WitnessSettings
+from aggregator.keys.rotation import rotate
+from ddm.errors import SignatureError
+from ddm.io.settings import load_settings, save_settings
+from ddm.publishing.journal import Journal
+from ddm.publishing.public_log import public_folder
+from ddm.trust.drafts import log_key_of
+from ddm.trust.repository import Repository
+from tests.conftest import Published
+from tests.support.commands import Done, command
+from tests.support.federation import PASSPHRASE
+from tests.support.publishing import write_short_pages
+from tests.support.witness import Witness, witnessing
+
+
+def published(federation: Federation, server: Witness, passphrase: Path) -> Done:
+    """Publish with the witness named in federation.toml."""
+    path = federation.path / "federation.toml"
+    named = (WitnessSettings(url=server.url, key=server.vkey),)
+    save_settings(load_settings(FederationSettings, path).model_copy(update={"witnesses": named}), path, "edited")
+    given = ("--out", federation.path / "out", "--renew", "--passphrase-file", passphrase)
+    return command("aggregator", "publish", federation.path, *given)
+
+
+def test_reader_who_demands_witnesses_refuses_the_history_that_they_did_not_see(
+    published_once: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    honest, forked = Federation(tmp_path / "fed"), Federation(tmp_path / "forked")
+    shutil.copytree(published_once.tiny.federation.path, honest.path)
+    shutil.copytree(honest.path, forked.path)
+    log_key = log_key_of(Repository(honest.tuf).root())
+    assert log_key is not None
+    (tmp_path / "pass").write_bytes(PASSPHRASE)
+    with witnessing("witness.example/w1", [log_key]) as server:
+        rotate(forked, "release", PASSPHRASE)  # the other history has an entry more
+        first, second = (published(federation, server, tmp_path / "pass") for federation in (honest, forked))
+    assert (first.code, "Cosigned by witness.example/w1." in first.out) == (0, True)
+    assert (second.code, "witness.example/w1 did not cosign" in second.err) == (0, True), "published all the same"
+
+    def verify(federation: Federation, *checkpoints: Path) -> Done:
+        more = [word for path in checkpoints for word in ("--checkpoint", path)]
+        given = ("--root", published_once.root, "--state", tmp_path / "never seen", "--witness", server.vkey)
+        return command("ddm", "verify", federation.path / "out", *given, *more)
+
+    signed = Journal.load(honest).signed
+    assert signed is not None
+    cosigned = public_folder(honest) / "cosigned" / str(signed.size)
+    assert verify(forked).code == SignatureError.exit_code
+    done = verify(forked, public_folder(forked) / "checkpoint")
+    assert (done.code, "cosigned/" in done.err) == (SignatureError.exit_code, True)
+    assert verify(honest).code == SignatureError.exit_code, "a release has no cosignature in it"
+    assert verify(honest, public_folder(published_once.tiny.federation) / "checkpoint").code == SignatureError.exit_code
+    done = verify(honest, cosigned)
+    assert (done.code, "1 of 1 or more cosigned" in done.out) == (0, True)
