@@ -50,7 +50,9 @@ ROOMS = {
         "errors": "",
     },
     "silo": {
-        "cli": "config courier images running setup worker",
+        "cli": "commands",
+        "commands": "check config courier images privacy running setup worker",
+        "check": "config courier worker",
         "running": "config courier worker",
         "client_app": "courier",
         "setup": "config courier data images",

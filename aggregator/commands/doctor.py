@@ -1,7 +1,5 @@
 """The command `aggregator doctor`: find what is wrong with a federation, or soon will be."""
 
-import json
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -10,7 +8,7 @@ from aggregator.commands.options import FederationArgument
 from aggregator.config import Federation
 from ddm.errors import SetupError
 from ddm.protocol.base import now_utc
-from ddm.system.console import say
+from ddm.system.findings import tell
 
 
 def doctor(
@@ -25,21 +23,5 @@ def doctor(
     from aggregator.monitoring.probes import Gathering
 
     found = examine(Gathering(Federation(fed).require(), now_utc()).facts(against))
-    num_findings = sum(map(len, found.values()))
-    if as_json:
-        say(
-            json.dumps(
-                {check: [asdict(finding) for finding in findings] for check, findings in found.items()}, indent=2
-            )
-        )
-    else:
-        for check, findings in found.items():
-            say(f"{'ok ' if not findings else 'NO '} {check}")
-            for finding in findings:
-                say(f"      {finding.subject}")
-                say(f"        expected: {finding.expected}")
-                say(f"        found:    {finding.got}")
-                say(f"        to do:    {finding.remedy}")
-        say(f"{len(found)} checks, {num_findings or 'nothing'} found.")
-    if num_findings:
+    if not tell(found, as_json=as_json):
         raise typer.Exit(SetupError.exit_code)

@@ -10,6 +10,7 @@ from aggregator.runtime.processes import Process, Processes
 from aggregator.runtime.proxy import is_loopback
 from ddm.errors import ArchipelagoError
 from ddm.system.console import human_bytes, human_seconds
+from ddm.system.findings import Finding, Findings
 from ddm.trust.health import RoleHealth
 
 NGINX_VERSION = (1, 19, 5)
@@ -17,21 +18,6 @@ NGINX_VERSION = (1, 19, 5)
 NOTICE = timedelta(days=30)
 # Allows for differences between machines and file systems; a clock that signs plans should be far better.
 CLOCK_TOLERANCE = timedelta(minutes=5)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One problem: its subject, what was expected, what was found, what to do."""
-
-    subject: str
-    expected: str
-    got: str
-    remedy: str
-
-    @classmethod
-    def of(cls, error: ArchipelagoError) -> "Finding":
-        """Turn an error into a finding."""
-        return cls(error.subject, error.expected or "something else", error.got or "nothing usable", error.remedy)
 
 
 @dataclass(frozen=True)
@@ -79,9 +65,9 @@ class Facts:
         reference: the time by another machine's clock.
         disk_free_bytes: on the federation's disk.
         disk_needed_bytes: for the submissions still expected.
-        memory_free_bytes: available; None where the system does not report it.
+        memory_free_bytes: available.
         memory_needed_bytes: for a run.
-        flower: Flower's version and the versions that are supported.
+        packages: what Python and the installed packages are not as they should be.
         processes: programs started by `aggregator run`.
         orphans: programs of a run that has ended.
         not_enrolled: silos that may sign for the plan, without a card.
@@ -105,9 +91,9 @@ class Facts:
     reference: datetime | None
     disk_free_bytes: int
     disk_needed_bytes: int
-    memory_free_bytes: int | None
+    memory_free_bytes: int
     memory_needed_bytes: int
-    flower: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None
+    packages: tuple[Finding, ...]
     processes: Processes
     orphans: tuple[Process, ...]
     not_enrolled: tuple[str, ...]
@@ -116,7 +102,7 @@ class Facts:
     leftovers: tuple[str, ...]
 
 
-def examine(facts: Facts) -> Mapping[str, tuple[Finding, ...]]:
+def examine(facts: Facts) -> Findings:
     """Apply every rule.
 
     Returns:
@@ -230,20 +216,14 @@ def _disk(facts: Facts) -> Iterator[Finding]:
 
 def _memory(facts: Facts) -> Iterator[Finding]:
     free = facts.memory_free_bytes
-    if free is not None and not facts.processes.running and free < facts.memory_needed_bytes:
+    if not facts.processes.running and free < facts.memory_needed_bytes:
         expected = f"{human_bytes(facts.memory_needed_bytes)} for a run"
         remedy = "Stop other programs, or set a smaller shard_bytes in federation.toml."
         yield Finding("memory", expected, f"{human_bytes(free)} available", remedy)
 
 
-def _flower(facts: Facts) -> Iterator[Finding]:
-    if facts.flower is None:
-        yield Finding("flwr", "an installed Flower", "no package flwr", "Reinstall Archipelago (make setup).")
-        return
-    version, low, high = (".".join(map(str, each)) for each in facts.flower)
-    if not facts.flower[1] <= facts.flower[0] < facts.flower[2]:
-        remedy = "Reinstall Archipelago (make setup): it installs a version that it was tested with."
-        yield Finding("flwr", f"{low} or later, before {high}", version, remedy)
+def _packages(facts: Facts) -> Iterator[Finding]:
+    return iter(facts.packages)
 
 
 def _processes(facts: Facts) -> Iterator[Finding]:
@@ -295,7 +275,7 @@ _RULES: Mapping[str, Callable[[Facts], Iterator[Finding]]] = {
     "clock": _clock,
     "disk": _disk,
     "memory": _memory,
-    "flower": _flower,
+    "packages": _packages,
     "database": _no_more,
     "processes": _processes,
     "silos": _silos,

@@ -1,12 +1,11 @@
-"""Probes this machine for the doctor: clock, memory, ports, installed programs."""
+"""Probes this machine for the doctor: clock, database, ports, nginx."""
 
 import http.client
-import importlib.metadata
 import re
 import sqlite3
 import subprocess
 import urllib.parse
-from contextlib import closing, suppress
+from contextlib import closing
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -97,28 +96,5 @@ def nginx_version() -> tuple[int, ...] | None:
     return _version(found[1])
 
 
-def flower_versions() -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Return Flower's version, and the bounds in the requirements of this package; None if it is not installed."""
-    try:
-        version = importlib.metadata.version("flwr")
-        requirement = next(each for each in importlib.metadata.requires("archipelago") or [] if each.startswith("flwr"))
-    except (importlib.metadata.PackageNotFoundError, StopIteration):
-        return None
-    low, high = re.search(r">=([0-9.]+)", requirement), re.search(r"<([0-9.]+)", requirement)
-    return _version(version), _version(low[1] if low else "0"), _version(high[1] if high else "9999")
-
-
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
-
-
-def memory_free() -> int | None:
-    """Return the available memory of the machine, or of its container if that is less; None if unknown."""
-    free: list[int] = []
-    with suppress(OSError, ValueError):
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        free += [int(found[1]) * 1024] if found else []
-    with suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return min(free, default=None)

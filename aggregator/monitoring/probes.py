@@ -21,8 +21,6 @@ from aggregator.monitoring.machine import (
     PortState,
     check_database,
     clock_of,
-    flower_versions,
-    memory_free,
     nginx_version,
     port_state,
 )
@@ -33,6 +31,8 @@ from ddm.io.locks import is_locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.enrolment import Invitation
 from ddm.protocol.plan import Plan
+from ddm.system.memory import available_bytes
+from ddm.system.requirements import check_packages
 from ddm.trust.health import RoleHealth, examine
 from ddm.trust.paths import split_silo_role
 
@@ -98,9 +98,9 @@ class Gathering:
             reference=self._try("clock", lambda: clock_of(against)) if against else None,
             disk_free_bytes=shutil.disk_usage(federation.path).free,
             disk_needed_bytes=bytes_to_come(federation, plan) if plan else 0,
-            memory_free_bytes=memory_free(),
+            memory_free_bytes=available_bytes(),
             memory_needed_bytes=run_bytes(settings.shard_bytes) if settings else 0,
-            flower=flower_versions(),
+            packages=tuple(check_packages()),
             processes=processes,
             orphans=tuple(self._orphans(processes)),
             not_enrolled=not_enrolled,

@@ -21,8 +21,9 @@ from support.measuring import Processes, parse, report, require_space, say
 from support.targets import Target, report_targets
 
 from ddm.protocol.plan import DataSpec, TransformSpec
+from ddm.protocol.transform import FullRange
 from silo.config import ImagesSettings
-from silo.data.cohort import load_cohort
+from silo.data.cohort import Cohort, load_cohort
 from silo.data.first_look import look_at
 
 FILES, BLOCK_BYTES, BATCH, BATCHES = 8, 1 << 24, 64, 200
@@ -50,7 +51,7 @@ def stages(folder: Path, side: int) -> None:
     """In a process of its own: print each stage's name and seconds as JSON."""
     torch.set_num_threads(1)
     spec = DataSpec(shape=(1, side, side), range=(-1.0, 1.0))
-    transform = TransformSpec(range={"kind": "full"}, storage="uint8")
+    transform = TransformSpec(range=FullRange(), storage="uint8")
 
     def stage(name: str, work: Callable[[], T]) -> T:
         wall = time.perf_counter()
@@ -58,9 +59,17 @@ def stages(folder: Path, side: int) -> None:
         print(json.dumps([name, round(time.perf_counter() - wall, 1)]), flush=True)
         return found
 
-    def load() -> object:
-        asked = {"unit": "image", "num_classes": None, "min_images": 1, "salt": b"s" * 32}
-        return load_cohort(folder / "data", spec, folder=folder / "private", transform=transform, **asked)
+    def load() -> Cohort:
+        return load_cohort(
+            folder / "data",
+            spec,
+            min_images=1,
+            salt=b"s" * 32,
+            unit="image",
+            num_classes=None,
+            folder=folder / "private",
+            transform=transform,
+        )
 
     def read() -> None:
         chosen = torch.Generator().manual_seed(0)

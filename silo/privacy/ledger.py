@@ -209,6 +209,12 @@ class Ledger:
         with self._locked() as entries:
             return _last(entries), len(entries), tuple(entry.digest for entry in entries)
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Every record, oldest first, verified."""
+        with self._locked() as entries:
+            return entries
+
     def spent(self, plan_digest: str | None = None) -> tuple[float, float]:
         """Return the (epsilon, delta) of everything spent, or of one plan, at the budget's delta."""
         with self._locked() as entries:

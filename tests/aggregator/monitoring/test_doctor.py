@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -22,10 +22,11 @@ import pytest
 from aggregator.config import Federation
 from aggregator.intake.limits import submission_bytes
 from aggregator.keys.tls import make_tls
-from aggregator.monitoring.doctor import Finding, examine
+from aggregator.monitoring.doctor import examine
 from aggregator.monitoring.probes import Gathering
 from ddm.io.locks import locked
 from ddm.protocol.base import now_utc
+from ddm.system.findings import Findings
 from ddm.system.processes import program
 from silo.config import Site
 from silo.setup import init_site, make_card, read_invitation
@@ -40,9 +41,7 @@ def fed(published: Published) -> Federation:
     return on_free_port(published.tiny.federation)
 
 
-def found_in(
-    federation: Federation, now: datetime | None = None, against: str | None = None
-) -> Mapping[str, tuple[Finding, ...]]:
+def found_in(federation: Federation, now: datetime | None = None, against: str | None = None) -> Findings:
     """What the doctor finds, without the checks that find nothing."""
     found = examine(Gathering(federation, now or now_utc()).facts(against))
     return {check: findings for check, findings in found.items() if findings}
@@ -249,8 +248,8 @@ def test_flower_of_another_version_is_found(fed: Federation, tmp_path: Path, mon
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: flwr\nVersion: 1.99.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    (finding,) = found_in(fed)["flower"]
-    assert finding.got == "1.99.0" and finding.expected.startswith("1.41")
+    (finding,) = found_in(fed)["packages"]
+    assert (finding.subject, finding.got) == ("flwr", "1.99.0") and ">=1.41" in finding.expected
 
 
 def test_too_little_disk_or_memory_for_what_the_plan_expects_is_found(published: Published) -> None:

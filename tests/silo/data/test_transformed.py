@@ -134,7 +134,7 @@ def test_what_a_person_decided_counts(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="files that came or changed"):  # of another recipe
             next(iter(pictures))
     with Pictures.opened(folder, private / "images", ONE) as pictures:
-        (waiting,) = (found.seen for found in pictures if found.reason)
+        (waiting,) = (found.seen for found in pictures if found.reason and found.seen)
     with Decisions.opened(private / "images") as decisions:
         decisions.record([waiting], Decision.CLEAR)
     assert levels(folder, private) == [10, 254]

@@ -1,0 +1,147 @@
+"""Gathers the facts of a site and its machine; it changes nothing, and opens neither key nor image."""
+
+import json
+import os
+import stat
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from ddm.errors import ArchipelagoError, SetupError
+from ddm.io.files import read_bounded, require_file
+from ddm.io.space import check_writable, free_bytes
+from ddm.protocol.base import sha256_hex
+from ddm.system.memory import available_bytes
+from ddm.system.requirements import check_packages
+from silo.check.reach import proxy_for, shown, try_connection
+from silo.check.rules import Facts, Modes
+from silo.config import Policy, SiloSettings, Site
+from silo.courier.clock import seconds_ahead
+from silo.worker.stages import open_ledger
+from silo.worker.state import State, load_state, state_path
+
+_MAX_SMALL_BYTES = 1 << 20
+_PRIVATE, _OTHERS = 0o077, 0o007
+_ENCRYPTED = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
+
+T = TypeVar("T")
+
+
+class Gathering:
+    """Gathers facts; whatever cannot be read becomes an error of its check instead.
+
+    Args:
+        site: the site's folder.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._errors: dict[str, list[ArchipelagoError]] = defaultdict(list)
+
+    def facts(self) -> Facts:
+        """Gather everything."""
+        site = self._site
+        settings = self._try("configuration", site.settings)
+        policy = self._try("configuration", site.policy)
+        state = self._try("work", lambda: load_state(state_path(site.private)))
+        self._try("disk", lambda: check_writable([each for each in (site.private, site.outbox) if each.exists()]))
+        self._try("data", lambda: self._data(settings))
+        address = settings.address if settings else None
+        num_gpus, has_gpu = _gpus()
+        return Facts(
+            settings=settings,
+            policy=policy,
+            packages=tuple(check_packages()),
+            num_gpus=num_gpus,
+            has_gpu=has_gpu,
+            num_cores=len(os.sched_getaffinity(0)),
+            memory_bytes=available_bytes(),
+            disk_bytes=self._try("disk", lambda: free_bytes(site.private)) or 0,
+            ahead_s=seconds_ahead(address) if address else None,
+            connection=try_connection(address, site.courier / "ca.pem") if address else None,
+            proxy=shown(proxy_for(address.rpartition(":")[0])) if address else None,
+            modes=tuple(self._modes(settings)),
+            key_encrypted=self._try("keys", self._key_encrypted),
+            root_digest=self._try("keys", self._root_digest),
+            isolation=self._try("isolation", lambda: site.isolation) or "none",
+            spent=self._try("ledger", lambda: self._spent(policy)),
+            running=self._running(),
+            problem=_problem(state),
+            errors={check: tuple(errors) for check, errors in self._errors.items()},
+        )
+
+    def _try(self, check: str, read: Callable[[], T]) -> T | None:
+        try:
+            return read()
+        except ArchipelagoError as error:
+            self._errors[check].append(error)
+        except OSError as error:
+            got = str(error.strerror or error)
+            remedy = "Check as the user that this file belongs to, or restore it from backup."
+            self._errors[check].append(
+                SetupError(str(error.filename or check), expected="a file that can be read", got=got, remedy=remedy)
+            )
+        return None
+
+    def _data(self, settings: SiloSettings | None) -> None:
+        if settings is None:
+            return
+        path = Path(settings.data)
+        if not path.exists():
+            remedy = "Set data in silo.toml to where the images are, or mount them."
+            raise SetupError(str(path), expected="the images that silo.toml names", got="nothing there", remedy=remedy)
+        with path.open("rb") if path.is_file() else os.scandir(path):
+            pass
+
+    def _key_encrypted(self) -> bool:
+        remedy = "Restore private/silo.key from backup. Without it the silo must be enrolled anew."
+        found = require_file(self._site.key_path, "this site's signing key", remedy)
+        require_file(self._site.courier / "node.key", "this site's node key", "Restore courier/node.key from backup.")
+        self._site.salt()
+        return read_bounded(found, _MAX_SMALL_BYTES).lstrip().startswith(_ENCRYPTED)
+
+    def _root_digest(self) -> str:
+        remedy = "Restore private/trust/ from backup."
+        return sha256_hex(read_bounded(require_file(self._site.root_path, "the pinned root", remedy), _MAX_SMALL_BYTES))
+
+    def _modes(self, settings: SiloSettings | None) -> Iterator[Modes]:
+        site = self._site
+        places = [(site.path, _OTHERS), (site.inbox, _OTHERS), (site.outbox, _OTHERS), (site.private, _PRIVATE)]
+        places += [
+            (each, _PRIVATE) for each in (site.courier, site.key_path, site.courier / "node.key", site.salt_path)
+        ]
+        if settings and settings.passphrase_file:
+            places.append((Path(settings.passphrase_file), _PRIVATE))
+        for path, forbidden in places:
+            with suppress(OSError):
+                yield Modes(str(path), stat.S_IMODE(path.stat().st_mode), forbidden)
+
+    def _spent(self, policy: Policy | None) -> tuple[float, float] | None:
+        if policy is None or not self._site.ledger_path.exists():
+            return None
+        return open_ledger(self._site, policy).spent()
+
+    def _running(self) -> bool:
+        """Whether the process that the last run noted is alive and works on this site."""
+        with suppress(ArchipelagoError, OSError, ValueError, KeyError, TypeError):
+            noted = json.loads(read_bounded(self._site.private / "processes.json", _MAX_SMALL_BYTES))
+            return b"silo" in Path(f"/proc/{int(noted['worker'])}/cmdline").read_bytes()
+        return False
+
+
+def _gpus() -> tuple[int | None, bool]:
+    """Return how many GPUs torch sees, None where it cannot be loaded, and whether the machine has one of NVIDIA's."""
+    there = Path("/proc/driver/nvidia/version").exists()
+    try:
+        import torch
+    except (ImportError, OSError):
+        return None, there
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0, there
+
+
+def _problem(state: State | None) -> str | None:
+    if state is None or state.problem is None:
+        return None
+    return f"{state.problem.message} (code {state.problem.code})"

@@ -1,0 +1,108 @@
+"""Commands that make a site and its keys: `silo init`, `enroll`, `rotate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ddm.errors import SetupError
+from ddm.io.files import write_atomic
+from ddm.io.modes import open_to_everyone
+from ddm.system.console import passphrase, say
+from silo.commands.options import ColumnOption, PassphraseOption, SiteArgument, open_key, site_passphrase
+from silo.config import ImagesSettings, Site
+
+
+def init(
+    site: SiteArgument,
+    silo_id: Annotated[str, typer.Option("--id", help="This silo's name: a letter a-z, then a-z and 0-9.")],
+    data: Annotated[
+        Path, typer.Option(help="Private images: a folder of any depth, a table of paths, or a file of many images.")
+    ],
+    invitation: Annotated[Path, typer.Option(help="invitation.json from the aggregator.")],
+    root_fingerprint: Annotated[str, typer.Option(help="sha256 of the root, received through a second channel.")],
+    column: ColumnOption = None,
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Make a site: its folders, keys, configuration and pinned root."""
+    from silo.images.command import files_progress, read_columns, show
+    from silo.setup import first_look, init_site, read_invitation
+
+    invited, images = read_invitation(invitation, root_fingerprint), ImagesSettings(columns=read_columns(column or []))
+    place, silo_id = Site(site), _checked_id(silo_id)
+    with files_progress(data, images) as advance:
+        look = first_look(place, data, images, advance)
+    if look.summary:
+        show(look.summary, place)
+        why = "; ".join(str(problem) for problem in look.problems)
+        say("\nOnly plans with a table [transform] take them" + (f": {why}.\n" if why else ".\n"))
+    secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", confirm=True)
+    key = init_site(place, silo_id, data, invited, secret, passphrase_file, images, looked=True)
+    say(f"Site {silo_id} in {site}, for federation {invited.federation} at {invited.address}.")
+    say(f"  signing key   {key.public.fingerprint}")
+    say(f"  root          {invited.root_digest}")
+    say(f"  isolation     {place.isolation}" + _isolation_advice(place))
+    say(f"Look through {site / 'policy.toml'}, then: silo enroll {site} --out card.json")
+
+
+def enroll(
+    site: SiteArgument,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the card.")],
+    images: Annotated[
+        int | None,
+        typer.Option(min=2, help="Most images that this site may bring; default: its data, to the next power of two."),
+    ] = None,
+    patients: Annotated[
+        int | None, typer.Option(min=2, help="Most patients; by default counted where policy.toml protects patients.")
+    ] = None,
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Write the enrolment card for the aggregator: public keys, and the most data that this site may bring."""
+    from silo.images.command import files_progress
+    from silo.setup import make_card, with_rotations
+    from silo.worker.rotation import published_rotations
+
+    place = Site(site).require()
+    key, settings = open_key(place, passphrase_file), place.settings()
+    with files_progress(Path(settings.data), settings.images) as advance:
+        card = make_card(place, key, images=images, patients=patients, advance=advance)
+    write_atomic(out, with_rotations(card, published_rotations(place)))
+    open_to_everyone(out)
+    say(f"Card in {out}, for at most {place.agreed()}; every silo and every reader of a release sees this number.")
+    say(f"Tell the aggregator number and fingerprint through a second channel: {key.public.fingerprint}")
+
+
+def rotate(
+    site: SiteArgument,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the new card.")],
+    passphrase_file: PassphraseOption = None,
+) -> None:
+    """Replace the signing key between two plans; the old key announces the new one to aggregator and readers."""
+    from ddm.trust.keys import SigningKey
+    from silo.setup import make_card, with_rotations
+    from silo.worker.rotation import published_rotations, rotate_key
+
+    place = Site(site).require()
+    secret = site_passphrase(place, passphrase_file)
+    key = rotate_key(place, SigningKey.load(place.key_path, secret), secret)
+    write_atomic(out, with_rotations(make_card(place, key), published_rotations(place)))
+    open_to_everyone(out)
+    say(f"Rotated. The new signing key: {key.public.fingerprint}")
+    say(f"Give {out} to the aggregator, for `aggregator enroll`. It is in force from the next plan on.")
+
+
+def _checked_id(silo_id: str) -> str:
+    import re
+
+    from ddm.protocol.base import SILO_ID_PATTERN
+
+    if not re.fullmatch(SILO_ID_PATTERN, silo_id):
+        raise SetupError("--id", expected="a letter a-z, then up to 31 of a-z and 0-9", got=repr(silo_id[:40]))
+    return silo_id
+
+
+def _isolation_advice(site: Site) -> str:
+    advice = (
+        " (only two users, one for the worker and one for the courier, enforce the boundary: docs/how-to/two-users.md)"
+    )
+    return advice if site.isolation == "none" else ""

@@ -1,0 +1,256 @@
+"""`silo check` on a real site: what it warns of where all is well, and each thing that goes wrong by its name."""
+
+import base64
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from ddm.system.console import run_app
+from ddm.system.findings import Findings
+from ddm.system.processes import program
+from silo.check.gathering import Gathering
+from silo.check.reach import try_connection
+from silo.check.rules import examine
+from silo.cli import app
+from silo.config import Site
+from silo.worker.state import Problem, State, save_state, state_path
+from tests.conftest import Planned
+from tests.support.federation import TinyFederation
+from tests.support.submissions import SILO
+
+
+@pytest.fixture
+def tiny(sent_once: Planned, tmp_path: Path) -> TinyFederation:
+    return sent_once[0].copy(tmp_path / "copy")
+
+
+@pytest.fixture
+def site(tiny: TinyFederation) -> Site:
+    return tiny.sites[SILO]
+
+
+def found_at(site: Site) -> Findings:
+    """What is found, without the checks that find nothing."""
+    return {check: findings for check, findings in examine(Gathering(site).facts()).items() if findings}
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+class Listener:
+    """A server on this machine, a thread a connection."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=self._guarded, args=(self._socket.accept()[0],), daemon=True).start()
+
+    def _guarded(self, link: socket.socket) -> None:
+        with suppress(OSError), link:
+            self.answer(link)
+
+    def answer(self, link: socket.socket) -> None:
+        raise NotImplementedError
+
+
+class TlsServer(Listener):
+    """Speaks TLS with a federation's certificate."""
+
+    def __init__(self, tls: Path) -> None:
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(tls / "server.pem", tls / "server.key")
+        super().__init__()
+
+    def answer(self, link: socket.socket) -> None:
+        with self._context.wrap_socket(link, server_side=True) as secured:
+            if secured.recv(4096):
+                date = datetime.now(UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+                secured.sendall(f"HTTP/1.1 200 OK\r\nDate: {date}\r\nContent-Length: 0\r\n\r\n".encode())
+
+
+class Proxy(Listener):
+    """An HTTP proxy that opens tunnels for one user, and remembers what it was asked."""
+
+    def __init__(self, user: str, password: str) -> None:
+        self._expected = base64.b64encode(f"{user}:{password}".encode()).decode()
+        self.asked: list[str] = []
+        super().__init__()
+
+    def answer(self, link: socket.socket) -> None:
+        asked = b""
+        while not asked.endswith(b"\r\n\r\n"):
+            asked += link.recv(4096)
+        self.asked.append(asked.decode().splitlines()[0])
+        if self._expected not in asked.decode():
+            link.sendall(b"HTTP/1.1 407 Proxy Authentication Required\r\n\r\n")
+            return
+        host, _, port = asked.split()[1].decode().rpartition(":")
+        with socket.create_connection((host, int(port))) as there:
+            link.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            back = threading.Thread(target=_pour, args=(there, link), daemon=True)
+            back.start()
+            _pour(link, there)
+
+
+def _pour(source: socket.socket, sink: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def server(tiny: TinyFederation) -> Iterator[TlsServer]:
+    listening = TlsServer(tiny.federation.path / "tls")
+    yield listening
+    listening.close()
+
+
+def at_port(site: Site, port: int) -> Site:
+    edit(site.path / "silo.toml", site.settings().address, f"127.0.0.1:{port}")
+    return site
+
+
+def test_healthy_site_is_told_of_one_user_for_both_halves_and_of_nothing_else(site: Site, server: TlsServer) -> None:
+    done = subprocess.run(
+        [str(program("silo")), "check", str(at_port(site, server.port).path), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {check: findings for check, findings in json.loads(done.stdout).items() if findings}
+    assert found.pop("ledger")[0]["level"] == "warn"  # one plan of epsilon 8 leaves less than 8 of the site's 10
+    assert [each["subject"] for each in found.pop("isolation")] == ["worker and courier"]
+    assert not found
+
+
+def test_what_fails_is_named_with_what_to_do_and_the_exit_code_says_so(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.key_path.chmod(0o644)
+    with pytest.raises(SystemExit) as ended:
+        run_app(app, ["check", str(site.path)])
+    assert ended.value.code == 3
+    printed = capsys.readouterr().out
+    assert "FAIL permissions" in printed and f"chmod go= {site.key_path}" in printed and "ok   packages" in printed
+
+
+def test_each_thing_that_goes_wrong_is_found_by_its_check(site: Site, tmp_path: Path) -> None:
+    edit(site.path / "silo.toml", site.settings().root_digest, "0" * 64)
+    edit(site.path / "silo.toml", "threads = 1\n", "threads = 1000\n")
+    edit(site.path / "silo.toml", str(site.settings().data), str(tmp_path / "gone.npz"))
+    (site.courier / "node.key").unlink()
+    site.inbox.chmod(0o777)
+    records = site.ledger_path.read_bytes()
+    site.ledger_path.write_bytes(records.replace(b"debit", b"tibed", 1))
+    problem = Problem(code=30, message="the plan asks for more")
+    save_state(state_path(site.private), State(state="plan_refused", problem=problem))
+    found = found_at(site)
+    levels = {check: {each.level for each in findings} for check, findings in found.items()}
+    expected = {check: {"fail"} for check in ("permissions", "keys", "ledger", "data")}
+    assert levels == expected | {check: {"warn"} for check in ("device", "connection", "isolation", "work")}
+    assert (
+        found["keys"][0].subject.endswith("courier/node.key")
+        and found["work"][0].got == "the plan asks for more (code 30)"
+    )
+
+
+def test_key_without_a_passphrase_and_a_gpu_that_is_not_there_fail(site: Site) -> None:
+    key = Ed25519PrivateKey.generate()
+    site.key_path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    facts = Gathering(site).facts()
+    assert [each.subject for each in examine(facts)["keys"]] == ["private/silo.key"]
+    assert facts.settings
+    on_gpu = facts.settings.model_copy(
+        update={"training": facts.settings.training.model_copy(update={"device": "cuda"})}
+    )
+    assert examine(replace(facts, settings=on_gpu, num_gpus=0))["device"][0].level == "fail"
+    assert not examine(replace(facts, settings=on_gpu, num_gpus=1))["device"]
+    assert examine(replace(facts, num_gpus=0, has_gpu=True))["device"][0].level == "warn"
+
+
+def test_too_little_memory_or_disk_and_a_wrong_clock_are_found(site: Site) -> None:
+    facts = Gathering(site).facts()
+    assert facts.memory_bytes > 0 and facts.disk_bytes > 0
+    poor = examine(replace(facts, memory_bytes=1, disk_bytes=1, ahead_s=900.0))
+    assert poor["memory"] and poor["disk"] and "15 minutes ahead" in poor["clock"][0].got
+
+
+def test_another_server_at_the_address_is_told_from_none(site: Site, server: TlsServer, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{server.port}"
+    assert try_connection(address, site.courier / "ca.pem") is None
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    other = tmp_path / "other.pem"
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    subprocess.run(
+        [*made, "-subj", "/CN=other", "-keyout", str(tmp_path / "k"), "-out", str(other)],
+        check=True,
+        capture_output=True,
+    )
+    assert "does not verify" in (try_connection(address, other) or "")
+    server.close()
+    assert "refused" in (try_connection("127.0.0.1:1", other) or "")
+
+
+def test_proxy_with_user_and_password_is_taken_and_its_password_never_shown(
+    site: Site, server: TlsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("grpc_proxy", "http_proxy", "no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    proxy, address = Proxy("ward", "s3cret"), f"127.0.0.1:{server.port}"
+    at_port(site, server.port)
+    try:
+        monkeypatch.setenv("https_proxy", f"http://ward:s3cret@127.0.0.1:{proxy.port}")
+        assert try_connection(address, site.courier / "ca.pem") is None
+        assert [asked.split()[1] for asked in proxy.asked] == [address]
+        monkeypatch.setenv("https_proxy", f"http://ward:wrong@127.0.0.1:{proxy.port}")
+        (finding,) = found_at(site)["connection"]
+        assert "407" in finding.got and f"127.0.0.1:{proxy.port}" in finding.expected and "wrong" not in repr(finding)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        assert "connection" not in found_at(site)
+    finally:
+        proxy.close()
+
+
+def test_ledger_is_shown_and_verified(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["ledger", "show", str(site.path), "--json"], ["ledger", "verify", str(site.path)]):
+        with pytest.raises(SystemExit) as ended:
+            run_app(app, arguments)
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        if "--json" in arguments:
+            shown = json.loads(printed)
+    (line,) = shown["lines"]
+    assert line["drawn"] == line["mechanisms"] == ["counts", "sketch"]
+    assert 0 < line["epsilon"] <= shown["spent"] and shown["left"] == pytest.approx(10.0 - shown["spent"])
+    assert shown["head"] in printed and "3 records, unbroken" in printed
+    with site.ledger_path.open("ab") as handle:
+        handle.write(b"{}\n")
+    with pytest.raises(SystemExit) as ended:
+        run_app(app, ["ledger", "verify", str(site.path)])
+    assert ended.value.code not in (0, 1)
