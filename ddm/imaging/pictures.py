@@ -18,26 +18,25 @@ _TABLES = (".csv", ".tsv")
 _FULL = {"uint8": (0.0, 255.0), "uint16": (0.0, 65535.0)}
 
 
-def pictures(path: Path, *, seen: bool) -> Iterator[Picture]:
-    """Yield the pictures of a file or a folder.
+def pictures(path: Path) -> Iterator[Picture]:
+    """Yield the pictures of a file or a folder, which people have looked at: none waits for a person here.
 
     Args:
         path: a picture of any kind that `ddm.imaging.decode` knows; a folder of them, at any depth, by their names,
             files before folders, without hidden ones and without arrays that hold no pictures; or arrays as
             `ddm.io.sources` and `ddm.io.idx` take them: a file, a folder with images.npy or its parts, or one of
             Parquet files alone.
-        seen: whether a person has looked at them or is about to; else one that may show who a patient is ends it.
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: no picture, one that does not decode, or one that a person must see first.
+        DataError: no picture, or one that does not decode.
     """
     files = picture_files(path)
     if files is None:
         return (_picture(row) for block in _blocks(open_source(path)) for row in block)
     if files == (path,):
-        return map(_picture, read_idx(path)) if is_idx(path) else _decoded(path, seen)
-    return (picture for file in files for picture in _in_folder(file, seen))
+        return map(_picture, read_idx(path)) if is_idx(path) else _decoded(path)
+    return (picture for file in files for picture in _in_folder(file))
 
 
 def picture_files(path: Path) -> tuple[Path, ...] | None:
@@ -67,9 +66,9 @@ def _are_rows(files: Sequence[Path]) -> bool:
     return parts or all(file.suffix.lower() == ".parquet" for file in files)
 
 
-def _in_folder(file: Path, seen: bool) -> Iterator[Picture]:
+def _in_folder(file: Path) -> Iterator[Picture]:
     """Yield the pictures of one file of a folder; arrays beside pictures may be anything."""
-    found = _decoded(file, seen)
+    found = _decoded(file)
     try:
         first = next(found, None)
     except DataError:
@@ -85,17 +84,11 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _decoded(file: Path, seen: bool) -> Iterator[Picture]:
+def _decoded(file: Path) -> Iterator[Picture]:
     try:
         for found in decode(file):
             if isinstance(found, ImageError):
                 raise found
-            if found.flags and not seen:
-                remedy = (
-                    "Look at it, and leave it out where it shows who a patient is: `silo scan` lists all such images."
-                )
-                got = ", ".join(sorted(found.flags))
-                raise DataError("picture", expected="nothing that a person must see first", got=got, remedy=remedy)
             yield found.picture
     except ImageError as error:
         raise DataError("picture", expected="an image that can be read", got=error.got) from error

@@ -21,19 +21,18 @@ from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import TransformSpec
 
 
-def samples_at(path: Path, transform: Transform, *, seen: bool) -> Iterator[list[Floats]]:
+def samples_at(path: Path, transform: Transform) -> Iterator[list[Floats]]:
     """Yield the samples of each picture.
 
     Args:
         path: whatever `ddm.imaging.pictures.pictures` takes.
         transform: the plan's.
-        seen: see `ddm.imaging.pictures.pictures`.
 
     Raises:
         MissingFileError: nothing at `path`.
         DataError: a picture that does not decode or that the plan does not take, by its number and never by its name.
     """
-    found, number = pictures(path, seen=seen), 0
+    found, number = pictures(path), 0
     while True:
         number += 1
         with about(f"image {number}, by name"):
@@ -90,7 +89,7 @@ class Transformed:
         transform = Transform(spec, data)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         found = cls([], [], data)
-        for samples in samples_at(path, transform, seen=True):
+        for samples in samples_at(path, transform):
             found.kept.extend(map(transform.stored, samples))
             found.count_P.append(len(samples))
             if (needed := len(found.kept) * data.dim * (4 + transform.dtype.itemsize)) > memory:
