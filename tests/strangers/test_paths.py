@@ -87,6 +87,7 @@ FREE_TEXT = {
     *("_Targets.targets", "_DelegatedRole.paths"),
     *("_Record.roles", "RemovedRoles.roles", "LogRecord.checkpoint"),  # this computer's own memory
     "PublishedSilo.units_reason",  # printed and escaped
+    "ClassCondition.names",  # printable; compared with labels of tables, and written into files of samples
     "PartialAdaptation.trained",  # beginnings of weights' names, compared with those of the expert
 }
 INSIDE = ("ddm.protocol.", "ddm.transport.messages", "ddm.trust.", "ddm.transport.shards")

@@ -123,6 +123,11 @@ def load(path: Path, folder: Path, spec: TransformSpec, **asked: object) -> Coho
     return load_cohort(path, DATA, min_images=1, salt=b"s", folder=folder, transform=spec, **(plain | asked))
 
 
+def stamps(folder: Path) -> list[int]:
+    """When each file of a cohort was last changed; the scan beside it keeps books of its own."""
+    return [file.stat().st_mtime_ns for file in sorted(folder.iterdir()) if file.is_file()]
+
+
 def test_a_silo_takes_every_picture_through_the_plans_transform_once(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 9, 12), np.uint8)
     path = tmp_path / "a.npz"
@@ -131,10 +136,10 @@ def test_a_silo_takes_every_picture_through_the_plans_transform_once(tmp_path: P
     cohort = load(path, tmp_path / "private", spec, unit="patient", num_classes=2)
     assert cohort.images.shape == (6, 1, 4, 4) and cohort.unit_N.tolist() == [0, 1, 0, 2, 2, 1]
     assert cohort.label_N.tolist() == [0, 1, 0, 1, 0, 1] and cohort.num_units == 3
-    stamp = [file.stat().st_mtime_ns for file in sorted((tmp_path / "private").iterdir())]
+    stamp = stamps(tmp_path / "private")
     again = load(path, tmp_path / "private", spec, unit="patient", num_classes=2)
     assert again.digest == cohort.digest
-    assert stamp == [file.stat().st_mtime_ns for file in sorted((tmp_path / "private").iterdir())]
+    assert stamp == stamps(tmp_path / "private")
     other = load(path, tmp_path / "private", TransformSpec(channels="grey", storage="uint8"))
     assert other.digest != cohort.digest
     with pytest.raises(DataError, match="none of 6; of the last: channels"):
