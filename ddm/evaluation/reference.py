@@ -18,6 +18,7 @@ from ddm.errors import DataError, ShapeError
 from ddm.imaging.pictures import picture_files
 from ddm.imaging.reading import Transformed, is_prepared
 from ddm.io.fitting import check_row, fit
+from ddm.io.labels import class_numbers
 from ddm.io.sources import Source, open_source
 from ddm.protocol.base import sha256_file, sha256_hex
 from ddm.protocol.classes import Classes
@@ -165,20 +166,8 @@ def classes_of(reference: Reference, classes: Classes) -> Tensor | None:
     found = reference.column(_LABELS)
     if found is None:
         return None
-    kind, outside = f"{found.dtype}, shape {found.shape}", len(found)
-    if found.ndim == 1 and found.dtype.kind in "USO":
-        texts, place_N = np.unique([_text(each) for each in found.tolist()], return_inverse=True)
-        numbers = [classes.number(str(text)) for text in texts]
-        found = np.array([-1 if number is None else number for number in numbers])[place_N]
-    if found.ndim == 1 and found.dtype.kind in "iu":
-        label_M = found.astype(np.int64)
-        outside = int(((label_M < 0) | (label_M >= classes.num)).sum())
-    if outside:
-        remedy = "Label them as the plan does, or draw classes otherwise: --class equal, or --class none."
-        got = f"others at {outside} of {len(found)} images ({kind})"
-        expected = f"classes of the release, {classes.words()}"
-        raise DataError("labels of the reference", expected=expected, got=got, remedy=remedy)
-    return torch.from_numpy(found.astype("int64"))
+    remedy = "Label them as the plan does, or draw classes otherwise: --class equal, or --class none."
+    return torch.from_numpy(class_numbers(found, classes, "labels of the reference", remedy))
 
 
 def captions_of(reference: Reference) -> list[str] | None:

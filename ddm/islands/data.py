@@ -9,7 +9,9 @@ from torch import Tensor
 from ddm.errors import DataError
 from ddm.imaging.reading import read_transformed
 from ddm.io.idx import is_idx, labels_beside, read_idx, read_idx_images
+from ddm.io.labels import class_numbers
 from ddm.io.sources import open_source, read_images
+from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
 
 _MAX_CELL_BYTES = 16 * 1024  # of one caption or label, with room for four bytes a character
@@ -60,17 +62,13 @@ class Dataset:
             raise DataError(f"column {name}", expected=f"shape ({num},), one value an image", got=str(found.shape))
         return found
 
-    def classes(self, num_classes: int) -> np.ndarray:
-        """Read the column `labels` as classes, int64.
+    def classes(self, classes: Classes) -> np.ndarray:
+        """Read the column `labels` as classes, int64; by number, or by the names that the recipe gives them.
 
         Raises:
-            MissingFileError, DataError: see `column`; or labels that are no whole numbers below `num_classes`.
+            MissingFileError, DataError: see `column`; or labels that are no classes.
         """
-        found = self.column("labels")
-        if found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= num_classes:
-            got = f"{found.min()} to {found.max()}" if found.dtype.kind in "iu" else str(found.dtype)
-            raise DataError("column labels", expected=f"whole numbers, 0 to {num_classes - 1}", got=got)
-        return found.astype(np.int64)
+        return class_numbers(self.column("labels"), classes, "column labels")
 
     def captions(self) -> list[str]:
         """Read the column `captions` as texts.

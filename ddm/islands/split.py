@@ -253,7 +253,7 @@ def _write_islands(
 def _told(dataset: Dataset, condition: Condition) -> np.ndarray | None:
     """Return the class or the caption of every image; None where experts are told nothing."""
     if isinstance(condition, ClassCondition):
-        return dataset.classes(condition.num_classes)
+        return dataset.classes(condition.classes)
     return np.array(dataset.captions()) if isinstance(condition, TextCondition) else None
 
 
@@ -305,7 +305,9 @@ def _write_router(
     tensors = {"counts": counts.view(num_islands, num_groups)}
     if isinstance(fitted.condition, ClassCondition):
         num_classes = fitted.condition.num_classes
-        cell_N = (island_N * num_classes + torch.from_numpy(dataset.classes(num_classes))) * num_groups + group_N
+        cell_N = (
+            island_N * num_classes + torch.from_numpy(dataset.classes(fitted.condition.classes))
+        ) * num_groups + group_N
         by_class = torch.bincount(cell_N, minlength=num_islands * num_classes * num_groups)
         tensors["class_counts"] = by_class.view(num_islands, num_classes, num_groups)
     save_tensors(islands.router / "counts.safetensors", tensors)

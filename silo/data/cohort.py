@@ -5,7 +5,6 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from ddm.errors import DataError
 from ddm.imaging.transform import Transform
 from ddm.io.images import Images, feed
+from ddm.io.labels import class_numbers
 from ddm.io.sources import Source, open_images, open_latents, open_source
 from ddm.protocol.base import Unit
 from ddm.protocol.classes import Classes
@@ -112,7 +112,7 @@ def load_cohort(
     if latent and latent_shape is None:
         raise DataError("data", expected="images: this plan's experts have no autoencoder", got="latents")
     unit_N = _numbered(read_column(source, "patients")) if unit == "patient" else np.arange(num)
-    label_N = None if classes is None else _labels(read_column(source, "labels"), classes)
+    label_N = None if classes is None else class_numbers(read_column(source, "labels"), classes)
     texts = _captions(read_column(source, "captions")) if captions else None
     if int(unit_N.max()) < 1:
         raise DataError(f"{unit}s", expected="at least 2", got="1")
@@ -193,22 +193,6 @@ def _numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:
         raise DataError("patients", expected="a patient for each image", got=got, remedy=_PATIENTS_REMEDY)
     _, first_U, unit_N = np.unique(patient_N, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first_U))[unit_N].astype(np.int64)
-
-
-def _labels(label_N: NDArray[np.generic], classes: Classes) -> NDArray[np.int64]:
-    """Return each image's class by number; a message never quotes a label."""
-    if label_N.dtype.kind not in "iuUS":
-        raise DataError("labels", expected="whole numbers, or text", got=str(label_N.dtype))
-    number_N: NDArray[Any] = label_N
-    if label_N.dtype.kind in "US":
-        names, place_N = np.unique(label_N, return_inverse=True)
-        texts = (name.decode("latin-1") if isinstance(name, bytes) else name for name in names.tolist())
-        number_U = np.array([-1 if (found := classes.number(text)) is None else found for text in texts])
-        number_N = number_U[place_N]
-    if num := int(((number_N < 0) | (number_N >= classes.num)).sum()):
-        expected = f"classes of the plan, {classes.words()}"
-        raise DataError("labels", expected=expected, got=f"others at {num} of {len(label_N)} images")
-    return number_N.astype(np.int64)
 
 
 def _captions(caption_N: NDArray[np.generic]) -> tuple[str, ...]:

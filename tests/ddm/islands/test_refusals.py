@@ -170,7 +170,7 @@ def test_labels_that_are_no_classes_are_refused(tmp_path: Path) -> None:
     owner = Owner.make(tmp_path, extra='[condition]\nkind = "class"\nnum_classes = 5\n')
     done = owner.split()
     assert done.code == 7
-    assert "0 to 4" in done.err and "0 to 9" in done.err
+    assert "0 to 4" in done.err and "others at" in done.err
     images = np.load(owner.path / "data.npz")["images"]
     np.savez(owner.path / "data.npz", images=images, labels=np.zeros(3, np.int64))
     assert "one value an image" in owner.split().err
