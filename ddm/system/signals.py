@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -93,9 +93,20 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Let a process that is started meanwhile never hear of SIGINT or SIGTERM, however early they come."""
+    """Let a process that is started meanwhile never hear of SIGINT or SIGTERM, however early they come.
+
+    A signal that reaches another thread of this process would interrupt the start half-way, and leave a process that
+    has not been told what it is for. So the main thread answers signals when the block has ended.
+    """
+    came: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        yield
+        with handled(lambda number, _: came.append(number)) if in_main else nullcontext():
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)

@@ -190,13 +190,13 @@ class _Child:
             return _Ended(_death(self.name, self._process.exitcode, self._task.kind), died=True)
 
     def end(self) -> None:
-        """Wait for the end of a process that has nothing left to do; it hears that nobody listens any more."""
-        self._theirs.close()
-        self.pipe.close()
+        """End a process that has nothing left to do, before it could hear that nobody listens any more."""
         if self._process.pid is not None:
             self._process.kill()
             self._process.join()
             self._process.close()
+        self._theirs.close()
+        self.pipe.close()
 
 
 class _Inherited:

@@ -1,11 +1,14 @@
 """What answers SIGINT and SIGTERM, and for how long."""
 
+import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from ddm.system.signals import STOPPING, handled, interrupted_by_sigterm, stop_on_first_signal, stop_on_signals
+from ddm.system.signals import STOPPING, blocked, handled, interrupted_by_sigterm, stop_on_first_signal, stop_on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +63,23 @@ def test_sigterm_interrupts_a_command_and_is_told_from_ctrl_c() -> None:
         with stop_on_signals():  # a command that handles them in its own way
             signal.raise_signal(signal.SIGINT)
         assert came() == {signal.SIGINT} and came() == set()
+
+
+def test_signal_that_another_thread_hears_waits_until_a_process_has_been_started() -> None:
+    told: list[str] = []
+    now = threading.Event()
+
+    def hear() -> None:
+        now.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=hear)
+    thread.start()  # before, so that it hears what the main thread does not
+    with handled(lambda *_: told.append("answered"), (signal.SIGINT,)):
+        with blocked():
+            now.set()
+            thread.join()
+            for _ in range(3):  # in a loop the interpreter looks for signals
+                time.sleep(0.01)
+            told.append("started")
+        assert told == ["started", "answered"]
