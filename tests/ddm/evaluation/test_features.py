@@ -15,6 +15,7 @@ from ddm.evaluation.classifier import Classifier, Network, train_classifier
 from ddm.evaluation.features import _architecture
 from ddm.evaluation.reference import open_reference
 from ddm.io.tensors import load_tensors, save_tensors
+from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import DataSpec
 from tests.support.case import case
 from tests.support.text_encoders import network
@@ -183,3 +184,18 @@ def test_a_notebooks_arrays_give_the_same_figures_as_tensors_and_as_a_reference_
         evaluate(samples, real, silo_N=[0, 1])
     with pytest.raises(ShapeError):
         evaluate(samples, real[:, :3])
+
+
+def test_reference_may_be_idx_with_its_labels_beside(tmp_path: Path) -> None:
+    grey, labels = np.random.default_rng(0).integers(0, 256, (6, 8, 8), np.uint8), np.arange(6, dtype=np.uint8) % 3
+    for name, array in (("t10k-images-idx3-ubyte", grey), ("t10k-labels-idx1-ubyte", labels)):
+        header = bytes([0, 0, 8, array.ndim]) + b"".join(side.to_bytes(4, "big") for side in array.shape)
+        (tmp_path / name).write_bytes(header + array.tobytes())
+    found = open_reference(tmp_path / "t10k-images-idx3-ubyte", SPEC)
+    np.testing.assert_allclose(torch.cat(list(found.blocks())).numpy()[:, 0], grey / 255.0, rtol=1e-6)
+    assert (found.num, found.groups, found.group_name) == (6, ["0", "1", "2", "0", "1", "2"], "labels")
+    assert found.digest == sha256_file(tmp_path / "t10k-images-idx3-ubyte")
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    assert not open_reference(tmp_path / "t10k-images-idx3-ubyte", SPEC).groups
+    with pytest.raises(DataError, match="--by"):
+        open_reference(tmp_path / "t10k-images-idx3-ubyte", SPEC, by="labels")
