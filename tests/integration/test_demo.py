@@ -57,4 +57,5 @@ def test_demo_leaves_a_grid_and_a_summary(tmp_path: Path) -> None:
     assert {"prior", "counts", "learned", "non-private"} <= set(summary["router"][0])
     assert {"lock(1)", "sample", "full", "top-1 (biased)"} <= set(summary["shares"])
     assert summary["processes"]["aggregator"]["run_id"] and summary["seconds"]["set up"] > 0
-    assert Image.open(out / "samples.png").width > 500
+    with Image.open(out / "samples.png") as grid:
+        assert grid.width > 500
