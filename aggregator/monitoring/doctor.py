@@ -10,7 +10,7 @@ from aggregator.runtime.processes import Process, Processes
 from aggregator.runtime.proxy import is_loopback
 from ddm.errors import ArchipelagoError
 from ddm.system.console import human_bytes, human_seconds
-from ddm.system.findings import Finding, Findings
+from ddm.system.findings import Finding, Findings, apply
 from ddm.trust.health import RoleHealth
 
 NGINX_VERSION = (1, 19, 5)
@@ -108,11 +108,7 @@ def examine(facts: Facts) -> Findings:
     Returns:
         The findings of each check; empty where all is well.
     """
-    found = {}
-    for check, rule in _RULES.items():
-        unread = tuple(Finding.of(error) for error in facts.errors.get(check, ()))
-        found[check] = (*unread, *rule(facts))
-    return found
+    return apply(_RULES, facts, facts.errors)
 
 
 def _permissions(facts: Facts) -> Iterator[Finding]:

@@ -2,13 +2,11 @@
 
 import shutil
 import stat
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -25,12 +23,13 @@ from aggregator.monitoring.machine import (
     port_state,
 )
 from aggregator.runtime.processes import Process, Processes, read_processes
-from ddm.errors import ArchipelagoError, FormatError, SetupError
+from ddm.errors import FormatError, SetupError
 from ddm.io.files import read_bounded
 from ddm.io.locks import is_locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.enrolment import Invitation
 from ddm.protocol.plan import Plan
+from ddm.system.findings import Attempts
 from ddm.system.memory import available_bytes
 from ddm.system.requirements import check_packages
 from ddm.trust.health import RoleHealth, examine
@@ -46,8 +45,6 @@ _BACKDATED = timedelta(days=1)
 # So these two grow by 5.25 bytes a byte of a shard; the longer transfer took 867 MiB more than that. With 737: 1604.
 _RUN_BYTES = 1604 << 20
 _RUN_BYTES_PER_SHARD_BYTE = 5.25
-
-T = TypeVar("T")
 
 
 def run_bytes(shard_bytes: int) -> int:
@@ -65,7 +62,8 @@ class Gathering:
 
     def __init__(self, federation: Federation, now: datetime) -> None:
         self._federation, self._now = federation, now
-        self._errors: dict[str, list[ArchipelagoError]] = defaultdict(list)
+        self._attempts = Attempts()
+        self._try = self._attempts.read
 
     def facts(self, against: str | None = None) -> Facts:
         """Gather everything.
@@ -107,17 +105,8 @@ class Gathering:
             other_key=other_key,
             lost_ledgers=tuple(self._lost_ledgers(plan)) if plan else (),
             leftovers=tuple(self._leftovers(processes)),
-            errors={check: tuple(errors) for check, errors in self._errors.items()},
+            errors=self._attempts.errors,
         )
-
-    def _try(self, check: str, read: Callable[[], T]) -> T | None:
-        try:
-            return read()
-        except ArchipelagoError as error:
-            self._errors[check].append(error)
-        except OSError as error:
-            self._errors[check].append(SetupError(str(error.filename or check), got=str(error.strerror or error)))
-        return None
 
     def _plan(self) -> Plan | None:
         if not (self._federation.path / "plans" / "current.json").exists():
@@ -140,8 +129,9 @@ class Gathering:
         if settings and settings.passphrase_file:
             private.append(Path(settings.passphrase_file))
             if not private[-1].is_file():
-                self._errors["permissions"].append(
-                    SetupError("passphrase_file", expected="the file that federation.toml names", got="no such file")
+                self._attempts.note(
+                    "permissions",
+                    SetupError("passphrase_file", expected="the file that federation.toml names", got="no such file"),
                 )
         for each in private:
             with suppress(OSError):

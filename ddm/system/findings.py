@@ -1,14 +1,16 @@
 """What a look at a machine found: by check, each with what was expected, what was found and what to do."""
 
 import json
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
-from ddm.errors import ArchipelagoError
+from ddm.errors import ArchipelagoError, SetupError
 from ddm.system.console import say
 
 Level = Literal["fail", "warn"]
+T = TypeVar("T")
 _MARKS = {None: "ok  ", "warn": "WARN", "fail": "FAIL"}
 
 
@@ -33,6 +35,42 @@ class Finding:
 
 
 Findings = Mapping[str, tuple[Finding, ...]]
+
+
+class Attempts:
+    """Reads facts; whatever cannot be read becomes an error of its check instead."""
+
+    def __init__(self) -> None:
+        self._errors: dict[str, list[ArchipelagoError]] = defaultdict(list)
+
+    def read(self, check: str, read: Callable[[], T]) -> T | None:
+        """Return what `read` returns; None where it fails."""
+        try:
+            return read()
+        except ArchipelagoError as error:
+            self.note(check, error)
+        except OSError as error:
+            subject, got = str(error.filename or check), str(error.strerror or error)
+            remedy = "Check as the user that this file belongs to, or restore it from backup."
+            self.note(check, SetupError(subject, expected="a file that can be read", got=got, remedy=remedy))
+        return None
+
+    def note(self, check: str, error: ArchipelagoError) -> None:
+        """Add an error."""
+        self._errors[check].append(error)
+
+    @property
+    def errors(self) -> Mapping[str, tuple[ArchipelagoError, ...]]:
+        """What could not be read, by check."""
+        return {check: tuple(errors) for check, errors in self._errors.items()}
+
+
+def apply(
+    rules: Mapping[str, Callable[[T], Iterable[Finding]]], facts: T, errors: Mapping[str, Sequence[ArchipelagoError]]
+) -> Findings:
+    """Return what every rule finds in the facts, after what could not be read for it; empty where all is well."""
+    unread = {check: tuple(map(Finding.of, errors.get(check, ()))) for check in rules}
+    return {check: (*unread[check], *rule(facts)) for check, rule in rules.items()}
 
 
 def worst(findings: tuple[Finding, ...]) -> Level | None:

@@ -3,16 +3,15 @@
 import json
 import os
 import stat
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 from ddm.errors import ArchipelagoError, SetupError
 from ddm.io.files import read_bounded, require_file
 from ddm.io.space import check_writable, free_bytes
 from ddm.protocol.base import sha256_hex
+from ddm.system.findings import Attempts
 from ddm.system.memory import available_bytes
 from ddm.system.requirements import check_packages
 from silo.check.reach import proxy_for, shown, try_connection
@@ -26,8 +25,6 @@ _MAX_SMALL_BYTES = 1 << 20
 _PRIVATE, _OTHERS = 0o077, 0o007
 _ENCRYPTED = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
 
-T = TypeVar("T")
-
 
 class Gathering:
     """Gathers facts; whatever cannot be read becomes an error of its check instead.
@@ -38,7 +35,8 @@ class Gathering:
 
     def __init__(self, site: Site) -> None:
         self._site = site
-        self._errors: dict[str, list[ArchipelagoError]] = defaultdict(list)
+        self._attempts = Attempts()
+        self._try = self._attempts.read
 
     def facts(self) -> Facts:
         """Gather everything."""
@@ -69,21 +67,8 @@ class Gathering:
             spent=self._try("ledger", lambda: self._spent(policy)),
             running=self._running(),
             problem=_problem(state),
-            errors={check: tuple(errors) for check, errors in self._errors.items()},
+            errors=self._attempts.errors,
         )
-
-    def _try(self, check: str, read: Callable[[], T]) -> T | None:
-        try:
-            return read()
-        except ArchipelagoError as error:
-            self._errors[check].append(error)
-        except OSError as error:
-            got = str(error.strerror or error)
-            remedy = "Check as the user that this file belongs to, or restore it from backup."
-            self._errors[check].append(
-                SetupError(str(error.filename or check), expected="a file that can be read", got=got, remedy=remedy)
-            )
-        return None
 
     def _data(self, settings: SiloSettings | None) -> None:
         if settings is None:

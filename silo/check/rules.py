@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ddm.errors import ArchipelagoError
 from ddm.system.console import human_bytes
-from ddm.system.findings import Finding, Findings
+from ddm.system.findings import Finding, Findings, apply
 from silo.config import Isolation, Policy, SiloSettings
 from silo.courier.clock import describe
 
@@ -80,11 +80,7 @@ def examine(facts: Facts) -> Findings:
     Returns:
         The findings of each check; empty where all is well.
     """
-    found = {}
-    for check, rule in _RULES.items():
-        unread = tuple(Finding.of(error) for error in facts.errors.get(check, ()))
-        found[check] = (*unread, *rule(facts))
-    return found
+    return apply(_RULES, facts, facts.errors)
 
 
 def _no_more(facts: Facts) -> Iterator[Finding]:
