@@ -86,10 +86,11 @@ def idx_blocks(path: Path) -> Iterator[np.ndarray]:
             num = min(most, shape[0] - start)
             data = handle.read(num * row)
             if len(data) != num * row:
-                raise DataError("data file", expected=f"{shape[0]} rows, as its header says", got="fewer")
+                got = f"{start + len(data) // row}"
+                raise DataError("data file", expected=f"{shape[0]} rows, as its header says", got=got)
             yield np.frombuffer(data, np.uint8).reshape(num, *shape[1:])
         if handle.read(1):
-            raise DataError("data file", expected=f"{shape[0]} rows, as its header says", got="more")
+            raise DataError("data file", expected=f"{shape[0]} rows, as its header says", got="bytes after the last")
 
 
 @contextmanager
