@@ -178,6 +178,12 @@ def test_commands_page_names_exactly_the_verbs() -> None:
     assert sorted(headings) == sorted(verbs())
 
 
+def test_help_shows_every_word_of_an_option() -> None:
+    # The terminal's markup takes a word in brackets for a style, and drops it.
+    shown = [option for app in PROGRAMS.values() for command in commands_of(app).values() for option in command.params]
+    assert not [option.name for option in shown if "[" in (getattr(option, "help", None) or "")]
+
+
 def test_no_page_names_a_flag_that_no_command_has() -> None:
     commands = [command for app in PROGRAMS.values() for command in commands_of(app).values()]
     programs = [command_group(app) for app in PROGRAMS.values()]

@@ -57,7 +57,7 @@ ReferenceFile = Annotated[
     typer.Option(
         "--reference",
         metavar="PATH",
-        help="npz of real images; with a plan's [transform] also pictures.",
+        help="npz of real images; with a plan that transforms also pictures.",
         rich_help_panel=COMPARE,
     ),
 ]

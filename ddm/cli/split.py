@@ -22,7 +22,7 @@ def split(
         str | None,
         typer.Option(
             metavar="WAY",
-            help="clusters of features, random, or the name of a column; default: clusters, or as [partition] says.",
+            help="clusters of features, random, or the name of a column; default: clusters, or as the recipe says.",
         ),
     ] = None,
     passphrase_file: PassphraseOption = None,

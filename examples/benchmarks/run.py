@@ -16,7 +16,7 @@ from support.plot import draw
 from support.targets import write_rows
 
 HERE = Path(__file__).parent
-CORE = ("dit", "sampling", "masking", "training_loop", "memory", "assignment")
+CORE = ("dit", "sampling", "masking", "training_loop", "memory", "assignment", "precision")
 
 
 def main() -> int:

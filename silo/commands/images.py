@@ -35,7 +35,7 @@ def scan(
         typer.Option(metavar="FILE.png", dir_okay=False, help="Draw accepted images before and after --plan."),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="A recipe or a plan with a table [transform].")
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="A recipe or a plan with a table transform.")
     ] = None,
 ) -> None:
     """Look through images before anything is trained: what is there, what cannot be used, what a person must see."""
