@@ -23,7 +23,7 @@ def plan(
     public: Annotated[
         Path | None,
         typer.Option(
-            help="Public images, as silos bring theirs: arrays, or pictures with a table transform; not needed with --carry."
+            help="Public images, as silos bring theirs: arrays, or pictures with a transform; not needed with --carry."
         ),
     ] = None,
     carry: Annotated[
