@@ -1,6 +1,7 @@
 """Approves the draft that waits, by its digest, or withdraws from the plan."""
 
 from pathlib import Path
+from typing import Literal
 
 from ddm.errors import ApprovalError
 from ddm.io.files import read_bounded, write_atomic
@@ -8,6 +9,7 @@ from ddm.io.locks import locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document
 from ddm.protocol.submission import Submission
 from silo.config import Site
+from silo.decisions import Approved, DecisionLog, Withdrew
 from silo.worker.state import IDLE, SENT, State, load_state, save_state, state_path
 
 
@@ -37,15 +39,23 @@ def approve(site: Site, digest: str) -> None:
 
     Raises:
         ApprovalError: no draft waits, or one with another digest.
+        DecisionLogError: the site's log of decisions is damaged.
     """
     state = load_state(state_path(site.private))
     if state.state != "awaiting_approval" or state.submission_digest is None:
         raise ApprovalError("approval", expected="a submission in state awaiting_approval", got=f"state {state.state}")
-    for subject, found in (("approval", digest), ("review/draft.json", load_draft(site).digest)):
+    draft = load_draft(site)
+    for subject, found in (("approval", digest), ("review/draft.json", draft.digest)):
         if found != state.submission_digest:
             expected = f"the digest of the draft that waits, {state.submission_digest}"
             raise ApprovalError(subject, expected=expected, got=ascii(found[:80]))
+    DecisionLog(site).add(approved(draft, "person"))
     write_atomic(approval_path(site), PersonApproval(submission_digest=digest).encode())
+
+
+def approved(draft: Submission, by: Literal["person", "policy"]) -> Approved:
+    """Return an approval of a draft as the log of decisions keeps it."""
+    return Approved(plan_id=draft.plan_id, sequence=draft.sequence, submission_digest=draft.digest, approval=by)
 
 
 def person_approved(site: Site, digest: str) -> bool:
@@ -63,6 +73,7 @@ def withdraw(site: Site) -> State:
     Raises:
         BusyError: the worker is running.
         ApprovalError: there is no plan to give up, or its submission was sent.
+        DecisionLogError: the site's log of decisions is damaged.
     """
     with locked(site.private, "worker"):
         state = load_state(state_path(site.private))
@@ -75,4 +86,5 @@ def withdraw(site: Site) -> State:
         if (site.outbox / (state.plan_id or "") / str(state.sequence)).exists():
             remedy = "The worker stopped between sending and recording it: run it again, it continues from there."
             raise ApprovalError("withdrawal", expected="an empty outbox", got="a submission in it", remedy=remedy)
+        DecisionLog(site).add(Withdrew(plan_id=state.plan_id or "", state=state.state))
         return save_state(state_path(site.private), state.to("withdrawn"))

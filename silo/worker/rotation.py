@@ -14,6 +14,7 @@ from ddm.protocol.enrolment import MAX_ROTATION_BYTES, MAX_ROTATIONS, KeyRotatio
 from ddm.trust.key_rotation import open_rotation, seal_rotation
 from ddm.trust.keys import SigningKey
 from silo.config import Site
+from silo.decisions import DecisionLog, KeyRotated
 from silo.worker.state import IDLE, load_state, state_path
 
 
@@ -49,6 +50,7 @@ def rotate_key(site: Site, key: SigningKey, passphrase: bytes) -> SigningKey:
                 at=now_utc(),
             )
             write_atomic(_folder(site) / f"{rotation.number}.json", seal_rotation(rotation, key, new))
+        DecisionLog(site).add(KeyRotated(old=key.public.fingerprint, new=new.public.fingerprint))
         following.replace(site.key_path)
         sync_folder(site.private)
         return new

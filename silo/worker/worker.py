@@ -20,12 +20,13 @@ from silo.config import Isolation, Site
 from silo.data.captions import check_encoder, keep_texts
 from silo.data.cohort import Cohort
 from silo.data.latents import keep_latents, pixels_of, training_inputs
+from silo.decisions import DecisionLog, PlanAccepted
 from silo.plan.acceptance import AcceptedPlan, bundle_mark, load_accepted, receive_plan, waiting_plans
 from silo.plan.own_experts import own_experts
 from silo.plan.workspace import AuditRecord, Workspace, open_workspace
 from silo.worker import outbox, stages
 from silo.worker import training as experts
-from silo.worker.approval import approval_path, load_draft, person_approved, review_folder
+from silo.worker.approval import approval_path, approved, load_draft, person_approved, review_folder
 from silo.worker.receipts import find_receipt
 from silo.worker.room import check_folders, check_room
 from silo.worker.state import IDLE, Problem, State, StateName, load_state, save_state, state_path
@@ -62,6 +63,7 @@ class Worker:
         self.state = load_state(state_path(site.private))
         self._refused_now: set[tuple[str, tuple[int, int] | None]] = set()
         self._noted_at = 0.0
+        self._decisions = DecisionLog(site)
 
     def run(self) -> State:
         """Work until a submission is accepted; if the last one was accepted already, wait for the next plan.
@@ -93,7 +95,12 @@ class Worker:
                     self.stopping.wait(self.settings.poll_s)
 
     def begin(self) -> None:
-        """Resume where an earlier process stopped; a restart retries what was refused."""
+        """Resume where an earlier process stopped; a restart retries what was refused.
+
+        Raises:
+            DecisionLogError: the log of decisions is damaged.
+        """
+        self._decisions.notice_policy(self.policy)
         if self.state.state == "plan_refused":
             self._enter(State())
         elif self.state.state == "refused":
@@ -147,6 +154,7 @@ class Worker:
                 refused = State(state="plan_refused", plan_id=plan_id, problem=_problem(error))
                 self._enter(refused)
                 return
+            self._decisions.add(PlanAccepted(plan_id=plan_id, plan_digest=accepted.digest))
             num_steps = accepted.plan.expert.training.num_steps
             fresh = State(plan_id=plan_id, plan_digest=accepted.digest, num_steps=num_steps)
             self._enter(fresh.to("plan_accepted"))
@@ -238,6 +246,7 @@ class Worker:
         by_policy = self.policy.approval.kind == "policy" and self.state.sequence == 1
         if by_policy:
             approval = Approval(kind="policy", at=now_utc())
+            self._decisions.add(approved(draft, "policy"))
         elif person_approved(self.site, draft.digest):
             approval = Approval(kind="person", at=now_utc())
         else:
