@@ -1,4 +1,4 @@
-"""Commands around one plan: `silo run`, `status`, `review`, `approve`, `withdraw`."""
+"""Commands around one plan: `silo run`, `status`, `pause`, `resume`, `review`, `approve`, `withdraw`."""
 
 import json
 from enum import StrEnum
@@ -44,21 +44,37 @@ def status(
     site: SiteArgument,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how far the work is."""
-    from silo.worker.state import load_state
+    """Show what is done, how far the work is, how fast it goes, and what to type next."""
+    from silo.worker.status import look
+
+    found = look(Site(site).require())
+    say(json.dumps(found.as_json()) if as_json else found.text())
+
+
+def pause(site: SiteArgument) -> None:
+    """Stop the work at its next step, memory and GPU free; it stays stopped, also after a restart, until resumed."""
+    from silo.worker.pause import pause as ask
+    from silo.worker.status import look
 
     place = Site(site).require()
-    state = load_state(place.private / "state.json")
-    if as_json:
-        say(json.dumps(state.model_dump(mode="json", exclude={"format"})))
-        return
-    say(f"{place.settings().silo_id}: {state.state}" + (f", plan {state.plan_id}" if state.plan_id else ""))
-    if state.state == "training":
-        say(f"  step {state.step} of {state.num_steps}")
-    if state.submission_digest:
-        say(f"  submission {state.sequence}, digest {state.submission_digest}")
-    if state.problem:
-        say(f"  problem (code {state.problem.code}): {state.problem.message}")
+    request = ask(place)
+    stops = " The worker stops at its next step: see `silo status`." if look(place).running else ""
+    say(f"Paused since {request.since}.{stops} The courier stays connected; the aggregator sees the state alone.")
+    say(f"To go on where it stopped: silo resume {site}")
+
+
+def resume(site: SiteArgument) -> None:
+    """Let a paused site go on where it stopped."""
+    from silo.worker.pause import resume as let_go_on
+    from silo.worker.status import look
+
+    place = Site(site).require()
+    if not let_go_on(place):
+        say("This site is not paused.")
+    elif look(place).running:
+        say("Resumed: the worker goes on.")
+    else:
+        say(f"Resumed. No worker is at work: silo run {site}")
 
 
 def review(

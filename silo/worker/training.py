@@ -7,7 +7,7 @@ nearest to the cluster, up to the fewest images that plan and policy allow for a
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -84,7 +84,7 @@ def train_experts(
     policy: Policy,
     silo_id: str,
     *,
-    on_progress: Callable[[int, int], None],
+    on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
     bundle: Path | None = None,
     own: Mapping[str, OwnExpert] = _NO_EXPERTS,
@@ -100,7 +100,7 @@ def train_experts(
         work: this plan's folder.
         policy: this site's.
         silo_id: this silo.
-        on_progress: called with the steps taken and the steps in all, over all experts.
+        on_progress: called with the progress of an expert, its steps counted over all experts.
         should_stop: called before every step.
         bundle: the folder with the plan's files, for a plan whose experts start from a public one.
         own: this silo's experts of an earlier plan, by name, for a plan that trains them on.
@@ -120,7 +120,9 @@ def train_experts(
 
             def watch(progress: Progress, number: int = number, before: float = before) -> None:
                 _check_time(plan, before + progress.seconds)
-                on_progress(number * num_steps + progress.step, len(parts) * num_steps)
+                on_progress(
+                    replace(progress, step=number * num_steps + progress.step, num_steps=len(parts) * num_steps)
+                )
 
             fewest = fewest_images(plan, policy)
             chosen = images_of_part(part, part_N == number, fine_N, files.clusters, fewest)

@@ -15,6 +15,7 @@ from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import Receipt, Refused, Withdrawn
 from ddm.protocol.submission import Approval, submission_path
+from ddm.training.loop import Progress
 from ddm.trust.keys import SigningKey
 from silo.config import Isolation, Site
 from silo.data.captions import check_encoder, keep_texts
@@ -27,11 +28,11 @@ from silo.plan.workspace import AuditRecord, Workspace, open_workspace
 from silo.worker import outbox, stages
 from silo.worker import training as experts
 from silo.worker.approval import approval_path, approved, load_draft, person_approved, review_folder
+from silo.worker.pause import Halt
+from silo.worker.progress import NOTE_S, Meter, Stage
 from silo.worker.receipts import find_receipt
 from silo.worker.room import check_folders, check_room
 from silo.worker.state import IDLE, Problem, State, StateName, load_state, save_state, state_path
-
-NOTE_S = 2.0  # time between two saves of the training progress
 
 
 class Worker:
@@ -64,6 +65,8 @@ class Worker:
         self._refused_now: set[tuple[str, tuple[int, int] | None]] = set()
         self._noted_at = 0.0
         self._decisions = DecisionLog(site)
+        self._meter = Meter(site.private)
+        self._halt = Halt(site, self.stopping)
 
     def run(self) -> State:
         """Work until a submission is accepted; if the last one was accepted already, wait for the next plan.
@@ -83,10 +86,14 @@ class Worker:
             while True:
                 before = self.state
                 try:
+                    self._halt.wait(self.settings.poll_s)
                     self.step()
                 except ArchipelagoError as error:
                     self._keep_problem(error)
                     raise
+                except KeyboardInterrupt:
+                    if not self._halt.was_pause():
+                        raise
                 if self.state.state == "accepted" and before.state != "accepted":
                     return self.state
                 if self.stopping.is_set():
@@ -165,7 +172,7 @@ class Worker:
         accepted = self._plan()
         stages.check_auditable(accepted, self.policy)
         check_encoder(accepted.plan, self.settings)
-        cohort = stages.scan(self.site, accepted, self.policy, self._encoded)
+        cohort = stages.scan(self.site, accepted, self.policy, self._counting("reading images"))
         stages.check_agreed(accepted, cohort, self.settings.silo_id)
         stages.check_sizes(accepted, cohort)
         check_room(self.site, accepted.plan, cohort, self._work())
@@ -176,9 +183,9 @@ class Worker:
         accepted = self._plan()
         cohort, files = self._cohort(accepted), accepted.files()
         pixels = pixels_of(cohort, files.latent, accepted.plan)
-        stages.assign(cohort, files, self._cohort_path, self._encoded, pixels=pixels)
-        keep_latents(cohort, files.latent, accepted.plan, self.site.private, self._encoded)
-        keep_texts(cohort, accepted.plan, self.settings, self.site.private, self._encoded)
+        stages.assign(cohort, files, self._cohort_path, self._counting("assigning images"), pixels=pixels)
+        keep_latents(cohort, files.latent, accepted.plan, self.site.private, self._counting("encoding images"))
+        keep_texts(cohort, accepted.plan, self.settings, self.site.private, self._counting("encoding captions"))
         self._enter(self.state.to("assigned", step=0, num_steps=accepted.plan.expert.training.num_steps))
 
     def _begin_training(self) -> None:
@@ -201,8 +208,8 @@ class Worker:
             work,
             self.policy,
             self.settings.silo_id,
-            on_progress=self._progress,
-            should_stop=self.stopping.is_set,
+            on_progress=lambda told: self._progress(told, accepted.plan.expert.training.batch_size),
+            should_stop=self._halt.asked,
             bundle=accepted.folder,
             own=own_experts(self.site, accepted.plan, self.settings.silo_id),
             engine=self.settings.training,
@@ -327,7 +334,7 @@ class Worker:
 
     def _cohort(self, accepted: AcceptedPlan) -> Cohort:
         """Read the images again and check that they are those scanned: experts and statistics use the same data."""
-        cohort = stages.scan(self.site, accepted, self.policy, self._encoded)
+        cohort = stages.scan(self.site, accepted, self.policy, self._counting("reading images"))
         if cohort.digest != self.state.dataset_digest:
             remedy = (
                 "Restore images, table and decisions of the time when the plan was accepted, or give the plan up: "
@@ -337,15 +344,21 @@ class Worker:
             raise DataError("images", expected=expected, got=f"digest {cohort.digest[:16]}", remedy=remedy)
         return cohort
 
-    def _encoded(self, num_done: int, num_images: int) -> None:
+    def _counting(self, stage: Stage) -> Callable[[int, int], None]:
         """Show the progress of decoding or encoding, which is not saved: what is interrupted starts over."""
-        if self.stopping.is_set():
-            raise KeyboardInterrupt
-        # Shown on this machine only: in the outbox, steps of the percentage would reveal the number of images.
-        self.on_change(self.state.model_copy(update={"step": num_done, "num_steps": num_images}))
 
-    def _progress(self, step: int, num_steps: int) -> None:
-        self.state = self.state.model_copy(update={"step": step, "num_steps": num_steps})
+        def count(num_done: int, num_images: int) -> None:
+            if self._halt.asked():
+                raise KeyboardInterrupt
+            # Shown on this machine only: in the outbox, steps of the percentage would reveal the number of images.
+            self._meter.count(stage, self._plan_id, num_done, num_images)
+            self.on_change(self.state.model_copy(update={"step": num_done, "num_steps": num_images}))
+
+        return count
+
+    def _progress(self, told: Progress, batch_size: int) -> None:
+        self._meter.train(self._plan_id, told, batch_size)  # loss and speed are for this machine only
+        self.state = self.state.model_copy(update={"step": told.step, "num_steps": told.num_steps})
         if time.monotonic() - self._noted_at >= NOTE_S:
             self._noted_at = time.monotonic()
             self._enter(self.state)

@@ -321,7 +321,7 @@ def test_mmdit_learns_from_captions_as_well(published: TinyFederation, folder: P
         work,
         Policy(),
         "east",
-        on_progress=lambda done, total: None,
+        on_progress=lambda progress: None,
         should_stop=lambda: False,
     )
     trained = build_expert(joint, plan.expert_shape, condition=plan.condition)

@@ -67,7 +67,7 @@ def trained(
         work,
         Policy(),
         silo_id,
-        on_progress=lambda done, of: None,
+        on_progress=lambda progress: None,
         should_stop=lambda: False,
         engine=Engine(device="cpu"),
         **options,
