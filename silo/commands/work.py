@@ -79,6 +79,9 @@ def resume(site: SiteArgument) -> None:
 
 def review(
     site: MaybeSiteArgument = None,
+    page: Annotated[
+        bool | None, typer.Option("--page/--text", help="On a page of this machine, or as text; at a terminal a page.")
+    ] = None,
     images: Annotated[
         bool, typer.Option("--images", help="Instead: a page on which a person clears flagged images.")
     ] = False,
@@ -92,10 +95,12 @@ def review(
         list[Path] | None, typer.Option(metavar="PATH", help="With --images: leave a file out, or all below a folder.")
     ] = None,
 ) -> None:
-    """Show what would leave the site, byte for byte; with --images, which images a person must see before training."""
+    """Show what would leave, byte for byte, and approve it; with --images, what a person must see before training."""
     if images:
         from silo.images.review_command import review_images
 
+        if page is not None:
+            raise SetupError("review", expected="--images alone", got="--images with --page or --text")
         review_images(site, data, private, clear=clear or [], leave_out=leave_out or [], listed=listed)
         return
     if data or private or listed or clear or leave_out:
@@ -103,19 +108,9 @@ def review(
     if site is None:
         raise SetupError("review", expected="the site's folder", got="no SITE", remedy="silo review SITE")
 
-    from silo.worker.review import review_text
-    from silo.worker.state import load_state
+    from silo.review.command import review_submission
 
-    place = Site(site).require()
-    state = load_state(place.private / "state.json")
-    if state.state != "awaiting_approval":
-        raise SetupError(
-            "review",
-            expected="a submission that waits for approval",
-            got=f"state {state.state}",
-            remedy="Keep `silo run` running; `silo status` shows how far it is.",
-        )
-    say(review_text(place))
+    review_submission(Site(site).require(), page=page)
 
 
 def approve(

@@ -7,14 +7,16 @@ in a file of the private folder; the outbox is told the state and a percentage, 
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 from pydantic import Field
 
 from ddm.errors import DocumentError
 from ddm.io.files import write_atomic
 from ddm.protocol.base import Document, NaturalInt, PlanId, Time, now_utc
-from ddm.training.loop import Progress
+
+if TYPE_CHECKING:
+    from ddm.training.loop import Progress
 
 NOTE_S = 2.0  # time between two notes
 _MAX_BYTES = 4096
@@ -62,7 +64,7 @@ class Meter:
             Note(stage=stage, plan_id=plan_id, done=done, total=total, at=now_utc(), **_rates(per_s, total - done))
         )
 
-    def train(self, plan_id: str, progress: Progress, batch_size: int) -> None:
+    def train(self, plan_id: str, progress: "Progress", batch_size: int) -> None:
         """Note the steps of training over all experts, with loss and speed."""
         if self._stage != "training":
             self._stage, self._noted_at = "training", 0.0
