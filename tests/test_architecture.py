@@ -53,7 +53,7 @@ ROOMS = {
         "cli": "commands",
         "commands": "check config courier decisions images privacy review running setup worker",
         "review": "config decisions plan privacy worker",
-        "check": "config courier worker",
+        "check": "config courier decisions worker",
         "running": "config courier worker",
         "client_app": "courier",
         "setup": "config courier data images",

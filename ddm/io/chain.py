@@ -123,7 +123,7 @@ class Chain(Generic[LinkT]):
             entry = Entry(sha256_hex(line), record)
             self._write_head(record.number, entry.digest)
         except OSError as error:
-            got = f"a write that failed: {error.strerror or error}"
+            got = f"a write to {self.path} that failed: {error.strerror or error}"
             remedy = form.full if error.errno in FULL else None
             raise form.error(form.name, expected="a durable record", got=got, remedy=remedy) from error
         return entry

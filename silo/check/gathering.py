@@ -18,6 +18,7 @@ from silo.check.reach import proxy_for, shown, try_connection
 from silo.check.rules import Facts, Modes
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.clock import seconds_ahead
+from silo.decisions import DecisionLog
 from silo.worker.stages import open_ledger
 from silo.worker.state import State, load_state, state_path
 
@@ -46,6 +47,7 @@ class Gathering:
         state = self._try("work", lambda: load_state(state_path(site.private)))
         self._try("disk", lambda: check_writable([each for each in (site.private, site.outbox) if each.exists()]))
         self._try("data", lambda: self._data(settings))
+        self._try("decisions", lambda: DecisionLog(site).entries if DecisionLog(site).folder.exists() else ())
         address = settings.address if settings else None
         num_gpus, has_gpu = _gpus()
         return Facts(

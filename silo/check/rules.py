@@ -197,6 +197,7 @@ _RULES: Mapping[str, Callable[[Facts], Iterator[Finding]]] = {
     "keys": _keys,
     "isolation": _isolation,
     "ledger": _ledger,
+    "decisions": _no_more,
     "data": _no_more,
     "work": _work,
 }

@@ -12,7 +12,6 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_file
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedStatistic, submission_path
 from ddm.routers.moments import moments_noise_std
-from ddm.system.console import human_seconds
 from silo.config import Site
 from silo.decisions import DecisionLog, in_words
 from silo.plan.acceptance import AcceptedPlan, load_accepted
@@ -181,6 +180,7 @@ def _numbers(draft: Submission, before: Submission | None) -> Iterator[Number]:
 def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
     public, spent = "public", document.spent
     yield "plan", (document.plan_id, public)
+    yield "plan, sha256", (document.plan_digest, public)
     yield "submission", (str(document.sequence), public)
     yield "drafted at", (f"{document.created_at:%Y-%m-%d %H:%M:%S}Z", "tells when the training ended")
     yield f"number of {spent.unit}s", (str(document.num_units), f"{NO_DP}: exact")
@@ -188,21 +188,27 @@ def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
     yield "delta, all statistics", (f"{spent.delta:g}", "the plan's")
     for expert in document.experts:
         name = f"expert {expert.expert_id}: "
+        if expert.cluster is not None:
+            yield f"{name}cluster", (str(expert.cluster), "by the noised counts")
         if expert.num_images is not None:
             yield f"{name}images", (str(expert.num_images), f"{NO_DP}: exact")
         yield f"{name}steps", (str(expert.steps), "the plan's")
         yield f"{name}loss", (f"{expert.training.loss:.6g}", NO_DP)
-        yield f"{name}time", (human_seconds(expert.training.seconds), NO_DP)
-        yield f"{name}operations", (f"{expert.training.flops:.3g}", "the plan's")
+        yield f"{name}seconds", (f"{expert.training.seconds:.6g}", NO_DP)
+        yield f"{name}operations", (f"{expert.training.flops:.6g}", "the plan's")
         yield f"{name}bytes", (str(expert.file.bytes), "the plan's")
     for each in document.statistics:
         yield f"statistic {each.kind}", (_cost(each.epsilon, each.delta), "the plan's")
         if each.kind == "sketch":
-            yield "noise level of sketches, t", (f"{each.t_release:.4g}", "the plan's")
+            yield "noise level of sketches, t", (f"{each.t_release:.6g}", "the plan's")
     waiver = document.audit.waiver
     words = f" by {waiver.role}: {waiver.reason}" if waiver else ""
     yield "leak audit", (document.audit.verdict + words, "published")
-    yield "ledger", (f"{document.ledger.num_entries} records, head {document.ledger.head_digest[:16]}", "digests")
+    yield "audit report, sha256", (document.audit.digest, "a digest")
+    yield (
+        "ledger",
+        (f"{document.ledger.num_entries} records, head {document.ledger.head_digest[:16]}", "a digest of each"),
+    )
     yield "isolation", (document.isolation, public)
     yield "later plans", ("may carry it over" if document.carry_over else "may not carry it over", public)
     for name, version in sorted(document.software.items()):
