@@ -110,7 +110,6 @@ _FORM = chain.Form(
     genesis=sha256_hex(b"archipelago/decisions/1"),
     most=MAX_RECORDS,
     error=DecisionLogError,
-    full="Make room on the disk, then run it again: what was not written down was not done.",
 )
 Entry = chain.Entry[Decided]
 

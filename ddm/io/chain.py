@@ -60,7 +60,7 @@ class Form(Generic[LinkT]):
         genesis: what the first record names as the one before it.
         most: records.
         error: raised where it is damaged.
-        full: what to do where the disk was full.
+        full: what to do where the disk was full; None leaves that to whoever answers a full disk for all commands.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Form(Generic[LinkT]):
     genesis: Digest
     most: int
     error: type[ArchipelagoError]
-    full: str
+    full: str | None = None
 
 
 class Chain(Generic[LinkT]):
@@ -108,6 +108,7 @@ class Chain(Generic[LinkT]):
 
         Raises:
             ArchipelagoError: the form's error: the chain is full, or the write failed.
+            OSError: the disk is full, and the form says nothing about that.
         """
         form = self.form
         if record.number > form.most:
@@ -123,6 +124,9 @@ class Chain(Generic[LinkT]):
             entry = Entry(sha256_hex(line), record)
             self._write_head(record.number, entry.digest)
         except OSError as error:
+            if error.errno in FULL and form.full is None:
+                error.filename = error.filename or str(self.path)
+                raise
             got = f"a write to {self.path} that failed: {error.strerror or error}"
             remedy = form.full if error.errno in FULL else None
             raise form.error(form.name, expected="a durable record", got=got, remedy=remedy) from error
