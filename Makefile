@@ -56,7 +56,7 @@ coverage: $(STAMP)  ## The default tests with the branches they take counted; fa
 bench: $(STAMP)  ## Benchmarks of the diffusion core, side by side; figures in build/bench/targets.csv.
 	@$(BIN)/python examples/benchmarks/run.py
 
-docs: $(STAMP)  ## Write the references that come from the code: docs/reference/api.md and recipe.md.
+docs: $(STAMP)  ## Write the references that come from the code: docs/reference/api.md, plan-life.md, recipe.md.
 	$(BIN)/python -m tools.reference
 
 lock: $(STAMP)  ## Write the locks: what .venv holds, with hashes; needs a package index.

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aggregator.commands.keys import confirm, say_missing
+from aggregator.commands.keys import say_missing
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
 from aggregator.config import Federation
 from ddm.errors import SetupError
-from ddm.system.console import human_bytes, human_flops, human_seconds, progress, say, table
+from ddm.system.console import confirm, human_bytes, human_flops, human_seconds, progress, say, table
 
 if TYPE_CHECKING:
     from aggregator.planning.draft import Draft
@@ -74,7 +74,7 @@ def plan(
             raise misfit(recipe, error) from error
         say(costs(draft))
         if not yes:
-            confirm("Sign this plan?")
+            confirm("Sign this plan?", refused="Not signed.")
         missing = sign_plan(federation, draft, secret)
     if missing:
         say_missing(federation, missing)

@@ -20,7 +20,7 @@ from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded
 from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, SiloId, Time, check_json
 from ddm.protocol.plan import Plan
-from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt
+from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Held, Receipt
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import PublicKey
 
@@ -34,7 +34,19 @@ _MAX_REASONS = 8
 
 Gone = Literal["removed", "withdrawn", "carried"]
 Standing = Literal[
-    "absent", "working", "approval", "sending", "silent", "arrived", "quarantined", "refused", "accepted", Gone
+    "absent",
+    "offered",
+    "working",
+    "approval",
+    "declined",
+    "leaving",
+    "sending",
+    "silent",
+    "arrived",
+    "quarantined",
+    "refused",
+    "accepted",
+    Gone,
 ]
 Verdict = Literal["arrived", "quarantined", "accepted", "refused", "withdrawn", "unreadable"]
 
@@ -169,6 +181,8 @@ def standing(
     last = submissions[-1].verdict if submissions else None
     if last in ("accepted", "withdrawn"):
         return last
+    if state == "withdrawn":
+        return "leaving"
     if any(submission.verdict == "quarantined" for submission in submissions):
         return "quarantined"
     if not answered:
@@ -179,6 +193,10 @@ def standing(
         return "sending"
     if last in ("arrived", "refused"):
         return last
+    if state == "plan_refused":
+        return "declined"
+    if state == "waiting":
+        return "offered"
     return "approval" if state == "awaiting_approval" else "working"
 
 
@@ -256,6 +274,8 @@ def _answered(receipts: Path, sequence: int, key: PublicKey) -> SubmissionStatus
     except ArchipelagoError as error:
         return SubmissionStatus(sequence=sequence, verdict="unreadable", reasons=(str(error)[:400],))
     verdict = receipt.verdict
+    if isinstance(verdict, Held):
+        return SubmissionStatus(sequence=sequence, verdict="unreadable", reasons=("a receipt that answers nothing",))
     return SubmissionStatus(
         sequence=sequence,
         verdict=verdict.kind,

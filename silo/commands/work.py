@@ -1,4 +1,4 @@
-"""Commands around one plan: `silo run`, `status`, `review`, `approve`, `withdraw`."""
+"""Commands around one plan: `silo run`, `status`, `review`, `approve`, `retrain`, `withdraw`."""
 
 import json
 from enum import StrEnum
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ddm.errors import SetupError
-from ddm.system.console import human_bytes, say
+from ddm.system.console import confirm, human_bytes, say
 from silo.commands.options import JsonOption, MaybeSiteArgument, PassphraseOption, SiteArgument, open_key
 from silo.config import Site
 
@@ -45,10 +45,11 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show how far the work is."""
-    from silo.worker.state import load_state
+    from silo.worker.sentences import report
+    from silo.worker.state import present_state
 
     place = Site(site).require()
-    state = load_state(place.private / "state.json")
+    state = present_state(place)
     if as_json:
         say(json.dumps(state.model_dump(mode="json", exclude={"format"})))
         return
@@ -57,8 +58,7 @@ def status(
         say(f"  step {state.step} of {state.num_steps}")
     if state.submission_digest:
         say(f"  submission {state.sequence}, digest {state.submission_digest}")
-    if state.problem:
-        say(f"  problem (code {state.problem.code}): {state.problem.message}")
+    say("\n".join(report(state, str(site))))
 
 
 def review(
@@ -97,7 +97,7 @@ def review(
             "review",
             expected="a submission that waits for approval",
             got=f"state {state.state}",
-            remedy="Keep `silo run` running; `silo status` shows how far it is.",
+            remedy=f"See what the site does and what it waits for: silo status {site}.",
         )
     say(review_text(place))
 
@@ -116,9 +116,32 @@ def approve(
     say(f"Approved. The worker signs and sends {digest[:16]}… ({human_bytes(size)} of weights).")
 
 
-def withdraw(site: SiteArgument) -> None:
-    """Give up the present plan before anything was sent; the site then waits for the next one."""
-    from silo.worker.approval import withdraw as give_up
+def retrain(
+    site: SiteArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Train again for the plan in work, on the images as they are now; shows first what that costs."""
+    from silo.worker.retraining import assess
+    from silo.worker.retraining import retrain as start_over
 
-    state = give_up(Site(site).require())
-    say(f"Gave up plan {state.plan_id}. What its statistics cost, if any were drawn, stays in the ledger.")
+    place = Site(site).require()
+    state, price, changed = assess(place)
+    images = "are others than those scanned for this plan" if changed else "are those that were scanned for this plan"
+    say(f"Plan {state.plan_id}: the images {images}. Training again costs {price}.")
+    if price.affordable and not yes:
+        confirm("Throw away what was trained, and train again?")
+    start_over(place)
+    say(f"Ready. The worker begins with the images: silo run {site}")
+
+
+def withdraw(site: SiteArgument, passphrase_file: PassphraseOption = None) -> None:
+    """Give the present plan up, in any state, or take back what was accepted; the site then waits for the next one."""
+    from silo.worker.leaving import consequences
+    from silo.worker.leaving import withdraw as give_up
+    from silo.worker.state import load_state
+
+    place = Site(site).require()
+    key, before = open_key(place, passphrase_file), load_state(place.private / "state.json")
+    state = give_up(place, key)
+    say(f"Gave up plan {state.plan_id}. {consequences(before)}")
+    say(f"The aggregator is told while the site is connected: silo run {site}, which then waits for the next plan.")

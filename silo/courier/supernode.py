@@ -38,12 +38,13 @@ _NODE_ID = re.compile(r"SuperNode ID: ([0-9]{1,20})\b")
 # What `silo.courier.node` logs.
 APPLICATION_REFUSED = "refused the aggregator's application"
 _STEP = re.compile(r"(Receiving|Sending): \S+ message|(Start) `flwr-clientapp`")
+UNREACHABLE = "the aggregator cannot be reached"
 _PROBLEMS = {
     "Failed to activate SuperNode": "the aggregator does not let this node in: it has not enrolled the node key, or "
     "still believes an earlier connection alive (for a minute at most)",
     "CERTIFICATE_VERIFY_FAILED": "the aggregator's certificate is not signed by courier/ca.pem",
     "Unable to parse the private key file": "courier/node.key is not a private key that Flower can read",
-    "Connection attempt failed": "the aggregator cannot be reached",
+    "Connection attempt failed": UNREACHABLE,
     APPLICATION_REFUSED: "the aggregator ships another application than this version of Archipelago's; it was not run",
     # Signs of a working connection.
     "SuperNode ID:": None,

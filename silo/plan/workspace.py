@@ -1,5 +1,6 @@
 """The folder of a site's work on one plan: checkpoints, experts, statistics, the audit."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,11 @@ class Workspace:
     def verdict_path(self) -> Path:
         """The `AuditRecord`."""
         return self.folder / "verdict.json"
+
+    def clear(self) -> None:
+        """Remove everything that was made for the plan; what the ledger paid for stays with the ledger."""
+        for path in self.folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     @property
     def statistics(self) -> Path:

@@ -14,7 +14,8 @@ from ddm.protocol.enrolment import MAX_ROTATION_BYTES, MAX_ROTATIONS, KeyRotatio
 from ddm.trust.key_rotation import open_rotation, seal_rotation
 from ddm.trust.keys import SigningKey
 from silo.config import Site
-from silo.worker.state import IDLE, load_state, state_path
+from silo.worker.life import IDLE
+from silo.worker.state import load_state, state_path
 
 
 def rotate_key(site: Site, key: SigningKey, passphrase: bytes) -> SigningKey:

@@ -133,7 +133,7 @@ CASES = {
              "--public", "{at}/public.npz", "--yes", *_KEYS), checks=(_STATUS,)),
         Case("silo approve", "waiting", ("silo", "approve", "{at}/north", "--digest", "{draft}"),
              same=("north/private/approval.json", "north/private/ledger.jsonl", "north/private/state.json")),
-        Case("silo withdraw", "waiting", ("silo", "withdraw", "{at}/north"),
+        Case("silo withdraw", "waiting", ("silo", "withdraw", "{at}/north", *_KEYS),
              same=("north/private/ledger.jsonl", "north/private/state.json"), instead={34: ("silo", "status", _NORTH)}),
         Case("aggregator router", "accepted", ("aggregator", "router", "{at}/fed"),
              same=("fed/plans/{plan}/router/router.safetensors", "fed/plans/{plan}/router/report.json"),
