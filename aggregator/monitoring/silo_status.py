@@ -151,6 +151,8 @@ def read_silo(
         filter(None, (changed_at(folders.incoming / name) for name in ("seen", "status.json"))), default=None
     )
     arrival = _arrival(folders, now, earlier)
+    number = report.get("sequence")
+    sequence = number if type(number) is int else 0
     submissions = tuple(_submissions(folders, PublicKey.parse(plan.receipt_key)))
     # Before the programs started, nothing was requested of the silo.
     waiting_since = max(filter(None, (last_seen, processes.started_at)), default=now)
@@ -159,7 +161,8 @@ def read_silo(
         gone = "carried"  # it signed for an earlier plan, and nothing is asked of it
     return SiloStatus(
         silo_id=silo_id,
-        standing=gone or standing(submissions, arrival, state, answered=last_seen is not None, silent=silent),
+        standing=gone
+        or standing(submissions, arrival, state, sequence=sequence, answered=last_seen is not None, silent=silent),
         state=state,
         progress=progress if type(progress) is int and 0 <= progress <= 100 else 0,
         last_seen=last_seen,
@@ -174,10 +177,20 @@ def standing(
     arrival: Arrival | None,
     state: str,
     *,
+    sequence: int = 0,
     answered: bool,
     silent: bool,
 ) -> Standing:
-    """Return a silo's standing: first what needs a person, then what is going on, then what is over."""
+    """Return a silo's standing: first what needs a person, then what is going on, then what is over.
+
+    Args:
+        submissions: those that arrived.
+        arrival: the one on its way.
+        state: reported last.
+        sequence: of the submission that the silo reported to be at.
+        answered: whether it ever answered.
+        silent: whether it did not answer lately.
+    """
     last = submissions[-1].verdict if submissions else None
     if last in ("accepted", "withdrawn"):
         return last
@@ -191,7 +204,7 @@ def standing(
         return "silent"
     if arrival is not None:
         return "sending"
-    if last in ("arrived", "refused"):
+    if last == "arrived" or (last == "refused" and sequence <= submissions[-1].sequence):
         return last
     if state == "plan_refused":
         return "declined"

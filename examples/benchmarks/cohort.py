@@ -55,6 +55,7 @@ def recipe() -> Recipe:
     """A small expert on latents; sketches of 16 dimensions."""
     training = {"num_steps": STEPS, "batch_size": 64, "learning_rate": 1e-3, "weight_decay": 0.01, "ema_decay": 0.99}
     tables = {
+        "rehearsal": True,
         "data": {"shape": list(SHAPE), "range": [-8.0, 8.0]},
         "encoder": {"kind": "pca", "dim": 32},
         "clustering": {"num_fine": 256, "num_coarse": 4},

@@ -14,7 +14,7 @@ from silo.courier.inbox import MAX_STATUS_BYTES, Inbox
 from silo.courier.supernode import UNREACHABLE, Courier
 
 _CLOSE_S = 30.0
-_NOT_RUNNING = "the aggregator does not run now, as between two plans"
+_NOT_RUNNING = "no connection to the aggregator, which need not run between two plans"
 _log = logging.getLogger(__name__)
 
 

@@ -38,8 +38,9 @@ POLICY = {
 
 
 def recipe(**changes: object) -> Recipe:
-    """A recipe so small that an expert trains in a second; `changes` replace whole tables."""
+    """A recipe so small that an expert trains in a second, and draws noise; `changes` replace whole tables."""
     tables: dict[str, object] = {
+        "rehearsal": True,
         "data": {"shape": [1, 4, 4], "range": [-1.0, 1.0]},
         "encoder": {"kind": "pca", "dim": 4},
         "clustering": {"num_fine": 8, "num_coarse": 2},

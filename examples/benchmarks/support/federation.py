@@ -53,6 +53,7 @@ def recipe() -> Recipe:
     """The smallest possible plan; its architecture is replaced before it is signed."""
     training = {"num_steps": NUM_STEPS, "batch_size": 8, "learning_rate": 0.002, "weight_decay": 0.01}
     tables = {
+        "rehearsal": True,
         "data": {"shape": SHAPE, "range": [-1.0, 1.0]},
         "encoder": {"kind": "pca", "dim": 4},
         "clustering": {"num_fine": 8, "num_coarse": 2},
