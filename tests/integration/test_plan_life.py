@@ -48,7 +48,7 @@ from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, write_p
 from tools.reference.plan_life import aggregator_says
 
 SILO = "north"
-NUM_PLANS = 3
+NUM_PLANS = 2
 PERSON = {"approval": {"kind": "person"}}
 ROOMY: dict[str, Any] = POLICY | PERSON | {"privacy": {"budget_epsilon": 20.0}}
 STRICT: dict[str, Any] = POLICY | PERSON | {"privacy": {"budget_epsilon": 20.0, "max_epsilon": 3.0}}
@@ -361,7 +361,7 @@ def walk(template: Template, monkeypatch: pytest.MonkeyPatch, *, examples: int, 
 def test_both_sides_agree_whatever_happens_and_nothing_is_spent_in_vain(
     template: Template, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    walk(template, monkeypatch, examples=6, steps=12)
+    walk(template, monkeypatch, examples=4, steps=10)
 
 
 @pytest.mark.slow

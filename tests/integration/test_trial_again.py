@@ -103,5 +103,3 @@ def test_superseded_plan_costs_nothing_and_every_way_out_works_when_typed(operat
     operators.wait_until(confirmed, "the aggregator's word that south is left out")
     assert standing(operators, "south") == "withdrawn"
     assert paid(operators, "south") == [second]
-    operators.call("aggregator", "router", operators.fed)
-    assert "south" in operators.call("aggregator", "publish", operators.fed, "--out", folder / "release")
