@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from aggregator.intake.screening import TRAVEL
 from aggregator.planning.recipe import Recipe
-from ddm.errors import SetupError
+from ddm.errors import ArchipelagoError, SetupError
 from ddm.io.tensors import stored_bytes
 from ddm.models import expected_tensors
 from ddm.planning.recipe import TextRecipe
@@ -89,7 +89,10 @@ def _too_small_limits(recipe: Recipe) -> Iterator[Broken]:
     """Find an expert that is larger than the plan would allow silos to send."""
     if isinstance(recipe.condition, TextRecipe) or not isinstance(recipe.latent, IdentityLatent):
         return  # their sizes are read from files; a silo compares them when it gets the plan
-    specs = expected_tensors(recipe.expert.architecture, recipe.data.shape, recipe.condition)
+    try:
+        specs = expected_tensors(recipe.expert.architecture, recipe.data.shape, recipe.condition)
+    except ArchipelagoError:  # the plan's own rules name the field that does not fit
+        return
     if (needed := stored_bytes(specs)) > recipe.limits.expert_bytes:
         yield (
             "limits.expert_bytes",
