@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-compare check fix test test-slow coverage bench docs lock audit sbom clean
+.PHONY: help setup demo demo-compare check fix test test-slow coverage bench docs lock audit sbom wheelhouse clean
 
 # The first interpreter that is new enough; name another one with PYTHON=...
 NEW_ENOUGH = $(shell $(1) -c 'import sys; sys.version_info >= (3, 11) and print("$(1)")' 2>/dev/null)
@@ -69,6 +69,9 @@ sbom: $(STAMP)  ## Write build/sbom.cdx.json: what .venv holds, as CycloneDX.
 	@mkdir -p build
 	$(BIN)/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --of JSON \
 	  -o build/sbom.cdx.json
+
+wheelhouse: $(STAMP)  ## Fill build/wheelhouse: what installs Archipelago without a network, with hashes; needs an index.
+	$(BIN)/python -m tools.wheelhouse build/wheelhouse
 
 clean:  ## Remove what the targets above built.
 	rm -rf build $(VENV)

@@ -4,13 +4,14 @@ from ddm.io.modes import keep_private
 from ddm.system.console import new_program, run_app
 from silo.commands.care import check, ledger
 from silo.commands.images import scan
+from silo.commands.service import service
 from silo.commands.setup import enroll, init, rotate
 from silo.commands.work import approve, review, run, status, withdraw
 
 COMMANDS = {
     "Site and images": (init, scan, enroll, rotate),
     "From plan to receipt": (run, status, review, approve, withdraw),
-    "Looking after it": (check,),
+    "Looking after it": (check, service),
 }
 
 app = new_program("Train an expert on private images, which never leave; see, limit and refuse everything that does.")

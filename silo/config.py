@@ -1,5 +1,6 @@
 """A site: where its folders are, what silo.toml and policy.toml say."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,6 +15,7 @@ from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
 from ddm.protocol.enrolment import MAX_CARD_BYTES, Agreed, Card
 from ddm.training.config import Engine
 
+_CONTAINER = "container"  # in the environment of every container that follows systemd's container interface
 _INBOX_SLACK_BYTES = 128 * 1024**2  # metadata of plans that do not verify yet, receipts
 
 
@@ -133,7 +135,7 @@ class Policy(Settings):
     approval: ApprovalPolicy = ApprovalPolicy()
 
 
-Isolation = Literal["none", "users"]
+Isolation = Literal["none", "users", "containers"]
 
 
 @dataclass(frozen=True)
@@ -205,9 +207,23 @@ class Site:
 
     @property
     def isolation(self) -> Isolation:
-        """`users` when the courier's folder belongs to another user than the private one, else `none`."""
+        """What keeps the courier from the data, as this process sees it.
+
+        `containers` in a container that does not show the courier's folder; `users` where that folder belongs to
+        another user than the private one; else `none`.
+        """
+        if self.in_container():
+            return "containers"
         apart = self.courier.stat().st_uid != self.private.stat().st_uid
         return "users" if apart else "none"
+
+    def in_container(self) -> bool:
+        """Whether this process is in a container that shows the worker's half of the site alone."""
+        return not self.courier.exists() and bool(os.environ.get(_CONTAINER))
+
+    def hides_courier(self) -> bool:
+        """Whether this process, the worker's, is kept from the courier's folder, as it should be."""
+        return self.in_container() or (self.courier.is_dir() and not os.access(self.courier, os.X_OK))
 
     def settings(self) -> SiloSettings:
         """Read silo.toml."""

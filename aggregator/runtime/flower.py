@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from aggregator.config import BUSY_PORT_REMEDY
 from aggregator.runtime.database import fault_of, move_aside_if_damaged
 from aggregator.runtime.flower_commands import FlowerCommands
 from aggregator.runtime.proxy import answers, nginx_command, render_config, write_config
@@ -136,7 +137,7 @@ class FlowerRuntime:
                 f"port {self._port} on {self._host}",
                 expected="a free port",
                 got="a port that another program listens on",
-                remedy="Stop the program that listens there, or choose another port in federation.toml.",
+                remedy=BUSY_PORT_REMEDY,
             )
         if self._nginx:
             self._superlink = (_LOOPBACK, free_port(_LOOPBACK))

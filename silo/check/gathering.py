@@ -14,10 +14,10 @@ from ddm.protocol.base import sha256_hex
 from ddm.system.findings import Attempts
 from ddm.system.memory import available_bytes
 from ddm.system.requirements import check_packages
-from silo.check.reach import proxy_for, shown, try_connection
 from silo.check.rules import Facts, Modes
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.clock import seconds_ahead
+from silo.courier.reach import proxy_for, shown, try_connection
 from silo.worker.stages import open_ledger
 from silo.worker.state import State, load_state, state_path
 
@@ -83,7 +83,9 @@ class Gathering:
     def _key_encrypted(self) -> bool:
         remedy = "Restore private/silo.key from backup. Without it the silo must be enrolled anew."
         found = require_file(self._site.key_path, "this site's signing key", remedy)
-        require_file(self._site.courier / "node.key", "this site's node key", "Restore courier/node.key from backup.")
+        if not self._site.hides_courier():
+            node_key = self._site.courier / "node.key"
+            require_file(node_key, "this site's node key", "Restore courier/node.key from backup.")
         self._site.salt()
         return read_bounded(found, _MAX_SMALL_BYTES).lstrip().startswith(_ENCRYPTED)
 
@@ -93,7 +95,9 @@ class Gathering:
 
     def _modes(self, settings: SiloSettings | None) -> Iterator[Modes]:
         site = self._site
-        places = [(site.path, _OTHERS), (site.inbox, _OTHERS), (site.outbox, _OTHERS), (site.private, _PRIVATE)]
+        places = [(site.inbox, _OTHERS), (site.outbox, _OTHERS), (site.private, _PRIVATE)]
+        if not site.in_container():  # which makes the folder for what it mounts there
+            places.insert(0, (site.path, _OTHERS))
         places += [
             (each, _PRIVATE) for each in (site.courier, site.key_path, site.courier / "node.key", site.salt_path)
         ]

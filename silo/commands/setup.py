@@ -97,7 +97,9 @@ def _checked_id(silo_id: str) -> str:
     from ddm.protocol.base import SILO_ID_PATTERN
 
     if not re.fullmatch(SILO_ID_PATTERN, silo_id):
-        raise SetupError("--id", expected="a letter a-z, then up to 31 of a-z and 0-9", got=repr(silo_id[:40]))
+        remedy = "Choose such a name; the aggregator and all readers see it."
+        expected = "a letter a-z, then up to 31 of a-z and 0-9"
+        raise SetupError("--id", expected=expected, got=repr(silo_id[:40]), remedy=remedy)
     return silo_id
 
 

@@ -83,7 +83,8 @@ def review(
         review_images(site, data, private, clear=clear or [], leave_out=leave_out or [], listed=listed)
         return
     if data or private or listed or clear or leave_out:
-        raise SetupError("review", expected="--images with these options", got="no --images")
+        remedy = "silo review --images with the same options; or silo review SITE for what would leave."
+        raise SetupError("review", expected="--images with these options", got="no --images", remedy=remedy)
     if site is None:
         raise SetupError("review", expected="the site's folder", got="no SITE", remedy="silo review SITE")
 

@@ -1,15 +1,18 @@
 """The courier as a service: built as the site says, kept alive, its news told. No torch: it sees no image."""
 
 import logging
+import math
 import threading
+import time
 
 from ddm.errors import ArchipelagoError
 from ddm.io.space import check_writable
 from silo.config import Site
 from silo.courier.inbox import Inbox
-from silo.courier.supernode import Courier
+from silo.courier.supernode import UNREACHABLE, Courier
 
 _CLOSE_S = 30.0
+_EXPLAIN_EVERY_S = 15.0
 _log = logging.getLogger(__name__)
 
 
@@ -44,10 +47,17 @@ class CourierWatch(threading.Thread):
 def look_after(courier: Courier, ended: threading.Event) -> None:
     """Check once a second; log why there is no connection, each reason once, and when there is one again."""
     last: str | None = None
+    explained, explained_at = "", -math.inf
     while not ended.wait(1.0):
         try:
             courier.check()
             problem = courier.problem
+            if problem == UNREACHABLE:
+                if time.monotonic() - explained_at > _EXPLAIN_EVERY_S:
+                    explained, explained_at = courier.why_unreachable() or UNREACHABLE, time.monotonic()
+                problem = explained
+            else:
+                explained_at = -math.inf
         except OSError as error:  # a full disk perhaps; the next second tries again
             problem = error.strerror or type(error).__name__
         if problem != last:

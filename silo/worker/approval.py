@@ -40,7 +40,11 @@ def approve(site: Site, digest: str) -> None:
     """
     state = load_state(state_path(site.private))
     if state.state != "awaiting_approval" or state.submission_digest is None:
-        raise ApprovalError("approval", expected="a submission in state awaiting_approval", got=f"state {state.state}")
+        remedy = "Nothing waits for approval: `silo status` shows how far the work is."
+        if state.state in SENT:
+            remedy = "It was sent: nothing is left to approve."
+        expected = "a submission in state awaiting_approval"
+        raise ApprovalError("approval", expected=expected, got=f"state {state.state}", remedy=remedy)
     for subject, found in (("approval", digest), ("review/draft.json", load_draft(site).digest)):
         if found != state.submission_digest:
             expected = f"the digest of the draft that waits, {state.submission_digest}"

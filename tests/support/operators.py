@@ -26,10 +26,14 @@ class Operators:
     Args:
         folder: everything lies below it.
         prefix: what a service's command begins with, by service; a network namespace, another clock.
+        programs: where our programs are installed; by default beside this interpreter.
     """
 
-    def __init__(self, folder: Path, prefix: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(
+        self, folder: Path, prefix: Mapping[str, Sequence[str]] | None = None, programs: Path | None = None
+    ) -> None:
         self.folder = folder
+        self.programs = programs or program("silo").parent
         self.prefix = dict(prefix or {})
         self.services: dict[str, list[str]] = {}
         self.running: dict[str, Child] = {}
@@ -48,15 +52,18 @@ class Operators:
 
     def call(self, name: str, *arguments: object, code: int = 0) -> str:
         """Run a command to its end; it must exit with `code`."""
-        command = [*self.prefix.get(name, ()), str(program(name)), *(str(argument) for argument in arguments)]
+        command = [*self.prefix.get(name, ()), str(self.programs / name), *(str(argument) for argument in arguments)]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         assert done.returncode == code, f"{name} {arguments}: {done.returncode}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
     def serve(self, service: str, name: str, *arguments: object) -> None:
         """Start a service."""
-        prefix = self.prefix.get(service, ())
-        self.services[service] = [*prefix, str(program(name)), *(str(argument) for argument in arguments)]
+        self.serve_command(service, [str(self.programs / name), *(str(argument) for argument in arguments)])
+
+    def serve_command(self, service: str, command: Sequence[str]) -> None:
+        """Start a service by the words of its command."""
+        self.services[service] = [*self.prefix.get(service, ()), *command]
         self.num_restarts[service] = 0
         self._start(service)
 

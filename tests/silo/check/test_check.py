@@ -21,10 +21,10 @@ from ddm.system.console import run_app
 from ddm.system.findings import Findings
 from ddm.system.processes import program
 from silo.check.gathering import Gathering
-from silo.check.reach import try_connection
 from silo.check.rules import examine
 from silo.cli import app
 from silo.config import Site
+from silo.courier.reach import try_connection
 from silo.worker.state import Problem, State, save_state, state_path
 from tests.conftest import Planned
 from tests.support.federation import TinyFederation
