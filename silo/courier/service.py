@@ -9,7 +9,7 @@ from ddm.errors import ArchipelagoError
 from ddm.io.space import check_writable
 from silo.config import Site
 from silo.courier.inbox import Inbox
-from silo.courier.supernode import UNREACHABLE, Courier
+from silo.courier.supernode import REFUSED, UNREACHABLE, Courier
 
 _CLOSE_S = 30.0
 _EXPLAIN_EVERY_S = 15.0
@@ -52,9 +52,9 @@ def look_after(courier: Courier, ended: threading.Event) -> None:
         try:
             courier.check()
             problem = courier.problem
-            if problem == UNREACHABLE:
+            if problem in (UNREACHABLE, REFUSED):
                 if time.monotonic() - explained_at > _EXPLAIN_EVERY_S:
-                    explained, explained_at = courier.why_unreachable() or UNREACHABLE, time.monotonic()
+                    explained, explained_at = courier.why_unreachable() or problem, time.monotonic()
                 problem = explained
             else:
                 explained_at = -math.inf

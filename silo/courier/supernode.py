@@ -39,6 +39,7 @@ _NODE_ID = re.compile(r"SuperNode ID: ([0-9]{1,20})\b")
 # What `silo.courier.node` logs.
 APPLICATION_REFUSED = "refused the aggregator's application"
 UNREACHABLE = "the aggregator cannot be reached"
+REFUSED = "the connection to the aggregator was refused; courier/flwr/supernode.log says why"
 _STEP = re.compile(r"(Receiving|Sending): \S+ message|(Start) `flwr-clientapp`")
 _PROBLEMS = {
     "Failed to activate SuperNode": "the aggregator does not let this node in: it has not enrolled the node key, or "
@@ -46,7 +47,7 @@ _PROBLEMS = {
     "CERTIFICATE_VERIFY_FAILED": "the aggregator's certificate is not signed by courier/ca.pem",
     "Unable to parse the private key file": "courier/node.key is not a private key that Flower can read",
     "Connection attempt failed": UNREACHABLE,
-    "Failed to initialize the connection": UNREACHABLE,  # and no further attempt: a proxy that refuses, for one
+    "Failed to initialize the connection": REFUSED,  # and no further attempt: a proxy that refuses, for one
     APPLICATION_REFUSED: "the aggregator ships another application than this version of Archipelago's; it was not run",
     # Signs of a working connection.
     "SuperNode ID:": None,

@@ -237,6 +237,17 @@ def test_proxy_with_user_and_password_is_taken_and_its_password_never_shown(
         proxy.close()
 
 
+def test_worker_in_a_container_that_hides_the_courier_is_isolated_and_misses_no_node_key(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(site.courier)
+    monkeypatch.delenv("container", raising=False)
+    assert "keys" in found_at(site), "control: elsewhere the folder is missed"
+    monkeypatch.setenv("container", "podman")
+    found = found_at(site)
+    assert site.isolation == "containers" and not {"isolation", "keys"} & set(found)
+
+
 def test_ledger_is_shown_and_verified(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["ledger", "show", str(site.path), "--json"], ["ledger", "verify", str(site.path)]):
         with pytest.raises(SystemExit) as ended:

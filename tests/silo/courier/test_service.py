@@ -8,6 +8,7 @@ import pytest
 
 from ddm.errors import TransportError
 from silo.courier.service import CourierWatch, look_after
+from silo.courier.supernode import UNREACHABLE
 
 
 class Scripted:
@@ -17,12 +18,17 @@ class Scripted:
         self.problem: str | None = None
         self._steps, self.ended = iter(steps), threading.Event()
         self.num_left = len(steps)
+        self.num_asked = 0
 
     def check(self) -> None:
         self.num_left -= 1
         if not self.num_left:
             self.ended.set()
         self.problem = next(self._steps)()
+
+    def why_unreachable(self) -> str | None:
+        self.num_asked += 1
+        return "the proxy says no. Ask it." if self.num_asked == 1 else None
 
 
 def full_disk() -> None:
@@ -59,3 +65,13 @@ def test_failure_beside_a_worker_is_raised_when_the_worker_has_ended(caplog: pyt
     with pytest.raises(TransportError):
         watch.raise_failure()
     assert "courier: SuperNode: expected a program that starts" in caplog.text
+
+
+def test_missing_connection_is_explained_once_and_again_after_the_next_success(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "silo")
+    courier = Scripted(*3 * [lambda: UNREACHABLE], lambda: None, *2 * [lambda: UNREACHABLE])
+    look_after(courier, courier.ended)  # type: ignore[arg-type]
+    assert caplog.messages == ["courier: the proxy says no. Ask it.", "courier: connected", f"courier: {UNREACHABLE}"]
+    assert courier.num_asked == 2
