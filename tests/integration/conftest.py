@@ -1,5 +1,6 @@
 """What slow tests of installations share: the wheelhouse of this tree, and an environment made of it alone."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,8 +19,11 @@ def wheelhouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that other users may pass through; pytest closes its own ones again and again."""
-    folder = Path(tempfile.mkdtemp(prefix="archipelago-"))
+    """A folder that other users may pass through; pytest closes its own ones again and again.
+
+    Not below /tmp, where a container has a folder of its own, in which it may write.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="archipelago-", dir="/srv" if os.access("/srv", os.W_OK) else None))
     folder.chmod(0o711)
     try:
         yield folder

@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from aggregator.keys.tls import make_tls
@@ -31,32 +33,30 @@ def no_proxy_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize(
-    ("environment", "host", "expected"),
-    [
-        ({}, "a.org", None),
-        ({"https_proxy": "http://u:p@proxy:3128"}, "a.org", "proxy"),
-        ({"HTTPS_PROXY": "proxy:3128"}, "a.org", "proxy"),
-        ({"all_proxy": "http://proxy:3128"}, "a.org", "proxy"),
-        ({"http_proxy": "http://proxy:3128"}, "a.org", None),
-        ({"https_proxy": "http://proxy", "no_proxy": "b.org, .a.org"}, "x.a.org", None),
-        ({"https_proxy": "http://proxy", "no_proxy": "*"}, "a.org", None),
-        ({"https_proxy": "http://proxy", "no_proxy": "10.0.0.1"}, "10.0.0.1", None),
-        ({"https_proxy": "http://proxy", "no_proxy": "10.0.0.1"}, "10.0.0.11", "proxy"),
-    ],
-)
-def test_proxy_is_the_one_that_flowers_client_takes(
-    environment: dict[str, str], host: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import httpx
+CHOICES = [
+    ({}, "a.org", None),
+    ({"https_proxy": "http://u:p@proxy:3128"}, "a.org", "proxy"),
+    ({"HTTPS_PROXY": "proxy:3128"}, "a.org", "proxy"),
+    ({"all_proxy": "http://proxy:3128"}, "a.org", "proxy"),
+    ({"http_proxy": "http://proxy:3128"}, "a.org", None),
+    ({"https_proxy": "http://proxy", "no_proxy": "b.org, .a.org"}, "x.a.org", None),
+    ({"https_proxy": "http://proxy", "no_proxy": "*"}, "a.org", None),
+    ({"https_proxy": "http://proxy", "no_proxy": "10.0.0.1"}, "10.0.0.1", None),
+    ({"https_proxy": "http://proxy", "no_proxy": "10.0.0.1"}, "10.0.0.11", "proxy"),
+]
 
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    found = proxy_for(host)
-    assert (found.hostname if found else None) == expected
-    with httpx.Client() as client:
-        transport = client._transport_for_url(httpx.URL(f"https://{host}:9092/"))
-        assert (transport is not client._transport) == (expected is not None)
+
+def test_proxy_is_the_one_that_flowers_client_takes() -> None:
+    trusting = ssl.create_default_context()
+    for environment, host, expected in CHOICES:
+        with case(environment=environment, host=host), pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            found = proxy_for(host)
+            assert (found.hostname if found else None) == expected
+            with httpx.Client(verify=trusting) as client:
+                transport = client._transport_for_url(httpx.URL(f"https://{host}:9092/"))
+                assert (transport is not client._transport) == (expected is not None)
 
 
 @needs_tinyproxy

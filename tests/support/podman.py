@@ -106,5 +106,6 @@ def podman_user(name: str) -> Iterator[Podman]:
         podman.call("rm", "--all", "--force", "--time=5", check=False)
         podman.call("rmi", "--all", "--force", check=False)
         podman.call("unshare", "rm", "-rf", podman.home / ".local", check=False)
+        podman.call("system", "migrate", check=False)  # ends the process that holds the user's namespace
         shutil.rmtree(runtime, ignore_errors=True)
         subprocess.run(["userdel", "--remove", name], check=False, capture_output=True)
