@@ -119,7 +119,7 @@ def look_into_both_halves(operators: Operators, podman: Podman, site: Path) -> N
     assert got == {"read": [], "write": [], "connect": [address], "processes": [], "find": []}
     mine = [str(each) for each in (site / "courier" / "node.key", site / "silo.toml", site / "outbox")]
     got = break_in(podman, "north", "courier", {"read": mine, "write": [str(site / "inbox")], "find": ["node.key"]})
-    assert (got["read"], got["write"], got["find"]) == (mine, [str(site / "inbox")], [mine[0]])
+    assert (got["read"], got["write"]) == (mine, [str(site / "inbox")]) and mine[0] in got["find"]
     got = break_in(podman, "north", "worker", {
         "read": [str(each) for each in (data, secret, site / "private", site / "courier")],
         "write": [str(each) for each in (data, secret, site / "inbox", site / "silo.toml")],
