@@ -12,7 +12,7 @@ from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
 from ddm.protocol.enrolment import MAX_CARD_BYTES, Agreed, Card
-from ddm.training.config import Engine
+from ddm.training.config import TrainingSettings
 
 _INBOX_SLACK_BYTES = 128 * 1024**2  # metadata of plans that do not verify yet, receipts
 
@@ -57,7 +57,7 @@ class SiloSettings(Settings):
     max_inbox_bytes: Annotated[int, Field(gt=0)] | None = None
     max_inbox_files: Annotated[int, Field(gt=0)] = 4096
     max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
-    training: Engine = Engine()
+    training: TrainingSettings = TrainingSettings()
     images: ImagesSettings = ImagesSettings()
     text: TextSettings | None = None
 

@@ -6,7 +6,6 @@ digest of its inputs, so other images or another autoencoder never find it.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from ddm.encoders.autoencoder import AutoencoderKl, Latent
 from ddm.errors import DataError, MissingFileError
 from ddm.io.files import replacing
 from ddm.io.fitting import as_floats
-from ddm.io.images import Derived, FileArray, Images, StoredImages, blocks, write_rows
+from ddm.io.images import Derived, FileArray, Images, Scaled, StoredImages, blocks, write_rows
 from ddm.io.npz import open_npy
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Autoencoder, AutoencoderKlLatent, DiffusersKlLatent, Plan
@@ -108,11 +107,7 @@ def _scaled(images: Images, plan: Plan) -> Images:
             scale = 1 / factor
         case _:
             shift, scale = 0.0, 1.0
-    return Derived(images, partial(_over, shift=shift, scale=scale), images.shape[1:])
-
-
-def _over(latents: Tensor, shift: float, scale: float) -> Tensor:
-    return (latents - shift) / scale
+    return Scaled(images, shift, scale)
 
 
 def _path(cohort: Cohort, plan: Plan, folder: Path) -> Path | None:

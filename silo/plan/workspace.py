@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ddm.protocol.base import Document, ExpertId, Model, NaturalInt, PlanId, PositiveInt
 from ddm.protocol.submission import AuditVerdict, ExpertTraining
+from ddm.training.job import JobFolder
 from silo.config import Site
 from silo.plan.acceptance import workspace_folder
 
@@ -40,9 +41,11 @@ class Workspace:
         """Return the path of its `TrainingRecord`, written after the weights: once it exists, the expert is trained."""
         return self.folder / "experts" / expert_id / "training.json"
 
-    def checkpoints(self, expert_id: str) -> Path:
-        """The checkpoints of its training."""
-        return self.folder / "experts" / expert_id / "training"
+    def job(self, expert_id: str, jobs: Path | None = None) -> JobFolder:
+        """Its training, until it is trained: here, or in the folder of the site's jobs that other machines see."""
+        if jobs is None:
+            return JobFolder(self.folder / "experts" / expert_id / "training")
+        return JobFolder(jobs / self.folder.name / expert_id)
 
     def record(self, expert_id: str) -> TrainingRecord:
         """Read an expert's record."""

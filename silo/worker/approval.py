@@ -8,6 +8,7 @@ from ddm.io.locks import locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document
 from ddm.protocol.submission import Submission
 from silo.config import Site
+from silo.worker.jobs import end_jobs
 from silo.worker.state import IDLE, SENT, State, load_state, save_state, state_path
 
 
@@ -75,4 +76,7 @@ def withdraw(site: Site) -> State:
         if (site.outbox / (state.plan_id or "") / str(state.sequence)).exists():
             remedy = "The worker stopped between sending and recording it: run it again, it continues from there."
             raise ApprovalError("withdrawal", expected="an empty outbox", got="a submission in it", remedy=remedy)
-        return save_state(state_path(site.private), state.to("withdrawn"))
+        withdrawn = save_state(state_path(site.private), state.to("withdrawn"))
+        if state.plan_id is not None:
+            end_jobs(site, state.plan_id)
+        return withdrawn

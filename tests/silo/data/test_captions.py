@@ -21,7 +21,6 @@ from ddm.io.tensors import load_tensors
 from ddm.loading.release import open_release
 from ddm.models import build_expert
 from ddm.protocol.plan import DataSpec, Mmdit, TextCondition
-from ddm.training.config import Engine
 from silo.config import Policy, TextSettings
 from silo.data.captions import keep_texts, some_texts, texts_of
 from silo.data.cohort import Cohort, dataset_digest, load_cohort
@@ -30,7 +29,7 @@ from silo.data.volumes import read_volume_column
 from silo.plan.acceptance import load_accepted
 from silo.plan.workspace import Workspace
 from silo.worker.stages import read_assignment
-from silo.worker.training import SiloExpert, train_experts
+from silo.worker.training import labels_of, train_experts
 from silo.worker.worker import Worker
 from tests.faults.test_disk_full import small_disk
 from tests.support.federation import TinyFederation, recipe
@@ -283,9 +282,9 @@ def test_expert_of_some_images_is_told_their_texts_and_one_of_all_reads_the_file
     site, state = published.sites["north"], published.state_of("north")
     plan = load_accepted(site, str(state.plan_id), str(state.plan_digest)).plan
     cohort = training_inputs(cohort_of(published, "north"), plan, site.private)
-    lesson, text_NLD = SiloExpert(plan, "north", 0, None, Engine()), cohort.text_NLD
-    assert text_NLD is not None and lesson.labels(cohort, torch.arange(70), tmp_path) is text_NLD
-    some = lesson.labels(cohort, torch.tensor([0, 1, 69]), tmp_path)
+    text_NLD = cohort.text_NLD
+    assert text_NLD is not None and labels_of(plan, cohort, torch.arange(70), tmp_path) is text_NLD
+    some = labels_of(plan, cohort, torch.tensor([0, 1, 69]), tmp_path)
     assert some is not None and torch.equal(some, text_NLD[[0, 1, 69]]) and not torch.equal(some[1], some[2])
 
 

@@ -20,9 +20,9 @@ from ddm.protocol.continuation import check_continuation, grid_of
 from ddm.protocol.plan import Plan, Training, UniformT
 from ddm.protocol.submission import submission_path
 from ddm.training.loop import train
+from ddm.training.planned import PlannedExpert
 from silo.plan.acceptance import load_accepted
 from silo.plan.own_experts import own_experts
-from silo.worker.training import SiloExpert
 from tests.conftest import Published
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, recipe, write_policy
 
@@ -134,7 +134,7 @@ def test_silo_trains_on_its_own_expert_and_the_submission_is_accepted(resumed_on
     site = tiny.sites["east"]
     accepted = load_accepted(site, plan_id, tiny.state_of("east").plan_digest or "")
     own = own_experts(site, accepted.plan, "east")
-    start = SiloExpert(accepted.plan, "east", 0, None, site.settings().training, own["east"]).start()
+    start = PlannedExpert(accepted.plan, "east", 0, own["east"], site.settings().training).start()
     before = load_tensors(
         site.private / "checkpoints" / old_id / "experts" / "east" / "expert.safetensors", None, max_bytes=1 << 20
     )
