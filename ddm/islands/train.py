@@ -15,7 +15,8 @@ from ddm.protocol.base import File, sha256_file
 from ddm.protocol.plan import NoCondition
 from ddm.protocol.submission import ExpertTraining, expert_path
 from ddm.training.config import TrainingSettings
-from ddm.training.jobs import Wanted, discard, train_job
+from ddm.training.job import discard
+from ddm.training.jobs import Wanted, train_job
 from ddm.training.loop import Progress
 from ddm.training.planned import PlannedExpert, public_base
 from ddm.training.process import train_here

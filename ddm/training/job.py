@@ -7,6 +7,8 @@ wrote as it reads a stranger's: bounded, strict, and verified before use.
 """
 
 import secrets
+import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -309,6 +311,25 @@ class JobFolder:
             expected, got = f"sha256 {job.plan_digest[:16]}...", f"sha256 {found[:16]}..."
             raise DigestError(self.plan.name, expected=expected, got=got, remedy="Start the training again.")
         return job, Plan.parse(data, subject=self.plan.name)
+
+
+def discard(folder: JobFolder, *, keep_checkpoints: bool = False) -> None:
+    """Remove a job's folder once its expert is where it belongs, the copies of images above all.
+
+    Args:
+        folder: the job's.
+        keep_checkpoints: whether the checkpoints' folder stays, with averages that somebody asked for.
+    """
+    if not folder.path.is_dir():
+        return
+    for path in sorted(folder.path.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            if path != folder.checkpoints or not keep_checkpoints:
+                shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.path.rmdir()
 
 
 def write_word(document: Document, path: Path) -> None:

@@ -10,7 +10,6 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -93,25 +92,6 @@ def train_job(
         result = _started(wanted, folder, settings).follow(wanted.work, on_progress, should_stop)
     _collect(wanted.expert, result, folder, to)
     return result
-
-
-def discard(folder: JobFolder, *, keep_checkpoints: bool = False) -> None:
-    """Remove a job's folder once its expert is where it belongs, the copies of images above all.
-
-    Args:
-        folder: the job's.
-        keep_checkpoints: whether the checkpoints' folder stays, with averages that somebody asked for.
-    """
-    if not folder.path.is_dir():
-        return
-    for path in sorted(folder.path.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            if path != folder.checkpoints or not keep_checkpoints:
-                shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-    with suppress(OSError):
-        folder.path.rmdir()
 
 
 def _train_in_this_process(

@@ -26,6 +26,7 @@ from ddm.training.job import JobFolder, Launch, RunFolder
 from ddm.training.process import EXIT_STOPPED, LAUNCH_VARIABLE
 
 _GUARD_S = 0.5  # signals do not reach the processes, so guards need not wait for long
+_DYING_S = 10.0  # for the kernel to take down what was killed
 _COMMAND_S = 30.0  # for a command to end what it started
 Condition = Literal["running", "well", "badly", "unknown"]
 
@@ -91,6 +92,9 @@ class Processes:
         """See `Started`: at once."""
         for child in self._children:
             child.kill()
+        deadline = time.monotonic() + _DYING_S  # whoever comes next must not meet one that still writes
+        while any(map(started_at, self.pids)) and time.monotonic() < deadline:
+            time.sleep(0.01)
         self._scratch.cleanup()
 
 

@@ -8,7 +8,6 @@ from ddm.io.locks import locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document
 from ddm.protocol.submission import Submission
 from silo.config import Site
-from silo.worker.jobs import end_jobs
 from silo.worker.state import IDLE, SENT, State, load_state, save_state, state_path
 
 
@@ -78,5 +77,7 @@ def withdraw(site: Site) -> State:
             raise ApprovalError("withdrawal", expected="an empty outbox", got="a submission in it", remedy=remedy)
         withdrawn = save_state(state_path(site.private), state.to("withdrawn"))
         if state.plan_id is not None:
+            from silo.worker.jobs import end_jobs  # here, since it loads torch
+
             end_jobs(site, state.plan_id)
         return withdrawn

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddm.training.config import TrainingSettings
-from ddm.training.job import JobFolder, Launch, read_word
-from ddm.training.jobs import discard
+from ddm.training.job import JobFolder, Launch, discard, read_word
 from silo.config import Site
 from silo.plan.acceptance import workspace_folder
 

@@ -25,8 +25,8 @@ from ddm.protocol.plan import ClassCondition, NoCondition, Plan, RandomPartition
 from ddm.protocol.submission import ExpertTraining
 from ddm.routers.counts import counts_specs
 from ddm.training.config import TrainingSettings
-from ddm.training.job import JobFolder
-from ddm.training.jobs import Wanted, discard, train_job
+from ddm.training.job import JobFolder, discard
+from ddm.training.jobs import Wanted, train_job
 from ddm.training.loop import Progress
 from ddm.training.planned import Base, PlannedExpert, public_base
 from silo.config import Policy
