@@ -16,7 +16,7 @@ from ddm.training.job import Beat, Failure, JobFolder, Launch, Result, RunFolder
 from ddm.training.launcher import Command, Condition, Started, last_line, wait_for_exit
 from ddm.training.loop import Progress
 
-POLL_S = 0.1
+POLL_S = {"processes": 0.1, "command": 0.5}  # between two looks
 STILL_S = 15.0  # without a sign of life, after a command has failed or the first process said that it ends
 _GRACE_S = 2.0  # for the cause of an error to be written, where what is known first may be its consequence
 _STOP_S = 900.0  # for a checkpoint of 50 GB, after a job was asked to stop
@@ -132,7 +132,7 @@ class Follower:
                 self._note_return()
                 if stopped_at is not None and self._has_stopped(stopped_at):
                     raise KeyboardInterrupt
-                time.sleep(POLL_S)
+                time.sleep(POLL_S[self.launch.by])
         except BaseException:
             self.ask_to_stop()
             self.started.end()
