@@ -171,10 +171,13 @@ class Walk:
             return
         self.decoded += 1
         reason = done.reason
-        self._keep(work)
-        if reason is None and not work.place:
+        if reason is None and not work.place + len(work.pending):
             reason = Reason.NO_PIXELS
-        self._memory.finish(work.number, work.entry, done.digest, reason, done.detail)
+        if work.number:
+            self._keep(work)
+            self._memory.finish(work.number, work.entry, done.digest, reason, done.detail)
+        else:
+            work.number = self._memory.keep(work.entry, work.pending, done.digest, reason, done.detail)
         self._finish(work.entry, work.number, work.slices, reason, done.detail)
 
     def _is_alone(self, seen: Seen) -> bool:
