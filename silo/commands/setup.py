@@ -35,7 +35,7 @@ def init(
     if look.summary:
         show(look.summary, place)
         why = "; ".join(str(problem) for problem in look.problems)
-        say("\nOnly plans with a table [transform] take them" + (f": {why}.\n" if why else ".\n"))
+        say("\nOnly plans with a table [transform] take them" + (f": {why}.\n" if why else ", and plans of volumes.\n"))
     secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", confirm=True)
     key = init_site(place, silo_id, data, invited, secret, passphrase_file, images, looked=True)
     say(f"Site {silo_id} in {site}, for federation {invited.federation} at {invited.address}.")

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from ddm.imaging.decoded import Limits
 from ddm.imaging.reasons import Reason
 from silo.images.decisions import Decisions
-from silo.images.decoders import Done, Found, Job, decode_all
+from silo.images.decoders import decode_all
 from silo.images.entries import Entry
+from silo.images.jobs import Done, Found, Job
 from silo.images.memory import Kept, Memory
 from silo.images.patients import pseudonyms
 from silo.images.seen import Seen

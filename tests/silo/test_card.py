@@ -129,7 +129,3 @@ def test_data_that_cannot_be_counted_are_refused_and_no_image_is_read(tmp_path: 
             count_units(tmp_path / f"{name}.npz", patients=False, folder=tmp_path / "scans")
     with pytest.raises(MissingFileError):
         count_units(tmp_path / "nothing.npz", patients=False, folder=tmp_path / "scans")
-    (tmp_path / "volumes").mkdir()
-    for name in ("a.nii", "b.nii.gz", "c.txt"):
-        (tmp_path / "volumes" / name).touch()
-    assert count_units(tmp_path / "volumes", patients=False, folder=tmp_path / "scans") == (2, None)

@@ -26,7 +26,6 @@ from silo.config import Policy, TextSettings
 from silo.data.captions import keep_texts, some_texts, texts_of
 from silo.data.cohort import Cohort, dataset_digest, load_cohort
 from silo.data.latents import training_inputs
-from silo.data.volumes import read_volume_column
 from silo.plan.acceptance import load_accepted
 from silo.plan.workspace import Workspace
 from silo.worker.stages import read_assignment
@@ -364,14 +363,3 @@ def test_site_without_captions_without_the_encoder_or_with_another_refuses_befor
     data.write_bytes(whole)
     scanned(folder)
     assert tiny.state_of("east").state == "scanned"
-
-
-def test_captions_of_volumes_stand_in_their_table(tmp_path: Path) -> None:
-    for name in ("b.nii", "a.nii"):
-        (tmp_path / name).write_bytes(b"")
-    (tmp_path / "volumes.csv").write_text('file,caption\nb.nii,"left, and dark"\na.nii,right\n')
-    assert read_volume_column(tmp_path, "captions", 2).tolist() == ["right", "left, and dark"]
-    (tmp_path / "volumes.csv").write_text(f"file,caption\nb.nii,{SECRET * 1000}\na.nii,right\n")
-    with pytest.raises(DataError, match="at most 4096 characters") as caught:
-        read_volume_column(tmp_path, "captions", 2)
-    assert SECRET not in str(caught.value)

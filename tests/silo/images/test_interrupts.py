@@ -3,6 +3,8 @@
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +33,18 @@ def images(folder: Path) -> Path:
     return data
 
 
-def started(data: Path, private: Path) -> "subprocess.Popen[str]":
+@contextmanager
+def started(data: Path, private: Path) -> "Iterator[subprocess.Popen[str]]":
+    """A scan that does not outlive a test that fails."""
     words = [str(word) for word in (program("silo"), "scan", "--data", data, "--private", private, "--processes", 2)]
     # In a group of its own, as at a terminal: Ctrl-C goes to all of the group.
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def seconds(pid: int) -> float:

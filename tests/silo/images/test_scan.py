@@ -16,8 +16,9 @@ from ddm.errors import DataError, SetupError
 from ddm.imaging.decoded import Limits
 from silo.images import scan as scan_module
 from silo.images.alike import near_duplicates
-from silo.images.decoders import Done, Found, Job, decode_in_order
+from silo.images.decoders import decode_in_order
 from silo.images.entries import find_entries
+from silo.images.jobs import Done, Found, Job
 from silo.images.patients import pseudonyms
 from silo.images.scan import scan
 from silo.images.seen import difference_hash
