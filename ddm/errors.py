@@ -250,10 +250,10 @@ class BudgetError(RefusedError):
 
 
 class AuditError(RefusedError):
-    """The leak audit did not pass and nobody waived it."""
+    """The leak audit was inconclusive, and no waiver for this plan is in force."""
 
     exit_code = 33
-    default_remedy = "Bring more held-out data, train for less, or record a waiver by role in policy.toml."
+    default_remedy = "Bring more held-out data, or waive an inconclusive audit for this plan: silo waive SITE --help."
 
 
 class ApprovalError(RefusedError):

@@ -10,10 +10,12 @@ from ddm.errors import MissingFileError
 from ddm.io.files import read_bounded, require_file
 from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
-from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
+from ddm.protocol.base import Delta, Digest, Epsilon, SiloId, Unit
 from ddm.protocol.enrolment import MAX_CARD_BYTES, Agreed, Card
+from ddm.protocol.submission import Waiver
 from ddm.training.config import Engine
 
+LEDGER = "ledger.jsonl"
 _INBOX_SLACK_BYTES = 128 * 1024**2  # metadata of plans that do not verify yet, receipts
 
 
@@ -42,6 +44,18 @@ class ImagesSettings(Settings):
     processes: Annotated[int | None, Field(ge=1, le=256)] = None
 
 
+class LedgerSettings(Settings):
+    """Where the privacy ledger lies.
+
+    Attributes:
+        folder: of ledger, draws and salt, which any number of sites of one data holder may name; `private` by default.
+        anchor: a file on another disk that keeps the ledger's head.
+    """
+
+    folder: str | None = None
+    anchor: str | None = None
+
+
 class SiloSettings(Settings):
     """silo.toml: who this silo is, where its data are, how it reaches the federation."""
 
@@ -59,6 +73,7 @@ class SiloSettings(Settings):
     max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
     training: Engine = Engine()
     images: ImagesSettings = ImagesSettings()
+    ledger: LedgerSettings = LedgerSettings()
     text: TextSettings | None = None
 
     @property
@@ -102,18 +117,11 @@ class SizePolicy(Settings):
     max_memory_bytes: Annotated[int, Field(gt=0)] = 32 * 1024**3
 
 
-class WaiverPolicy(Settings):
-    """Who is responsible, by role, for submitting without a passed audit, and why. It travels in the manifest."""
-
-    role: ShortText
-    reason: ShortText
-
-
 class AuditPolicy(Settings):
-    """Whether a plan must require the leak audit, and a waiver for when it does not pass."""
+    """Whether a plan must require the leak audit, and the waiver of one that cannot tell; `silo waive` writes it."""
 
     required: bool = True
-    waiver: WaiverPolicy | None = None
+    waiver: Waiver | None = None
 
 
 class ApprovalPolicy(Settings):
@@ -178,9 +186,22 @@ class Site:
         return self.private / "trust" / "1.root.json"
 
     @property
+    def ledger_folder(self) -> Path:
+        """Where ledger, draws and salt lie: `private`, or the folder that silo.toml names."""
+        return self.ledger_folder_in(self.settings())
+
+    def ledger_folder_in(self, settings: SiloSettings) -> Path:
+        """Return the same by settings that are perhaps not written yet."""
+        return self.path / settings.ledger.folder if settings.ledger.folder else self.private
+
+    def anchor_path_in(self, settings: SiloSettings) -> Path | None:
+        """Return the file on another disk that keeps the ledger's head, if the settings name one."""
+        return self.path / settings.ledger.anchor if settings.ledger.anchor else None
+
+    @property
     def salt_path(self) -> Path:
-        """The secret that keys this site's dataset digests."""
-        return self.private / "dataset.salt"
+        """The secret that keys dataset digests."""
+        return self.ledger_folder / "dataset.salt"
 
     def agreed(self) -> Agreed | None:
         """Read the size that this site's last card states; None before the first card was made."""
@@ -195,13 +216,13 @@ class Site:
         Raises:
             MissingFileError: the file is gone.
         """
-        remedy = "Restore private/dataset.salt from backup; without it every dataset counts as a new one."
-        return require_file(self.salt_path, "this site's salt", remedy).read_bytes()
+        remedy = "Restore dataset.salt from backup; without it every dataset counts as a new one."
+        return require_file(self.salt_path, "the salt beside the ledger", remedy).read_bytes()
 
     @property
     def ledger_path(self) -> Path:
-        """The privacy ledger of this site."""
-        return self.private / "ledger.jsonl"
+        """The privacy ledger of this site's data holder."""
+        return self.ledger_folder / LEDGER
 
     @property
     def isolation(self) -> Isolation:

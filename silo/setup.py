@@ -1,6 +1,5 @@
 """Make a site: its folders, keys, configuration, pinned root and enrolment card."""
 
-import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pydantic import ValidationError
 
 from ddm.errors import BusyError, PassphraseError, RootError, SetupError
 from ddm.io.files import read_bounded, require_file, write_atomic
+from ddm.io.locks import locked
 from ddm.io.modes import open_to_group
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc, sha256_hex
@@ -18,10 +18,11 @@ from ddm.system.console import remembered
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey, parse_fingerprint
 from ddm.trust.rules import trusted_log_keys
-from silo.config import ImagesSettings, Policy, SiloSettings, Site
+from silo.config import ImagesSettings, LedgerSettings, Policy, SiloSettings, Site
 from silo.courier.supernode import make_node_key
 from silo.data.first_look import FirstLook, count_units, look_at, needs_scan
 from silo.images.scan import FOLDER
+from silo.privacy.holder import join_ledger, prepare_ledger
 
 POLICY_HEADING = "What this site lets a plan ask for; docs/reference/policy.md explains every field."
 LEAST_AGREED = 16
@@ -85,6 +86,7 @@ def init_site(
     passphrase_file: Path | None,
     images: ImagesSettings | None = None,
     *,
+    ledger: LedgerSettings | None = None,
     looked: bool = False,
 ) -> SigningKey:
     """Make a site's folders, keys and configuration.
@@ -97,10 +99,12 @@ def init_site(
         passphrase: encrypts the signing key.
         passphrase_file: whose path the configuration keeps.
         images: how images are found and decoded.
+        ledger: where the privacy ledger lies; one that is there is joined.
         looked: whether `first_look` was called already.
 
     Raises:
         BusyError, MissingFileError, DataError: see `first_look`.
+        LedgerError: the ledger or its anchor is there and does not fit.
     """
     images = images or ImagesSettings()
     if not looked:
@@ -113,11 +117,12 @@ def init_site(
         root_digest=invitation.root_digest,
         passphrase_file=remembered(passphrase_file),
         images=images,
+        ledger=ledger or LedgerSettings(),
     )
     site.make_folders()
     key = _signing_key(site.key_path, passphrase)
-    if not site.salt_path.exists():
-        write_atomic(site.salt_path, secrets.token_bytes(32), mode=0o600)
+    prepare_ledger(site.ledger_folder_in(settings))
+    join_ledger(site, settings, anchor=site.anchor_path_in(settings))
     node_key = _node_key(site.courier / "node.key")
     write_atomic(site.courier / "node.pub", f"{node_key}\n".encode())
     write_atomic(site.courier / "ca.pem", invitation.ca_certificate.encode())
@@ -129,6 +134,21 @@ def init_site(
     for name in ("policy.toml", "silo.toml"):  # the courier, another user perhaps, reads them
         open_to_group(site.path / name, site.path)
     return key
+
+
+def set_anchor(site: Site, path: Path) -> None:
+    """Let a file on another disk keep the ledger's head from now on.
+
+    Raises:
+        LedgerError: the ledger does not verify, does not extend the file that is there, or the file cannot be written.
+        BusyError: the worker is running.
+    """
+    with locked(site.private, "worker"):
+        settings = site.settings()
+        join_ledger(site, settings, anchor=path)
+        named = settings.ledger.model_copy(update={"anchor": str(path)})
+        save_settings(settings.model_copy(update={"ledger": named}), site.path / "silo.toml", SETTINGS_HEADING)
+        open_to_group(site.path / "silo.toml", site.path)
 
 
 def _signing_key(path: Path, passphrase: bytes) -> SigningKey:

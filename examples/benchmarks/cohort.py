@@ -39,7 +39,7 @@ from ddm.training.config import Engine
 from ddm.training.loop import train
 from silo.config import Site
 from silo.data.cohort import load_cohort
-from silo.privacy.ledger import Ledger
+from silo.privacy.ledger import Ledger, make_ledger
 from silo.privacy.statistics import Source, draw
 from silo.setup import init_site, make_card, read_invitation
 from silo.worker.stages import assign, read_assignment
@@ -167,6 +167,7 @@ def stages(folder: Path) -> None:
     )
     groups = files.clusters.group_F[fine_N]
     source = Source(plan, plan.digest, files.sketch, cohort.images, groups, cohort.unit_N, None, cohort.digest)
+    make_ledger(private / "ledger.jsonl")
     ledger = Ledger(private / "ledger.jsonl", budget=Budget(epsilon=10.0, delta=1e-5), unit="image")
     stage("counts", lambda: draw("counts", source, ledger, private))
     stage("sketch", lambda: draw("sketch", source, ledger, private))

@@ -18,7 +18,7 @@ from silo.check.reach import proxy_for, shown, try_connection
 from silo.check.rules import Facts, Modes
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.clock import seconds_ahead
-from silo.worker.stages import open_ledger
+from silo.privacy.holder import open_ledger
 from silo.worker.state import State, load_state, state_path
 
 _MAX_SMALL_BYTES = 1 << 20
@@ -94,9 +94,10 @@ class Gathering:
     def _modes(self, settings: SiloSettings | None) -> Iterator[Modes]:
         site = self._site
         places = [(site.path, _OTHERS), (site.inbox, _OTHERS), (site.outbox, _OTHERS), (site.private, _PRIVATE)]
-        places += [
-            (each, _PRIVATE) for each in (site.courier, site.key_path, site.courier / "node.key", site.salt_path)
-        ]
+        places += [(each, _PRIVATE) for each in (site.courier, site.key_path, site.courier / "node.key")]
+        if settings:
+            folder = site.ledger_folder_in(settings)
+            places += [(folder, _PRIVATE), (folder / "dataset.salt", _PRIVATE)]
         if settings and settings.passphrase_file:
             places.append((Path(settings.passphrase_file), _PRIVATE))
         for path, forbidden in places:
@@ -104,7 +105,7 @@ class Gathering:
                 yield Modes(str(path), stat.S_IMODE(path.stat().st_mode), forbidden)
 
     def _spent(self, policy: Policy | None) -> tuple[float, float] | None:
-        if policy is None or not self._site.ledger_path.exists():
+        if policy is None:
             return None
         return open_ledger(self._site, policy).spent()
 

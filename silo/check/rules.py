@@ -48,7 +48,7 @@ class Facts:
         key_encrypted: whether the signing key opens with a passphrase only; None without a key.
         root_digest: sha256 of the pinned root; None without one.
         isolation: between worker and courier.
-        spent: epsilon and delta of the ledger; None before it exists.
+        spent: epsilon and delta of the ledger; None where it cannot be read.
         running: whether worker and courier are at work.
         problem: why the work stopped last, from its state.
     """

@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ddm.errors import SetupError
-from ddm.io.files import require_file
 from ddm.system.console import say
 from silo.commands.options import JsonOption, SiteArgument
 from silo.config import Site
@@ -51,9 +50,23 @@ def verify(site: SiteArgument) -> None:
     say(f"{num} records, unbroken. Head: {head}")
 
 
+@ledger.command()
+def anchor(
+    site: SiteArgument,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", dir_okay=False, help="On another disk, in a folder that exists.")
+    ],
+) -> None:
+    """Keep the ledger's head in a file on another disk from now on, so that an older ledger draws nothing."""
+    from silo.setup import set_anchor
+
+    path = file.resolve()
+    set_anchor(Site(site).require(), path)
+    say(f"The ledger's head is in {path}, and silo.toml names it. Keep it out of the backups of the site.")
+
+
 def _ledger(site: Path) -> "Ledger":
-    from silo.worker.stages import open_ledger
+    from silo.privacy.holder import open_ledger
 
     place = Site(site).require()
-    require_file(place.ledger_path, "this site's ledger", "It is made when the first plan is paid for: silo run SITE.")
     return open_ledger(place, place.policy())

@@ -1,9 +1,9 @@
-"""Commands around one plan: `silo run`, `status`, `review`, `approve`, `withdraw`."""
+"""Commands around one plan: `silo run`, `status`, `review`, `waive`, `approve`, `withdraw`."""
 
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from ddm.errors import SetupError
 from ddm.system.console import human_bytes, say
 from silo.commands.options import JsonOption, MaybeSiteArgument, PassphraseOption, SiteArgument, open_key
 from silo.config import Site
+
+if TYPE_CHECKING:
+    from ddm.protocol.submission import Responsible
 
 
 class Part(StrEnum):
@@ -105,15 +108,88 @@ def review(
 def approve(
     site: SiteArgument,
     digest: Annotated[str, typer.Option(help="The digest that `silo review` printed.")],
+    despite_fail: Annotated[
+        bool, typer.Option("--despite-fail", help="Although the leak audit failed; needs --role and --reason.")
+    ] = False,
+    role: Annotated[str | None, typer.Option(help="With --despite-fail: who answers for it. Published.")] = None,
+    reason: Annotated[str | None, typer.Option(help="With --despite-fail: and why. Published.")] = None,
 ) -> None:
     """Approve exactly the reviewed submission, which then leaves."""
     from silo.worker.approval import approve as record_approval
     from silo.worker.approval import load_draft
 
     place = Site(site).require()
-    record_approval(place, digest.strip().lower())
+    record_approval(place, digest.strip().lower(), _responsible(despite_fail, role, reason))
     size = sum(expert.file.bytes for expert in load_draft(place).experts)
     say(f"Approved. The worker signs and sends {digest[:16]}… ({human_bytes(size)} of weights).")
+
+
+def _responsible(despite_fail: bool, role: str | None, reason: str | None) -> "Responsible | None":
+    from ddm.protocol.submission import Responsible
+
+    if despite_fail != (role is not None) or despite_fail != (reason is not None):
+        given = [name for name, value in (("--role", role), ("--reason", reason)) if value is not None]
+        got = " and ".join(["--despite-fail"] * despite_fail + given)
+        raise SetupError("approve", expected="--despite-fail, --role and --reason together", got=f"{got} alone")
+    return Responsible(role=_said("--role", role), reason=_said("--reason", reason)) if despite_fail else None
+
+
+def _said(name: str, text: str | None) -> str:
+    """Check what will be published."""
+    if not text or not text.strip() or len(text) > 400:
+        raise SetupError(name, expected="1 to 400 characters", got=f"{len(text or '')}")
+    return text.strip()
+
+
+def waive(
+    site: SiteArgument,
+    role: Annotated[str, typer.Option(help="Who answers for it, by role. Published.")],
+    reason: Annotated[str, typer.Option(help="And why. Published.")],
+    until: Annotated[
+        str, typer.Option(metavar="DAY", help="Last day on which the experts may leave, such as 2027-03-31.")
+    ],
+    plan_digest: Annotated[
+        str | None, typer.Option(help="The plan's, as `aggregator plan` printed it; default: of the plan in work.")
+    ] = None,
+) -> None:
+    """Let experts leave whose leak audit cannot tell, for one plan and until a day; what failed is never waived."""
+    from ddm.protocol.base import now_utc
+    from ddm.protocol.submission import Waiver
+    from silo.plan.waiver import end_of, write_waiver
+
+    place = Site(site).require()
+    chosen, expires_at = _plan_to_waive(place, plan_digest), end_of(until)
+    if expires_at <= now_utc():
+        raise SetupError("--until", expected="a day to come", got=until)
+    write_waiver(
+        place,
+        Waiver(
+            role=_said("--role", role),
+            reason=_said("--reason", reason),
+            plan_digest=chosen,
+            verdict="inconclusive",
+            expires_at=expires_at,
+        ),
+    )
+    say(f"Waived an inconclusive audit for plan {chosen[:16]}… until {expires_at:%Y-%m-%d %H:%M %Z}, in policy.toml.")
+    say(f"The worker reads it when it starts: silo run {site}")
+
+
+def _plan_to_waive(place: Site, plan_digest: str | None) -> str:
+    import re
+
+    from silo.worker.state import IDLE, load_state, state_path
+
+    if plan_digest is None:
+        state = load_state(state_path(place.private))
+        if state.state in IDLE or state.plan_digest is None:
+            remedy = "Run `silo run SITE` first, or give --plan-digest, as the aggregator's operator reads it out."
+            expected = "a plan in work, or --plan-digest"
+            raise SetupError("waive", expected=expected, got=f"state {state.state}", remedy=remedy)
+        return state.plan_digest
+    if not re.fullmatch("[0-9a-f]{64}", found := plan_digest.strip().lower()):
+        raise SetupError("--plan-digest", expected="64 hexadecimal digits", got=ascii(plan_digest[:80]))
+    return found
 
 
 def withdraw(site: SiteArgument) -> None:

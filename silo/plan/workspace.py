@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddm.protocol.base import Document, ExpertId, Model, NaturalInt, PlanId, PositiveInt
-from ddm.protocol.submission import AuditVerdict, ExpertTraining
+from ddm.protocol.base import Document, ExpertId, NaturalInt, PlanId, PositiveInt
+from ddm.protocol.submission import ExpertTraining
 from silo.config import Site
 from silo.plan.acceptance import workspace_folder
 
@@ -18,12 +18,6 @@ class TrainingRecord(Document):
     num_images: PositiveInt
     steps: NaturalInt
     training: ExpertTraining
-
-
-class AuditRecord(Model):
-    """The verdict under which this plan's experts may leave."""
-
-    verdict: AuditVerdict
 
 
 @dataclass(frozen=True)
@@ -52,11 +46,6 @@ class Workspace:
     def audit_path(self) -> Path:
         """The `AuditReport`."""
         return self.folder / "audit.json"
-
-    @property
-    def verdict_path(self) -> Path:
-        """The `AuditRecord`."""
-        return self.folder / "verdict.json"
 
     @property
     def statistics(self) -> Path:

@@ -7,12 +7,10 @@ that one debit never pays for it twice. The budget holds for plans chosen in the
 
 A second file, written after the ledger, holds the head: the number of records and the digest of the last. A ledger
 shorter than its head was cut; one that is a single record longer was interrupted between the two writes. Half a line
-after the last record is an unfinished write: no noise was drawn for it, and it is removed. Anything else is refused. If
-both files are restored together to an older state, they look genuine here; the aggregator notices, since the chain of
-digests in the next submission does not extend the last one.
+after the last record is an unfinished write: no noise was drawn for it, and it is removed. Anything else is refused, as
+is a draw without a debit. What is put back as a whole looks genuine here; `silo.privacy.anchor` says what shows it.
 """
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ddm.errors import BudgetError, DocumentError, LedgerError
 from ddm.io.files import FULL, sync_folder, write_atomic
 from ddm.io.locks import lock_file
-from ddm.privacy.accounting import GaussianMechanism, Mechanism, adaptive_epsilon
+from ddm.privacy.accounting import Mechanism, adaptive_epsilon
 from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import (
     Digest,
@@ -40,11 +38,12 @@ from ddm.protocol.base import (
     sha256_hex,
 )
 from ddm.protocol.plan import Budget
+from silo.privacy.anchor import Guard
+from silo.privacy.terms import alike, check_unit, in_words
 
 MAX_RECORDS = 4096  # as many as a submission's chain may hold
 _MAX_LINE = 4096
 _GENESIS = sha256_hex(b"archipelago/ledger/1")
-_SAME = 1e-9
 _SLACK = 1 + 1e-9  # a plan that costs exactly the budget fits it
 
 
@@ -96,17 +95,21 @@ class Ledger:
     """The privacy ledger of one site.
 
     Args:
-        path: the ledger; its head, locks and draws lie beside it. A new ledger is made where none of them exists.
+        path: the ledger, made by `make_ledger`; its head, locks and draws lie beside it.
         budget: what the site may spend over all time.
         unit: whom the budget protects. A budget per image counts plans per patient too: noise that hides all images of
             a patient hides each of them. A budget per patient cannot count plans per image.
+        guard: what the ledger is held against whenever it is read.
     """
 
-    def __init__(self, path: Path, *, budget: Budget, unit: Unit) -> None:
+    genesis = _GENESIS
+
+    def __init__(self, path: Path, *, budget: Budget, unit: Unit, guard: Guard = Guard()) -> None:
         self.path = path
         self.budget = budget
         self.unit = unit
         self.draws = path.with_name("draws")
+        self._guard = guard
         self._head_path = path.with_suffix(".head")
 
     def spend(
@@ -129,13 +132,13 @@ class Ledger:
             BudgetError: the total would go over the budget; nothing was debited.
             LedgerError: the ledger is damaged, or `unit` protects less than this ledger counts.
         """
-        _check_unit("plan", unit, self.unit)
+        check_unit("plan", unit, self.unit)
         with self._locked() as entries:
             paid = _debit_of(entries, plan_digest, dataset_digest)
             if paid:
-                if paid[1].unit != unit or not _alike(paid[1].mechanisms, mechanisms):
-                    expected = f"{_in_words(paid[1].unit, paid[1].mechanisms)}, as first debited for this plan"
-                    raise LedgerError("ledger", expected=expected, got=_in_words(unit, mechanisms))
+                if paid[1].unit != unit or not alike(paid[1].mechanisms, mechanisms):
+                    expected = f"{in_words(paid[1].unit, paid[1].mechanisms)}, as first debited for this plan"
+                    raise LedgerError("ledger", expected=expected, got=in_words(unit, mechanisms))
                 return paid[0]
             self._check_budget(entries, mechanisms)
             number, previous = len(entries) + 1, _last(entries)
@@ -194,6 +197,10 @@ class Ledger:
         with self._locked() as entries:
             return _draw_of(entries, debit, kind)
 
+    def has_drawn(self, draw_digest: str) -> bool:
+        """Whether the ledger records a draw with this digest."""
+        return any(isinstance(each.record, Draw) and each.record.draw_digest == draw_digest for each in self.entries)
+
     def verify(self) -> None:
         """Check every line, the chain and the head.
 
@@ -225,7 +232,6 @@ class Ledger:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Hold the right to draw: between a debit and its draw no other process may draw for it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(self.path.with_suffix(".drawing.lock")):
             yield
 
@@ -245,23 +251,11 @@ class Ledger:
     @contextmanager
     def _locked(self) -> Iterator[tuple[Entry, ...]]:
         """Hold the ledger for one process at a time, verified, and repaired where that is safe."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with lock_file(self.path.with_suffix(".lock")):
-            self._begin()
+        if not self.draws.is_dir():
+            remedy = "Restore it from backup; only `silo init` makes one, since a new one would forget what was spent."
+            raise LedgerError("ledger", expected="the one that `silo init` made", got="no folder draws/", remedy=remedy)
+        with self._guard.locked(), lock_file(self.path.with_suffix(".lock")):
             yield self._read()
-
-    def _begin(self) -> None:
-        """Make a new ledger where nothing remains of an old one; a crash after any step does no harm."""
-        if self.draws.is_dir():
-            return
-        if not self._head_path.exists():
-            if self.path.exists():
-                raise LedgerError("ledger head", expected="the file beside the ledger", got="no file")
-            self._write_head(0, _GENESIS)
-        if not self.path.exists() and self._read_head().num_entries == 0:
-            write_atomic(self.path, b"", mode=0o600)
-        self.draws.mkdir(mode=0o700)
-        sync_folder(self.path.parent)
 
     def _read(self) -> tuple[Entry, ...]:
         head = self._read_head()
@@ -279,11 +273,19 @@ class Ledger:
         if (last := _last(entries[: head.num_entries])) != head.head_digest:
             expected = f"the digest of the ledger's last record, {last}"
             raise LedgerError("ledger head", expected=expected, got=head.head_digest)
+        self._guard.hold(_GENESIS, [entry.digest for entry in entries])
+        self._check_draws(entries)
         if torn:
             self._cut(len(data) - len(torn))
         if len(entries) > head.num_entries:
             self._write_head(len(entries), _last(entries))
         return entries
+
+    def _check_draws(self, entries: tuple[Entry, ...]) -> None:
+        """Refuse draws that no debit pays for: the ledger beside them is an older one."""
+        paid = {entry.digest for entry, _ in _debits(entries)}
+        if any(path.name[0] != "." and path.name.split(".")[0] not in paid for path in self.draws.iterdir()):
+            raise LedgerError("draws", expected="a debit in the ledger for each", got="a draw without a debit")
 
     def _append(self, record: Debit | Draw) -> Entry:
         """Write a line, then the head; both are durable when this returns.
@@ -302,6 +304,7 @@ class Ledger:
             sync_folder(self.path.parent)
             entry = Entry(sha256_hex(line), record)
             self._write_head(record.number, entry.digest)
+            self._guard.record(record.number, entry.digest)
         except OSError as error:
             got = f"a write that failed: {error.strerror or error}"
             remedy = "Make room on the disk, then run it again; the ledger is as it was, or counts the noise as spent."
@@ -326,6 +329,25 @@ class Ledger:
             raise LedgerError("ledger head", expected="the file beside the ledger", got=got) from error
 
 
+def make_ledger(path: Path) -> None:
+    """Make a ledger where nothing remains of an old one; a crash after any step does no harm.
+
+    Raises:
+        LedgerError: part of a ledger is there.
+    """
+    draws, head = path.with_name("draws"), path.with_suffix(".head")
+    if draws.is_dir():
+        return
+    if path.exists() and not head.exists():
+        raise LedgerError("ledger head", expected="the file beside the ledger", got="no file")
+    if not head.exists():
+        write_atomic(head, _Head(num_entries=0, head_digest=_GENESIS).encode(), mode=0o600)
+    if not path.exists():
+        write_atomic(path, b"", mode=0o600)
+    draws.mkdir(mode=0o700)
+    sync_folder(path.parent)
+
+
 def _parse(lines: list[bytes], unit: Unit) -> tuple[Entry, ...]:
     """Check each line by itself and against the one before."""
     entries: list[Entry] = []
@@ -343,37 +365,9 @@ def _parse(lines: list[bytes], unit: Unit) -> tuple[Entry, ...]:
             got = f"number {record.number} after {record.previous[:16]}{form}"
             raise LedgerError(subject, expected=expected, got=got)
         if isinstance(record, Debit):
-            _check_unit(subject, record.unit, unit)
+            check_unit(subject, record.unit, unit)
         entries.append(Entry(sha256_hex(line), record))
     return tuple(entries)
-
-
-def _check_unit(subject: str, unit: Unit, counted: Unit) -> None:
-    if (unit, counted) == ("image", "patient"):
-        raise LedgerError(
-            subject,
-            expected="statistics per patient, since the policy's privacy.unit is patient",
-            got="statistics per image, which say nothing about a patient",
-            remedy="Statistics drawn per image cannot be counted per patient: set privacy.unit back to image.",
-        )
-
-
-def _alike(paid: Mapping[Kind, Mechanism], requested: Mapping[Kind, Mechanism]) -> bool:
-    """Whether these are the same statistics; mu is computed, and machines may round it differently."""
-
-    def same(first: Mechanism, second: Mechanism) -> bool:
-        if isinstance(first, GaussianMechanism) and isinstance(second, GaussianMechanism):
-            return math.isclose(first.mu, second.mu, rel_tol=_SAME)
-        return first == second
-
-    return paid.keys() == requested.keys() and all(same(paid[kind], requested[kind]) for kind in paid)
-
-
-def _in_words(unit: Unit, mechanisms: Mapping[Kind, Mechanism]) -> str:
-    """Name the statistics with their cost; only numbers of the plan, nothing of the data."""
-    costs = {kind: each.model_dump(exclude={"kind"}) for kind, each in mechanisms.items()}
-    terms = (f"{kind} ({name} {value:g})" for kind, cost in costs.items() for name, value in cost.items())
-    return f"{', '.join(terms)} per {unit}"
 
 
 def _last(entries: tuple[Entry, ...]) -> str:

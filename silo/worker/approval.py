@@ -1,12 +1,13 @@
 """Approves the draft that waits, by its digest, or withdraws from the plan."""
 
+from datetime import datetime
 from pathlib import Path
 
 from ddm.errors import ApprovalError
 from ddm.io.files import read_bounded, write_atomic
 from ddm.io.locks import locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document
-from ddm.protocol.submission import Submission
+from ddm.protocol.submission import Approval, Responsible, Submission
 from silo.config import Site
 from silo.worker.state import IDLE, SENT, State, load_state, save_state, state_path
 
@@ -15,6 +16,7 @@ class PersonApproval(Document):
     """What `silo approve` leaves for the worker."""
 
     submission_digest: Digest
+    despite_fail: Responsible | None = None
 
 
 def approval_path(site: Site) -> Path:
@@ -32,11 +34,16 @@ def load_draft(site: Site) -> Submission:
     return Submission.parse(read_bounded(review_folder(site) / "draft.json", MAX_DOCUMENT_BYTES), subject="draft.json")
 
 
-def approve(site: Site, digest: str) -> None:
+def approve(site: Site, digest: str, despite_fail: Responsible | None = None) -> None:
     """Record a person's approval of exactly the draft with this digest.
 
+    Args:
+        site: the silo's folder.
+        digest: of the draft.
+        despite_fail: who lets it leave although its audit failed, and why; published with it.
+
     Raises:
-        ApprovalError: no draft waits, or one with another digest.
+        ApprovalError: no draft waits, or one with another digest; or its audit failed and nobody answers for that.
     """
     state = load_state(state_path(site.private))
     if state.state != "awaiting_approval" or state.submission_digest is None:
@@ -45,16 +52,30 @@ def approve(site: Site, digest: str) -> None:
         if found != state.submission_digest:
             expected = f"the digest of the draft that waits, {state.submission_digest}"
             raise ApprovalError(subject, expected=expected, got=ascii(found[:80]))
-    write_atomic(approval_path(site), PersonApproval(submission_digest=digest).encode())
+    failed = load_draft(site).audit.verdict == "fail"
+    if failed != (despite_fail is not None):
+        remedy = (
+            "To let it leave all the same, say who answers for it: silo approve ... --despite-fail --role --reason."
+        )
+        expected = (
+            "a role and a reason: the leak audit failed" if failed else "no --despite-fail: the audit did not fail"
+        )
+        got = "no role and no reason" if failed else f"one of {despite_fail.role if despite_fail else None}"
+        raise ApprovalError("approval", expected=expected, got=got, remedy=remedy if failed else None)
+    write_atomic(approval_path(site), PersonApproval(submission_digest=digest, despite_fail=despite_fail).encode())
 
 
-def person_approved(site: Site, digest: str) -> bool:
-    """Whether a person approved the draft with this digest."""
+def find_approval(site: Site, draft: Submission, *, by_policy: bool, now: datetime) -> Approval | None:
+    """Return the approval of a draft: a person's, or the policy's where it may; None while there is none.
+
+    A policy never approves a draft whose audit failed.
+    """
     path = approval_path(site)
-    if not path.exists():
-        return False
-    approved = PersonApproval.parse(path.read_bytes(), subject="approval.json", limit=4096)
-    return approved.submission_digest == digest
+    if path.exists():
+        approved = PersonApproval.parse(path.read_bytes(), subject="approval.json", limit=4096)
+        if approved.submission_digest == draft.digest:
+            return Approval(kind="person", at=now, despite_fail=approved.despite_fail)
+    return Approval(kind="policy", at=now) if by_policy and draft.audit.verdict != "fail" else None
 
 
 def withdraw(site: Site) -> State:

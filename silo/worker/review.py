@@ -21,7 +21,8 @@ def _heading(draft: Submission) -> str:
     spent = draft.spent
     audit: str = draft.audit.verdict
     if draft.audit.waiver:
-        audit += f" by {draft.audit.waiver.role}: {draft.audit.waiver.reason}"
+        waiver = draft.audit.waiver
+        audit += f" until {waiver.expires_at:%Y-%m-%d} by {waiver.role}: {waiver.reason}"
     lines = [
         f"Submission {draft.sequence} of silo {draft.silo_id} for plan {draft.plan_id}",
         f"  statistics cost epsilon {spent.epsilon:g}, delta {spent.delta:g} per {spent.unit} ({spent.relation})",
@@ -61,12 +62,12 @@ def _without_dp(draft: Submission) -> str:
 
 
 def _training(expert: SubmittedExpert) -> str:
-    training = expert.training
-    return f"{expert.steps} steps, loss {training.loss:.4f}, {human_seconds(training.seconds)}"
+    return f"{expert.steps} steps, {human_seconds(expert.training.seconds)}"
 
 
 def _next_step(site: Site, draft: Submission) -> str:
     return (
         f"The files to inspect: {review_folder(site)}\n"
         f"To approve exactly these bytes:\n  silo approve {site.path} --digest {draft.digest}"
+        + (" --despite-fail --role ROLE --reason REASON" if draft.audit.verdict == "fail" else "")
     )

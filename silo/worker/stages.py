@@ -13,19 +13,21 @@ import torch
 from torch import Tensor
 
 from ddm.errors import DataError, PolicyError
-from ddm.io.files import write_atomic
+from ddm.io.files import read_bounded, write_atomic
 from ddm.io.images import Images, Selected
 from ddm.loading.plan import PlanFiles
 from ddm.privacy.plan_cost import Kind, mechanisms
-from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import Autoencoder, Budget, ClassCondition, TextCondition
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, now_utc, sha256_hex
+from ddm.protocol.plan import Autoencoder, ClassCondition, TextCondition
 from ddm.protocol.submission import AuditVerdict
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort, load_cohort
 from silo.data.transformed import Advance
 from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import Workspace
-from silo.privacy.audit import gate, measure
+from silo.privacy import holder
+from silo.privacy.audit import AuditReport, gate, measure
+from silo.privacy.holder import note_site
 from silo.privacy.ledger import Ledger
 from silo.privacy.statistics import Source, draw
 from silo.worker.room import statistic_bytes
@@ -37,9 +39,9 @@ NUM_HOLDOUT_UNITS = 0  # every image of the cohort is trained on
 
 
 def open_ledger(site: Site, policy: Policy) -> Ledger:
-    """Open the site's one ledger under the policy's budget."""
-    budget = Budget(epsilon=policy.privacy.budget_epsilon, delta=policy.privacy.budget_delta)
-    return Ledger(site.ledger_path, budget=budget, unit=policy.privacy.unit)
+    """Open the data holder's one ledger, and let this site's policy bind all sites that name it."""
+    note_site(site, policy)
+    return holder.open_ledger(site, policy)
 
 
 def scan(site: Site, accepted: AcceptedPlan, policy: Policy, advance: Advance = lambda done, num: None) -> Cohort:
@@ -189,22 +191,28 @@ def check_auditable(accepted: AcceptedPlan, policy: Policy) -> None:
     """Refuse, before days of training, a plan whose experts could not pass the audit afterwards.
 
     Raises:
-        AuditError: too little held-out data to measure leakage, and no waiver.
+        AuditError: too little held-out data to measure leakage, and no waiver for this plan.
     """
     audit = accepted.plan.audit
     if audit.min_holdout_units > NUM_HOLDOUT_UNITS:
-        gate(measure(accepted.plan.plan_id, audit, num_holdout_units=NUM_HOLDOUT_UNITS), policy.audit)
+        report = measure(accepted.plan.plan_id, audit, num_holdout_units=NUM_HOLDOUT_UNITS)
+        gate(report, policy.audit, plan_digest=accepted.digest, now=now_utc())
 
 
-def audit_experts(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> AuditVerdict:
-    """Audit all experts together, and return the verdict under which they may leave.
-
-    Raises:
-        AuditError: the audit did not pass and the policy holds no waiver.
-    """
+def audit_experts(accepted: AcceptedPlan, work: Workspace) -> None:
+    """Audit all experts together, and keep the report."""
     report = measure(accepted.plan.plan_id, accepted.plan.audit, num_holdout_units=NUM_HOLDOUT_UNITS)
     write_atomic(work.audit_path, report.encode())
-    return gate(report, policy.audit)
+
+
+def verdict(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> AuditVerdict:
+    """Return the verdict under which the experts may leave now.
+
+    Raises:
+        AuditError: the audit was inconclusive and the policy holds no waiver for this plan.
+    """
+    report = AuditReport.parse(read_bounded(work.audit_path, MAX_DOCUMENT_BYTES), subject="audit.json")
+    return gate(report, policy.audit, plan_digest=accepted.digest, now=now_utc())
 
 
 def draw_statistics(

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from ddm.errors import ArchipelagoError, BusyError, DataError, SubmissionRefusedError
-from ddm.io.files import write_atomic, write_for_group
+from ddm.io.files import write_for_group
 from ddm.io.locks import locked
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import now_utc
 from ddm.protocol.receipt import Receipt, Refused, Withdrawn
-from ddm.protocol.submission import Approval, submission_path
+from ddm.protocol.submission import submission_path
 from ddm.trust.keys import SigningKey
 from silo.config import Isolation, Site
 from silo.data.captions import check_encoder, keep_texts
@@ -22,10 +22,10 @@ from silo.data.cohort import Cohort
 from silo.data.latents import keep_latents, pixels_of, training_inputs
 from silo.plan.acceptance import AcceptedPlan, bundle_mark, load_accepted, receive_plan, waiting_plans
 from silo.plan.own_experts import own_experts
-from silo.plan.workspace import AuditRecord, Workspace, open_workspace
+from silo.plan.workspace import Workspace, open_workspace
 from silo.worker import outbox, stages
 from silo.worker import training as experts
-from silo.worker.approval import approval_path, load_draft, person_approved, review_folder
+from silo.worker.approval import approval_path, find_approval, load_draft, review_folder
 from silo.worker.receipts import find_receipt
 from silo.worker.room import check_folders, check_room
 from silo.worker.state import IDLE, Problem, State, StateName, load_state, save_state, state_path
@@ -199,8 +199,8 @@ class Worker:
             own=own_experts(self.site, accepted.plan, self.settings.silo_id),
             engine=self.settings.training,
         )
-        verdict = stages.audit_experts(accepted, work, self.policy)
-        write_atomic(work.verdict_path, AuditRecord(verdict=verdict).model_dump_json().encode())
+        stages.audit_experts(accepted, work)
+        stages.verdict(accepted, work, self.policy)
         self._enter(self.state.to("audited", step=self.state.num_steps))
 
     def _draw_statistics(self) -> None:
@@ -217,13 +217,12 @@ class Worker:
 
     def _draft(self) -> None:
         accepted, work = self._plan(), self._work()
-        record = AuditRecord.model_validate_json(work.verdict_path.read_bytes())
         submission = outbox.draft(
             accepted,
             work,
             accepted.files(),
             stages.open_ledger(self.site, self.policy),
-            record.verdict,
+            stages.verdict(accepted, work, self.policy),
             silo_id=self.settings.silo_id,
             sequence=self.state.sequence,
             isolation=self.isolation,
@@ -235,12 +234,12 @@ class Worker:
 
     def _await_approval(self) -> None:
         draft = load_draft(self.site)
+        if draft.audit.waiver and draft.audit.waiver.expires_at <= now_utc():
+            self._enter(self.state.to("released", submission_digest=None))  # to be drafted under another one
+            return
         by_policy = self.policy.approval.kind == "policy" and self.state.sequence == 1
-        if by_policy:
-            approval = Approval(kind="policy", at=now_utc())
-        elif person_approved(self.site, draft.digest):
-            approval = Approval(kind="person", at=now_utc())
-        else:
+        approval = find_approval(self.site, draft, by_policy=by_policy, now=now_utc())
+        if approval is None:
             return
         outbox.send(draft, self._work(), self.site, self.key, approval, now=now_utc())
         self._enter(self.state.to("in_outbox"))

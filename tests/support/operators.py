@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import tomli_w
 
+from aggregator.config import Federation
 from ddm.system.processes import Child, free_port, program, spawn, terminate_all
 from ddm.system.reaper import descendants
 from silo.config import Site
-from tests.support.federation import POLICY, images, recipe, write_policy
+from tests.support.federation import POLICY, images, recipe, waive, write_policy
 
 SILOS: Mapping[str, int] = {"north": 60, "south": 40}
 SHARD_BYTES = 65536
@@ -150,6 +151,8 @@ def found_federation(
     np.savez(folder / "public.npz", images=np.concatenate([images(120, at, seed=90) for at in (-0.5, 0.5)]))
     operators.call("aggregator", "plan", operators.fed, "--recipe", folder / "plan.toml",
                    "--public", folder / "public.npz", "--yes")  # fmt: skip
+    for silo in SILOS:
+        waive(Site(folder / silo), Federation(operators.fed).current_plan()[1])
 
 
 def serve_everything(operators: Operators) -> None:

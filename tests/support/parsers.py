@@ -80,6 +80,15 @@ def file_of(path: str) -> dict[str, Any]:
     return {"path": path, "bytes": 8448, "digest": DIGEST}
 
 
+_WAIVER = {
+    "role": "head of data",
+    "reason": "made up",
+    "plan_digest": DIGEST,
+    "verdict": "inconclusive",
+    "expires_at": "2099-01-01T00:00:00Z",
+}
+
+
 def submission_document() -> dict[str, Any]:
     """A submission with every optional part filled in."""
     price = {"epsilon": 1.0, "delta": 1e-5}
@@ -99,7 +108,7 @@ def submission_document() -> dict[str, Any]:
                 "num_images": 240,
                 "steps": 1500,
                 "file": file_of("silos/north/experts/north-1/expert.safetensors"),
-                "training": {"loss": 0.5, "seconds": 12.0, "flops": 1e12},
+                "training": {"seconds": 12.0, "flops": 1e12},
                 "privacy": {"kind": "none"},
             }
         ],
@@ -111,7 +120,7 @@ def submission_document() -> dict[str, Any]:
         ],
         "spent": {**price, "unit": "image", "relation": "replace_one"},
         "ledger": {"head_digest": DIGEST, "num_entries": 2, "chain": ["a" * 64, DIGEST]},
-        "audit": {"verdict": "waived", "digest": DIGEST, "waiver": {"role": "head of data", "reason": "made up"}},
+        "audit": {"verdict": "waived", "digest": DIGEST, "waiver": _WAIVER},
         "approval": {"kind": "person", "at": _WHEN},
         "software": {"torch": "2.13.0"},
     }

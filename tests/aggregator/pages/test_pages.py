@@ -31,7 +31,6 @@ from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import open_release
 from ddm.pages.pictures import MAX_PIXELS
 from ddm.protocol.manifest import Manifest
-from ddm.protocol.submission import Waiver
 from ddm.protocol.transform import TransformSpec
 from ddm.publishing import charts, drawing
 from tests.conftest import Published
@@ -109,11 +108,11 @@ def test_card_and_report_say_of_every_silo_what_the_manifest_says(given: PageInp
         assert card["leak audit"] == "waived by test operator: made-up images"
 
 
-def test_report_gives_losses_releases_comparisons_and_provenance(given: PageInput, drawn: Mapping[str, str]) -> None:
+def test_report_gives_steps_releases_comparisons_and_provenance(given: PageInput, drawn: Mapping[str, str]) -> None:
     text = Reader(drawn[REPORT_NAME]).text
     expected = [given.plan.plan_id, given.plan_digest, given.root_digest, given.manifest.router.file.digest]
     for silo in given.inventory.silos.values():
-        expected += [silo.digest, *(f"{expert.training.loss:.4f}" for expert in silo.submission.experts)]
+        expected += [silo.digest, *(str(expert.steps) for expert in silo.submission.experts)]
         expected += [f"epsilon {release.epsilon:g}, delta {release.delta:g}" for release in silo.submission.statistics]
     assert given.report.bands and given.report.calibration
     expected += [f"{band.difference:+.5f}" for band in given.report.bands]
@@ -201,7 +200,10 @@ def hostile(given: PageInput) -> PageInput:
     """The same release, had everybody who may write free text meant harm."""
     silos = {}
     for silo_id, silo in given.inventory.silos.items():
-        audit = silo.submission.audit.model_copy(update={"waiver": Waiver(role=HOSTILE, reason=HOSTILE)})
+        waiver = silo.submission.audit.waiver
+        assert waiver
+        said_by = waiver.model_copy(update={"role": HOSTILE, "reason": HOSTILE})
+        audit = silo.submission.audit.model_copy(update={"waiver": said_by})
         said = {"audit": audit, "software": {HOSTILE: HOSTILE}}
         silos[silo_id] = replace(silo, submission=silo.submission.model_copy(update=said))
     return replace(

@@ -48,7 +48,7 @@ def test_worker_refuses_a_plan_above_its_policy_before_touching_data(planned: tu
     assert state.problem is not None
     assert state.problem.code == 31
     assert not (tiny.sites[SILO].private / "checkpoints").exists()
-    assert not (tiny.sites[SILO].ledger_path).exists()
+    assert tiny.sites[SILO].ledger_path.read_bytes() == b""
 
 
 def test_worker_takes_a_refused_plan_after_the_policy_was_changed(planned: tuple[TinyFederation, str]) -> None:
@@ -204,7 +204,7 @@ def test_worker_stops_at_the_audit_without_a_waiver(planned: tuple[TinyFederatio
     write_policy(tiny.sites[SILO], {"approval": {"kind": "policy"}})
     with pytest.raises(AuditError):
         tiny.work(SILO)
-    assert not tiny.sites[SILO].ledger_path.exists()
+    assert tiny.sites[SILO].ledger_path.read_bytes() == b""
     assert not (tiny.sites[SILO].outbox / plan_id).exists()
 
 
