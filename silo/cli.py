@@ -5,11 +5,11 @@ from ddm.system.console import new_program, run_app
 from silo.commands.care import check, ledger
 from silo.commands.images import scan
 from silo.commands.setup import enroll, init, rotate
-from silo.commands.work import approve, review, run, status, waive, withdraw
+from silo.commands.work import accept, approve, review, run, status, waive, withdraw
 
 COMMANDS = {
     "Site and images": (init, scan, enroll, rotate),
-    "From plan to receipt": (run, status, review, waive, approve, withdraw),
+    "From plan to receipt": (run, accept, status, review, waive, approve, withdraw),
     "Looking after it": (check,),
 }
 

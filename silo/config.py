@@ -10,7 +10,9 @@ from ddm.errors import MissingFileError
 from ddm.io.files import read_bounded, require_file
 from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
-from ddm.protocol.base import Delta, Digest, Epsilon, SiloId, Unit
+from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
+from ddm.protocol.classes import Classes
+from ddm.protocol.data import PixelSide, PixelValue
 from ddm.protocol.enrolment import MAX_CARD_BYTES, Agreed, Card
 from ddm.protocol.submission import Waiver
 from ddm.training.config import Engine
@@ -85,17 +87,50 @@ class SiloSettings(Settings):
 class PrivacyPolicy(Settings):
     """The privacy unit, the most that one plan may spend, and the site's budget over all plans it will ever answer."""
 
-    unit: Unit = "image"
+    unit: Unit = "patient"
     max_epsilon: Epsilon = 8.0
     max_delta: Delta = 1e-5
     budget_epsilon: Epsilon = 10.0
     budget_delta: Delta = 1e-5
 
 
+class PlansPolicy(Settings):
+    """Whether a person accepts each plan, those that bring networks, or none; the policy is checked in any case."""
+
+    accept: Literal["person", "networks", "policy"] = "networks"
+
+
+class DataPolicy(Settings):
+    """What this site's data are, as the site declares it; a plan is compared with this alone, never with the data.
+
+    Attributes:
+        kind: arrays that plans take as they are, latents, NIfTI volumes, or pictures that need a transform.
+        shape: of one row of arrays or latents, as it is stored.
+        range: lowest and highest value of floating point arrays; none for whole numbers.
+        classes: how many there are, or their names; none where images have no class.
+        captions: whether images have texts.
+        min_images: at least so many there are; by default training.min_images.
+    """
+
+    kind: Literal["arrays", "latents", "volumes", "pictures"] | None = None
+    shape: Annotated[tuple[PixelSide, ...], Field(min_length=1, max_length=4)] | None = None
+    range: tuple[PixelValue, PixelValue] | None = None
+    classes: Annotated[int, Field(ge=2, le=65536)] | tuple[ShortText, ...] | None = None
+    captions: bool = False
+    min_images: Annotated[int, Field(gt=0)] | None = None
+
+    @property
+    def known_classes(self) -> Classes | None:
+        """The classes, where there are some."""
+        if self.classes is None:
+            return None
+        return Classes(self.classes) if isinstance(self.classes, int) else Classes(len(self.classes), self.classes)
+
+
 class TrainingPolicy(Settings):
     """The most work and the largest files that one plan may require, and the fewest images of an expert."""
 
-    min_images: Annotated[int, Field(gt=0)] = 20
+    min_images: Annotated[int, Field(gt=0)] = 300
     max_experts: Annotated[int, Field(gt=0, le=1000)] = 64  # the transport carries 1,024 files
     max_steps: Annotated[int, Field(gt=0)] = 1_000_000
     max_batch_size: Annotated[int, Field(gt=0)] = 4096
@@ -135,10 +170,17 @@ class Policy(Settings):
     """policy.toml: what this site allows a plan to require."""
 
     privacy: PrivacyPolicy = PrivacyPolicy()
+    plans: PlansPolicy = PlansPolicy()
+    data: DataPolicy = DataPolicy()
     training: TrainingPolicy = TrainingPolicy()
     sizes: SizePolicy = SizePolicy()
     audit: AuditPolicy = AuditPolicy()
     approval: ApprovalPolicy = ApprovalPolicy()
+
+    @property
+    def least_images(self) -> int:
+        """How many images there are at least, as the site declares."""
+        return self.data.min_images or self.training.min_images
 
 
 Isolation = Literal["none", "users"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
 from pydantic import ValidationError
 
-from ddm.errors import BusyError, PassphraseError, RootError, SetupError
+from ddm.errors import BusyError, DataError, PassphraseError, RootError, SetupError
 from ddm.io.files import read_bounded, require_file, write_atomic
 from ddm.io.locks import locked
 from ddm.io.modes import open_to_group
@@ -20,6 +20,7 @@ from ddm.trust.keys import SigningKey, parse_fingerprint
 from ddm.trust.rules import trusted_log_keys
 from silo.config import ImagesSettings, LedgerSettings, Policy, SiloSettings, Site
 from silo.courier.supernode import make_node_key
+from silo.data.declared import facts_of
 from silo.data.first_look import FirstLook, count_units, look_at, needs_scan
 from silo.images.scan import FOLDER
 from silo.privacy.holder import join_ledger, prepare_ledger
@@ -129,7 +130,7 @@ def init_site(
     for root in (site.root_path, site.courier / "1.root.json"):  # each half verifies by a copy of its own
         write_atomic(root, invitation.root.encode())
     if not (site.path / "policy.toml").exists():
-        save_settings(Policy(), site.path / "policy.toml", POLICY_HEADING)
+        save_settings(Policy(data=facts_of(data)), site.path / "policy.toml", POLICY_HEADING)
     save_settings(settings, site.path / "silo.toml", SETTINGS_HEADING)
     for name in ("policy.toml", "silo.toml"):  # the courier, another user perhaps, reads them
         open_to_group(site.path / name, site.path)
@@ -228,9 +229,17 @@ def _agreed(site: Site, images: int | None, patients: int | None, advance: Calla
         images, patients = images or before.images, patients or before.patients
     if images is None or (by_patient and patients is None):
         settings, folder = site.settings(), site.private / FOLDER
-        num_images, num_patients = count_units(
-            Path(settings.data), patients=by_patient, folder=folder, settings=settings.images, advance=advance
-        )
+        try:
+            num_images, num_patients = count_units(
+                Path(settings.data), patients=by_patient, folder=folder, settings=settings.images, advance=advance
+            )
+        except DataError as error:
+            if by_patient and "patients" in f"{error.subject} {error.expected}":
+                error.remedy = (
+                    'Give every image its patient. Or, if every image is of another person, set unit = "image" under '
+                    "[privacy] in policy.toml."
+                )
+            raise
         images = images or rounded_up(num_images)
         patients = patients or (rounded_up(num_patients) if num_patients is not None else None)
         patients = patients and min(patients, images)

@@ -51,7 +51,7 @@ ROOMS = {
     },
     "silo": {
         "cli": "commands",
-        "commands": "check config courier images plan privacy running setup worker",
+        "commands": "check config courier data images plan privacy running setup worker",
         "check": "config courier privacy worker",
         "running": "config courier worker",
         "client_app": "courier",

@@ -31,6 +31,8 @@ from ddm.protocol.base import (
 )
 from ddm.protocol.plan import Statistics
 
+MAX_LOSS = 1e30
+
 
 def expert_path(silo_id: str, expert_id: str) -> str:
     """Return the published path of an expert, relative to ``targets/<plan_id>/``."""
@@ -72,7 +74,7 @@ class SubmittedTraining(Model):
 class ExpertTraining(SubmittedTraining):
     """How the training went, for whoever trained."""
 
-    loss: Annotated[float, Field(ge=0.0, le=1e30)]
+    loss: Annotated[float, Field(ge=0.0, le=MAX_LOSS)]
 
 
 class NoWeightPrivacy(Model):

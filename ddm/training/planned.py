@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -36,6 +37,7 @@ class PlannedExpert:
     number: int
     bundle: Path | None
     engine: Engine
+    stops: ClassVar[bool] = True
 
     @property
     def seed(self) -> int:
@@ -91,6 +93,7 @@ class PlannedExpert:
             labels=labels if isinstance(labels, Tensor) else None,
             drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
             engine=self.engine,
+            stops=self.stops,
         )
         if not trained.ema:
             return None

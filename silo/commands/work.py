@@ -1,6 +1,7 @@
-"""Commands around one plan: `silo run`, `status`, `review`, `waive`, `approve`, `withdraw`."""
+"""Commands around one plan: `silo run`, `accept`, `status`, `review`, `waive`, `approve`, `withdraw`."""
 
 import json
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,6 +49,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show how far the work is."""
+    from silo.plan.consent import read_waiting
     from silo.worker.state import load_state
 
     place = Site(site).require()
@@ -56,6 +58,9 @@ def status(
         say(json.dumps(state.model_dump(mode="json", exclude={"format"})))
         return
     say(f"{place.settings().silo_id}: {state.state}" + (f", plan {state.plan_id}" if state.plan_id else ""))
+    if waiting := read_waiting(place):
+        say(f"  plan {waiting.plan_id} waits for a person; it brings {', '.join(waiting.brings) or 'no network'}:")
+        say(f"    silo accept {site} --digest {waiting.plan_digest}")
     if state.state == "training":
         say(f"  step {state.step} of {state.num_steps}")
     if state.submission_digest:
@@ -141,6 +146,21 @@ def _said(name: str, text: str | None) -> str:
     return text.strip()
 
 
+def accept(
+    site: SiteArgument,
+    digest: Annotated[
+        str, typer.Option(help="The plan's, as `silo status` shows it and `aggregator plan` printed it.")
+    ],
+) -> None:
+    """Accept exactly this plan, which brings networks that will see private images; the worker then begins."""
+    from silo.plan.consent import accept as record_acceptance
+
+    found = _checked_digest("--digest", digest)
+    waiting = record_acceptance(Site(site).require(), found)
+    what = f"plan {waiting.plan_id}, with {', '.join(waiting.brings) or 'no network'}" if waiting else "in advance"
+    say(f"Accepted {found[:16]}…: {what}.")
+
+
 def waive(
     site: SiteArgument,
     role: Annotated[str, typer.Option(help="Who answers for it, by role. Published.")],
@@ -176,8 +196,6 @@ def waive(
 
 
 def _plan_to_waive(place: Site, plan_digest: str | None) -> str:
-    import re
-
     from silo.worker.state import IDLE, load_state, state_path
 
     if plan_digest is None:
@@ -187,8 +205,12 @@ def _plan_to_waive(place: Site, plan_digest: str | None) -> str:
             expected = "a plan in work, or --plan-digest"
             raise SetupError("waive", expected=expected, got=f"state {state.state}", remedy=remedy)
         return state.plan_digest
-    if not re.fullmatch("[0-9a-f]{64}", found := plan_digest.strip().lower()):
-        raise SetupError("--plan-digest", expected="64 hexadecimal digits", got=ascii(plan_digest[:80]))
+    return _checked_digest("--plan-digest", plan_digest)
+
+
+def _checked_digest(name: str, text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", found := text.strip().lower()):
+        raise SetupError(name, expected="64 hexadecimal digits", got=ascii(text[:80]))
     return found
 
 

@@ -22,7 +22,7 @@ from ddm.protocol.plan import DataSpec, TransformSpec
 from silo.config import ImagesSettings
 from silo.data.transformed import Advance, Asked, open_transformed
 from silo.data.volumes import Volumes, are_volumes
-from silo.images.patients import MISSING
+from silo.images.patients import MISSING, canonical
 from silo.images.seen import MOST_CAPTION
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
@@ -69,6 +69,7 @@ def load_cohort(
     folder: Path | None = None,
     transform: TransformSpec | None = None,
     class_names: tuple[str, ...] = (),
+    known_classes: Classes | None = None,
     settings: ImagesSettings | None = None,
     advance: Advance = lambda done, num: None,
 ) -> Cohort:
@@ -90,6 +91,7 @@ def load_cohort(
         folder: private to the worker, for what cannot be read where it lies; None reads all of it into memory.
         transform: the plan's, where it has one: every picture goes through it once, into a copy in `folder`.
         class_names: what the plan calls its classes, where it names them.
+        known_classes: which ones the site declares, all of them among the plan's; a label must be one of these.
         settings: the site's, for images that are scanned.
         advance: see `silo.data.transformed.open_transformed`.
 
@@ -102,7 +104,7 @@ def load_cohort(
     if transform:
         if folder is None:
             raise TypeError("a plan with a transform needs a folder for the copy that it makes")
-        asked = Asked(unit == "patient", classes, captions)
+        asked = Asked(unit == "patient", classes, captions, known_classes)
         source = open_transformed(path, Transform(transform, spec), asked, folder, settings, advance)
     else:
         source = Volumes(path, spec) if are_volumes(path) else open_source(path)
@@ -179,13 +181,14 @@ def num_patients(patient_N: NDArray[np.generic]) -> int:
 
 
 def _numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Number patients by first appearance. Text counts without blanks around it, so that no patient becomes two."""
+    """Number patients by first appearance; ways of spelling one identifier are one, see `canonical`."""
     if patient_N.dtype.kind not in "iufUS":
         expected = "whole numbers, floating point or text"
         raise DataError("patients", expected=expected, got=str(patient_N.dtype), remedy=_PATIENTS_REMEDY)
     if patient_N.dtype.kind in "US":
         texts = [(p.decode("latin-1") if isinstance(p, bytes) else p).strip() for p in patient_N.tolist()]
-        patient_N, missing_N = np.array(texts), np.array([text.lower() in MISSING for text in texts])
+        missing_N = np.array([text.lower() in MISSING for text in texts])
+        patient_N = np.array([canonical(text) for text in texts])
     else:
         missing_N = ~np.isfinite(patient_N.astype(np.float64))
     if missing_N.any():

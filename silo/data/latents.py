@@ -41,7 +41,6 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
             call starts over.
 
     Raises:
-        NumericalError: the autoencoder gave values that are not finite.
         OSError: the disk is full.
     """
     path = _path(cohort, plan, folder)
@@ -58,7 +57,7 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
 def _encoded(images: Images, latent: AutoencoderKl, on_progress: Progress) -> Iterator[Tensor]:
     """Yield latents in blocks; all have a multiple of the autoencoder's own block, so that they do not change them."""
     for start, block in blocks(images, size=_BLOCKS_AT_ONCE * latent.block):
-        yield latent.encode(block)
+        yield latent.encode(block, lost=0.0)
         on_progress(start + len(block), len(images))
 
 
@@ -67,7 +66,9 @@ def pixels_of(cohort: Cohort, latent: Latent, plan: Plan) -> Images:
     if not cohort.latent:
         return cohort.images
     low, high = plan.data.range
-    return Derived(_scaled(cohort.images, plan), lambda z_B: latent.decode(z_B).clamp(low, high), plan.data.shape)
+    return Derived(
+        _scaled(cohort.images, plan), lambda z_B: latent.decode(z_B, lost=0.0).clamp(low, high), plan.data.shape
+    )
 
 
 def training_inputs(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:

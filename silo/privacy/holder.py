@@ -7,6 +7,7 @@ at a time; the ledger serves one process at a time.
 """
 
 import secrets
+from errno import ENOENT
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -108,6 +109,8 @@ def join_ledger(site: Site, settings: SiloSettings, *, anchor: Path | None = Non
     budget, guard = Budget(epsilon=1.0, delta=0.0), Guard(known, sent_chains(site.outbox))
     ledger = Ledger(path, budget=budget, unit="image", guard=guard)  # spends nothing; by image, it reads either unit
     head_digest, num_entries, digests = ledger.head
+    if anchor and not anchor.parent.is_dir():  # made here, it would lie where the disk is not mounted
+        raise unwritable(anchor, FileNotFoundError(ENOENT, "no such folder"))
     if anchor and not anchor.exists():
         try:
             write_atomic(anchor, Anchor(num_entries=num_entries, head_digest=head_digest).encode(), mode=0o600)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ from ddm.models import load_expert
 from ddm.models.adaptation import adapt
 from ddm.partition.clustering import Clusters
 from ddm.partition.layout import Part, part_of_images, silo_parts
-from ddm.protocol.plan import ClassCondition, NoCondition, Plan, RandomPartition, SiloClusterPartition
-from ddm.protocol.submission import ExpertTraining
+from ddm.protocol.plan import ClassCondition, NoCondition, Plan, SiloClusterPartition
+from ddm.protocol.submission import MAX_LOSS, ExpertTraining
 from ddm.routers.counts import counts_specs
 from ddm.training.config import Engine
 from ddm.training.distributed import num_processes
@@ -46,12 +47,6 @@ _NO_EXPERTS: Mapping[str, OwnExpert] = MappingProxyType({})
 def fewest_images(plan: Plan, policy: Policy) -> int:
     """Return the fewest images from which an expert of this plan may be trained on this site."""
     return max(plan.partition.min_images, policy.training.min_images)
-
-
-def fewest_in_all(plan: Plan, policy: Policy) -> int:
-    """Return the fewest images that this site needs: a random partition divides them among all its experts."""
-    num_parts = plan.partition.num_parts if isinstance(plan.partition, RandomPartition) else 1
-    return num_parts * fewest_images(plan, policy)
 
 
 def num_classes(plan: Plan) -> int | None:
@@ -162,6 +157,7 @@ class SiloExpert(PlannedExpert):
     """
 
     own: OwnExpert | None = None
+    stops: ClassVar[bool] = False  # the plan's weights may overflow for one image, and a stop would show it
 
     def start(self) -> nn.Module:
         """Build the model to train, from random weights, the silo's own expert or the plan's public one.
@@ -224,7 +220,7 @@ class ExpertJob:
             num_units=self.num_units,
             num_images=len(tensors["images"]),
             steps=trained.steps,
-            training=ExpertTraining(loss=trained.loss, seconds=trained.seconds, flops=trained.flops),
+            training=ExpertTraining(loss=min(trained.loss, MAX_LOSS), seconds=trained.seconds, flops=trained.flops),
         )
         write_atomic(self.work.record_path(self.expert_id), record.encode())
 

@@ -1,6 +1,7 @@
 """The worker: takes one plan from the inbox to the outbox, one durable state at a time, without a network."""
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from silo.data.captions import check_encoder, keep_texts
 from silo.data.cohort import Cohort
 from silo.data.latents import keep_latents, pixels_of, training_inputs
 from silo.plan.acceptance import AcceptedPlan, bundle_mark, load_accepted, receive_plan, waiting_plans
+from silo.plan.consent import is_accepted, may_begin
 from silo.plan.own_experts import own_experts
 from silo.plan.workspace import Workspace, open_workspace
 from silo.worker import outbox, stages
@@ -30,6 +32,7 @@ from silo.worker.receipts import find_receipt
 from silo.worker.room import check_folders, check_room
 from silo.worker.state import IDLE, Problem, State, StateName, load_state, save_state, state_path
 
+_log = logging.getLogger(__name__)
 NOTE_S = 2.0  # time between two saves of the training progress
 
 
@@ -61,6 +64,7 @@ class Worker:
         self.stopping = stopping or threading.Event()
         self.state = load_state(state_path(site.private))
         self._refused_now: set[tuple[str, tuple[int, int] | None]] = set()
+        self._asked: dict[tuple[str, tuple[int, int] | None], str] = {}
         self._noted_at = 0.0
 
     def run(self) -> State:
@@ -129,6 +133,8 @@ class Worker:
         for plan_id in waiting_plans(self.site):
             if (mark := (plan_id, bundle_mark(self.site, plan_id))) in self._refused_now:
                 continue
+            if mark in self._asked and not is_accepted(self.site, self._asked[mark]):
+                continue
             try:
                 accepted = receive_plan(
                     self.site,
@@ -147,6 +153,10 @@ class Worker:
                 refused = State(state="plan_refused", plan_id=plan_id, problem=_problem(error))
                 self._enter(refused)
                 return
+            if not may_begin(self.site, self.policy, accepted.plan, accepted.digest):
+                self._asked[mark] = accepted.digest
+                _log.warning("plan %s waits for a person: silo accept SITE --digest %s", plan_id, accepted.digest)
+                continue
             num_steps = accepted.plan.expert.training.num_steps
             fresh = State(plan_id=plan_id, plan_digest=accepted.digest, num_steps=num_steps)
             self._enter(fresh.to("plan_accepted"))
@@ -159,7 +169,6 @@ class Worker:
         check_encoder(accepted.plan, self.settings)
         cohort = stages.scan(self.site, accepted, self.policy, self._encoded)
         stages.check_agreed(accepted, cohort, self.settings.silo_id)
-        stages.check_sizes(accepted, cohort)
         check_room(self.site, accepted.plan, cohort, self._work())
         stages.check_budget(accepted, cohort, stages.open_ledger(self.site, self.policy))
         self._enter(self.state.to("scanned", dataset_digest=cohort.digest))

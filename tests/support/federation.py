@@ -22,6 +22,7 @@ from aggregator.planning.sign import sign_plan
 from aggregator.release.publish import publish
 from aggregator.router.train import train_router
 from aggregator.setup import init_federation
+from ddm.io.sources import open_source
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Waiver
@@ -35,7 +36,7 @@ from silo.worker.worker import Worker
 
 PASSPHRASE = b"correct horse"
 NUM_STEPS = 6
-POLICY = {
+POLICY: dict[str, Any] = {
     "audit": {"required": True},
     "approval": {"kind": "policy", "carry_over": True},
 }
@@ -255,10 +256,20 @@ def waive(site: Site, plan_digest: str) -> None:
 
 
 def write_policy(site: Site, policy: dict[str, object]) -> None:
-    """Replace a site's policy; a waiver stays where the audit is that of `POLICY`."""
+    """Replace a site's policy; what it declares of its data stays, and a waiver where the audit is that of `POLICY`.
+
+    The classes of `cohort` are declared where there are labels, and captions where there are some.
+    """
     from ddm.io.settings import save_settings
 
-    written = Policy.model_validate(policy)
+    data = site.policy().data
+    if data.kind in ("arrays", "latents"):
+        columns = open_source(Path(site.settings().data)).columns
+        classes = data.classes or (2 if "labels" in columns else None)
+        data = data.model_copy(update={"classes": classes, "captions": "captions" in columns})
+    usual = {"privacy": {"unit": "image"}, "training": {"min_images": 10}, "plans": {"accept": "policy"}}
+    parts = {name: terms | dict(policy.get(name, {})) for name, terms in usual.items()}  # type: ignore[call-overload]
+    written = Policy.model_validate({"data": data.model_dump(exclude_none=True)} | policy | parts)
     if policy.get("audit") == POLICY["audit"]:
         waiver = site.policy().audit.waiver
         written = written.model_copy(update={"audit": written.audit.model_copy(update={"waiver": waiver})})

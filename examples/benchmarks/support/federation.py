@@ -46,7 +46,9 @@ ARCHITECTURES = {
 }
 
 _POLICY = {
-    "training": {"max_expert_bytes": 16 * 1024**3},
+    "privacy": {"unit": "image"},
+    "data": {"kind": "arrays", "shape": SHAPE, "range": (-1.0, 1.0)},
+    "training": {"max_expert_bytes": 16 * 1024**3, "min_images": 10},
     "audit": {"required": True},
     "approval": {"kind": "policy"},
 }

@@ -168,9 +168,9 @@ def test_worker_refuses_images_that_changed_after_they_were_scanned(planned: tup
     tiny.work(SILO, until="assigned")
     path = tiny.path / "data.npz"
     with np.load(tiny.sites[SILO].settings().data) as archive:
-        changed = archive["images"].copy()
+        changed, labels = archive["images"].copy(), archive["labels"]
     changed[0, 0, 0, 0] += 0.01 if changed[0, 0, 0, 0] < 0 else -0.01
-    np.savez(path, images=changed)
+    np.savez(path, images=changed, labels=labels)
     settings = tiny.sites[SILO].path / "silo.toml"
     old = tiny.sites[SILO].settings().data
     settings.write_text(settings.read_text().replace(old, str(path)))
