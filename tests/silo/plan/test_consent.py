@@ -52,8 +52,6 @@ def test_networks_of_a_plan_are_those_that_see_private_images() -> None:
     assert list(networks_of(plan())) == []
     encoder = TimmEncoder(dim=64, model="test_vit", image_size=(160, 160), mean=(0.5,), std=(0.5,))
     assert list(networks_of(plan().model_copy(update={"encoder": encoder}))) == ["the encoder test_vit"]
-    expert = plan().expert.model_copy(update={"base": "plan/base.safetensors"})
-    assert list(networks_of(plan().model_copy(update={"expert": expert}))) == ["an expert to train on"]
 
 
 def test_worker_waits_for_a_person_in_the_state_that_it_was_in(planned_once, tmp_path: Path) -> None:
