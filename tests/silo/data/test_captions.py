@@ -33,7 +33,7 @@ from silo.worker.stages import read_assignment
 from silo.worker.training import SiloExpert, train_experts
 from silo.worker.worker import Worker
 from tests.faults.test_disk_full import small_disk
-from tests.support.federation import TinyFederation, recipe
+from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
 from tests.support.text_encoders import DIM, network, save
 
 SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
@@ -71,6 +71,9 @@ def with_captions(path: Path, silo_ids: dict[str, int], folder: Path) -> TinyFed
         captions = [PROMPTS[label] for label in labels]
         captions[:4] = ["", SECRET, "nan", f"{captions[3]} " * L]
         np.savez(data, images=images, captions=np.array(captions))
+        write_policy(
+            site, POLICY | {"data": {"kind": "arrays", "shape": [1, 4, 4], "range": [-1, 1], "captions": True}}
+        )
         settings = site.settings().model_copy(update={"text": TextSettings(encoder=str(folder))})
         save_settings(settings, site.path / "silo.toml", "test")
     return tiny

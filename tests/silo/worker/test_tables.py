@@ -59,10 +59,13 @@ def join(tiny: TinyFederation, silo_id: str, table: Path, policy: dict[str, obje
     return site
 
 
+DECLARED = {"kind": "pictures", "classes": ["dim", "bright"]}
+
+
 def test_a_table_of_files_becomes_a_cohort_with_patients_and_named_classes(tmp_path: Path) -> None:
     tiny = TinyFederation.create(tmp_path / "tiny", {})
     table = export(tmp_path / "export")
-    site = join(tiny, "south", table, POLICY | {"privacy": {"unit": "patient"}})
+    site = join(tiny, "south", table, POLICY | {"privacy": {"unit": "patient"}, "data": DECLARED})
     assert site.agreed() is not None and (site.agreed().images, site.agreed().patients) == (64, 32)
     statistics = recipe().statistics.model_dump(mode="json") | {"unit": "patient"}
     plan_id = tiny.sign(recipe(transform=TRANSFORM, condition=CLASSES, statistics=statistics))
