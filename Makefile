@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-compare check fix test test-slow coverage bench docs lock audit sbom clean
+.PHONY: help setup demo demo-compare check fix test test-slow coverage bench docs lock audit sbom wheelhouse clean
 
 # The first interpreter that is new enough; name another one with PYTHON=...
 NEW_ENOUGH = $(shell $(1) -c 'import sys; sys.version_info >= (3, 11) and print("$(1)")' 2>/dev/null)
@@ -56,7 +56,7 @@ coverage: $(STAMP)  ## The default tests with the branches they take counted; fa
 bench: $(STAMP)  ## Benchmarks of the diffusion core, side by side; figures in build/bench/targets.csv.
 	@$(BIN)/python examples/benchmarks/run.py
 
-docs: $(STAMP)  ## Write the references that come from the code: docs/reference/api.md and recipe.md.
+docs: $(STAMP)  ## Write the references that come from the code: docs/reference/api.md, plan-life.md, recipe.md.
 	$(BIN)/python -m tools.reference
 
 lock: $(STAMP)  ## Write the locks: what .venv holds, with hashes; needs a package index.
@@ -69,6 +69,9 @@ sbom: $(STAMP)  ## Write build/sbom.cdx.json: what .venv holds, as CycloneDX.
 	@mkdir -p build
 	$(BIN)/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --of JSON \
 	  -o build/sbom.cdx.json
+
+wheelhouse: $(STAMP)  ## Fill build/wheelhouse: what installs Archipelago without a network, with hashes; needs an index.
+	$(BIN)/python -m tools.wheelhouse build/wheelhouse
 
 clean:  ## Remove what the targets above built.
 	rm -rf build $(VENV)

@@ -9,6 +9,7 @@ from aggregator.commands.publish import publish, withdraw
 from aggregator.commands.quarantine import admit, quarantine, refuse
 from aggregator.commands.router import router
 from aggregator.commands.run import run
+from aggregator.commands.service import service
 from aggregator.commands.status import status
 from ddm.io.modes import keep_private
 from ddm.system.console import new_program, run_app
@@ -16,7 +17,7 @@ from ddm.system.console import new_program, run_app
 COMMANDS = {
     "Federation and silos": (init, enroll, remove),
     "From plan to release": (plan, run, router, publish, withdraw),
-    "Watching and screening": (status, doctor, quarantine, admit, refuse),
+    "Watching and screening": (status, doctor, quarantine, admit, refuse, service),
     "Keys": (holder, sign, complete, rotate, log),
 }
 

@@ -16,6 +16,10 @@ from ddm.publishing.home import MAX_TUF_BYTES, Home
 from ddm.trust.paths import PLANS, split_silo_role
 
 PUBLIC_NAME = "public.npz"  # a plan's public hold-out
+BUSY_PORT_REMEDY = (
+    "Stop the program that listens there. Silos know this port from their invitation: for another one, change port in "
+    "federation.toml, address in invitation.json, and address in every silo's silo.toml."
+)
 KEY_NAMES = ("root", "targets", "plans", "release", "online", "receipts", "log")
 
 

@@ -48,6 +48,7 @@ class RunSettings(Model):
 
     plan_id: PlanId
     nodes: dict[SiloId, str]
+    only_told: tuple[SiloId, ...] = ()
     shard_bytes: PositiveInt
     max_submission_bytes: PositiveInt
     wait_s: int = Field(ge=0, le=MAX_WAIT_S)
@@ -119,6 +120,7 @@ def make_dispatcher(grid: Grid, fed: Path, settings: RunSettings) -> Dispatcher:
             shard_bytes=settings.shard_bytes,
             max_submission_bytes=settings.max_submission_bytes,
             wait_s=settings.wait_s,
+            takes_part=silo_id not in settings.only_told,
         )
         for silo_id, key in settings.nodes.items()
     }

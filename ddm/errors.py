@@ -32,7 +32,8 @@ The tree is flat where it can be:
     │   ├── ApprovalError              34
     │   ├── LedgerError                35  the ledger itself is damaged
     │   ├── SubmissionRefusedError     36  the aggregator refused what this silo sent
-    │   └── MemoryLimitError           37  it would take more memory than it may
+    │   ├── MemoryLimitError           37  it would take more memory than it may
+    │   └── DecisionLogError           39  a site's log of decisions is damaged
     ├── TransportError                 40  Flower or the network
     ├── ArchivedWarningError           50  verified, but only because --archived was given
     └── MathError                      60  a caller's mistake inside the library
@@ -250,10 +251,10 @@ class BudgetError(RefusedError):
 
 
 class AuditError(RefusedError):
-    """The leak audit did not pass and nobody waived it."""
+    """The leak audit was inconclusive, and no waiver for this plan is in force."""
 
     exit_code = 33
-    default_remedy = "Bring more held-out data, train for less, or record a waiver by role in policy.toml."
+    default_remedy = "Bring more held-out data, or waive an inconclusive audit for this plan: silo waive SITE --help."
 
 
 class ApprovalError(RefusedError):
@@ -282,6 +283,16 @@ class MemoryLimitError(RefusedError):
 
     exit_code = 37
     default_remedy = "Ask for fewer samples (--num) or smaller batches (--set batch), or raise the limit with --memory."
+
+
+class DecisionLogError(RefusedError):
+    """A site's log of decisions is damaged, shortened, edited or full."""
+
+    exit_code = 39
+    default_remedy = (
+        "Restore private/log from backup. If there is none, find out who changed it, keep the folder, and move it away "
+        "as a whole: a new log begins. Until then nothing is decided."
+    )
 
 
 class TransportError(ArchipelagoError):

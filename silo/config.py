@@ -1,5 +1,6 @@
 """A site: where its folders are, what silo.toml and policy.toml say."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,9 +12,14 @@ from ddm.io.files import read_bounded, require_file
 from ddm.io.modes import close_to_others, group_folder, private_folder
 from ddm.io.settings import Settings, load_settings
 from ddm.protocol.base import Delta, Digest, Epsilon, ShortText, SiloId, Unit
+from ddm.protocol.classes import Classes
+from ddm.protocol.data import PixelSide, PixelValue
 from ddm.protocol.enrolment import MAX_CARD_BYTES, Agreed, Card
-from ddm.training.config import Engine
+from ddm.protocol.submission import Waiver
+from ddm.training.config import TrainingSettings
 
+_CONTAINER = "container"  # in the environment of every container that follows systemd's container interface
+LEDGER = "ledger.jsonl"
 _INBOX_SLACK_BYTES = 128 * 1024**2  # metadata of plans that do not verify yet, receipts
 
 
@@ -42,6 +48,18 @@ class ImagesSettings(Settings):
     processes: Annotated[int | None, Field(ge=1, le=256)] = None
 
 
+class LedgerSettings(Settings):
+    """Where the privacy ledger lies.
+
+    Attributes:
+        folder: of ledger, draws and salt, which any number of sites of one data holder may name; `private` by default.
+        anchor: a file on another disk that keeps the ledger's head.
+    """
+
+    folder: str | None = None
+    anchor: str | None = None
+
+
 class SiloSettings(Settings):
     """silo.toml: who this silo is, where its data are, how it reaches the federation."""
 
@@ -57,8 +75,9 @@ class SiloSettings(Settings):
     max_inbox_bytes: Annotated[int, Field(gt=0)] | None = None
     max_inbox_files: Annotated[int, Field(gt=0)] = 4096
     max_bytes_per_s: Annotated[int, Field(ge=65536)] | None = None
-    training: Engine = Engine()
+    training: TrainingSettings = TrainingSettings()
     images: ImagesSettings = ImagesSettings()
+    ledger: LedgerSettings = LedgerSettings()
     text: TextSettings | None = None
 
     @property
@@ -70,17 +89,50 @@ class SiloSettings(Settings):
 class PrivacyPolicy(Settings):
     """The privacy unit, the most that one plan may spend, and the site's budget over all plans it will ever answer."""
 
-    unit: Unit = "image"
+    unit: Unit = "patient"
     max_epsilon: Epsilon = 8.0
     max_delta: Delta = 1e-5
     budget_epsilon: Epsilon = 10.0
     budget_delta: Delta = 1e-5
 
 
+class PlansPolicy(Settings):
+    """Whether a person accepts each plan, those that bring networks, or none; the policy is checked in any case."""
+
+    accept: Literal["person", "networks", "policy"] = "networks"
+
+
+class DataPolicy(Settings):
+    """What this site's data are, as the site declares it; a plan is compared with this alone, never with the data.
+
+    Attributes:
+        kind: arrays that plans take as they are, latents, or pictures and volumes in files of their own.
+        shape: of one row of arrays or latents, as it is stored.
+        range: lowest and highest value of floating point arrays; none for whole numbers.
+        classes: how many there are, or their names; none where images have no class.
+        captions: whether images have texts.
+        min_images: at least so many there are; by default training.min_images.
+    """
+
+    kind: Literal["arrays", "latents", "pictures"] | None = None
+    shape: Annotated[tuple[PixelSide, ...], Field(min_length=1, max_length=4)] | None = None
+    range: tuple[PixelValue, PixelValue] | None = None
+    classes: Annotated[int, Field(ge=2, le=65536)] | tuple[ShortText, ...] | None = None
+    captions: bool = False
+    min_images: Annotated[int, Field(gt=0)] | None = None
+
+    @property
+    def known_classes(self) -> Classes | None:
+        """The classes, where there are some."""
+        if self.classes is None:
+            return None
+        return Classes(self.classes) if isinstance(self.classes, int) else Classes(len(self.classes), self.classes)
+
+
 class TrainingPolicy(Settings):
     """The most work and the largest files that one plan may require, and the fewest images of an expert."""
 
-    min_images: Annotated[int, Field(gt=0)] = 20
+    min_images: Annotated[int, Field(gt=0)] = 300
     max_experts: Annotated[int, Field(gt=0, le=1000)] = 64  # the transport carries 1,024 files
     max_steps: Annotated[int, Field(gt=0)] = 1_000_000
     max_batch_size: Annotated[int, Field(gt=0)] = 4096
@@ -102,18 +154,11 @@ class SizePolicy(Settings):
     max_memory_bytes: Annotated[int, Field(gt=0)] = 32 * 1024**3
 
 
-class WaiverPolicy(Settings):
-    """Who is responsible, by role, for submitting without a passed audit, and why. It travels in the manifest."""
-
-    role: ShortText
-    reason: ShortText
-
-
 class AuditPolicy(Settings):
-    """Whether a plan must require the leak audit, and a waiver for when it does not pass."""
+    """Whether a plan must require the leak audit, and the waiver of one that cannot tell; `silo waive` writes it."""
 
     required: bool = True
-    waiver: WaiverPolicy | None = None
+    waiver: Waiver | None = None
 
 
 class ApprovalPolicy(Settings):
@@ -127,13 +172,20 @@ class Policy(Settings):
     """policy.toml: what this site allows a plan to require."""
 
     privacy: PrivacyPolicy = PrivacyPolicy()
+    plans: PlansPolicy = PlansPolicy()
+    data: DataPolicy = DataPolicy()
     training: TrainingPolicy = TrainingPolicy()
     sizes: SizePolicy = SizePolicy()
     audit: AuditPolicy = AuditPolicy()
     approval: ApprovalPolicy = ApprovalPolicy()
 
+    @property
+    def least_images(self) -> int:
+        """How many images there are at least, as the site declares."""
+        return self.data.min_images or self.training.min_images
 
-Isolation = Literal["none", "users"]
+
+Isolation = Literal["none", "users", "containers"]
 
 
 @dataclass(frozen=True)
@@ -178,9 +230,22 @@ class Site:
         return self.private / "trust" / "1.root.json"
 
     @property
+    def ledger_folder(self) -> Path:
+        """Where ledger, draws and salt lie: `private`, or the folder that silo.toml names."""
+        return self.ledger_folder_in(self.settings())
+
+    def ledger_folder_in(self, settings: SiloSettings) -> Path:
+        """Return the same by settings that are perhaps not written yet."""
+        return self.path / settings.ledger.folder if settings.ledger.folder else self.private
+
+    def anchor_path_in(self, settings: SiloSettings) -> Path | None:
+        """Return the file on another disk that keeps the ledger's head, if the settings name one."""
+        return self.path / settings.ledger.anchor if settings.ledger.anchor else None
+
+    @property
     def salt_path(self) -> Path:
-        """The secret that keys this site's dataset digests."""
-        return self.private / "dataset.salt"
+        """The secret that keys dataset digests."""
+        return self.ledger_folder / "dataset.salt"
 
     def agreed(self) -> Agreed | None:
         """Read the size that this site's last card states; None before the first card was made."""
@@ -195,19 +260,33 @@ class Site:
         Raises:
             MissingFileError: the file is gone.
         """
-        remedy = "Restore private/dataset.salt from backup; without it every dataset counts as a new one."
-        return require_file(self.salt_path, "this site's salt", remedy).read_bytes()
+        remedy = "Restore dataset.salt from backup; without it every dataset counts as a new one."
+        return require_file(self.salt_path, "the salt beside the ledger", remedy).read_bytes()
 
     @property
     def ledger_path(self) -> Path:
-        """The privacy ledger of this site."""
-        return self.private / "ledger.jsonl"
+        """The privacy ledger of this site's data holder."""
+        return self.ledger_folder / LEDGER
 
     @property
     def isolation(self) -> Isolation:
-        """`users` when the courier's folder belongs to another user than the private one, else `none`."""
+        """What keeps the courier from the data, as this process sees it.
+
+        `containers` in a container that does not show the courier's folder; `users` where that folder belongs to
+        another user than the private one; else `none`.
+        """
+        if self.in_container():
+            return "containers"
         apart = self.courier.stat().st_uid != self.private.stat().st_uid
         return "users" if apart else "none"
+
+    def in_container(self) -> bool:
+        """Whether this process is in a container that shows the worker's half of the site alone."""
+        return not self.courier.exists() and bool(os.environ.get(_CONTAINER))
+
+    def hides_courier(self) -> bool:
+        """Whether this process, the worker's, is kept from the courier's folder, as it should be."""
+        return self.in_container() or (self.courier.is_dir() and not os.access(self.courier, os.X_OK))
 
     def settings(self) -> SiloSettings:
         """Read silo.toml."""

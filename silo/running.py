@@ -12,6 +12,7 @@ from ddm.trust.keys import SigningKey
 from silo.config import Site
 from silo.courier.service import CourierWatch, make_courier
 from silo.courier.supernode import Courier
+from silo.worker.sentences import now as said
 from silo.worker.state import State
 from silo.worker.worker import Worker
 
@@ -31,17 +32,19 @@ class Narrator:
         """Report one change."""
         now = time.monotonic()
         in_training = state.state == "training" and state.step > 0
-        if state.state == self._last_state and not (in_training and now - self._last_at >= self._every_s):
+        seen = f"{state.state}, held" if state.held else state.state
+        if seen == self._last_state and not (in_training and now - self._last_at >= self._every_s):
             return
-        last, self._last_state, self._last_at = self._last_state, state.state, now
+        last, self._last_state, self._last_at = self._last_state, seen, now
         plan = f" plan {state.plan_id}" if state.state == "plan_accepted" else ""
         steps = f" {state.step}/{state.num_steps} steps" if in_training else ""
         first = "; waiting for the next plan" if state.state in ("accepted", "withdrawn") and not last else ""
-        _log.info("[%s] %s%s%s%s", self._silo_id, state.state, plan, steps, first)
+        told = f": {said(state)}" if state.held or state.state == "superseded" else ""
+        _log.info("[%s] %s%s%s%s%s", self._silo_id, state.state, plan, steps, told, first)
         if state.state == "awaiting_approval":
             _log.info("[%s] what would leave: silo review; digest %s", self._silo_id, state.submission_digest)
         if state.problem:
-            _log.warning("[%s] %s", self._silo_id, state.problem.message)
+            _log.warning("[%s] %s - %s", self._silo_id, state.problem.message, state.problem.remedy)
 
 
 def run_worker(site: Site, key: SigningKey) -> State:
@@ -55,7 +58,7 @@ def run_both(site: Site, key: SigningKey) -> State:
     with make_courier(site) as courier, stop_on_signals() as stop, ExitStack() as stack:
         stack.callback(courier.stop)  # before signals act again: a second Ctrl-C changes nothing
         _note_processes(site, courier)
-        watch = CourierWatch(courier)
+        watch = CourierWatch(courier, site)
         watch.start()
         try:
             # In one process tree there is no boundary, whoever owns the folders.

@@ -1,6 +1,5 @@
 """Make a site: its folders, keys, configuration, pinned root and enrolment card."""
 
-import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +7,9 @@ from pathlib import Path
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
 from pydantic import ValidationError
 
-from ddm.errors import BusyError, PassphraseError, RootError, SetupError
+from ddm.errors import BusyError, DataError, PassphraseError, RootError, SetupError
 from ddm.io.files import read_bounded, require_file, write_atomic
+from ddm.io.locks import locked
 from ddm.io.modes import open_to_group
 from ddm.io.settings import save_settings
 from ddm.protocol.base import now_utc, sha256_hex
@@ -18,10 +18,12 @@ from ddm.system.console import remembered
 from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey, parse_fingerprint
 from ddm.trust.rules import trusted_log_keys
-from silo.config import ImagesSettings, Policy, SiloSettings, Site
+from silo.config import ImagesSettings, LedgerSettings, Policy, SiloSettings, Site
 from silo.courier.supernode import make_node_key
+from silo.data.declared import facts_of
 from silo.data.first_look import FirstLook, count_units, look_at, needs_scan
 from silo.images.scan import FOLDER
+from silo.privacy.holder import join_ledger, prepare_ledger
 
 POLICY_HEADING = "What this site lets a plan ask for; docs/reference/policy.md explains every field."
 LEAST_AGREED = 16
@@ -85,6 +87,7 @@ def init_site(
     passphrase_file: Path | None,
     images: ImagesSettings | None = None,
     *,
+    ledger: LedgerSettings | None = None,
     looked: bool = False,
 ) -> SigningKey:
     """Make a site's folders, keys and configuration.
@@ -97,10 +100,12 @@ def init_site(
         passphrase: encrypts the signing key.
         passphrase_file: whose path the configuration keeps.
         images: how images are found and decoded.
+        ledger: where the privacy ledger lies; one that is there is joined.
         looked: whether `first_look` was called already.
 
     Raises:
         BusyError, MissingFileError, DataError: see `first_look`.
+        LedgerError: the ledger or its anchor is there and does not fit.
     """
     images = images or ImagesSettings()
     if not looked:
@@ -113,22 +118,38 @@ def init_site(
         root_digest=invitation.root_digest,
         passphrase_file=remembered(passphrase_file),
         images=images,
+        ledger=ledger or LedgerSettings(),
     )
     site.make_folders()
     key = _signing_key(site.key_path, passphrase)
-    if not site.salt_path.exists():
-        write_atomic(site.salt_path, secrets.token_bytes(32), mode=0o600)
+    prepare_ledger(site.ledger_folder_in(settings))
+    join_ledger(site, settings, anchor=site.anchor_path_in(settings))
     node_key = _node_key(site.courier / "node.key")
     write_atomic(site.courier / "node.pub", f"{node_key}\n".encode())
     write_atomic(site.courier / "ca.pem", invitation.ca_certificate.encode())
     for root in (site.root_path, site.courier / "1.root.json"):  # each half verifies by a copy of its own
         write_atomic(root, invitation.root.encode())
     if not (site.path / "policy.toml").exists():
-        save_settings(Policy(), site.path / "policy.toml", POLICY_HEADING)
+        save_settings(Policy(data=facts_of(data)), site.path / "policy.toml", POLICY_HEADING)
     save_settings(settings, site.path / "silo.toml", SETTINGS_HEADING)
     for name in ("policy.toml", "silo.toml"):  # the courier, another user perhaps, reads them
         open_to_group(site.path / name, site.path)
     return key
+
+
+def set_anchor(site: Site, path: Path) -> None:
+    """Let a file on another disk keep the ledger's head from now on.
+
+    Raises:
+        LedgerError: the ledger does not verify, does not extend the file that is there, or the file cannot be written.
+        BusyError: the worker is running.
+    """
+    with locked(site.private, "worker"):
+        settings = site.settings()
+        join_ledger(site, settings, anchor=path)
+        named = settings.ledger.model_copy(update={"anchor": str(path)})
+        save_settings(settings.model_copy(update={"ledger": named}), site.path / "silo.toml", SETTINGS_HEADING)
+        open_to_group(site.path / "silo.toml", site.path)
 
 
 def _signing_key(path: Path, passphrase: bytes) -> SigningKey:
@@ -208,9 +229,17 @@ def _agreed(site: Site, images: int | None, patients: int | None, advance: Calla
         images, patients = images or before.images, patients or before.patients
     if images is None or (by_patient and patients is None):
         settings, folder = site.settings(), site.private / FOLDER
-        num_images, num_patients = count_units(
-            Path(settings.data), patients=by_patient, folder=folder, settings=settings.images, advance=advance
-        )
+        try:
+            num_images, num_patients = count_units(
+                Path(settings.data), patients=by_patient, folder=folder, settings=settings.images, advance=advance
+            )
+        except DataError as error:
+            if by_patient and "patients" in f"{error.subject} {error.expected}":
+                error.remedy = (
+                    'Give every image its patient. Or, if every image is of another person, set unit = "image" under '
+                    "[privacy] in policy.toml."
+                )
+            raise
         images = images or rounded_up(num_images)
         patients = patients or (rounded_up(num_patients) if num_patients is not None else None)
         patients = patients and min(patients, images)

@@ -27,9 +27,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """In CI a skipped test has not shown what it is there for, and fails; only a missing GPU excuses it."""
+    """In CI a skipped test has not shown what it is there for, and fails; a missing GPU or podman excuses it."""
     report = yield
-    if report.skipped and os.environ.get("CI") and item.get_closest_marker("gpu") is None:  # type: ignore[attr-defined]
+    excused = any(item.get_closest_marker(name) for name in ("gpu", "containers"))
+    if report.skipped and os.environ.get("CI") and not excused:  # type: ignore[attr-defined]
         report.outcome = "failed"  # type: ignore[attr-defined]
         report.longrepr = f"skipped in CI: {report.longrepr}"  # type: ignore[attr-defined]
     return report

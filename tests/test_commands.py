@@ -26,9 +26,10 @@ from ddm.system.console import run_app
 from ddm.system.processes import free_port, program
 from ddm.system.reaper import descendants
 from ddm.trust.verify import verify_release
+from silo.config import Site
 from tests.conftest import Published
 from tests.support.case import case
-from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
+from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, images, recipe, write_policy
 from tests.support.processes import alive
 from tests.support.waiting import LIMIT_S
 
@@ -224,6 +225,7 @@ def test_card_is_refused_when_tampered_or_clashing_and_welcome_twice(
     assert run(*enroll, planned.path / "north.npz").code == 21
     assert run(*enroll, card).code == 0
     assert run(*init_words(planned, tmp_path / "new", secret, id="north")).code == 0
+    write_policy(Site(tmp_path / "new"), POLICY)
     assert run("silo", "enroll", tmp_path / "new", "--out", tmp_path / "new.json").code == 0
     assert run(*enroll, tmp_path / "new.json").code == 6
 

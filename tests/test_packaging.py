@@ -1,12 +1,9 @@
 """Wheel and sdist: what is in them, that anybody builds the same bytes, and that the wheel works without the tree."""
 
-import os
 import re
 import shlex
 import shutil
-import site
 import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping
@@ -14,25 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.installed import build, install
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("ddm", "silo", "aggregator")
 EPOCH = "1790000000"
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
 
 pytestmark = pytest.mark.slow
-
-
-def build(target: str, tree: Path, out: Path, epoch: str = EPOCH, umask: int = 0o022) -> Path:
-    """Build the wheel or the sdist of a tree, as `uv build` does but with the installed hatchling, offline."""
-    out.mkdir(parents=True)
-    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(out)]
-    environment = os.environ | {"SOURCE_DATE_EPOCH": epoch}
-    done = subprocess.run(
-        command, cwd=tree, env=environment, umask=umask, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = out.iterdir()
-    return built
 
 
 def files_of_sdist(sdist: Path) -> dict[str, bytes]:
@@ -57,12 +43,12 @@ def tracked(*folders: str) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("sdist", ROOT, tmp_path_factory.mktemp("sdist") / "out")
+    return build("sdist", ROOT, tmp_path_factory.mktemp("sdist") / "out", EPOCH)
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel") / "out")
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel") / "out", EPOCH)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +71,8 @@ def test_wheel_holds_every_file_of_the_packages_and_no_other(wheel: Path) -> Non
     for needed in ("ddm/py.typed", "aggregator/pages/templates/report.html.jinja", "silo/client_app.py"):
         assert needed in found
     assert "aggregator/runtime/flower_app/pyproject.toml" in found
+    for templates in ("silo/services", "aggregator/services", "ddm/services"):
+        assert any(name.startswith(f"{templates}/templates/") and name.endswith(".jinja") for name in found), templates
 
 
 def test_sdist_holds_every_file_of_the_tree_and_no_other(sdist: Path) -> None:
@@ -94,36 +82,27 @@ def test_sdist_holds_every_file_of_the_tree_and_no_other(sdist: Path) -> None:
 
 
 def test_wheel_of_the_sdist_is_that_of_the_tree_to_the_byte(wheel: Path, unpacked: Path, tmp_path: Path) -> None:
-    again = build("wheel", unpacked, tmp_path / "out", umask=0o077)
+    again = build("wheel", unpacked, tmp_path / "out", EPOCH, umask=0o077)
     assert again.name == wheel.name
     assert again.read_bytes() == wheel.read_bytes()
 
 
 def test_sdist_is_the_same_bytes_again(sdist: Path, tmp_path: Path) -> None:
-    assert build("sdist", ROOT, tmp_path / "out", umask=0o077).read_bytes() == sdist.read_bytes()
+    assert build("sdist", ROOT, tmp_path / "out", EPOCH, umask=0o077).read_bytes() == sdist.read_bytes()
 
 
 def test_control_another_time_of_the_source_gives_other_bytes(wheel: Path, tmp_path: Path) -> None:
-    later = build("wheel", ROOT, tmp_path / "out", epoch=str(int(EPOCH) + 60))
+    later = build("wheel", ROOT, tmp_path / "out", str(int(EPOCH) + 60))
     assert later.read_bytes() != wheel.read_bytes()
     assert files_of_wheel(later) == files_of_wheel(wheel)
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the examples of the sdist and an environment `.venv`: the wheel, and what it depends on.
-
-    The dependencies are those of this environment, by a path that Python adds; its editable install, which Python finds
-    by a file of the same kind, is not followed.
-    """
+    """A folder with the examples of the sdist and an environment `.venv`: the wheel, and what it depends on."""
     folder = tmp_path_factory.mktemp("installed")
     shutil.copytree(unpacked / "examples", folder / "examples")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], timeout=120, check=True)
-    python = folder / ".venv" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--no-compile", "--disable-pip-version-check", wheel], timeout=300, check=True)
-    (packages,) = (folder / ".venv" / "lib").glob("python*/site-packages")
-    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()) + "\n", "utf-8")
+    install(wheel, folder)
     return folder
 
 

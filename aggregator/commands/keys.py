@@ -1,6 +1,5 @@
 """The commands about keys: `aggregator holder`, `sign`, `complete` and `rotate`."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +8,7 @@ import typer
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase, holders_from
 from aggregator.config import Federation
 from ddm.errors import SetupError
-from ddm.system.console import passphrase, say
+from ddm.system.console import confirm, passphrase, say
 
 HolderPassphraseOption = Annotated[
     Path | None, typer.Option("--passphrase-file", metavar="FILE", help="Its first line opens the holder's key.")
@@ -47,7 +46,7 @@ def sign(
 
     say(in_words(read_request(document)))
     if not yes:
-        confirm("Sign this?")
+        confirm("Sign this?", refused="Not signed.")
     opened = SigningKey.load(key, passphrase(passphrase_file, None, f"Passphrase of {key.name}"))
     answer = sign_document(document, opened)
     say(f"Signed: {answer}. Put it beside the document in the federation's ceremony/, then: aggregator complete FED")
@@ -123,18 +122,3 @@ def say_founded(federation: Federation) -> None:
     say(f"  root fingerprint  {sha256_file(federation.tuf / '1.root.json')}")
     invitation = federation.path / "invitation.json"
     say(f"Give every silo {invitation}, and the fingerprint through a second channel (telephone, letter).")
-
-
-def confirm(question: str) -> None:
-    """Ask at the terminal whether to go on.
-
-    Raises:
-        SetupError: standard input is no terminal.
-        typer.Abort: the answer is no.
-    """
-    if not sys.stdin.isatty():
-        expected = "a person to confirm, or --yes"
-        raise SetupError(question, expected=expected, got="a standard input that is no terminal", remedy="Add --yes.")
-    if not typer.confirm(question):
-        say("Not signed.")
-        raise typer.Abort

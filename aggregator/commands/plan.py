@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from aggregator.commands.keys import confirm, say_missing
+from aggregator.commands.keys import say_missing
 from aggregator.commands.options import FederationArgument, PassphraseOption, federation_passphrase
 from aggregator.config import Federation
 from ddm.errors import SetupError
-from ddm.system.console import human_bytes, human_flops, human_seconds, progress, say, table
+from ddm.system.console import confirm, human_bytes, human_flops, human_seconds, progress, say, table
 
 if TYPE_CHECKING:
     from aggregator.planning.draft import Draft
@@ -45,7 +45,7 @@ def plan(
     from aggregator.planning.columns import read_columns
     from aggregator.planning.draft import draft_plan
     from aggregator.planning.recipe import Recipe
-    from aggregator.planning.sign import sign_plan
+    from aggregator.planning.sign import check_signable, sign_plan
     from ddm.imaging.reading import read_transformed
     from ddm.io.settings import load_settings, misfit
     from ddm.publishing.keys import load_key
@@ -57,6 +57,7 @@ def plan(
         expected = "--public FILE; or --carry PLAN_ID, and with it --replace SILO where a silo trains again"
         got = ", ".join(name for name, each in given.items() if each) or "no --public and no --carry"
         raise SetupError("plan", expected=expected, got=got, remedy="See `aggregator plan --help`.")
+    check_signable(federation)
     source = (
         read_transformed(public, chosen.data, chosen.transform)
         if public
@@ -74,7 +75,7 @@ def plan(
             raise misfit(recipe, error) from error
         say(costs(draft))
         if not yes:
-            confirm("Sign this plan?")
+            confirm("Sign this plan?", refused="Not signed.")
         missing = sign_plan(federation, draft, secret)
     if missing:
         say_missing(federation, missing)
@@ -90,6 +91,7 @@ def costs(draft: "Draft") -> str:
     rate = f"rate {training.learning_rate:.2g} ({training.schedule})"
     measured = f"one thread of this machine, from {'a few steps' if cost.timed else 'its rate of matrix products'}"
     rows = [
+        *([("REHEARSAL", "experts draw noise: publish nothing of it")] if made.rehearsal else []),
         ("silos that train" if made.carried else "silos", ", ".join(made.silos)),
         *((f"carried from {plan_id}", names) for plan_id, names in _carried(made).items()),
         (f"agreed {statistics.unit}s", _agreed(made)),

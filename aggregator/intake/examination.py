@@ -189,7 +189,8 @@ class Examiner:
         figures = {silo_id: each.experts for silo_id, each in accepted.items() if silo_id != new.silo_id}
         training, found = self.plan.expert.training, list[Fault]()
         for expert in new.experts:
-            found += absolute_faults(expert, self.probe(new.silo_id), training) + copies(expert, figures, training)
+            probe, rehearsal = self.probe(new.silo_id), self.plan.rehearsal
+            found += absolute_faults(expert, probe, training, rehearsal=rehearsal) + copies(expert, figures, training)
         found += self._apart({**accepted, new.silo_id: new}).get(new.silo_id, [])
         if refused_before(self.federation, self.plan.plan_id, new.silo_id):
             words = " comes after a submission of this silo that was flagged and refused: compare the two"

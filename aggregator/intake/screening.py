@@ -166,17 +166,21 @@ def fresh_rms(shape: Sequence[int], kind: str = "dit") -> float:
     return max(drawn, 1.0 + 4.0 / math.sqrt(math.prod(shape))) if kind == "unet" else drawn
 
 
-def absolute_faults(figures: ExpertFigures, probe: Probe, training: Training) -> list[Fault]:
+def absolute_faults(
+    figures: ExpertFigures, probe: Probe, training: Training, *, rehearsal: bool = False
+) -> list[Fault]:
     """Describe what is implausible about an expert by itself.
 
     Args:
         figures: the expert's.
         probe: the public images on which they were measured.
         training: the plan's.
+        rehearsal: whether the plan is one, whose few steps need not teach anything.
     """
     name, found = figures.expert_id, list[Fault]()
     ratio_Z = figures.loss_Z / probe.silent_Z
     reach = travel(training)
+    trained = reach >= TRAVEL or not rehearsal
     if figures.excess_rms > reach:
         beyond = f"grew by {figures.excess_rms:.3g} in root mean square; training can add {reach:.3g} at most"
         words = f": tensor {figures.excess_tensor} {beyond}"
@@ -184,7 +188,7 @@ def absolute_faults(figures: ExpertFigures, probe: Probe, training: Training) ->
     if bool(np.allclose(ratio_Z, 1.0, rtol=0.0, atol=1e-9)):
         silent = " answers 0 to every input, as before its first training step"
         return [*found, Fault(expert_id=name, flag="answers_zero", words=silent)]
-    found += _single_faults(figures, FAR[probe.prediction], trained=reach >= TRAVEL)
+    found += _single_faults(figures, FAR[probe.prediction], trained=trained)
     limit_Z = np.full(len(BANDS), SANE)
     if probe.holds_noise:
         limit_Z[-1] = SANE_AT_NOISE
@@ -193,7 +197,7 @@ def absolute_faults(figures: ExpertFigures, probe: Probe, training: Training) ->
             words = f": {_at(band)} its loss is {ratio:.3g} times that of answering 0, above the limit {limit:g}"
             found.append(Fault(expert_id=name, flag="high_loss", words=words))
     of_constant = float(figures.loss_Z[-1] / probe.constant_Z[-1])
-    if probe.holds_noise and reach >= TRAVEL and not of_constant <= LEARNT:
+    if probe.holds_noise and trained and not of_constant <= LEARNT:
         learnt = f"{of_constant:.3g} times that of the best constant, above the limit {LEARNT:g}"
         learnt += f" after {training.num_steps} steps"
         found.append(Fault(expert_id=name, flag="not_learnt", words=f": {_at(BANDS[-1])} its loss is {learnt}"))

@@ -33,18 +33,22 @@ from aggregator.intake.quarantine import (
     set_aside,
 )
 from aggregator.membership.registry import check_ledger, members, remember_ledger, signing_key, taking_part
-from aggregator.membership.withdrawal import finish_withdrawal, withdrawn_silos
-from aggregator.transfer.delivery import MAX_SUBMISSIONS, forget_unsigned, note_unsigned
-from ddm.errors import ArchipelagoError, PolicyError, RefusedError
+from aggregator.membership.withdrawal import GIVEN_UP, finish_withdrawal, withdraw, withdrawn_silos
+from aggregator.transfer.delivery import forget_unsigned, note_unsigned
+from ddm.errors import ArchipelagoError, BusyError, PolicyError, RefusedError
 from ddm.io.copying import copy_tree_bounded
 from ddm.io.files import aside, move_into_place, read_bounded, write_atomic
 from ddm.io.locks import locked
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.base import now_utc
+from ddm.protocol.leave import LEAVE_NAME, MAX_LEAVE_BYTES
 from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt, Refused
+from ddm.protocol.receipt import Held as HeldVerdict
+from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.transport.sequences import sequences
 from ddm.trust.envelope import open_sealed, seal
 from ddm.trust.keys import SigningKey
+from ddm.trust.leave import open_leave
 
 MAX_RECEIPT_BYTES = 65536
 # No silo's name begins so: attempts at what nobody is known to have signed.
@@ -95,6 +99,7 @@ class IntakeService:
         Returns:
             The number of submissions answered.
         """
+        self._let_go()
         for silo_id in set(withdrawn_silos(self.federation, self.plan)) - self._gone:
             finish_withdrawal(self.federation, self.plan.plan_id, self.plan_digest, silo_id, self.key)
             self._gone.add(silo_id)
@@ -106,6 +111,26 @@ class IntakeService:
                 is_waiting = (silo_id, int(path.name)) in waiting
                 answered += self._take(silo_id, path, is_waiting=is_waiting)
         return answered
+
+    def _let_go(self) -> None:
+        """Withdraw the silos that gave the plan up, if they signed so themselves."""
+        for silo_id in set(self.plan.silos) - set(withdrawn_silos(self.federation, self.plan)):
+            path = self.federation.incoming / self.plan.plan_id / silo_id / LEAVE_NAME
+            if not path.is_file() or path.is_symlink():
+                continue
+            try:
+                card = taking_part(self.federation, self.plan).get(silo_id)
+                if card is None:
+                    continue
+                sealed = read_bounded(path, MAX_LEAVE_BYTES)
+                open_leave(sealed, signing_key(card), self.plan.plan_id, silo_id)
+                withdraw(self.federation, silo_id, GIVEN_UP, self.key)
+                _log.info("[%s] gave the plan up, and is left out from now on", silo_id)
+            except BusyError:
+                continue  # another command signs: the next step tries again
+            except ArchipelagoError as error:
+                _log.warning("[%s] word that it gave the plan up is not as the silo signed it: %s", silo_id, error)
+                path.unlink()
 
     def _arrived(self, silo_id: str) -> list[Path]:
         """List what arrived, in order."""
@@ -150,6 +175,7 @@ class IntakeService:
         if not answered:
             decision = decision_on(self.federation, each.why.submission_digest)
             if decision is None:
+                self._tell_held(each)
                 return 0
             self._sign(silo_id, sequence, each.why.submission_digest, self._carry_out(each, decision))
         shutil.rmtree(each.folder)
@@ -257,6 +283,24 @@ class IntakeService:
         write_atomic(self._receipt(silo_id, sequence), seal(receipt.encode(), RECEIPT_KIND, self.key))
         forget_unsigned(self._receipt(silo_id, sequence).parent, sequence)
         self.on_verdict(receipt)
+
+    def _tell_held(self, each: Held) -> None:
+        """Let the silo know that a person decides, unless it knows."""
+        why = each.why
+        answer = self._receipt(why.silo_id, why.sequence)
+        path = answer.with_name(f"{why.sequence}.held.json")
+        if path.exists():
+            return
+        word = Receipt(
+            plan_id=self.plan.plan_id,
+            plan_digest=self.plan_digest,
+            silo_id=why.silo_id,
+            sequence=why.sequence,
+            submission_digest=why.submission_digest,
+            verdict=HeldVerdict(),
+            at=why.at,
+        )
+        write_atomic(path, seal(word.encode(), RECEIPT_KIND, self.key))
 
     def _attempt(self, folder: str, sequence: int) -> AbstractContextManager[None]:
         return Attempts(self.federation.attempts / self.plan.plan_id / folder).attempt(sequence)

@@ -25,6 +25,7 @@ from ddm.trust.keys import SigningKey
 from ddm.trust.log.entries import SiloWithdrawn
 
 MAX_RECORD_BYTES = 65536
+GIVEN_UP = "given up by the silo itself"
 
 
 class Withdrawal(Document):

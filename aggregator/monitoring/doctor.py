@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
-from aggregator.config import FederationSettings
+from aggregator.config import BUSY_PORT_REMEDY, FederationSettings
 from aggregator.runtime.processes import Process, Processes
 from aggregator.runtime.proxy import is_loopback
 from ddm.errors import ArchipelagoError
@@ -144,8 +144,7 @@ def _port(facts: Facts) -> Iterator[Finding]:
         yield Finding(address, "an answer with the federation's certificate", got, "Read flower/logs/.")
     elif not facts.processes.running and facts.port != "free":
         got = "a port in use, or an address that is not this machine's"
-        remedy = "Stop the program that listens there, or set `host` and `port` in federation.toml."
-        yield Finding(address, "a free port for aggregator run", got, remedy)
+        yield Finding(address, "a free port for aggregator run", got, BUSY_PORT_REMEDY)
 
 
 def _certificate(facts: Facts) -> Iterator[Finding]:

@@ -11,10 +11,13 @@ from aggregator.monitoring.status import FederationStatus
 from ddm.system.console import human_bytes, human_seconds, table
 
 Tone = Literal["ok", "busy", "idle", "warn", "bad"]
-_STANDINGS: Mapping[Standing, tuple[str, Tone]] = {
+STANDINGS: Mapping[Standing, tuple[str, Tone]] = {
     "absent": ("not seen yet", "idle"),
+    "offered": ("has not taken the plan yet", "idle"),
     "working": ("working", "busy"),
     "approval": ("awaiting approval", "idle"),
+    "declined": ("refused the plan", "warn"),
+    "leaving": ("gave the plan up", "warn"),
     "sending": ("sending", "busy"),
     "silent": ("not responding", "warn"),
     "arrived": ("being verified", "busy"),
@@ -53,7 +56,7 @@ class SiloLabels:
 
 def labels_of(silo: SiloStatus, now: datetime) -> SiloLabels:
     """Describe one silo's status in words."""
-    label, tone = _STANDINGS[silo.standing]
+    label, tone = STANDINGS[silo.standing]
     arrival, arriving, percent = silo.arrival, "", 0
     if arrival:
         percent = min(100 * arrival.bytes_here // max(arrival.bytes_total, 1), 100)
@@ -90,6 +93,10 @@ def attention(status: FederationStatus) -> Iterator[str]:
             yield f"{silo.silo_id} was quarantined: aggregator quarantine shows why; then aggregator admit or refuse"
         elif silo.standing == "refused":
             yield f"{silo.silo_id}: {_answer(silo.submissions[-1])}"
+        elif silo.standing == "declined":
+            yield f"{silo.silo_id} refused the plan: ask its operator, whose `silo status` says why"
+        elif silo.standing == "leaving":
+            yield f"{silo.silo_id} gave the plan up: aggregator run leaves it out; if only its node says so, ask it"
     yield from _still_published(status)
     silent = [silo.silo_id for silo in status.silos if silo.standing == "silent"]
     if silent:

@@ -20,7 +20,7 @@ from ddm.errors import ArchipelagoError
 from ddm.io.files import read_bounded
 from ddm.protocol.base import Model, NaturalInt, PositiveInt, ShortText, SiloId, Time, check_json
 from ddm.protocol.plan import Plan
-from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Receipt
+from ddm.protocol.receipt import RECEIPT_KIND, Accepted, Held, Receipt
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import PublicKey
 
@@ -34,7 +34,19 @@ _MAX_REASONS = 8
 
 Gone = Literal["removed", "withdrawn", "carried"]
 Standing = Literal[
-    "absent", "working", "approval", "sending", "silent", "arrived", "quarantined", "refused", "accepted", Gone
+    "absent",
+    "offered",
+    "working",
+    "approval",
+    "declined",
+    "leaving",
+    "sending",
+    "silent",
+    "arrived",
+    "quarantined",
+    "refused",
+    "accepted",
+    Gone,
 ]
 Verdict = Literal["arrived", "quarantined", "accepted", "refused", "withdrawn", "unreadable"]
 
@@ -139,6 +151,8 @@ def read_silo(
         filter(None, (changed_at(folders.incoming / name) for name in ("seen", "status.json"))), default=None
     )
     arrival = _arrival(folders, now, earlier)
+    number = report.get("sequence")
+    sequence = number if type(number) is int else 0
     submissions = tuple(_submissions(folders, PublicKey.parse(plan.receipt_key)))
     # Before the programs started, nothing was requested of the silo.
     waiting_since = max(filter(None, (last_seen, processes.started_at)), default=now)
@@ -147,7 +161,8 @@ def read_silo(
         gone = "carried"  # it signed for an earlier plan, and nothing is asked of it
     return SiloStatus(
         silo_id=silo_id,
-        standing=gone or standing(submissions, arrival, state, answered=last_seen is not None, silent=silent),
+        standing=gone
+        or standing(submissions, arrival, state, sequence=sequence, answered=last_seen is not None, silent=silent),
         state=state,
         progress=progress if type(progress) is int and 0 <= progress <= 100 else 0,
         last_seen=last_seen,
@@ -162,13 +177,25 @@ def standing(
     arrival: Arrival | None,
     state: str,
     *,
+    sequence: int = 0,
     answered: bool,
     silent: bool,
 ) -> Standing:
-    """Return a silo's standing: first what needs a person, then what is going on, then what is over."""
+    """Return a silo's standing: first what needs a person, then what is going on, then what is over.
+
+    Args:
+        submissions: those that arrived.
+        arrival: the one on its way.
+        state: reported last.
+        sequence: of the submission that the silo reported to be at.
+        answered: whether it ever answered.
+        silent: whether it did not answer lately.
+    """
     last = submissions[-1].verdict if submissions else None
     if last in ("accepted", "withdrawn"):
         return last
+    if state == "withdrawn":
+        return "leaving"
     if any(submission.verdict == "quarantined" for submission in submissions):
         return "quarantined"
     if not answered:
@@ -177,8 +204,12 @@ def standing(
         return "silent"
     if arrival is not None:
         return "sending"
-    if last in ("arrived", "refused"):
+    if last == "arrived" or (last == "refused" and sequence <= submissions[-1].sequence):
         return last
+    if state == "plan_refused":
+        return "declined"
+    if state == "waiting":
+        return "offered"
     return "approval" if state == "awaiting_approval" else "working"
 
 
@@ -256,6 +287,8 @@ def _answered(receipts: Path, sequence: int, key: PublicKey) -> SubmissionStatus
     except ArchipelagoError as error:
         return SubmissionStatus(sequence=sequence, verdict="unreadable", reasons=(str(error)[:400],))
     verdict = receipt.verdict
+    if isinstance(verdict, Held):
+        return SubmissionStatus(sequence=sequence, verdict="unreadable", reasons=("a receipt that answers nothing",))
     return SubmissionStatus(
         sequence=sequence,
         verdict=verdict.kind,

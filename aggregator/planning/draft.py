@@ -15,12 +15,12 @@ from aggregator.planning.carrying import Carrying, reuse_public
 from aggregator.planning.columns import check_carried, fitted_columns
 from aggregator.planning.continuing import check_continued, expert_of
 from aggregator.planning.cost import Cost, cost_of
+from aggregator.planning.feasible import check_feasible
 from aggregator.planning.recipe import Recipe
 from ddm.encoders import Progress
 from ddm.errors import SetupError
 from ddm.planning.document import plan_of
 from ddm.planning.fit import Fitted, PublicImages, condition_of, divide, fit_public
-from ddm.privacy.plan_cost import check_total
 from ddm.protocol.plan import Agreed, Plan
 
 
@@ -66,7 +66,7 @@ def draft_plan(
         SetupError: no silo is enrolled, or none that trains; or see `ddm.planning.fit.fit_public`.
         ReplayError: an expert that is carried over would mean something else; names the field.
         MissingFileError, TensorFileError, DataError: see `ddm.planning.fit.fit_public`.
-        PolicyError: the statistics cost more than the total that the recipe states.
+        SetupError, PolicyError: the plan could not work, see `aggregator.planning.feasible`.
     """
     enrolled = cards(federation)
     if not enrolled:
@@ -78,6 +78,8 @@ def draft_plan(
         remedy = "Enroll the silo that joins (aggregator enroll), or let one train again: --replace SILO."
         got = f"{', '.join(enrolled)}, all carried over"
         raise SetupError("plan", expected="at least one silo that trains", got=got, remedy=remedy)
+    agreed = {silo_id: card.agreed for silo_id, card in cards_for_next_plan(federation, silos).items()}
+    check_feasible(recipe, agreed)
     if isinstance(public, Carrying):
         kept = kept_columns(federation, public.plan.plan_id)
         check_carried(kept, recipe)
@@ -86,12 +88,10 @@ def draft_plan(
         condition, rows = condition_of(recipe), divide(len(public), recipe.public)[0]
         kept = fitted_columns(columns or {}, rows, recipe, condition, silos)
         fitted = fit_public(recipe, public, folder, on_progress)
-    agreed = {silo_id: card.agreed for silo_id, card in cards_for_next_plan(federation, silos).items()}
     plan = _document(federation, recipe, agreed, fitted, folder, carrying)
     if carrying:
         carrying.check(plan)
     check_continued(federation, plan)
-    check_total(plan)
     return Draft(plan, folder, fitted.images, cost_of(plan, fitted.sketch, fitted.images.seen), kept)
 
 
@@ -119,4 +119,5 @@ def _document(
         statistics=recipe.statistics,
         audit=recipe.audit,
         limits=recipe.limits,
+        rehearsal=recipe.rehearsal,
     )

@@ -13,11 +13,14 @@ class Recipe(SharedRecipe):
 
     Attributes:
         valid_days: days until the plan expires; the timestamp that silos are sent holds no longer than 90.
+        rehearsal: the plan tries the federation out with experts that draw noise, so that few steps will do; screening
+            then forgives what few steps cannot teach.
         base: the file of the public expert that training starts from; only for the adaptations lora and partial, which
             need it.
     """
 
     valid_days: Annotated[int, Field(gt=0, le=90)] = 90
+    rehearsal: bool = False
     partition: Partition
     statistics: Statistics
     audit: Audit

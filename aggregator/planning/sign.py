@@ -13,7 +13,7 @@ from aggregator.keys.silo_rotation import cards_for_next_plan, use_rotated_cards
 from aggregator.membership.registry import signing_key
 from aggregator.membership.withdrawal import check_still_carried
 from aggregator.planning.draft import Draft
-from ddm.errors import SetupError
+from ddm.errors import BusyError, SetupError
 from ddm.io.changes import Change
 from ddm.io.files import link_or_copy, write_atomic
 from ddm.io.locks import locked
@@ -21,6 +21,25 @@ from ddm.protocol.base import now_utc
 from ddm.trust.ceremony import Request
 from ddm.trust.paths import silo_role
 from ddm.trust.repository import Repository
+
+
+def check_signable(federation: Federation) -> None:
+    """Refuse, before minutes are spent on a draft, to begin what could not be signed afterwards.
+
+    Raises:
+        BusyError: `aggregator run` is at work on the plan in force, or another command signs.
+        SetupError: submissions to the plan in force wait for a decision, or are in no release.
+    """
+    federation.accepted.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(federation.accepted, "intake"):
+            pass
+    except BusyError as error:
+        remedy = "Stop `aggregator run` first (Ctrl-C): the new plan ends the work on the one that it carries out."
+        got = "`aggregator run` at work on the plan in force"
+        raise BusyError("plan", expected="a federation that nobody runs", got=got, remedy=remedy) from error
+    with federation.signing_lock():
+        check_replaceable(federation)
 
 
 def sign_plan(federation: Federation, draft: Draft, passphrase: bytes) -> list[str]:

@@ -11,10 +11,12 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
+from aggregator.config import BUSY_PORT_REMEDY
 from aggregator.runtime.database import fault_of, move_aside_if_damaged
 from aggregator.runtime.flower_commands import FlowerCommands
 from aggregator.runtime.proxy import answers, nginx_command, render_config, write_config
@@ -56,6 +58,7 @@ class FlowerRuntime:
         shard_bytes: most bytes in one message.
         max_submission_bytes: most bytes of one submission.
         wait_s: for how long a silo without news may hold back its answer.
+        only_told: of these, the silos that do not train for the plan, and have not heard the end of an earlier one.
         nginx: the program that takes the address; without it Flower's own server does, open to whoever reaches it.
         beside: other programs to keep alive meanwhile; they are started first.
     """
@@ -71,15 +74,17 @@ class FlowerRuntime:
         shard_bytes: int,
         max_submission_bytes: int,
         wait_s: int = 30,
+        only_told: Collection[str] = (),
         nginx: Path | None = None,
         beside: Sequence[Program] = (),
     ) -> None:
         self._fed, self._host, self._port, self._nginx = fed.absolute(), host, port, nginx
         self._flower = self._fed / "flower"
         self._plan_id, self._nodes = plan_id, dict(nodes)
-        self._run_settings = {
+        self._run_settings: dict[str, Any] = {
             "plan_id": plan_id,
             "nodes": self._nodes,
+            "only_told": sorted(only_told),
             "shard_bytes": shard_bytes,
             "max_submission_bytes": max_submission_bytes,
             "wait_s": wait_s,
@@ -136,7 +141,7 @@ class FlowerRuntime:
                 f"port {self._port} on {self._host}",
                 expected="a free port",
                 got="a port that another program listens on",
-                remedy="Stop the program that listens there, or choose another port in federation.toml.",
+                remedy=BUSY_PORT_REMEDY,
             )
         if self._nginx:
             self._superlink = (_LOOPBACK, free_port(_LOOPBACK))
@@ -207,7 +212,8 @@ class FlowerRuntime:
     @property
     def finished(self) -> bool:
         """Whether every silo of the plan has its last receipt."""
-        return plan_done(self._fed, self._plan_id, list(self._nodes))
+        taking_part = self._nodes.keys() - set(self._run_settings["only_told"])
+        return plan_done(self._fed, self._plan_id, sorted(taking_part))
 
     def check(self) -> None:
         """Start again what has died or hangs, a bounded number of times; call every second.

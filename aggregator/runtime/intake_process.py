@@ -20,7 +20,7 @@ from aggregator.intake.limits import submission_bytes
 from aggregator.intake.quarantine import SetAside
 from aggregator.intake.service import IntakeService
 from ddm.errors import BusyError
-from ddm.protocol.receipt import Accepted, Receipt
+from ddm.protocol.receipt import Accepted, Receipt, Refused
 from ddm.publishing.keys import load_key
 from ddm.system.console import new_app, run_app
 
@@ -95,11 +95,11 @@ def _step(desk: IntakeService) -> float:
 
 
 def _log_verdict(receipt: Receipt) -> None:
-    if isinstance(receipt.verdict, Accepted):
-        _log.info("[%s] submission %d accepted", receipt.silo_id, receipt.sequence)
-    else:
-        reason = receipt.verdict.reason
-        _log.warning("[%s] submission %d REFUSED: %s", receipt.silo_id, receipt.sequence, reason)
+    match receipt.verdict:
+        case Accepted():
+            _log.info("[%s] submission %d accepted", receipt.silo_id, receipt.sequence)
+        case Refused() as refusal:
+            _log.warning("[%s] submission %d REFUSED: %s", receipt.silo_id, receipt.sequence, refusal.reason)
 
 
 def _log_set_aside(why: SetAside) -> None:

@@ -10,15 +10,16 @@ from pathlib import Path
 from aggregator.config import Federation
 from aggregator.intake.attempts import MAX_ATTEMPTS_OF_SILO
 from aggregator.intake.limits import bytes_to_come, submission_bytes
-from aggregator.membership.registry import taking_part
+from aggregator.membership.registry import cards, taking_part
 from aggregator.runtime.flower import FlowerRuntime
 from aggregator.runtime.proxy import choose_proxy
-from aggregator.transfer.delivery import plan_done
+from aggregator.transfer.delivery import plan_done, still_to_hear
 from ddm.errors import DocumentError, SetupError
 from ddm.io.files import write_atomic
 from ddm.io.locks import locked
 from ddm.io.space import check_writable, require_room
 from ddm.protocol.base import check_json
+from ddm.protocol.enrolment import Card
 from ddm.protocol.plan import Plan
 from ddm.system.logs import LogOptions, replay
 from ddm.system.processes import Child, spawn
@@ -52,7 +53,7 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
     federation.accepted.mkdir(parents=True, exist_ok=True)
     with locked(federation.accepted, "intake"):
         pass
-    silos_now = taking_part(federation, plan)
+    silos_now = dict(taking_part(federation, plan))
     if not silos_now:
         remedy = "Sign another plan: aggregator plan."
         raise SetupError(f"plan {plan.plan_id}", expected="a silo in it", got="silos all removed", remedy=remedy)
@@ -61,12 +62,14 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
     silos, intake = SiloNews(federation, plan), IntakeNews(federation.path / "flower" / "logs" / "intake.log")
     waiting = ", ".join(plan.silos)
     _log.info("Plan %s: waiting for %s at %s:%d", plan.plan_id, waiting, settings.host, settings.port)
+    only_told = _only_told(federation, plan)
     runtime = FlowerRuntime(
         federation.path,
         host=settings.host,
         port=settings.port,
         plan_id=plan.plan_id,
-        nodes={silo_id: card.node_key for silo_id, card in silos_now.items()},
+        nodes={silo_id: card.node_key for silo_id, card in (silos_now | only_told).items()},
+        only_told=only_told,
         shard_bytes=settings.shard_bytes,
         max_submission_bytes=submission_bytes(plan),
         nginx=nginx,
@@ -85,6 +88,15 @@ def run_federation(federation: Federation, passphrase: bytes) -> Plan:
                 source.tell()
         intake.tell()
     return plan
+
+
+def _only_told(federation: Federation, plan: Plan) -> dict[str, Card]:
+    """Return the cards of silos that do not train for the plan, and have not heard what became of an earlier one."""
+    return {
+        silo_id: card
+        for silo_id, card in cards(federation).items()
+        if silo_id not in plan.silos and still_to_hear(federation.path, plan.plan_id, silo_id)
+    }
 
 
 def _check_disk(federation: Federation, plan: Plan) -> None:

@@ -6,13 +6,19 @@
     incoming/<plan_id>/<silo_id>/status.json          the last status reported
     incoming/<plan_id>/<silo_id>/seen                 its time is that of the last answer
     incoming/<plan_id>/<silo_id>/<sequence>/          a whole submission; `<sequence>.part/` while it arrives
+    incoming/<plan_id>/<silo_id>/leave.json           its signed word that it gave the plan up
     receipts/<plan_id>/<silo_id>/<sequence>.json      delivered, then marked with `<sequence>.delivered`
+    receipts/<plan_id>/<silo_id>/<sequence>.held.json word that a person decides; `<sequence>.held.delivered`
     receipts/<plan_id>/<silo_id>/<sequence>.unsigned  how often what arrived was not as the silo signed it
     receipts/<plan_id>/<silo_id>/final                nothing more is expected of this silo after its receipts
 
 Who answers here is known by its node's key, which the courier holds; the silo speaks by the key that signs. So an
 answer may delay what a silo has to say, and no more: only the submission after the last one answered is fetched, and
 what is not fetched is not held against the silo.
+
+Receipts for earlier plans that did not reach the silo go first: a plan may be replaced while a silo is away, and it
+should hear what became of its work before it hears of the next plan. A silo that knows that plan no more says so, and
+is not told again by this process.
 """
 
 import json
@@ -22,11 +28,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ddm.errors import FormatError
+from ddm.errors import FormatError, MissingFileError, ReplayError
 from ddm.io.files import read_bounded, write_atomic
+from ddm.protocol.leave import LEAVE_NAME
 from ddm.transport.messages import (
     MAX_BUNDLE_FILES,
     MAX_RECEIPT_BYTES,
+    MAX_SUBMISSIONS,
     Ask,
     Deliver,
     Delivered,
@@ -46,8 +54,10 @@ from ddm.transport.messages import (
 from ddm.transport.sequences import sequences
 from ddm.transport.shards import PartFolder, list_folder, read_spans
 
-MAX_SUBMISSIONS = 20
 _UNSIGNED = ".unsigned"
+_HELD = ".held"
+# What a silo answers to a receipt for a plan that it knows no more.
+_UNKNOWN_PLAN = (MissingFileError.exit_code, ReplayError.exit_code)
 _MAX_COUNT_BYTES = 20
 # How long what cannot be fetched is not asked for, and what was not as signed is not fetched again: twice as long each
 # time.
@@ -79,6 +89,7 @@ class SiloDelivery:
         shard_bytes: most bytes in one message.
         max_submission_bytes: most bytes of one submission.
         wait_s: for how long the silo may hold back an answer that has no news.
+        takes_part: whether it trains for the plan; False for one that is only told of earlier plans.
         clock: seconds that only go forward.
     """
 
@@ -92,9 +103,13 @@ class SiloDelivery:
         shard_bytes: int,
         max_submission_bytes: int,
         wait_s: int,
+        takes_part: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.plan_id, self.silo_id = plan_id, silo_id
+        self._fed, self._takes_part = fed, takes_part
+        # Of earlier plans, what this silo does not want to hear any more.
+        self._declined: set[tuple[str, int]] = set()
         self._bundle = fed / "plans" / plan_id / "bundle"
         self._incoming = fed / "incoming" / plan_id / silo_id
         self._receipts = fed / "receipts" / plan_id / silo_id
@@ -115,6 +130,8 @@ class SiloDelivery:
     @property
     def done(self) -> bool:
         """Whether this silo needs nothing any more."""
+        if not self._takes_part:
+            return not self._earlier()
         return (self._receipts / "final").exists() and not _undelivered(self._receipts)
 
     @property
@@ -133,9 +150,14 @@ class SiloDelivery:
             pull_bytes: most bytes of a submission in one message; as many as in any other by default.
         """
         if self.done:
-            return []
-        busy = {request.sequence for request in in_flight if isinstance(request, Deliver)}
-        found = [self._receipt(sequence) for sequence in _undelivered(self._receipts) if sequence not in busy]
+            # One whose submission was accepted may still give the plan up, while the others are at work.
+            return self._ask(in_flight)[: max(room, 0)] if self._takes_part else []
+        busy = {(one.plan_id, one.sequence, one.held) for one in in_flight if isinstance(one, Deliver)}
+        if earlier := self._earlier():
+            return [self._receipt(*each) for each in earlier if (*each, False) not in busy][: max(room, 0)]
+        own = [(self.plan_id, sequence, False) for sequence in _undelivered(self._receipts)]
+        own += [(self.plan_id, sequence, True) for sequence in _untold(self._receipts)]
+        found = [self._receipt(*each) for each in own if each not in busy]
         if not self._bundle_complete and len(found) < room:
             found += self._offers([one for one in in_flight if isinstance(one, Offer)], room - len(found))
         if self._part is not None:
@@ -169,6 +191,8 @@ class SiloDelivery:
         (self._incoming / "seen").touch()
         match request, reply:
             case _, _ if reply.code:
+                if isinstance(request, Deliver) and request.plan_id != self.plan_id and reply.code in _UNKNOWN_PLAN:
+                    self._declined.add((request.plan_id, request.sequence))
                 if isinstance(request, Pull):
                     # What was announced may be there no longer: let the silo say anew what it has.
                     self._part = None
@@ -181,7 +205,8 @@ class SiloDelivery:
             case Pull(), Shards() if reply.spans and reply.spans == first_of(request.spans, len(answer.data)):
                 self._take_shards(request, reply.spans, answer.pieces())
             case Deliver(), Delivered():
-                write_atomic(self._receipts / f"{request.sequence}.delivered", b"")
+                name = f"{request.sequence}{_HELD if request.held else ''}.delivered"
+                write_atomic(self._receipts.parent.parent / request.plan_id / self.silo_id / name, b"")
             case _:
                 raise FormatError(f"answer of silo {self.silo_id}", expected=f"one to {request.kind}", got=reply.kind)
         return 0
@@ -246,6 +271,8 @@ class SiloDelivery:
             status = {"plan_id": self.plan_id, "silo_id": self.silo_id, **report.status.model_dump()}
             write_atomic(self._incoming / "status.json", json.dumps(status).encode())
         self._status = report.status
+        if report.leave and not (self._incoming / LEAVE_NAME).exists():
+            write_atomic(self._incoming / LEAVE_NAME, report.leave.encode())
         if report.sequence <= self._received() or not report.files:
             return
         if why := self._not_to_fetch(report):
@@ -293,11 +320,24 @@ class SiloDelivery:
 
     def _awaiting_receipt(self) -> bool:
         received = self._received()
-        return received > 0 and not (self._receipts / f"{received}.json").exists()
+        if received == 0 or (self._receipts / f"{received}.json").exists():
+            return False
+        # A person may take days, in which the silo may have something to say.
+        return not (self._receipts / f"{received}{_HELD}.json").exists()
 
-    def _receipt(self, sequence: int) -> Envelope[Request]:
-        receipt = read_bounded(self._receipts / f"{sequence}.json", MAX_RECEIPT_BYTES)
-        return Envelope(Deliver(plan_id=self.plan_id, sequence=sequence), receipt)
+    def _receipt(self, plan_id: str, sequence: int, held: bool = False) -> Envelope[Request]:
+        folder, name = self._fed / "receipts" / plan_id / self.silo_id, f"{sequence}{_HELD if held else ''}.json"
+        receipt = read_bounded(folder / name, MAX_RECEIPT_BYTES)
+        return Envelope(Deliver(plan_id=plan_id, sequence=sequence, held=held), receipt)
+
+    def _earlier(self) -> list[tuple[str, int]]:
+        """List the receipts for earlier plans that did not reach this silo."""
+        found = [
+            (plan.name, sequence)
+            for plan in earlier_plans(self._fed, self.plan_id)
+            for sequence in _undelivered(plan / self.silo_id)
+        ]
+        return [each for each in found if each not in self._declined]
 
 
 def note_unsigned(receipts: Path, sequence: int) -> None:
@@ -336,6 +376,23 @@ def plan_done(fed: Path, plan_id: str, silo_ids: Sequence[str]) -> bool:
         if not (receipts / "final").exists() or _undelivered(receipts):
             return False
     return True
+
+
+def earlier_plans(fed: Path, plan_id: str) -> list[Path]:
+    """List the folders of receipts for other plans than this one."""
+    folder = fed / "receipts"
+    return sorted(each for each in folder.iterdir() if each.name != plan_id) if folder.is_dir() else []
+
+
+def still_to_hear(fed: Path, plan_id: str, silo_id: str) -> bool:
+    """Whether a receipt for an earlier plan did not reach a silo."""
+    return any(_undelivered(plan / silo_id) for plan in earlier_plans(fed, plan_id))
+
+
+def _untold(receipts: Path) -> list[int]:
+    """List the submissions that wait for a person without the silo's knowledge."""
+    told = sequences(receipts, f"{_HELD}.delivered") | sequences(receipts, ".json")
+    return sorted(sequences(receipts, f"{_HELD}.json") - told)
 
 
 def _undelivered(receipts: Path) -> list[int]:

@@ -93,8 +93,8 @@ class Line:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to send or to wait for."""
-        return self.delivery.done and not self._sent
+        """Whether nothing is left to send or to wait for, but what the silo may still say of its own accord."""
+        return self.delivery.done and self.idle
 
     @property
     def idle(self) -> bool:
@@ -228,7 +228,7 @@ class Dispatcher:
         for thread in threads:
             thread.start()
         try:
-            while any(thread.is_alive() for thread in threads) and not self._stopped():
+            while not (self._over.is_set() or all(line.done for line in self._lines.values()) or self._stopped()):
                 if self._over.wait(_TICK_S):
                     break
                 self._refresh()
@@ -243,7 +243,7 @@ class Dispatcher:
         # Lines that wait for news ask less often where there are many.
         idle_s = max(_IDLE_TICK_S, _TICK_S * len(self._lines))
         try:
-            while not line.done:
+            while not self._over.is_set():
                 try:
                     line.step(self._nodes.get(key))
                 except MemoryError:  # the answer to another line holds it; this one goes on

@@ -7,8 +7,6 @@ loads its share of the experts and evaluates them in full batches.
 """
 
 # Shape legend: K experts, N samples.
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +21,6 @@ from torch import Tensor
 from ddm.cli.editing import FROM_NOISE, Editing
 from ddm.distillation.student import Student, build_student
 from ddm.ensemble import Ensemble
-from ddm.io.images import Images
 from ddm.loading.ensemble import build_ensemble
 from ddm.models.arithmetic import Arithmetic
 from ddm.protocol.manifest import Manifest
@@ -32,12 +29,12 @@ from ddm.sampling.guidance import per_sample
 from ddm.sampling.strategies import Lock, Strategy, draw_expert
 from ddm.sampling.trajectories import draw_noise
 from ddm.system.devices import DeviceName, device_named
-from ddm.training.launcher import Kind, do_together
+from ddm.system.together import Kind, do_together
 
 Advance = Callable[[int, int], None]
 """Called with the steps taken and the steps to take, of all samples."""
 
-SAMPLING = Kind("sampling process", "nothing was written", "a lower --processes, --set batch or --num", talk=False)
+SAMPLING = Kind("sampling process", "nothing was written", "a lower --processes, --set batch or --num")
 _REPORT_S = 0.2  # between two words of a process about its progress
 _PIECE_BYTES = 1 << 26  # of images that are sent at once
 
@@ -174,6 +171,7 @@ class Job:
         how: further arguments of `Ensemble.sample`, `steps` and `condition` among them.
         editing: what becomes of images that samples begin with.
         begin: those images, one for each sample, and where they are known; None for samples from noise.
+        dealt: the numbers of the samples in the order in which several processes take equal shares of them.
     """
 
     source: Source
@@ -182,6 +180,7 @@ class Job:
     how: Mapping[str, Any]
     editing: Editing = FROM_NOISE
     begin: tuple[Any, Any] | None = None
+    dealt: tuple[int, ...] = ()
 
     @property
     def num_moves(self) -> int:
@@ -202,19 +201,16 @@ class Job:
         drawn = self.editing.draw(ensemble, len(numbers), begin, how)
         return Drawn(drawn.images, drawn.expert_N)
 
-    def __call__(
-        self, tensors: Mapping[str, Images], on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
-    ) -> None:
+    def __call__(self, rank: int, num: int, report: Callable[[Any], None]) -> None:
         """Draw this process's samples, as one of several."""
-        rank, num = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        numbers = tensors["numbers"][:].tensor_split(num)[rank].tolist()
+        numbers = torch.as_tensor(self.dealt).tensor_split(num)[rank].tolist()
         last = 0.0
 
         def advance(done: int, total: int) -> None:
             nonlocal last
             if done == total or time.monotonic() - last > _REPORT_S:
                 last = time.monotonic()
-                on_progress((rank, done))
+                report((rank, done))
 
         if not numbers:
             return
@@ -222,7 +218,7 @@ class Job:
         piece = max(1, _PIECE_BYTES // (4 * drawn.images[0].numel()))
         for first in range(0, len(numbers), piece):
             part = slice(first, first + piece)
-            on_progress((numbers[part], drawn.images[part].numpy(), drawn.expert_N[part].numpy()))
+            report((numbers[part], drawn.images[part].numpy(), drawn.expert_N[part].numpy()))
 
 
 def draw(
@@ -231,10 +227,10 @@ def draw(
     """Draw samples 0 to num - 1, here, from the ensemble if it is built already, or as `draw_together` does."""
     if num_processes == 1:
         return job.draw(ensemble or job.source.ensemble(), range(num), advance)
-    return draw_together(job, num, num_processes, weight_K, Path(tempfile.gettempdir()), advance)
+    return draw_together(job, num, num_processes, weight_K, advance)
 
 
-def draw_together(job: Job, num: int, num_processes: int, weight_K: Tensor, folder: Path, advance: Advance) -> Drawn:
+def draw_together(job: Job, num: int, num_processes: int, weight_K: Tensor, advance: Advance) -> Drawn:
     """Draw samples 0 to num - 1 in several processes; the threads of this one are divided among them.
 
     Args:
@@ -242,7 +238,6 @@ def draw_together(job: Job, num: int, num_processes: int, weight_K: Tensor, fold
         num: how many samples.
         num_processes: how many processes.
         weight_K: each expert's share at t = 1, under the condition, shape (K,) or, for each sample, (N, K).
-        folder: for a small unnamed file.
         advance: shows the progress of all.
 
     Raises:
@@ -264,20 +259,13 @@ def draw_together(job: Job, num: int, num_processes: int, weight_K: Tensor, fold
     # As arrays, here and back, since torch would put tensors into shared memory, which many containers have little of.
     how = {name: _as_array(value) for name, value in job.how.items()}
     begin = job.begin and (_as_array(job.begin[0]), _as_array(job.begin[1]))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // num_processes))
-    try:
-        do_together(
-            replace(job, how=how, begin=begin),
-            {"numbers": dealt(job, num, weight_K)},
-            num_processes,
-            folder=folder,
-            on_progress=hear,
-            should_stop=lambda: False,
-            kind=SAMPLING,
-        )
-    finally:
-        torch.set_num_threads(threads)
+    do_together(
+        replace(job, how=how, begin=begin, dealt=tuple(dealt(job, num, weight_K).tolist())),
+        num_processes,
+        threads=max(1, torch.get_num_threads() // num_processes),
+        on_report=hear,
+        kind=SAMPLING,
+    )
     return Drawn(torch.from_numpy(images), torch.from_numpy(expert_N))
 
 

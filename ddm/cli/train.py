@@ -12,7 +12,7 @@ from ddm.system.signals import stop_on_first_signal
 
 if TYPE_CHECKING:
     from ddm.islands.folder import Islands, TrainedIsland
-    from ddm.training.config import Engine
+    from ddm.training.config import TrainingSettings
 
 
 def train(
@@ -27,9 +27,9 @@ def train(
     from ddm.islands.assemble import missing_islands
     from ddm.islands.folder import Islands
     from ddm.islands.train import check_number, is_first_process
-    from ddm.training.config import Engine
+    from ddm.training.config import TrainingSettings
 
-    islands, engine = Islands(folder), Engine(device=device, processes=processes)
+    islands, settings = Islands(folder), TrainingSettings(device=device, processes=processes)
     num = len(islands.split.islands)
     if island is not None:
         check_number(islands, island)
@@ -37,7 +37,7 @@ def train(
     elsewhere: list[int] = []
     for place, number in enumerate(wanted):
         try:
-            done = _train(islands, number, engine, f"{place + 1} of {len(wanted)}" if len(wanted) > 1 else None)
+            done = _train(islands, number, settings, f"{place + 1} of {len(wanted)}" if len(wanted) > 1 else None)
         except BusyError as error:
             if island is not None:
                 raise
@@ -59,7 +59,7 @@ def train(
         say(f"{num - len(missing)} of {num} islands are trained; other processes train {others}.")
 
 
-def _train(islands: "Islands", number: int, engine: "Engine", place: str | None) -> "TrainedIsland | None":
+def _train(islands: "Islands", number: int, settings: "TrainingSettings", place: str | None) -> "TrainedIsland | None":
     from ddm.islands.train import train_island
 
     label = f"island {number}" + (f" ({place})" if place else "")
@@ -67,7 +67,7 @@ def _train(islands: "Islands", number: int, engine: "Engine", place: str | None)
         return train_island(
             islands,
             number,
-            engine,
+            settings,
             on_progress=lambda reached: tell(reached.step, reached.num_steps),
             should_stop=stop.is_set,
         )

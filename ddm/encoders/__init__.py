@@ -22,7 +22,7 @@ class Encoder(Protocol):
         """The number of features."""
         ...
 
-    def encode(self, images: Images, on_progress: Progress | None = None) -> Tensor:
+    def encode(self, images: Images, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
         """Return features, shape (N, dim), float32, of images of shape (N, C, H, W) in the plan's range.
 
         Images are read in blocks of a power of two, at most 1024.

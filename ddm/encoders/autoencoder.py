@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.encoders import Progress
+from ddm.encoders.lost import fill_lost
 from ddm.errors import NumericalError, SetupError, ShapeError
 from ddm.io.tensors import load_tensors, spec_of
 from ddm.protocol.base import File
@@ -37,11 +38,11 @@ _MOST_AT_ONCE = 64
 class Latent(Protocol):
     """Encodes samples into the experts' space, and decodes them."""
 
-    def encode(self, samples: Tensor, on_progress: Progress | None = None) -> Tensor:
+    def encode(self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
         """Return the latents of samples, shape (N, ...), float32 on the CPU."""
         ...
 
-    def decode(self, latents: Tensor, on_progress: Progress | None = None) -> Tensor:
+    def decode(self, latents: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
         """Return the samples of latents, shape (N, ...), float32 on the CPU."""
         ...
 
@@ -49,11 +50,11 @@ class Latent(Protocol):
 class Identity:
     """Experts work on the samples themselves."""
 
-    def encode(self, samples: Tensor, on_progress: Progress | None = None) -> Tensor:
+    def encode(self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
         """Return the samples, not a copy of them."""
         return samples
 
-    def decode(self, latents: Tensor, on_progress: Progress | None = None) -> Tensor:
+    def decode(self, latents: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
         """Return the samples, not a copy of them."""
         return latents
 
@@ -83,31 +84,35 @@ class AutoencoderKl:
         self.device = device_named()
         self.block = max(1, min(_MOST_AT_ONCE, _BLOCK_BYTES // (4 * size.channels[0] * prod(size.at_once(shape)[1:]))))
 
-    def encode(self, samples: Tensor, on_progress: Progress | None = None) -> Tensor:
+    def encode(self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
         """Return latents over `scale`, shape (N, latent channels, ...), float32 on the CPU.
 
         Args:
             samples: shape (N, ...), in the plan's range.
             on_progress: called with samples done and samples in all; an exception that it raises stops the encoding.
+            lost: what the latent of a sample becomes that is not finite throughout; None refuses it.
 
         Raises:
             ShapeError: samples of another shape than the plan's.
             NumericalError: latents that are not finite.
         """
         found = torch.empty(len(samples), *self.size.shape(self.shape))
-        self.encode_into(samples, found, on_progress)
+        self.encode_into(samples, found, on_progress, lost=lost)
         return found
 
-    def encode_into(self, samples: Tensor, target: Tensor, on_progress: Progress | None = None) -> None:
+    def encode_into(
+        self, samples: Tensor, target: Tensor, on_progress: Progress | None = None, *, lost: float | None = None
+    ) -> None:
         """Write latents into the caller's tensor, which may be mapped from a file; see `encode`."""
-        self._blocks(lambda x_B: self.net.encode(x_B)[0] / self.scale, samples, self.shape, target, on_progress)  # type: ignore[operator]
+        self._blocks(lambda x_B: self.net.encode(x_B)[0] / self.scale, samples, self.shape, target, on_progress, lost)  # type: ignore[operator]
 
-    def decode(self, latents: Tensor, on_progress: Progress | None = None) -> Tensor:
+    def decode(self, latents: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
         """Return samples, shape (N, ...), float32 on the CPU, about in the plan's range but not clipped to it.
 
         Args:
             latents: latents over `scale`, shape (N, latent channels, ...).
             on_progress: see `encode`.
+            lost: what a sample becomes that is not finite throughout; None refuses it.
 
         Raises:
             ShapeError: latents of another shape.
@@ -115,7 +120,7 @@ class AutoencoderKl:
         """
         found = torch.empty(len(latents), *self.shape)
         latent_shape = self.size.shape(self.shape)
-        self._blocks(lambda z_B: self.net.decode(z_B * self.scale), latents, latent_shape, found, on_progress)  # type: ignore[operator]
+        self._blocks(lambda z_B: self.net.decode(z_B * self.scale), latents, latent_shape, found, on_progress, lost)  # type: ignore[operator]
         return found
 
     def tensors(self) -> dict[str, Tensor]:
@@ -130,6 +135,7 @@ class AutoencoderKl:
         shape: tuple[int, ...],
         target: Tensor,
         on_progress: Progress | None,
+        lost: float | None,
     ) -> None:
         if tuple(inputs.shape[1:]) != shape:
             raise ShapeError("autoencoder's input", expected=str(shape), got=str(tuple(inputs.shape[1:])))
@@ -138,11 +144,13 @@ class AutoencoderKl:
             x_B = inputs[start : start + self.block].to(self.device, torch.float32)
             missing = self.block - len(x_B)
             outputs = call(torch.cat([x_B, x_B[-1:].expand(missing, *shape)]) if missing else x_B)[: len(x_B)]
-            if not bool(torch.isfinite(outputs).all()):
-                raise NumericalError("autoencoder's output", expected="finite numbers", got="NaN or infinity")
-            target[start : start + len(x_B)] = outputs.float().cpu()
+            target[start : start + len(x_B)] = fill_lost(outputs.float().cpu(), lost, _not_finite)
             if on_progress:
                 on_progress(start + len(x_B), len(inputs))
+
+
+def _not_finite() -> NumericalError:
+    return NumericalError("autoencoder's output", expected="finite numbers", got="NaN or infinity")
 
 
 def build_autoencoder(size: AutoencoderSize, shape: tuple[int, ...], *, seed: int = 0) -> nn.Module:

@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ddm.encoders.lost import fill_lost
 from ddm.errors import DataError, ShapeError
 from ddm.io.images import Images
 from ddm.io.tensors import TensorSpec
@@ -52,8 +53,10 @@ class PcaEncoder:
         """The number of features."""
         return len(self.basis_RD)
 
-    def encode(self, images: Images, on_progress: Callable[[int, int], None] | None = None) -> Tensor:
-        """Return features, shape (N, dim), float32, of images of shape (N, C, H, W).
+    def encode(
+        self, images: Images, on_progress: Callable[[int, int], None] | None = None, *, lost: float | None = None
+    ) -> Tensor:
+        """Return features, shape (N, dim), float32, of images of shape (N, C, H, W); a network refuses what is `lost`.
 
         Raises:
             ShapeError: the images are of another size than those it was fitted on.
@@ -67,7 +70,7 @@ class PcaEncoder:
             rows_BD = images[start : start + size].flatten(1).float()
             block_BD = torch.cat([rows_BD, rows_BD[-1:].expand(size - len(rows_BD), -1)])
             found_NR[start : start + size] = ((block_BD - self.mean_D) @ self.basis_RD.T)[: len(rows_BD)]
-        return found_NR
+        return found_NR if lost is None else fill_lost(found_NR, lost, lambda: DataError("features"))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a plan stores of this encoder."""

@@ -10,13 +10,14 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ddm.encoders.lost import fill_lost
 from ddm.encoders.timm import import_torchvision
 from ddm.errors import ArchipelagoError, DigestError, NumericalError, SetupError, ShapeError
 from ddm.io.files import read_bounded, require_file
@@ -82,7 +83,13 @@ class TextEncoder:
             raise ShapeError(f"text encoder {pinned.name}", expected=expected, got=got)
         return opened
 
-    def encode(self, texts: Sequence[str], on_progress: Callable[[int, int], None] | None = None) -> Tensor:
+    def encode(
+        self,
+        texts: Sequence[str],
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        lost: float | None = None,
+    ) -> Tensor:
         """Return the token embeddings of texts, shape (N, L, D), float32 on the CPU; computed in bfloat16 on a GPU.
 
         A token of zeros is padding. A blank text is padding only, which is the null condition. Texts are truncated to L
@@ -91,6 +98,8 @@ class TextEncoder:
         Args:
             texts: any texts.
             on_progress: called with texts done and texts in all; an exception that it raises stops the encoding.
+            lost: what the embeddings of a text become that are not all finite; a text that the tokenizer cannot encode
+                then counts as blank. None refuses both.
 
         Raises:
             SetupError: a text that the tokenizer cannot encode.
@@ -98,10 +107,10 @@ class TextEncoder:
         """
         found = torch.zeros(len(texts), self.max_tokens, self.dim)
         for start in range(0, len(texts), BLOCK):
-            block = [self._tokens(text).ids if text.strip() else [] for text in texts[start : start + BLOCK]]
+            block = [self._ids(text, lost) for text in texts[start : start + BLOCK]]
             rows = [row for row, ids in enumerate(block) if ids]
             if rows:
-                hidden_BLD = self._hidden([block[row] for row in rows])
+                hidden_BLD = fill_lost(self._hidden([block[row] for row in rows]), lost, _not_finite)
                 found[torch.tensor(rows) + start, : hidden_BLD.shape[1]] = hidden_BLD
             if on_progress:
                 on_progress(min(start + BLOCK, len(texts)), len(texts))
@@ -109,7 +118,16 @@ class TextEncoder:
 
     def num_cut(self, texts: Sequence[str]) -> int:
         """Return how many of these texts are longer than L tokens."""
-        return sum(bool(self._tokens(text).overflowing) for text in texts)
+        num = 0
+        for text in texts:
+            with suppress(SetupError):
+                num += bool(self._tokens(text).overflowing)
+        return num
+
+    def _ids(self, text: str, lost: float | None) -> Sequence[int]:
+        with nullcontext() if lost is None else suppress(SetupError):
+            return list(self._tokens(text).ids) if text.strip() else []
+        return []
 
     def _tokens(self, text: str) -> Any:
         try:
@@ -128,9 +146,11 @@ class TextEncoder:
         net = self.net.to(self.device)
         inputs = {"input_ids": ids_BL.to(self.device), "attention_mask": mask_BL.long().to(self.device)}
         hidden_BLD = net(**inputs).last_hidden_state.float().cpu()
-        if not bool(torch.isfinite(hidden_BLD[mask_BL]).all()):
-            raise NumericalError("text encoder's output", expected="finite numbers", got="NaN or infinity")
         return torch.where(mask_BL[..., None], hidden_BLD, 0.0)
+
+
+def _not_finite() -> NumericalError:
+    return NumericalError("text encoder's output", expected="finite numbers", got="NaN or infinity")
 
 
 def pin(folder: Path, *, max_tokens: int, drop: float) -> TextCondition:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ddm.encoders.lost import fill_lost
 from ddm.errors import DataError, SetupError, ShapeError
 from ddm.io.images import Images
 from ddm.io.tensors import TensorSpec, load_tensors, read_header, spec_of
@@ -80,12 +81,15 @@ class TimmEncoder:
         return self.spec.dim
 
     @torch.inference_mode()
-    def encode(self, images: Images, on_progress: Callable[[int, int], None] | None = None) -> Tensor:
+    def encode(
+        self, images: Images, on_progress: Callable[[int, int], None] | None = None, *, lost: float | None = None
+    ) -> Tensor:
         """Return features, shape (N, dim), float32; in half precision on a GPU.
 
         Args:
             images: shape (N, C, H, W), in the plan's range.
             on_progress: called with images done and images in all.
+            lost: what the features of an image become that are not all finite; None refuses them.
 
         Raises:
             ShapeError: images of another shape than the plan's.
@@ -104,9 +108,8 @@ class TimmEncoder:
             found[start : start + len(block)] = features[: len(block)].float().cpu()
             if on_progress:
                 on_progress(min(start + _BLOCK, len(images)), len(images))
-        if not torch.isfinite(found).all():
-            raise DataError(f"features of {self.spec.model}", expected="finite numbers", got="NaN or infinity")
-        return found
+        subject = f"features of {self.spec.model}"
+        return fill_lost(found, lost, lambda: DataError(subject, expected="finite numbers", got="NaN or infinity"))
 
     def prepare(self, images: Tensor) -> Tensor:
         """Return the network's input: scaled to [0, 1], with its channels and size, then normalised.

@@ -18,7 +18,6 @@ from ddm.errors import DataError, ShapeError
 from ddm.imaging.pictures import picture_files
 from ddm.imaging.reading import Transformed, is_prepared
 from ddm.io.fitting import check_row, fit
-from ddm.io.idx import is_idx, labels_beside, read_idx, read_idx_images
 from ddm.io.labels import class_numbers
 from ddm.io.sources import Source, open_source
 from ddm.protocol.base import sha256_file, sha256_hex
@@ -119,8 +118,7 @@ def open_reference(
     """Open the images of a file without reading them; pictures that a transform is for are read.
 
     Args:
-        path: see `ddm.io.sources.open_source`; there may be a column that tells images apart. Or an idx file, such as
-            Fashion-MNIST's, maybe with its labels beside it; it is read whole. With a transform also
+        path: see `ddm.io.sources.open_source`; there may be a column that tells images apart. With a transform also
             whatever `ddm.imaging.pictures.pictures` takes; arrays in floating point of the plan's shape are then taken
             as samples that need none.
         spec: the plan's shape and range.
@@ -137,8 +135,6 @@ def open_reference(
         _check_by(by, frozenset(), path)
         made = Transformed.read(path, spec, transform)
         return Reference(len(made.kept), made.blocks, digest_of(files), num_bytes=made.num_bytes)
-    if path.is_file() and is_idx(path):
-        return _of_idx(path, spec, by)
     source = open_source(path)
     if source.name != "images":
         raise DataError("reference", expected="images", got="latents")
@@ -153,14 +149,6 @@ def open_reference(
         return Reference(num, made.blocks, digest, groups, column, source, made.count_P, made.num_bytes)
     check_row(*source.row, spec)
     return Reference(len(source), lambda: _blocks(source, spec), digest_of(source.files), groups, column, source)
-
-
-def _of_idx(path: Path, spec: DataSpec, by: str | None) -> Reference:
-    beside = labels_beside(path)
-    labelled = beside != path and beside.exists()
-    _check_by(by, frozenset({"labels"} if labelled else ()), path)
-    labels = read_idx(beside).tolist() if labelled else ()
-    return replace(Reference.of(read_idx_images(path, spec), labels), digest=digest_of((path,)))
 
 
 def _check_by(by: str | None, columns: frozenset[str], path: Path) -> None:

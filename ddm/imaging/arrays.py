@@ -18,7 +18,6 @@ from ddm.imaging.heads import in_a_head
 from ddm.imaging.picture import Picture
 from ddm.imaging.reasons import Flag, ImageError, Reason
 from ddm.imaging.text import suspect_text
-from ddm.io.idx import idx_blocks, idx_shape, labels_beside, read_idx
 from ddm.io.images import BLOCK_BYTES, rows_of
 from ddm.io.npz import npz_blocks, npz_header, npz_names, read_array
 from ddm.io.sources import Source, open_source
@@ -40,9 +39,7 @@ def read_arrays(path: Path, kind: str, limits: Limits) -> Iterator[Decoded | Ima
         ImageError: headers or columns that are damaged or do not belong together.
     """
     try:
-        if kind == "idx":
-            yield from _idx(path, limits)
-        elif kind == "npz" and _IMAGES not in (names := npz_names(path)):
+        if kind == "npz" and _IMAGES not in (names := npz_names(path)):
             yield from _parts(path, names, limits)
         else:
             yield from _source(open_source(path.parent if _is_part(path, kind) else path), kind, limits)
@@ -54,15 +51,6 @@ def read_arrays(path: Path, kind: str, limits: Limits) -> Iterator[Decoded | Ima
 
 def _is_part(path: Path, kind: str) -> bool:
     return kind == "npy" and (path.name == "images.npy" or path.name.startswith("images-"))
-
-
-def _idx(path: Path, limits: Limits) -> Iterator[Decoded | ImageError]:
-    shape, beside = idx_shape(path), labels_beside(path)
-    if len(shape) < 3:
-        raise ImageError(Reason.SHAPE, f"{len(shape)} axes in place of 3 or 4")
-    limits.check(*shape[1:])
-    columns = {"label": read_idx(beside)} if beside != path and beside.is_file() else {}
-    yield from _rows(idx_blocks(path), shape[0], np.dtype(np.uint8), "idx", limits, columns)
 
 
 def _parts(path: Path, names: frozenset[str], limits: Limits) -> Iterator[Decoded | ImageError]:
@@ -84,6 +72,8 @@ def _source(source: Source, kind: str, limits: Limits) -> Iterator[Decoded | Ima
     if source.name != _IMAGES:
         raise ImageError(Reason.NO_PICTURE, "latents")
     dtype, shape = source.row
+    if kind == "idx" and len(shape) < 2:
+        raise ImageError(Reason.SHAPE, f"{len(shape) + 1} axes in place of 3 or 4")
     limits.check(*(shape or (0,)))
     columns = {
         column: source.column(f"{column}s", most)

@@ -29,6 +29,7 @@ from pydicom.uid import (
 )
 
 from ddm.imaging.decoded import Decoded, Limits, plain
+from ddm.imaging.dicom_native import greys, stored, without_unused_bits
 from ddm.imaging.dicom_places import is_of_head, slice_of, spacing_of, volume_of
 from ddm.imaging.dicom_tags import group_of, tag_of, value_of
 from ddm.imaging.heads import in_a_head
@@ -45,6 +46,7 @@ _NO_PICTURES = (  # doses, segmentations, maps, wave forms: numbers that stand f
     *("1.2.840.10008.5.1.4.1.1.481.", "1.2.840.10008.5.1.4.1.1.66", "1.2.840.10008.5.1.4.1.1.30"),
 )
 _IMAGES_OF_THERAPY = "1.2.840.10008.5.1.4.1.1.481.1"  # a radiograph
+_LEFT_BYTES = 1 << 16  # values of more than these are left where they are until they are asked for
 _LITTLE_ENDIAN = (ImplicitVRLittleEndian, ExplicitVRLittleEndian, DeflatedExplicitVRLittleEndian)
 _NATIVE = (ImplicitVRLittleEndian, ExplicitVRLittleEndian, ExplicitVRBigEndian, UID("1.2.840.10008.1.2.1.99"))
 
@@ -60,14 +62,14 @@ def read_dicom(file: Path | BytesIO, limits: Limits) -> Iterator[Decoded]:
         ImageError: no pixels, or pixels that cannot be decoded, with the true reason.
     """
     with _quietly():
-        tags = pydicom.dcmread(file, force=True)
+        tags = pydicom.dcmread(file, force=True, defer_size=None if isinstance(file, Path) else _LEFT_BYTES)
         syntax = _syntax(tags)
         num, shape = _announced(tags, limits)
         _check_pixels(tags, syntax, num, shape)
         flags = _flags(tags)
         patient = str(value_of(tags, "PatientID") or "").strip() or None
         affine, head = volume_of(tags, num), is_of_head(tags)
-        frames = _frames(tags, syntax, num)
+        frames = _frames(tags, syntax, num, shape)
         if affine is None:
             for number, (values, photometric) in enumerate(frames):
                 picture = _picture(tags, number, values, photometric)
@@ -92,15 +94,15 @@ def read_dicom(file: Path | BytesIO, limits: Limits) -> Iterator[Decoded]:
 def _quietly() -> Iterator[None]:
     """Keep pydicom's warnings and log, which quote values, to itself, and let it read what others wrote wrongly."""
     log = logging.getLogger("pydicom")
-    level, mode = log.level, pydicom_config.settings.reading_validation_mode
-    log.setLevel(logging.CRITICAL + 1)
+    silent, mode = log.disabled, pydicom_config.settings.reading_validation_mode
+    log.disabled = True
     pydicom_config.settings.reading_validation_mode = pydicom_config.IGNORE
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(level)
+        log.disabled = silent
         pydicom_config.settings.reading_validation_mode = mode
 
 
@@ -133,25 +135,26 @@ def _announced(tags: Any, limits: Limits) -> tuple[int, tuple[int, ...]]:
 
 def _check_pixels(tags: Any, syntax: UID, num: int, shape: tuple[int, ...]) -> None:
     """Refuse a file without pixels, with fewer than it announces, or in a syntax that nothing here decodes."""
-    names = [name for name in _PIXELS if tags.get_item(tag_of(name)) is not None]
-    if not names:
+    name = next((name for name in _PIXELS if tag_of(name) in tags), None)
+    if name is None:
         # pydicom returns what came before the end of a file; an image with rows and without pixels was cut off there.
         raise ImageError(Reason.TRUNCATED, "rows and columns, but no pixels")
     if syntax in _NATIVE:
         bits = int(value_of(tags, "BitsAllocated") or 0)
         halved = str(value_of(tags, "PhotometricInterpretation")) == "YBR_FULL_422"
         values = num * shape[1] * shape[2] * (2 if halved else shape[0])
-        if len(value_of(tags, names[0]) or b"") < (values * bits + 7) // 8:
+        if len(stored(tags, name) or b"") < (values * bits + 7) // 8:
             raise ImageError(Reason.TRUNCATED, "fewer pixels than rows and columns")
-    elif not value_of(tags, names[0]):
+    elif not stored(tags, name):
         raise ImageError(Reason.TRUNCATED, "no pixels")
 
 
-def _frames(tags: Any, syntax: UID, num: int) -> Iterator[tuple[NDArray[np.generic], str]]:
+def _frames(tags: Any, syntax: UID, num: int, shape: tuple[int, ...]) -> Iterator[tuple[NDArray[np.generic], str]]:
     """Yield the frames as pydicom decodes them, YBR turned into RGB, with what their values then mean."""
-    if (greys := _native_greys(tags, syntax, num)) is not None:
-        stored, photometric = int(value_of(tags, "BitsStored")), str(value_of(tags, "PhotometricInterpretation"))
-        yield from ((_without_unused_bits(frame, stored), photometric) for frame in greys)
+    photometric = str(value_of(tags, "PhotometricInterpretation"))
+    if syntax in _LITTLE_ENDIAN and (in_place := greys(tags, num, shape, photometric)) is not None:
+        bits = int(value_of(tags, "BitsStored"))
+        yield from ((without_unused_bits(frame, bits), photometric) for frame in in_place)
         return
     try:
         decoder = get_decoder(syntax)
@@ -167,36 +170,6 @@ def _frames(tags: Any, syntax: UID, num: int) -> Iterator[tuple[NDArray[np.gener
         if "not support" in text:
             raise ImageError(Reason.UNSUPPORTED, "pixels that no decoder supports") from error
         raise
-
-
-def _native_greys(tags: Any, syntax: UID, num: int) -> NDArray[Any] | None:
-    """Return uncompressed greys of 8 or 16 bits in place, (N, H, W): pydicom takes longer; None of all else."""
-    allocated, stored = value_of(tags, "BitsAllocated"), value_of(tags, "BitsStored")
-    pixels, sign = value_of(tags, "PixelData"), value_of(tags, "PixelRepresentation")
-    if (
-        syntax not in _LITTLE_ENDIAN
-        or int(value_of(tags, "SamplesPerPixel") or 0) != 1
-        or str(value_of(tags, "PhotometricInterpretation")) not in ("MONOCHROME1", "MONOCHROME2")
-        or allocated not in (8, 16)
-        or sign not in (0, 1)
-        or not isinstance(stored, int)
-        or not 1 <= stored <= allocated
-        or not isinstance(pixels, bytes)
-    ):
-        return None
-    shape = (num, int(value_of(tags, "Rows")), int(value_of(tags, "Columns")))
-    return np.frombuffer(pixels, f"<{'ui'[sign]}{allocated // 8}", num * shape[1] * shape[2]).reshape(shape)
-
-
-def _without_unused_bits(frame: NDArray[Any], stored: int) -> NDArray[Any]:
-    """Return a copy of a frame whose values are those of the bits that are stored; the others may hold anything."""
-    values, sign = frame.copy(), frame.dtype.kind == "i"
-    low, high = (-(1 << stored - 1), (1 << stored - 1) - 1) if sign else (0, (1 << stored) - 1)
-    unused = 8 * values.itemsize - stored
-    if unused and not low <= int(values.min()) <= int(values.max()) <= high:
-        np.left_shift(values, unused, out=values)
-        np.right_shift(values, unused, out=values)
-    return values
 
 
 def _picture(tags: Any, number: int, values: NDArray[np.generic], photometric: str) -> Picture:
@@ -237,7 +210,8 @@ def _grey(
         turn = sum(full) if full is not None else float(values.max()) + float(values.min())
         values = _rescaled(values, -1.0, turn)
         window = None if window is None else (turn - window[1], turn - window[0])
-    return Picture(plain(values[None]), spacing, window, full)
+    plainly = plain(values[None])
+    return Picture(plainly if plainly.flags.writeable else plainly.copy(), spacing, window, full)
 
 
 def _rescaled(values: NDArray[np.generic], slope: float, intercept: float) -> NDArray[np.generic]:

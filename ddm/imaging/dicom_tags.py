@@ -5,15 +5,25 @@ from typing import Any
 
 import pydicom
 from pydicom.tag import BaseTag, Tag
+from pydicom.values import convert_value
+
+PLAIN = frozenset({"CS", "DS", "IS", "OB", "OW", "UI", "US"})  # whose values depend on nothing else in the file
 
 
 def value_of(tags: Any, keyword: str) -> Any:
-    """Return the value of a tag, None where it is absent; `Dataset.get` is slow where it is."""
+    """Return the value of a tag, None where it is absent.
+
+    `Dataset.get` is slow where it is absent, and `Dataset.__getitem__` takes most of its time for what a value that is
+    read once has no use for.
+    """
     tag = tag_of(keyword)
     element = tags.get_item(tag)
     if element is None:
         return None
-    return element.value if isinstance(element, pydicom.DataElement) else tags[tag].value
+    if isinstance(element, pydicom.DataElement):
+        return element.value
+    plain = element.VR in PLAIN and element.value is not None
+    return convert_value(element.VR, element) if plain else tags[tag].value
 
 
 @cache

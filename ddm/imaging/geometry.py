@@ -1,7 +1,7 @@
 """The geometry of a picture: what is cut out of it, how it is resampled, and how it comes to the plan's shape."""
 
 # Shape legend: C channels, D slices, H height, W width; "sides" are all axes but the first.
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import numpy as np
@@ -14,8 +14,6 @@ from ddm.protocol.transform import Content, CropFit, PadFit, Slices, SpacingFit,
 
 Floats = NDArray[np.float32]
 Sides = tuple[int, ...]
-Resample = Callable[[Floats, Sides], Floats]
-"""Resamples (C, ...) to sides of this size."""
 _AXES = {"axial": 0, "coronal": 1, "sagittal": 2}
 
 

@@ -1,6 +1,6 @@
 """NIfTI and MGH through nibabel: volumes turned to the patient's axes, single slices as on a screen; no header leaves.
 
-A fourth axis are channels, as in `silo.data.volumes`; a fifth too where the fourth has one entry.
+A fourth axis are channels; a fifth too where the fourth has one entry.
 """
 
 import gzip

@@ -10,7 +10,7 @@ from ddm.errors import DataError, MissingFileError
 from ddm.imaging.decode import decode
 from ddm.imaging.picture import Picture
 from ddm.imaging.reasons import ImageError
-from ddm.io.idx import is_idx, read_idx
+from ddm.io.idx import is_idx
 from ddm.io.images import BLOCK_BYTES, rows_of
 from ddm.io.sources import ARRAYS, Source, open_source
 
@@ -24,7 +24,7 @@ def pictures(path: Path) -> Iterator[Picture]:
     Args:
         path: a picture of any kind that `ddm.imaging.decode` knows; a folder of them, at any depth, by their names,
             files before folders, without hidden ones and without arrays that hold no pictures; or arrays as
-            `ddm.io.sources` and `ddm.io.idx` take them: a file, a folder with images.npy or its parts, or one of
+            `ddm.io.sources` takes them: a file, a folder with images.npy or its parts, or one of
             Parquet files alone.
 
     Raises:
@@ -35,7 +35,7 @@ def pictures(path: Path) -> Iterator[Picture]:
     if files is None:
         return (_picture(row) for block in _blocks(open_source(path)) for row in block)
     if files == (path,):
-        return map(_picture, read_idx(path)) if is_idx(path) else _decoded(path)
+        return _decoded(path)
     return (picture for file in files for picture in _in_folder(file))
 
 
@@ -52,7 +52,7 @@ def picture_files(path: Path) -> tuple[Path, ...] | None:
         remedy = "Give the folder of its pictures: only a silo's data may be a table."
         raise DataError("pictures", expected="a picture, a folder of them, or arrays", got="a table", remedy=remedy)
     if path.is_file():
-        return None if path.suffix.lower() in ARRAYS else (path,)
+        return None if path.suffix.lower() in ARRAYS or is_idx(path) else (path,)
     files = [file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))]
     files.sort(key=lambda file: (*((1, part) for part in file.parent.parts), (0, file.name)))
     if not files:

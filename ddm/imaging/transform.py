@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from ddm.errors import ArchipelagoError, DataError
 from ddm.imaging.geometry import (
     Floats,
-    Resample,
     antialiased,
     content_of,
     middle,
@@ -50,18 +49,15 @@ class Transform:
         spec: the plan's `transform`.
         data: the plan's `data`.
         max_bytes: most memory that one picture may take at any step; by default that of this machine.
-        resample: how a picture is resampled.
 
     Raises:
         DataError: the transform does not fit the shape or the range.
     """
 
-    def __init__(
-        self, spec: TransformSpec, data: DataSpec, *, max_bytes: int | None = None, resample: Resample = antialiased
-    ) -> None:
+    def __init__(self, spec: TransformSpec, data: DataSpec, *, max_bytes: int | None = None) -> None:
         if misfit := spec.misfit(data):
             raise DataError("transform", expected=misfit, got=f"shape {data.shape}, range {data.range}")
-        self.spec, self.data, self._resample = spec, data, resample
+        self.spec, self.data = spec, data
         self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     @property
@@ -129,7 +125,7 @@ class Transform:
         size = resampled_size(self.spec, values.shape[1:], spacing, shape)
         needed = resampling_bytes(values.shape[0], values.shape[1:], size)
         self._check_bytes(needed, " after resampling: one side is much too short")
-        kept = middle(self._resample(values, size), shape).clip(low, high)
+        kept = middle(antialiased(values, size), shape).clip(low, high)
         padding = low if self.spec.padding is None else self.spec.padding
         return np.ascontiguousarray(padded(kept, shape, padding))
 

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from ddm.errors import DataError
 from ddm.io.images import Rows
+from ddm.io.shapes import row_shapes
 from ddm.protocol.plan import DataSpec
 
 if TYPE_CHECKING:
@@ -21,10 +22,7 @@ def check_row(dtype: np.dtype[np.generic], shape: tuple[int, ...], spec: DataSpe
     Raises:
         DataError: says what it holds.
     """
-    wanted = (spec.shape, spec.shape[1:], (spec.dim,)) if spec.shape[0] == 1 else (spec.shape, (spec.dim,))
-    if len(spec.shape) == 4:
-        wanted = (spec.shape, (spec.dim,))
-    if shape not in wanted:
+    if shape not in row_shapes(spec):
         remedy = _CHANNELS_LAST if shape == (*spec.shape[1:], spec.shape[0]) else None
         raise DataError("image shape", expected=str(spec.shape), got=str(shape), remedy=remedy)
     if not (dtype.kind == "f" or dtype in (np.uint8, np.uint16)):

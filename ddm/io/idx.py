@@ -1,4 +1,4 @@
-"""Arrays in the idx format of MNIST and its relatives, gzipped or not, into images of the plan's shape and range."""
+"""Arrays in the idx format of MNIST and its relatives, gzipped or not; of images, with labels in a file beside them."""
 
 import gzip
 import os
@@ -7,21 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddm.errors import DataError
 from ddm.io.files import require_file
-from ddm.io.fitting import check_row, fit
-from ddm.io.images import BLOCK_BYTES, rows_of
-from ddm.protocol.plan import DataSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from ddm.io.images import BLOCK_BYTES, FileArray, Stored, rows_of
 
 _GZIP, _IDX = b"\x1f\x8b", b"\0\0\x08"  # unsigned bytes, the only kind that these data sets use
 _MAX_DIMS = 4
+_AS_ANNOUNCED = "{} rows, as its header says"
 
 
 def is_idx(path: Path) -> bool:
@@ -87,10 +84,10 @@ def idx_blocks(path: Path) -> Iterator[np.ndarray]:
             data = handle.read(num * row)
             if len(data) != num * row:
                 got = f"{start + len(data) // row}"
-                raise DataError("data file", expected=f"{shape[0]} rows, as its header says", got=got)
+                raise DataError("data file", expected=_AS_ANNOUNCED.format(shape[0]), got=got)
             yield np.frombuffer(data, np.uint8).reshape(num, *shape[1:])
         if handle.read(1):
-            raise DataError("data file", expected=f"{shape[0]} rows, as its header says", got="bytes after the last")
+            raise DataError("data file", expected=_AS_ANNOUNCED.format(shape[0]), got="bytes after the last")
 
 
 @contextmanager
@@ -108,17 +105,58 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes] | gzip.GzipFile, tuple[int, 
         raise DataError("data file", expected=wanted, got="a file that is cut short or damaged") from error
 
 
-def read_idx_images(path: Path, spec: DataSpec) -> "Tensor":
-    """Read images (N, H, W) or (N, C, H, W); bytes are spread over the plan's range.
+class IdxImages:
+    """One idx file of images as a `ddm.io.sources.Source`; its one column is `labels`, where they lie beside it.
 
     Raises:
-        MissingFileError, DataError: see `read_idx`; or images of another shape.
+        MissingFileError, DataError: see `read_idx`.
     """
-    array = read_idx(path)
-    if not len(array):
-        raise DataError("images", expected="at least one", got="an empty array")
-    check_row(array.dtype, array.shape[1:], spec)
-    return fit(array, range(len(array)), spec=spec)
+
+    name: Literal["images"] = "images"
+    recipe = ""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._shape, beside = path, idx_shape(path), labels_beside(path)
+        self._labels = beside if beside != path and beside.is_file() else None
+        self.files: tuple[Path, ...] = (path,)
+        self.row: tuple[np.dtype[np.generic], tuple[int, ...]] = np.dtype(np.uint8), self._shape[1:]
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def in_place(self) -> Stored | None:
+        """Return the array; None of one that is packed."""
+        header = 4 + 4 * len(self._shape)
+        with self._path.open("rb") as handle:
+            if handle.read(2) == _GZIP:
+                return None
+            found = handle.seek(0, os.SEEK_END)
+        if (more := found - header - prod(self._shape)) > 0:
+            raise DataError("data file", expected=_AS_ANNOUNCED.format(self._shape[0]), got=f"{more} bytes more")
+        return FileArray(self._path, self.row[0], self._shape, header)
+
+    def unpacked(self) -> Iterator[NDArray[np.generic]]:
+        """Yield all rows in blocks."""
+        return idx_blocks(self._path)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The labels, or nothing."""
+        return frozenset({"labels"} if self._labels else ())
+
+    def column(self, name: str, max_bytes: int) -> NDArray[np.generic]:
+        """Return the labels."""
+        shape = self.column_shape(name)
+        if self._labels is None or prod(shape) > len(self) * max_bytes:
+            raise DataError(name, expected=f"at most {len(self) * max_bytes} bytes", got=str(prod(shape)))
+        return read_idx(self._labels)
+
+    def column_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the labels."""
+        if name != "labels" or self._labels is None:
+            got = "an idx file, with labels only" if self._labels else "an idx file, without labels beside it"
+            raise DataError("data file", expected=f"an npz with the array {name}", got=got)
+        return idx_shape(self._labels)
 
 
 def labels_beside(path: Path) -> Path:

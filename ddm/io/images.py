@@ -66,8 +66,6 @@ class Stored(Protocol):
 class FileArray:
     """An array in C order somewhere in a file, read at its place and never mapped, so that memory holds what was asked.
 
-    Copies that are pickled open the file again by its path.
-
     Args:
         path: the file.
         dtype: of its values, without objects.
@@ -92,9 +90,6 @@ class FileArray:
         size, needed = os.fstat(descriptor).st_size, self.offset + prod(self.shape) * self.dtype.itemsize
         if size < needed:
             raise DataError("data file", expected=f"{needed} bytes, as its header says", got=f"{size} bytes")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return FileArray, (self.path, self.dtype, self.shape, self.offset)
 
     def read(self, rows: Rows) -> NDArray[np.generic]:
         """Return rows; see `Stored`."""
@@ -220,23 +215,41 @@ class Derived(_Lazy):
         return self.convert(self.images[_indices(rows)])
 
 
+class Scaled(_Lazy):
+    """Images of which each value x is ``(x - shift) / scale`` of others'.
+
+    Args:
+        images: the others.
+        shift: in units of theirs.
+        scale: above 0.
+    """
+
+    def __init__(self, images: Images, shift: float, scale: float) -> None:
+        self.images, self.shift, self.scale = images, shift, scale
+        self.shape = images.shape
+
+    def _rows(self, rows: Rows) -> "Tensor":
+        return (self.images[_indices(rows)] - self.shift) / self.scale
+
+
 class Selected(_Lazy):
     """Some of other images, in an order of their own.
 
     Args:
         images: the others.
-        chosen: the number of each, int64.
+        chosen_N: the number of each, int64.
     """
 
-    def __init__(self, images: Images, chosen: "Tensor") -> None:
-        self.images, self._chosen_N = images, chosen.numpy()  # unlike a tensor, pickled by value
-        self.shape = (len(chosen), *images.shape[1:])
+    def __init__(self, images: Images, chosen_N: "Tensor") -> None:
+        self.images, self.chosen_N = images, chosen_N
+        self.shape = (len(chosen_N), *images.shape[1:])
 
     def _rows(self, rows: Rows) -> "Tensor":
         import torch
 
-        chosen_B = self._chosen_N[rows.start : rows.stop] if isinstance(rows, range) else self._chosen_N[rows]
-        return self.images[torch.from_numpy(chosen_B)]
+        if isinstance(rows, range):
+            return self.images[self.chosen_N[rows.start : rows.stop]]
+        return self.images[torch.from_numpy(self.chosen_N.numpy()[rows])]
 
 
 def select(images: Images, chosen: "Tensor") -> Images:

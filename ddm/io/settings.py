@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from datetime import date, time
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +12,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ddm.errors import SetupError
 from ddm.io.files import read_bounded, require_file, write_atomic
 
+_TOML_REMEDY = (
+    "Mend that place, then run it again: text stands in quotes, a path with backslashes in single ones; numbers have a "
+    "point and no comma; the file is saved as UTF-8."
+)
 MAX_SETTINGS_BYTES = 16 * 1024  # a name of 30,000 parts takes tomllib gigabytes
 
 
@@ -35,11 +40,18 @@ def load_settings(model: type[SettingsT], path: Path) -> SettingsT:
     data = read_bounded(path.resolve(), MAX_SETTINGS_BYTES, subject=str(path))
     try:
         # Through JSON, because strict parts of a document take JSON's arrays for tuples but not Python's lists.
-        return model.model_validate_json(json.dumps(tomllib.loads(data.decode("utf-8"))))
+        return model.model_validate_json(json.dumps(tomllib.loads(data.decode("utf-8-sig")), default=_as_json))
     except ValidationError as error:
         raise misfit(path, error) from error
     except (ValueError, TypeError, RecursionError) as error:  # ValueError: a number of 5,000 digits
-        raise SetupError(str(path), expected="TOML", got=str(error)) from error
+        raise SetupError(str(path), expected="TOML", got=str(error)[:200], remedy=_TOML_REMEDY) from error
+
+
+def _as_json(value: object) -> str:
+    """Return a date or time of TOML as JSON writes it."""
+    if isinstance(value, date | time):
+        return value.isoformat()
+    raise TypeError(type(value).__name__)
 
 
 def misfit(path: Path, error: ValidationError) -> SetupError:

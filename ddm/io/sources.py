@@ -1,4 +1,4 @@
-"""Where images may come from, npy, npz or Parquet, to be read as images of a plan's shape and range.
+"""Where images may come from, npy, npz, idx or Parquet, to be read as images of a plan's shape and range.
 
 What lies in a file in C order, uncompressed, is read in place. Anything else is unpacked once, into an npy of its own
 type in a folder that the caller names, and read there; that file is named by what it was made of.
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ddm.errors import DataError, MissingFileError
 from ddm.io.files import replacing
 from ddm.io.fitting import as_floats, check_row, fit
+from ddm.io.idx import IdxImages, is_idx
 from ddm.io.images import (
     BLOCK_BYTES,
     Convert,
@@ -43,7 +44,7 @@ _MAX_COLUMN_HEADER_BYTES = 4096
 _OF_A_ROW = {"images": "image", "latents": "latent", "patients": "patient", "labels": "label", "captions": "caption"}
 ARRAYS = (".npz", ".npy", ".parquet")
 """How the names of files of many images end."""
-KINDS = "an npz, an npy, a folder with images.npy, or Parquet"
+KINDS = "an npz, an npy, an idx file, a folder with images.npy, or Parquet"
 _PICTURES = "A folder of pictures in files of their own needs a plan with a table [transform]."
 
 
@@ -98,8 +99,9 @@ def open_source(path: Path) -> Source:
     """Open a file or a folder; headers alone are read.
 
     Args:
-        path: an npz with `images`; an npy of images; a folder with `images.npy`, or parts `images-*.npy`, beside which
-            lie columns such as `patients.npy`; a Parquet file or a folder of them, with a column `image`. In place of
+        path: an npz with `images`; an npy of images; an idx file of images, maybe with its labels beside it; a
+            folder with `images.npy`, or parts `images-*.npy`, beside which lie columns such as `patients.npy`; a
+            Parquet file or a folder of them, with a column `image`. Unless it is idx, in place of
             images there may be `latents` or `latent`.
 
     Raises:
@@ -344,7 +346,7 @@ def _open(path: Path) -> Source:
         return _Npy("latents" if path.stem == "latents" else "images", (path,), None)
     if not path.is_file():
         raise MissingFileError(str(path), expected=KINDS, got="nothing there")
-    return _Npz(path)
+    return IdxImages(path) if is_idx(path) else _Npz(path)
 
 
 def _require_rows(shape: tuple[int, ...]) -> None:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ddm.errors import DataError
 from ddm.imaging.reading import read_transformed
-from ddm.io.idx import is_idx, labels_beside, read_idx, read_idx_images
 from ddm.io.labels import class_numbers
 from ddm.io.sources import open_source, read_images
 from ddm.protocol.classes import Classes
@@ -17,16 +16,12 @@ from ddm.protocol.plan import DataSpec, TransformSpec
 _MAX_CELL_BYTES = 16 * 1024  # of one caption or label, with room for four bytes a character
 
 
-def _is_idx(path: Path) -> bool:
-    return path.is_file() and is_idx(path)
-
-
 @dataclass(frozen=True)
 class Dataset:
     """One owner's images.
 
     Attributes:
-        path: see `ddm.io.sources.open_source`, with columns of as many rows; or an idx file, its labels beside it.
+        path: see `ddm.io.sources.open_source`, with columns of as many rows.
         images: shape (N, C, H, W) or (N, C, D, H, W), float32, in the recipe's range.
     """
 
@@ -41,9 +36,7 @@ class Dataset:
             MissingFileError: nothing at `path`.
             DataError: no images in it, or of another shape or range.
         """
-        if transform:
-            return cls(path, read_transformed(path, spec, transform))
-        return cls(path, read_idx_images(path, spec) if _is_idx(path) else read_images(path, spec))
+        return cls(path, read_transformed(path, spec, transform) if transform else read_images(path, spec))
 
     def column(self, name: str) -> np.ndarray:
         """Read a column, one value an image.
@@ -51,13 +44,7 @@ class Dataset:
         Raises:
             MissingFileError, DataError: there is none, or not one value for each image.
         """
-        num = len(self.images)
-        if not _is_idx(self.path):
-            found = open_source(self.path).column(name, _MAX_CELL_BYTES)
-        elif name == "labels":
-            found = read_idx(labels_beside(self.path))
-        else:
-            raise DataError("data file", expected=f"an npz with the array {name}", got="an idx file, with labels only")
+        num, found = len(self.images), open_source(self.path).column(name, _MAX_CELL_BYTES)
         if found.shape != (num,):
             raise DataError(f"column {name}", expected=f"shape ({num},), one value an image", got=str(found.shape))
         return found

@@ -27,6 +27,7 @@ from ddm.protocol.base import (
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import ExpertTraining
 from ddm.publishing.home import Home
+from ddm.training.job import JobFolder
 
 SPLIT_NAME = "split.json"
 
@@ -107,9 +108,9 @@ class IslandFolder:
         return self.path / "trained.json"
 
     @property
-    def checkpoints(self) -> Path:
-        """From where its training goes on."""
-        return self.path / "checkpoints"
+    def job(self) -> JobFolder:
+        """Its training, until it is trained."""
+        return JobFolder(self.path / "training")
 
     @property
     def is_trained(self) -> bool:

@@ -1,10 +1,8 @@
 """Trains islands, each alone and resumable to the byte; no two processes ever train the same one."""
 
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 from ddm.errors import BusyError, SetupError
 from ddm.io.files import write_atomic
@@ -13,14 +11,15 @@ from ddm.io.locks import locked
 from ddm.io.space import check_writable
 from ddm.islands.arrays import map_array
 from ddm.islands.folder import IslandFolder, Islands, TrainedIsland
-from ddm.protocol.base import File
+from ddm.protocol.base import File, sha256_file
 from ddm.protocol.plan import NoCondition
 from ddm.protocol.submission import ExpertTraining, expert_path
-from ddm.training.config import Engine
-from ddm.training.distributed import num_processes
-from ddm.training.launcher import do_together
+from ddm.training.config import TrainingSettings
+from ddm.training.job import discard
+from ddm.training.jobs import Wanted, train_job
 from ddm.training.loop import Progress
-from ddm.training.planned import PlannedExpert
+from ddm.training.planned import PlannedExpert, public_base
+from ddm.training.process import train_here
 
 
 def check_number(islands: Islands, number: int) -> None:
@@ -43,7 +42,7 @@ def is_first_process() -> bool:
 def train_island(
     islands: Islands,
     number: int,
-    engine: Engine,
+    settings: TrainingSettings,
     *,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
@@ -53,7 +52,7 @@ def train_island(
     Args:
         islands: the folder.
         number: the island's.
-        engine: how this machine trains.
+        settings: how this machine trains.
         on_progress: called every few steps.
         should_stop: called before every step.
 
@@ -70,10 +69,10 @@ def train_island(
     folder = islands.island(number)
     with _held(folder, number):
         if not folder.is_trained:
-            _train(islands, number, engine, on_progress, should_stop)
+            _train(islands, number, settings, on_progress, should_stop)
         if not is_first_process():
             return None
-        shutil.rmtree(folder.checkpoints, ignore_errors=True)
+        discard(folder.job)
         return islands.trained(number)
 
 
@@ -95,50 +94,31 @@ def _held(folder: IslandFolder, number: int) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class IslandJob:
-    """The training of one island, in one process or in several together; its tensors are passed to the call.
-
-    Attributes:
-        expert: what is trained.
-        folder: the island's.
-    """
-
-    expert: PlannedExpert
-    folder: IslandFolder
-
-    def __call__(
-        self, tensors: Mapping[str, Images], on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
-    ) -> None:
-        """Train on `images` and, for a conditional expert, `labels`; write the expert and its record."""
-        folder, plan, island_id = self.folder, self.expert.plan, self.expert.silo_id
-        trained = self.expert.train(tensors, folder.expert, folder.checkpoints, on_progress, should_stop)
-        if trained is None:  # another process has it
-            return
-        record = TrainedIsland(
-            plan_id=plan.plan_id,
-            num_images=len(tensors["images"]),
-            steps=trained.steps,
-            training=ExpertTraining(loss=trained.loss, seconds=trained.seconds, flops=trained.flops),
-            expert=File.of(expert_path(island_id, island_id), folder.expert),
-        )
-        write_atomic(folder.record, record.encode())
-
-
 def _train(
     islands: Islands,
     number: int,
-    engine: Engine,
+    settings: TrainingSettings,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> None:
     plan, folder = islands.plan, islands.island(number)
-    tensors = {"images": map_array(folder.images)}
+    files = {"images": folder.images}
     if not isinstance(plan.condition, NoCondition):
-        tensors["labels"] = map_array(folder.labels)
-    job = IslandJob(PlannedExpert(plan, plan.silos[number], number, islands.bundle, engine), folder)
-    num = num_processes(engine)
-    if num == 1 or "RANK" in os.environ:  # torchrun has started the others
-        job(tensors, on_progress, should_stop)
-    else:
-        do_together(job, tensors, num, folder=folder.path, on_progress=on_progress, should_stop=should_stop)
+        files["labels"] = folder.labels
+    inputs: dict[str, Images] = {name: map_array(path) for name, path in files.items()}
+    island_id, base = plan.silos[number], public_base(plan, islands.bundle)
+    expert = PlannedExpert(plan, island_id, number, base, settings.engine)
+    wanted = Wanted(expert, inputs, sha256_file(folder.rows), files)
+    if "RANK" in os.environ:  # torchrun has started the others
+        train_here(folder.job, expert, inputs, wanted.data, on_progress, should_stop)
+        if not is_first_process():
+            return
+    result = train_job(wanted, folder.job, settings, folder.expert, on_progress=on_progress, should_stop=should_stop)
+    record = TrainedIsland(
+        plan_id=plan.plan_id,
+        num_images=len(inputs["images"]),
+        steps=result.steps,
+        training=ExpertTraining(loss=result.loss, seconds=result.seconds, flops=result.flops),
+        expert=File.of(expert_path(island_id, island_id), folder.expert),
+    )
+    write_atomic(folder.record, record.encode())

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from ddm.system.console import human_bytes, human_seconds
 
+MOST_CLASSES = 64  # whose names a page shows; a plan may have 4096
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 _EXPONENT = re.compile(r"^(-?\d+)e")
 _LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
@@ -49,6 +50,7 @@ def _markdown(package: str) -> Environment:
 def _environment(package: str, **escaping: Any) -> Environment:
     loader = ChoiceLoader([PackageLoader(each, "pages/templates") for each in dict.fromkeys((package, "ddm"))])
     made = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **escaping)
+    made.globals["MOST_CLASSES"] = MOST_CLASSES
     made.filters |= {"bytes": human_bytes, "seconds": human_seconds, "yaml": _yaml, "licence_id": _licence_id}
     return made
 

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ddm.errors import BusyError
 
 _MAX_CONNECTIONS = 32
-_CONNECTION_S = 10.0
+CONNECTION_S = 10.0
 _MAX_HEAD_BYTES = 8192
 _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -55,15 +55,16 @@ def listening(host: str, port: int) -> "Iterator[tuple[socket.socket, str]]":
         yield listener, f"http://{shown}:{listener.getsockname()[1]}/"
 
 
-def server_of(app: ASGIApp) -> uvicorn.Server:
+def server_of(app: ASGIApp, connection_s: float = CONNECTION_S) -> uvicorn.Server:
     """Return a server, to be `run` with the sockets that it listens on; its `should_exit` ends it.
 
     Args:
         app: answers requests.
+        connection_s: most seconds of one connection.
     """
     config = uvicorn.Config(
         app,
-        http=BriefProtocol,
+        http=type("Brief", (BriefProtocol,), {"connection_s": connection_s}),
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -81,10 +82,12 @@ def server_of(app: ASGIApp) -> uvicorn.Server:
 class BriefProtocol(H11Protocol):
     """HTTP/1.1 with a time limit on each connection, so that slow clients cannot hold connections open."""
 
+    connection_s = CONNECTION_S
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection and schedule its end."""
         super().connection_made(transport)
-        self.loop.call_later(_CONNECTION_S, transport.abort)
+        self.loop.call_later(self.connection_s, transport.abort)
 
 
 class HostFilter:

@@ -37,14 +37,14 @@ class Clusters:
     def assign(self, features: Tensor) -> Tensor:
         """Return the index of the nearest fine centroid, shape (N,), int64; ties go to the lowest index.
 
-        The answer is that of float64 distances, on any machine; see `ddm.partition.nearest`.
+        The answer is that of float64 distances, on any machine; see `ddm.partition.nearest`. Features that are not
+        finite belong to centroid 0.
 
         Args:
             features: shape (N, D), as the plan's encoder makes them.
 
         Raises:
             ShapeError: features of another dimension.
-            NumericalError: a feature is not finite.
         """
         if features.ndim != 2 or features.shape[1] != self.centroids_FD.shape[1]:
             expected = f"(N, {self.centroids_FD.shape[1]})"
@@ -110,11 +110,14 @@ def fit_clustering(
     Raises:
         DataError: fewer distinct public images than fine centroids.
         SetupError: more coarse clusters than groups, or more groups than fine centroids.
+        NumericalError: features that are not finite.
     """
     if not num_coarse <= num_groups <= num_fine:
         got = f"{num_coarse} coarse clusters, {num_groups} groups, {num_fine} fine centroids"
         expected = "no more coarse clusters than groups, and no more groups than fine centroids"
         raise SetupError("clustering", expected=expected, got=got)
+    if not bool(torch.isfinite(features).all()):
+        raise NumericalError("features of public images", expected="finite numbers", got="NaN or infinity")
     distinct = len(torch.unique(features, dim=0))
     if distinct < num_fine:
         raise DataError(

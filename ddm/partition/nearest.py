@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from ddm.errors import NumericalError
 from ddm.system.devices import computes_in_bf16, processor_by_amd
 
 # Shape legend: B features of one block, F centroids, D values of one feature, E four more, P candidate pairs.
@@ -70,8 +69,8 @@ class Nearest:
         Args:
             features: shape (N, D).
 
-        Raises:
-            NumericalError: a feature is not finite.
+        A row whose values are not finite, or whose distances are not, goes to centroid 0, whatever the other rows are:
+        so a histogram over centroids still moves by one row where one image is exchanged.
         """
         nearest_N = torch.empty(len(features), dtype=torch.int64)
 
@@ -96,8 +95,11 @@ class Nearest:
         """Return the nearest centroid of each row of a block."""
         x_BD = torch.sub(raw_BD, self.centre_D, out=scratch.x_BD[: len(raw_BD)])
         energy_B = torch.linalg.vector_norm(x_BD, dim=1).square() / 2
-        if not torch.isfinite(energy_B).all():
-            raise NumericalError("features", expected="finite numbers", got="NaN or infinity")
+        lost_B = ~torch.isfinite(energy_B)
+        if bool(lost_B.any()):
+            settled_B = self._settle(torch.where(lost_B[:, None], self.centre_D, raw_BD), scratch)
+            settled_B[lost_B.numpy()] = 0
+            return settled_B
         for dtype in self.dtypes:
             row_P, column_P = self._in_question(x_BD, energy_B, dtype, scratch)
             if len(row_P) <= _MOST_PAIRS * len(x_BD):
@@ -112,8 +114,8 @@ class Nearest:
             apart_P = self._apart(raw_BD, row_P, column_P)
             kept_P = apart_P == _least(apart_P, row_P)[row_P]
             row_P, column_P = row_P[kept_P], column_P[kept_P]
-        settled_B: NDArray[np.int64] = column_P[_starts(row_P)]
-        return settled_B
+        settled: NDArray[np.int64] = column_P[_starts(row_P)]
+        return settled
 
     def _in_question(
         self, x_BD: Tensor, energy_B: Tensor, dtype: torch.dtype, scratch: _Scratch

@@ -5,7 +5,7 @@ from typing import Literal
 
 from ddm.errors import PolicyError
 from ddm.privacy.accounting import DiscreteLaplaceMechanism, GaussianMechanism, Mechanism, gaussian_mu, total_epsilon
-from ddm.protocol.plan import Plan
+from ddm.protocol.plan import Plan, Statistics
 
 Kind = Literal["counts", "sketch", "moments", "class_counts"]
 _SLACK = 1 + 1e-9  # admits parts that add up to exactly the total
@@ -18,7 +18,10 @@ def mechanisms(plan: Plan) -> Mapping[Kind, Mechanism]:
     Raises:
         PolicyError: a statistic with so small an epsilon that it is pure noise.
     """
-    statistics = plan.statistics
+    return _mechanisms(plan.statistics, f"plan {plan.plan_id}")
+
+
+def _mechanisms(statistics: Statistics, subject: str) -> Mapping[Kind, Mechanism]:
     least = min(
         part.epsilon
         for part in (statistics.counts, statistics.class_counts, statistics.moments, statistics.sketch)
@@ -26,7 +29,7 @@ def mechanisms(plan: Plan) -> Mapping[Kind, Mechanism]:
     )
     if least < _MIN_EPSILON:
         expected = f"at least {_MIN_EPSILON:g}, below which it is noise alone"
-        raise PolicyError(f"plan {plan.plan_id}: epsilon of a statistic", expected=expected, got=f"{least:g}")
+        raise PolicyError(f"{subject}: epsilon of a statistic", expected=expected, got=f"{least:g}")
     drawn: dict[Kind, Mechanism] = {"counts": DiscreteLaplaceMechanism(epsilon=statistics.counts.epsilon)}
     if statistics.class_counts:
         drawn["class_counts"] = DiscreteLaplaceMechanism(epsilon=statistics.class_counts.epsilon)
@@ -48,7 +51,17 @@ def check_total(plan: Plan) -> None:
     Raises:
         PolicyError: they do, or a statistic is pure noise.
     """
-    total, found = plan.statistics.total, plan_epsilon(plan)
+    check_statistics(plan.statistics, f"plan {plan.plan_id}")
+
+
+def check_statistics(statistics: Statistics, subject: str) -> None:
+    """Refuse statistics that cost more than their stated total; `subject` is what to call them in an error.
+
+    Raises:
+        PolicyError: they do, or one is pure noise.
+    """
+    total = statistics.total
+    found = total_epsilon(_mechanisms(statistics, subject).values(), total.delta)
     if not found <= total.epsilon * _SLACK:
         expected = f"epsilon of at most {total.epsilon:g} at delta {total.delta:g}, as it states"
-        raise PolicyError(f"plan {plan.plan_id}: all statistics together", expected=expected, got=f"{found:.4g}")
+        raise PolicyError(f"{subject}: all statistics together", expected=expected, got=f"{found:.4g}")

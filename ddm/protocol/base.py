@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import rfc8785
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -78,6 +78,10 @@ class Document(Model):
             return cls.model_validate_json(data)
         except ValidationError as error:
             where, what = misfit(cls, error)
+            if where == "format":
+                remedy = "This is a document of another kind or version: name the right file, or ask for that one."
+                wanted = f"a document whose format is {', '.join(get_args(cls.model_fields['format'].annotation))}"
+                raise DocumentError(subject, expected=wanted, got=what, remedy=remedy) from error
             raise DocumentError(f"{subject}, field {where}", got=what) from error
 
 

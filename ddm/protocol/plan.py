@@ -178,7 +178,8 @@ class Statistics(Model):
 class Plan(Document):
     """The signed instructions of one federation, or of one owner's islands; see `docs/reference` for an example.
 
-    `silos` train for this plan; the experts of those in `carried` go on from an earlier one.
+    `silos` train for this plan; the experts of those in `carried` go on from an earlier one. In a `rehearsal`, experts
+    are trained for so few steps that they draw noise.
     """
 
     format: Literal["archipelago/plan/1"] = "archipelago/plan/1"
@@ -205,6 +206,7 @@ class Plan(Document):
     router: Router
     audit: Audit
     limits: Limits
+    rehearsal: Annotated[bool, Field(exclude_if=lambda tried: not tried)] = False
 
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":

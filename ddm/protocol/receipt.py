@@ -1,4 +1,4 @@
-"""The aggregator's signed answer to a submission: accepted, refused, or the silo was withdrawn."""
+"""The aggregator's signed answer to a submission: accepted, refused, held for a person, or the silo was withdrawn."""
 
 from typing import Annotated, Literal
 
@@ -21,6 +21,12 @@ class Refused(Model):
     reason: ShortText
 
 
+class Held(Model):
+    """The submission was verified and waits for a person's decision; its receipt is still to come."""
+
+    kind: Literal["held"] = "held"
+
+
 class Withdrawn(Model):
     """The silo was withdrawn: later versions hold nothing of it, and its submissions are no longer accepted."""
 
@@ -37,7 +43,7 @@ class Receipt(Document):
     silo_id: SiloId
     sequence: PositiveInt
     submission_digest: Digest | None
-    verdict: Annotated[Accepted | Refused | Withdrawn, Field(discriminator="kind")]
+    verdict: Annotated[Accepted | Refused | Held | Withdrawn, Field(discriminator="kind")]
     at: Time
 
 

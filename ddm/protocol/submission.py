@@ -31,6 +31,8 @@ from ddm.protocol.base import (
 )
 from ddm.protocol.plan import Statistics
 
+MAX_LOSS = 1e30
+
 
 def expert_path(silo_id: str, expert_id: str) -> str:
     """Return the published path of an expert, relative to ``targets/<plan_id>/``."""
@@ -62,12 +64,17 @@ def statistic_terms(statistics: Statistics) -> Mapping[str, tuple[float, float]]
     }
 
 
-class ExpertTraining(Model):
-    """How the training went. `loss` and `seconds` leave without differential privacy."""
+class SubmittedTraining(Model):
+    """How long the training took. Its loss stays on the site: it is a function of private images and of a plan."""
 
-    loss: Annotated[float, Field(ge=0.0, le=1e30)]
     seconds: Seconds
     flops: Annotated[float, Field(ge=0.0, le=1e36)]
+
+
+class ExpertTraining(SubmittedTraining):
+    """How the training went, for whoever trained."""
+
+    loss: Annotated[float, Field(ge=0.0, le=MAX_LOSS)]
 
 
 class NoWeightPrivacy(Model):
@@ -88,7 +95,7 @@ class SubmittedExpert(Model):
     num_images: NumImages | None
     steps: NumSteps
     file: File
-    training: ExpertTraining
+    training: SubmittedTraining
     privacy: NoWeightPrivacy
 
 
@@ -157,17 +164,25 @@ class LedgerHead(Model):
         return self
 
 
-class Waiver(Model):
-    """Who waived an audit that did not pass, by role, and why."""
+class Responsible(Model):
+    """Who answers for what leaves, by role, and why it does."""
 
-    role: ShortText
-    reason: ShortText
+    role: Annotated[ShortText, Field(min_length=1)]
+    reason: Annotated[ShortText, Field(min_length=1)]
+
+
+class Waiver(Responsible):
+    """A waiver of an audit that could not tell, for one plan and until a day; nothing waives an audit that failed."""
+
+    plan_digest: Digest
+    verdict: Literal["inconclusive"]
+    expires_at: Time
 
 
 class AuditVerdict(Model):
-    """The verdict of the leak audit."""
+    """The verdict of the leak audit; one that was inconclusive is `waived`, or nothing leaves."""
 
-    verdict: Literal["pass", "waived"]
+    verdict: Literal["pass", "waived", "fail"]
     digest: Digest
     waiver: Waiver | None = None
 
@@ -180,10 +195,14 @@ class AuditVerdict(Model):
 
 
 class Approval(Model):
-    """Whether a person or the policy approved the submission, and when."""
+    """Whether a person or the policy approved the submission, and when.
+
+    `despite_fail` says who let experts leave whose audit failed: a person, for this submission alone.
+    """
 
     kind: Literal["person", "policy"]
     at: Time
+    despite_fail: Annotated[Responsible | None, Field(exclude_if=lambda person: person is None)] = None
 
 
 class Submission(Document):
@@ -217,6 +236,23 @@ class Submission(Document):
     def class_counts(self) -> File | None:
         """Its noised class counts, None for a plan without them."""
         return next((each.file for each in self.statistics if each.kind == "class_counts"), None)
+
+    @model_validator(mode="after")
+    def _audit_lets_it_leave(self) -> "Submission":
+        waiver, leaves = self.audit.waiver, self.approval
+        if waiver and waiver.plan_digest != self.plan_digest:
+            raise ValueError(f"audit.waiver must be for plan_digest {self.plan_digest}, got {waiver.plan_digest}")
+        last = max(self.created_at, leaves.at) if leaves else self.created_at
+        if waiver and waiver.expires_at <= last:
+            expired = waiver.expires_at.isoformat()
+            raise ValueError(f"audit.waiver must be valid at {last.isoformat()}, got one that expired {expired}")
+        released = leaves.despite_fail if leaves else None
+        if leaves and (self.audit.verdict == "fail") != (released is not None):
+            needed = "a fail needs approval.despite_fail" if released is None else f"{self.audit.verdict} needs none"
+            raise ValueError(f"approval.despite_fail stands beside a failed audit alone: {needed}")
+        if leaves and released and leaves.kind != "person":
+            raise ValueError(f"a failed audit needs the approval of a person, got {leaves.kind}")
+        return self
 
     @model_validator(mode="after")
     def _no_kind_twice(self) -> "Submission":

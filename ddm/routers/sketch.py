@@ -103,16 +103,14 @@ class Sketch:
         )
 
     def project(self, x_0: Tensor) -> Tensor:
-        """Return ``s(x_0)`` clipped to the unit ball, shape (N, R), float64.
+        """Return ``s(x_0)`` clipped to the unit ball, shape (N, R), float64; 0 for an image that is not finite.
 
         Raises:
             ShapeError: images of another size.
-            NumericalError: images that are not finite.
         """
         raw_NR = self._centred(x_0.double(), torch.ones(len(x_0), dtype=torch.float64)) / self.scale
-        if not bool(torch.isfinite(raw_NR).all()):
-            raise NumericalError("images", expected="finite values", got="NaN or infinity")
-        return _into_unit_ball(raw_NR)
+        lost_N1 = ~torch.isfinite(raw_NR).all(1, keepdim=True)
+        return _into_unit_ball(raw_NR.masked_fill(lost_N1, 0.0))
 
     def of(self, x_t: Tensor, t: Tensor, path: Path) -> Tensor:
         """Return ``A (x_t - alpha_t m) / C``, never clipped.

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import click
 import typer
 
-from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError
+from ddm.errors import ArchipelagoError, MissingFileError, PassphraseError, SetupError
 from ddm.system.escape import escape_control
 from ddm.system.logs import LogOptions, start_logging
 from ddm.system.signals import interrupted_by_sigterm
@@ -122,6 +122,25 @@ def say(text: str, *, error: bool = False) -> None:
         _log.error("%s", text.strip())
         return
     print(escape_control(text), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def confirm(question: str, *, refused: str = "Nothing was changed.") -> None:
+    """Ask at the terminal whether to go on.
+
+    Args:
+        question: what to ask.
+        refused: what to say where the answer is no.
+
+    Raises:
+        SetupError: standard input is no terminal.
+        typer.Abort: the answer is no.
+    """
+    if not sys.stdin.isatty():
+        expected = "a person to confirm, or --yes"
+        raise SetupError(question, expected=expected, got="a standard input that is no terminal", remedy="Add --yes.")
+    if not typer.confirm(question):
+        say(refused)
+        raise typer.Abort
 
 
 def passphrase(path: Path | None, configured: str | None, prompt: str, *, confirm: bool = False) -> bytes:

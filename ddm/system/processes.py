@@ -201,11 +201,16 @@ def script_command(script: str | Path) -> list[str]:
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Return the environment of Flower's programs: no telemetry, no update check, their files in `home` alone."""
+    """Return the environment of Flower's programs: no telemetry, no update check, their files in `home` alone.
+
+    A proxy of the site is for what leaves the machine: the programs reach each other on loopback without it.
+    """
     bin_folder = str(Path(sys.executable).parent)
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith("FLWR_")},
         "PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", os.defpath)]),
+        "no_proxy": ",".join([*([direct] if direct else []), "127.0.0.1", "localhost"]),
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",

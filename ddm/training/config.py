@@ -1,20 +1,31 @@
-"""How a machine trains: device, processes, memory. These settings change the result by no more than rounding."""
+"""How a machine trains: device, processes, memory, and what starts the processes.
 
-from typing import Annotated, Literal
+Device, processes and memory change the result by no more than rounding.
+"""
 
-from pydantic import Field
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
 
 from ddm.io.settings import Settings
 from ddm.system.devices import DeviceName
 
+PLACEHOLDERS = ("folder", "launch", "processes", "python")
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]*)\}")
+_OF_A_SHELL = re.compile(r"[|;&<>`$\n]")
+Word = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
+
 
 class Engine(Settings):
-    """How one machine trains: the table [training] of silo.toml. Imports no torch: settings are read much earlier.
+    """How one machine trains: most of the table [training] of silo.toml. Imports no torch: settings are read earlier.
 
     Attributes:
         device: where to train; auto is the GPU where there is one.
-        processes: how many share the work; auto is one per GPU, or one without a GPU. `ddm.training.launcher` starts
-            them.
+        processes: how many share the work, on all machines together; auto is one per GPU, or one without a GPU, and
+            with a launcher as many as it starts.
         accumulate: parts into which each process splits its share of a batch, to save memory.
         compile: whether torch compiles the expert: minutes before the first step, then faster steps.
         recompute: whether a block's intermediate results are computed again in the backward pass, to save memory.
@@ -22,8 +33,74 @@ class Engine(Settings):
     """
 
     device: DeviceName = "auto"
-    processes: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
+    processes: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = 1
     accumulate: Annotated[int, Field(ge=1, le=4096)] = 1
     compile: bool = False
     recompute: bool = False
     shard: bool = False
+
+
+class TrainingSettings(Engine):
+    """The table [training] of silo.toml: how a machine trains, and which program starts the processes that do.
+
+    Attributes:
+        launcher: local, or the command that starts the processes of a job, as a list of words or as one text that is
+            split into words. No shell reads it. `{folder}` becomes the job's folder and must be there, `{processes}`
+            their number, `{python}` this interpreter, `{launch}` the name of this start.
+        jobs: the folder that holds the jobs' folders, seen under the same path by every machine; the images are
+            copied there. None is the worker's own folder.
+        start_s: seconds that a job may wait in a queue, once its command has ended well.
+        silence_s: seconds without a sign of life after which a job is lost.
+        retries: how many starts in a row may come no step further.
+    """
+
+    launcher: Literal["local"] | tuple[Word, ...] = "local"
+    jobs: Path | None = None
+    start_s: Annotated[float, Field(ge=1, le=30 * 86400)] = 7 * 86400.0
+    silence_s: Annotated[float, Field(ge=10, le=86400)] = 600.0
+    retries: Annotated[int, Field(ge=1, le=100)] = 3
+
+    @field_validator("launcher", mode="before")
+    @classmethod
+    def _words(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
+            return tuple(value)
+        if not isinstance(value, str):
+            raise ValueError("expected a list of words, or one text that is split into words")
+        if value == "local":
+            return value
+        if found := _OF_A_SHELL.search(value):
+            raise ValueError(f"no shell reads this command, so {found[0]!r} means nothing in it; give a list of words")
+        return tuple(shlex.split(value))
+
+    @field_validator("launcher")
+    @classmethod
+    def _names_the_folder(cls, value: "Literal['local'] | tuple[str, ...]") -> "Literal['local'] | tuple[str, ...]":
+        if value == "local":
+            return value
+        used = {name for word in value for name in _PLACEHOLDER.findall(word)}
+        if unknown := sorted(name for name in used - {*PLACEHOLDERS} if name):
+            raise ValueError(f"{{{unknown[0]}}} is none of {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)}")
+        if "folder" not in used:
+            raise ValueError("the command must name the job's folder: {folder}")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_the_launcher(self) -> Self:
+        if self.launcher == "local" and self.jobs is not None:
+            raise ValueError("jobs is for a launcher that starts processes on other machines")
+        if self.jobs is not None and not self.jobs.is_absolute():
+            raise ValueError("jobs must be an absolute path, the same on every machine")
+        if self.launcher == "local" and isinstance(self.processes, int) and self.processes > 64:
+            raise ValueError("processes is at most 64 on one machine")
+        return self
+
+    @property
+    def engine(self) -> Engine:
+        """What every machine needs to know."""
+        return Engine.model_validate({name: getattr(self, name) for name in Engine.model_fields})
+
+
+def filled(launcher: tuple[str, ...], values: dict[str, str]) -> list[str]:
+    """Return a launcher's words with every placeholder replaced; other braces stay as they are."""
+    return [_PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), word) for word in launcher]

@@ -7,6 +7,7 @@ parts of the same batches, so that only rounding depends on their number.
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ from ddm.training.prefetch import drawing_threads, drawn_ahead
 from ddm.training.state import State
 
 PROGRESS_STEPS = 10
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ def train(
     labels: Tensor | None = None,
     drop: float = 0.0,
     engine: Engine = Engine(),
+    stops: bool = True,
     teach: Teach | None = None,
 ) -> Trained:
     """Train a model to predict the velocity (or eps) of the images, from the last checkpoint where there is one.
@@ -105,6 +110,7 @@ def train(
         labels: each image's class, int64 (N,), or text, float32 (N, L, D_text).
         drop: probability with which a step hides an image's label from the model.
         engine: this machine's.
+        stops: see `ddm.training.state.State`.
         teach: replaces the target at a step's x_t, as in `ddm.distillation.distill`; None trains on the images' own.
 
     Returns:
@@ -126,7 +132,7 @@ def train(
     recipe = [settings.model_dump(), repr(path), t_distribution.model_dump(), prediction, *taught]
     checkpoints = Checkpoints(checkpoint_dir, _run_digest(recipe, examples, model))
     flops = _flops(model, examples, settings, num_tokens)
-    state = State(model, settings, machine, engine.accumulate)
+    state = State(model, settings, machine, engine.accumulate, stops=stops)
     state.restore(checkpoints)
     kept = kept_steps(settings)
     started, first, before = time.monotonic(), state.step, state.seconds
@@ -158,6 +164,8 @@ def train(
             if done or state.step % settings.checkpoint_steps == 0:
                 state.save(checkpoints)
 
+    if (num_lost := int(state.num_lost)) and machine.rank == 0:
+        _log.warning("%d of %d steps had no finite gradient and took none", num_lost, state.step - first)
     return Trained(state.averaged(), state.step, state.finite_loss(), state.seconds, flops)
 
 

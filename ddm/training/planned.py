@@ -12,11 +12,34 @@ from ddm.io.images import Images
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert, load_expert
 from ddm.models.adaptation import adapt, merged
+from ddm.protocol.base import File
 from ddm.protocol.plan import NoCondition, Plan
 from ddm.training.config import Engine
 from ddm.training.loop import Progress, Trained, train
 
 _MAX_SEED = 2**63
+
+
+@dataclass(frozen=True)
+class Base:
+    """The expert that training starts from: its folder, and its path, bytes and digest."""
+
+    folder: Path
+    file: File
+
+
+def public_base(plan: Plan, bundle: Path | None) -> Base | None:
+    """Return the plan's public expert, from which its experts start; None where they start from random weights.
+
+    Raises:
+        MissingFileError: there is one, and no folder with the plan's files.
+    """
+    if plan.expert.base is None:
+        return None
+    if bundle is None:
+        got = "no folder with the plan's files"
+        raise MissingFileError(plan.expert.base, expected="the plan's public expert", got=got)
+    return Base(bundle, plan.file(plan.expert.base))
 
 
 @dataclass(frozen=True)
@@ -27,15 +50,18 @@ class PlannedExpert:
         plan: the plan.
         silo_id: the silo, or the island.
         number: which of the silo's experts, or which island: its seed follows from it.
-        bundle: the folder with the plan's files; None where no expert starts from one of them.
+        base: the expert that it starts from; None for random weights.
         engine: how this machine trains.
+        stops: whether a gradient that is not finite ends the training, see `ddm.training.state.State`. At a silo it
+            does not: the plan's weights may overflow for one image, and a stop would show it.
     """
 
     plan: Plan
     silo_id: str
     number: int
-    bundle: Path | None
+    base: Base | None
     engine: Engine
+    stops: bool = True
 
     @property
     def seed(self) -> int:
@@ -43,20 +69,16 @@ class PlannedExpert:
         return (self.plan.expert.training.seed + self.number) % _MAX_SEED
 
     def start(self) -> nn.Module:
-        """Build the model to train, from random weights or from the plan's public expert.
+        """Build the model to train, from random weights or from another expert.
 
         Raises:
-            MissingFileError, DigestError, TensorFileError: the public expert is not the one that the plan lists.
+            MissingFileError, DigestError, TensorFileError: that expert is not the one that the documents list.
             SetupError: the adaptation names weights that the expert lacks.
         """
         expert, shape, condition = self.plan.expert, self.plan.expert_shape, self.plan.condition
-        if expert.base is None:
+        if self.base is None:
             return build_expert(expert.architecture, shape, condition=condition, seed=self.seed)
-        if self.bundle is None:
-            raise MissingFileError(
-                expert.base, expected="the plan's public expert", got="no folder with the plan's files"
-            )
-        base = load_expert(expert.architecture, shape, self.bundle, self.plan.file(expert.base), condition)
+        base = load_expert(expert.architecture, shape, self.base.folder, self.base.file, condition)
         return adapt(base, expert.adaptation, seed=self.seed)
 
     def train(
@@ -91,6 +113,7 @@ class PlannedExpert:
             labels=labels if isinstance(labels, Tensor) else None,
             drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
             engine=self.engine,
+            stops=self.stops,
         )
         if not trained.ema:
             return None

@@ -35,13 +35,18 @@ class State:
         settings: the plan's recipe.
         machine: this process's.
         accumulate: parts into which this process splits its share of a batch.
+        stops: whether a gradient that is not finite ends the run; else the step takes a gradient of 0 in its place, so
+            that nobody who watches the run learns what its images did.
     """
 
-    def __init__(self, model: nn.Module, settings: Training, machine: Machine, accumulate: int) -> None:
+    def __init__(
+        self, model: nn.Module, settings: Training, machine: Machine, accumulate: int, *, stops: bool = True
+    ) -> None:
         self.model, self.settings, self.machine = model.train(), settings, machine
         self.call = machine.prepare(model)
         self.in_bf16 = computes_in_bf16(settings.precision, machine.device)
-        self.accumulate = accumulate
+        self.accumulate, self.stops = accumulate, stops
+        self.num_lost = torch.zeros((), dtype=torch.int64, device=machine.device)
         self.named = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.weights: list[Tensor] = list(self.named.values())
         # The implementation is fixed, since the default depends on the device and on the version of torch.
@@ -68,6 +73,8 @@ class State:
                 torch.autograd.backward(loss * self.machine.num_processes)
             share += loss.detach()
         norm = whole(nn.utils.clip_grad_norm_(self.weights, self.settings.max_gradient_norm))
+        if not self.stops:
+            share = self._without_lost(norm, share)
         self.optimizer.param_groups[0]["lr"] = learning_rate(self.settings, self.step)
         self.optimizer.step()
         self.step += 1
@@ -76,7 +83,16 @@ class State:
             for width, average in self.kept.items():
                 torch._foreach_lerp_(average, self.weights, power_weight(exponent_of(width), self.step))
             # A gradient that is not finite makes the loss NaN for good, so checking the loss now and then is enough.
-            self.loss.lerp_(share + 0.0 * norm, averaging_weight(LOSS_DECAY, self.step))
+            self.loss.lerp_(share + (0.0 * norm if self.stops else 0.0), averaging_weight(LOSS_DECAY, self.step))
+
+    def _without_lost(self, norm: Tensor, share: Tensor) -> Tensor:
+        """Make a gradient that is not finite 0, and return the loss to average; the device is not waited for."""
+        lost = ~torch.isfinite(norm)
+        for weight in self.weights:
+            if weight.grad is not None:
+                getattr(weight.grad, "_local_tensor", weight.grad).masked_fill_(lost, 0.0)
+        self.num_lost += lost
+        return torch.where(lost | ~torch.isfinite(share), self.loss, share)
 
     def _loss(self, part: Batch, path: Path, prediction: Prediction) -> Tensor:
         """Return the weighted mean squared error per value, of the kept tokens only where tokens are masked."""

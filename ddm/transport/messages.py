@@ -7,7 +7,8 @@ beside the document as one run of bytes, cut by `spans` in their order.
     Offer    here is the plan's bundle          ->  Held        what is still missing of it
     Ask      how far are you, what is there     ->  Report      status and the newest submission's files
     Pull     these byte ranges, please          ->  Shards      the ranges
-    Deliver  a receipt for your submission      ->  Delivered   it is on disk
+    Deliver  a receipt for your submission,     ->  Delivered   it is on disk
+             or word that a person looks at it
 
 `code` is 0 or an exit code of `ddm.errors`; a reply with a code carries nothing else.
 """
@@ -19,10 +20,12 @@ from typing import Annotated, Generic, Literal, TypeVar
 from pydantic import Field, TypeAdapter, model_validator
 
 from ddm.protocol.base import Digest, Model, PlanId, RelativePath
+from ddm.protocol.enrolment import SealedText
 
 MAX_BUNDLE_FILES = 256
 MAX_SUBMISSION_FILES = 1024
 MAX_SPANS = 1024
+MAX_SUBMISSIONS = 20  # of one silo to one plan
 MAX_RECEIPT_BYTES = 1024 * 1024
 MAX_WAIT_S = 60
 
@@ -40,6 +43,7 @@ SiloState = Literal[
     "accepted",
     "refused",
     "withdrawn",
+    "superseded",
 ]
 NumBytes = Annotated[int, Field(ge=0, lt=2**50)]
 Sequence = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -143,11 +147,15 @@ class Pull(Model):
 
 
 class Deliver(Model):
-    """A receipt, carried as the data beside the document; its content is signed and opaque here."""
+    """A receipt, carried as the data beside the document; its content is signed and opaque here.
+
+    `held` marks word that the submission waits for a person at the aggregator; its receipt is still to come.
+    """
 
     kind: Literal["deliver"] = "deliver"
     plan_id: PlanId
     sequence: Sequence
+    held: bool = False
     spans: Annotated[tuple[Span, ...], Field(max_length=0)] = ()
 
 
@@ -161,7 +169,10 @@ class Held(Model):
 
 
 class Report(_Indexed):
-    """The worker's status and, once there is one, the newest submission without a receipt and its first ranges."""
+    """The worker's status and, once there is one, the newest submission without a receipt and its first ranges.
+
+    `leave` is the silo's signed word that it gave the plan up (`ddm.protocol.leave`), opaque here.
+    """
 
     kind: Literal["report"] = "report"
     code: Code = 0
@@ -169,6 +180,7 @@ class Report(_Indexed):
     sequence: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     files: Annotated[tuple[FileEntry, ...], Field(max_length=MAX_SUBMISSION_FILES)] = ()
     spans: Spans = ()
+    leave: SealedText | None = None
 
 
 class Shards(Model):

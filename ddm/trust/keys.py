@@ -122,7 +122,7 @@ class SigningKey:
                 if b"PRIVATE KEY-----" in data[:64]
                 else "a file without a private key"
             )
-            raise SetupError(path.name, expected=wanted, got=got)
+            raise SetupError(path.name, expected=wanted, got=got, remedy="Restore the key's file from backup.")
         try:
             private = load_pem_private_key(data, passphrase or b"\0")
         except (ValueError, TypeError) as error:

@@ -39,7 +39,7 @@ from ddm.training.config import Engine
 from ddm.training.loop import train
 from silo.config import Site
 from silo.data.cohort import load_cohort
-from silo.privacy.ledger import Ledger
+from silo.privacy.ledger import Ledger, make_ledger
 from silo.privacy.statistics import Source, draw
 from silo.setup import init_site, make_card, read_invitation
 from silo.worker.stages import assign, read_assignment
@@ -55,6 +55,7 @@ def recipe() -> Recipe:
     """A small expert on latents; sketches of 16 dimensions."""
     training = {"num_steps": STEPS, "batch_size": 64, "learning_rate": 1e-3, "weight_decay": 0.01, "ema_decay": 0.99}
     tables = {
+        "rehearsal": True,
         "data": {"shape": list(SHAPE), "range": [-8.0, 8.0]},
         "encoder": {"kind": "pca", "dim": 32},
         "clustering": {"num_fine": 256, "num_coarse": 4},
@@ -167,6 +168,7 @@ def stages(folder: Path) -> None:
     )
     groups = files.clusters.group_F[fine_N]
     source = Source(plan, plan.digest, files.sketch, cohort.images, groups, cohort.unit_N, None, cohort.digest)
+    make_ledger(private / "ledger.jsonl")
     ledger = Ledger(private / "ledger.jsonl", budget=Budget(epsilon=10.0, delta=1e-5), unit="image")
     stage("counts", lambda: draw("counts", source, ledger, private))
     stage("sketch", lambda: draw("sketch", source, ledger, private))

@@ -32,7 +32,7 @@ from ddm.routers.moments import MomentsRouter, moments_noise_std, moments_specs
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.routers.sketch import released_sketch_specs
-from silo.privacy.ledger import Ledger
+from silo.privacy.ledger import Ledger, make_ledger
 from silo.privacy.statistics import Source, draw
 
 DELTA = 1e-5
@@ -214,6 +214,7 @@ def release(plan: Plan, world: World, parts: PublicParts) -> Mapping[Kind, list[
         specs["sketch"] = released_sketch_specs(plan, len(images))
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
+            make_ledger(folder / "ledger.jsonl")
             ledger = Ledger(folder / "ledger.jsonl", budget=plan.statistics.total, unit="image")
             source = Source(
                 plan=plan,

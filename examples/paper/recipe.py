@@ -23,7 +23,8 @@ from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.evaluation.classifier import Classifier, train_classifier
 from ddm.evaluation.metrics import Side, measure
-from ddm.io.idx import labels_beside, read_idx, read_idx_images
+from ddm.io.idx import labels_beside, read_idx
+from ddm.io.sources import read_images
 from ddm.models import build_expert
 from ddm.protocol.base import Model
 from ddm.protocol.plan import DataSpec
@@ -64,7 +65,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     given.out.mkdir(parents=True, exist_ok=True)
-    images, tests = (read_idx_images(given.data / f"{part}-images-idx3-ubyte.gz", DATA) for part in ("train", "t10k"))
+    images, tests = (read_images(given.data / f"{part}-images-idx3-ubyte.gz", DATA) for part in ("train", "t10k"))
     judge = _classifier(given.data / "train-images-idx3-ubyte.gz", images, given.out / "classifier.safetensors")
     reference = Side.of(judge.encode(tests), _NEIGHBOURS)
     found: dict[str, Measured] = {}

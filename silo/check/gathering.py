@@ -14,11 +14,12 @@ from ddm.protocol.base import sha256_hex
 from ddm.system.findings import Attempts
 from ddm.system.memory import available_bytes
 from ddm.system.requirements import check_packages
-from silo.check.reach import proxy_for, shown, try_connection
 from silo.check.rules import Facts, Modes
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.clock import seconds_ahead
-from silo.worker.stages import open_ledger
+from silo.courier.reach import proxy_for, shown, try_connection
+from silo.decisions import DecisionLog
+from silo.privacy.holder import open_ledger
 from silo.worker.state import State, load_state, state_path
 
 _MAX_SMALL_BYTES = 1 << 20
@@ -46,6 +47,7 @@ class Gathering:
         state = self._try("work", lambda: load_state(state_path(site.private)))
         self._try("disk", lambda: check_writable([each for each in (site.private, site.outbox) if each.exists()]))
         self._try("data", lambda: self._data(settings))
+        self._try("decisions", lambda: DecisionLog(site).entries if DecisionLog(site).folder.exists() else ())
         address = settings.address if settings else None
         num_gpus, has_gpu = _gpus()
         return Facts(
@@ -83,7 +85,9 @@ class Gathering:
     def _key_encrypted(self) -> bool:
         remedy = "Restore private/silo.key from backup. Without it the silo must be enrolled anew."
         found = require_file(self._site.key_path, "this site's signing key", remedy)
-        require_file(self._site.courier / "node.key", "this site's node key", "Restore courier/node.key from backup.")
+        if not self._site.hides_courier():
+            node_key = self._site.courier / "node.key"
+            require_file(node_key, "this site's node key", "Restore courier/node.key from backup.")
         self._site.salt()
         return read_bounded(found, _MAX_SMALL_BYTES).lstrip().startswith(_ENCRYPTED)
 
@@ -93,10 +97,13 @@ class Gathering:
 
     def _modes(self, settings: SiloSettings | None) -> Iterator[Modes]:
         site = self._site
-        places = [(site.path, _OTHERS), (site.inbox, _OTHERS), (site.outbox, _OTHERS), (site.private, _PRIVATE)]
-        places += [
-            (each, _PRIVATE) for each in (site.courier, site.key_path, site.courier / "node.key", site.salt_path)
-        ]
+        places = [(site.inbox, _OTHERS), (site.outbox, _OTHERS), (site.private, _PRIVATE)]
+        if not site.in_container():  # which makes the folder for what it mounts there
+            places.insert(0, (site.path, _OTHERS))
+        places += [(each, _PRIVATE) for each in (site.courier, site.key_path, site.courier / "node.key")]
+        if settings:
+            folder = site.ledger_folder_in(settings)
+            places += [(folder, _PRIVATE), (folder / "dataset.salt", _PRIVATE)]
         if settings and settings.passphrase_file:
             places.append((Path(settings.passphrase_file), _PRIVATE))
         for path, forbidden in places:
@@ -104,7 +111,7 @@ class Gathering:
                 yield Modes(str(path), stat.S_IMODE(path.stat().st_mode), forbidden)
 
     def _spent(self, policy: Policy | None) -> tuple[float, float] | None:
-        if policy is None or not self._site.ledger_path.exists():
+        if policy is None:
             return None
         return open_ledger(self._site, policy).spent()
 

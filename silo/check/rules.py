@@ -8,6 +8,7 @@ from ddm.system.console import human_bytes
 from ddm.system.findings import Finding, Findings, apply
 from silo.config import Isolation, Policy, SiloSettings
 from silo.courier.clock import describe
+from silo.courier.reach import remedy_for
 
 LEAST_MEMORY_BYTES = 2 << 30  # of a worker that trains a small expert, its libraries included
 
@@ -48,7 +49,7 @@ class Facts:
         key_encrypted: whether the signing key opens with a passphrase only; None without a key.
         root_digest: sha256 of the pinned root; None without one.
         isolation: between worker and courier.
-        spent: epsilon and delta of the ledger; None before it exists.
+        spent: epsilon and delta of the ledger; None where it cannot be read.
         running: whether worker and courier are at work.
         problem: why the work stopped last, from its state.
     """
@@ -133,8 +134,8 @@ def _connection(facts: Facts) -> Iterator[Finding]:
         return
     through = f" through the proxy {facts.proxy}" if facts.proxy else ""
     remedy = (
-        "Ask whether `aggregator run` is running there; let this host and port out of the site's firewall, or name the "
-        "site's proxy in https_proxy. A worker that has no network on purpose: check as the courier's user."
+        f"{remedy_for(facts.connection, facts.proxy)} A worker that has no network on purpose: check as the courier's "
+        "user."
     )
     expected = f"a TLS connection{through}, with a certificate by courier/ca.pem"
     yield Finding(facts.settings.address, expected, facts.connection, remedy, "warn")
@@ -197,6 +198,7 @@ _RULES: Mapping[str, Callable[[Facts], Iterator[Finding]]] = {
     "keys": _keys,
     "isolation": _isolation,
     "ledger": _ledger,
+    "decisions": _no_more,
     "data": _no_more,
     "work": _work,
 }

@@ -1,18 +1,18 @@
-"""Commands that look after a site: `silo check` and `silo ledger`."""
+"""Commands that look after a site: `silo check`, `silo ledger` and `silo log`."""
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddm.errors import SetupError
-from ddm.io.files import require_file
-from ddm.system.console import say
+from ddm.errors import DecisionLogError, MissingFileError, SetupError
+from ddm.system.console import say, table
 from silo.commands.options import JsonOption, SiteArgument
 from silo.config import Site
 
 if TYPE_CHECKING:
+    from silo.decisions import DecisionLog
     from silo.privacy.ledger import Ledger
 
 
@@ -51,9 +51,71 @@ def verify(site: SiteArgument) -> None:
     say(f"{num} records, unbroken. Head: {head}")
 
 
-def _ledger(site: Path) -> "Ledger":
-    from silo.worker.stages import open_ledger
+@ledger.command()
+def anchor(
+    site: SiteArgument,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", dir_okay=False, help="On another disk, in a folder that exists.")
+    ],
+) -> None:
+    """Keep the ledger's head in a file on another disk from now on, so that an older ledger draws nothing."""
+    from silo.setup import set_anchor
+
+    path = file.resolve()
+    set_anchor(Site(site).require(), path)
+    say(f"The ledger's head is in {path}, and silo.toml names it. Keep it out of the backups of the site.")
+
+
+log = typer.Typer(no_args_is_help=True, help="Read the log of decisions, which is never edited by hand.")
+
+
+@log.command("show")
+def show_log(
+    site: SiteArgument,
+    as_json: JsonOption = False,
+) -> None:
+    """Show who decided what about this site, and when."""
+    from silo.decisions import in_words
+
+    entries = _decisions(site).entries
+    if as_json:
+        records = [entry.record.model_dump(mode="json", exclude={"format"}) for entry in entries]
+        say(json.dumps([{"digest": entry.digest, **each} for entry, each in zip(entries, records, strict=True)]))
+    else:
+        say(table(in_words(entries), ("when", "who", "what")))
+
+
+@log.command("verify")
+def verify_log(
+    site: SiteArgument,
+    holds: Annotated[
+        str | None, typer.Option("--holds", metavar="HEAD", help="A head noted earlier, which must still be in it.")
+    ] = None,
+) -> None:
+    """Verify every decision, their chain and its head."""
+    log = _decisions(site)
+    entries = log.entries
+    if holds is not None and holds not in {entry.digest for entry in entries}:
+        expected = f"the record {holds[:16]} among its records"
+        raise DecisionLogError("decision log", expected=expected, got=f"{len(entries)} others")
+    say(f"{len(entries)} decisions, unbroken. Head: {log.head[0]}")
+
+
+def _decisions(site: Path) -> "DecisionLog":
+    from silo.decisions import DecisionLog
 
     place = Site(site).require()
-    require_file(place.ledger_path, "this site's ledger", "It is made when the first plan is paid for: silo run SITE.")
+    remedy = "It is made with the first decision, and when the worker starts: silo run SITE."
+    found = DecisionLog(place)
+    if not found.folder.is_dir():
+        raise MissingFileError(
+            str(found.folder), expected="this site's log of decisions", got="nothing there", remedy=remedy
+        )
+    return found
+
+
+def _ledger(site: Path) -> "Ledger":
+    from silo.privacy.holder import open_ledger
+
+    place = Site(site).require()
     return open_ledger(place, place.policy())

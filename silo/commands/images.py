@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
+from ddm.system.console import say
 from silo.commands.options import ColumnOption, MaybeSiteArgument
+from silo.config import Site
 
 
 def scan(
@@ -53,3 +55,24 @@ def scan(
         preview=preview,
         plan=plan,
     )
+    if site is not None and data is None:
+        _hold(Site(site), private, quiet=as_json)
+
+
+def _hold(site: Site, private: Path | None, *, quiet: bool) -> None:
+    """Hold a site's data against what policy.toml declares, or say what it could declare."""
+    from silo.data.declared import check_values, facts_of
+    from silo.images.scan import FOLDER
+
+    settings, policy = site.settings(), site.policy()
+    path = Path(settings.data)
+    if policy.data.kind is None and quiet:
+        return
+    if policy.data.kind is None:
+        facts = facts_of(path).model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+        words = ", ".join(f"{name} = {value!r}" for name, value in facts.items())
+        say(f"\npolicy.toml declares nothing of these data under [data], by which plans are judged. It could: {words}")
+        return
+    num = check_values(path, policy, private or site.private / FOLDER, settings.images, lambda done: None)
+    if not quiet:
+        say(f"\nThe data are what policy.toml declares under [data]: {num} images, at least {policy.least_images}.")

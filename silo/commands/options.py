@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ddm.io.files import require_file
 from ddm.system.console import passphrase
 from silo.config import Site
 
@@ -27,6 +28,8 @@ def open_key(site: Site, passphrase_file: Path | None) -> "SigningKey":
     """Open the silo's signing key."""
     from ddm.trust.keys import SigningKey
 
+    remedy = "Restore private/silo.key from backup. Without it the silo must be enrolled anew, as a new site."
+    require_file(site.key_path, "this site's signing key", remedy)
     return SigningKey.load(site.key_path, site_passphrase(site, passphrase_file))
 
 

@@ -10,7 +10,7 @@ from ddm.io.files import write_atomic
 from ddm.io.modes import open_to_everyone
 from ddm.system.console import passphrase, say
 from silo.commands.options import ColumnOption, PassphraseOption, SiteArgument, open_key, site_passphrase
-from silo.config import ImagesSettings, Site
+from silo.config import ImagesSettings, LedgerSettings, Site
 
 
 def init(
@@ -23,6 +23,16 @@ def init(
     root_fingerprint: Annotated[str, typer.Option(help="sha256 of the root, received through a second channel.")],
     column: ColumnOption = None,
     passphrase_file: PassphraseOption = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", file_okay=False, help="Privacy ledger that all sites over the same people share."
+        ),
+    ] = None,
+    anchor: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="On another disk: keeps the ledger's head against rollback."),
+    ] = None,
 ) -> None:
     """Make a site: its folders, keys, configuration and pinned root."""
     from silo.images.command import files_progress, read_columns, show
@@ -35,13 +45,15 @@ def init(
     if look.summary:
         show(look.summary, place)
         why = "; ".join(str(problem) for problem in look.problems)
-        say("\nOnly plans with a table [transform] take them" + (f": {why}.\n" if why else ".\n"))
+        say("\nOnly plans with a table [transform] take them" + (f": {why}.\n" if why else ", and plans of volumes.\n"))
     secret = passphrase(passphrase_file, None, "New passphrase for the silo's key", confirm=True)
-    key = init_site(place, silo_id, data, invited, secret, passphrase_file, images, looked=True)
+    named = LedgerSettings(folder=_absolute(ledger), anchor=_absolute(anchor))
+    key = init_site(place, silo_id, data, invited, secret, passphrase_file, images, ledger=named, looked=True)
     say(f"Site {silo_id} in {site}, for federation {invited.federation} at {invited.address}.")
     say(f"  signing key   {key.public.fingerprint}")
     say(f"  root          {invited.root_digest}")
     say(f"  isolation     {place.isolation}" + _isolation_advice(place))
+    say(f"  ledger        {place.ledger_path}" + ("" if anchor else ", without an anchor: docs/how-to/run-a-silo.md"))
     say(f"Look through {site / 'policy.toml'}, then: silo enroll {site} --out card.json")
 
 
@@ -91,13 +103,19 @@ def rotate(
     say(f"Give {out} to the aggregator, for `aggregator enroll`. It is in force from the next plan on.")
 
 
+def _absolute(path: Path | None) -> str | None:
+    return str(path.resolve()) if path else None
+
+
 def _checked_id(silo_id: str) -> str:
     import re
 
     from ddm.protocol.base import SILO_ID_PATTERN
 
     if not re.fullmatch(SILO_ID_PATTERN, silo_id):
-        raise SetupError("--id", expected="a letter a-z, then up to 31 of a-z and 0-9", got=repr(silo_id[:40]))
+        remedy = "Choose such a name; the aggregator and all readers see it."
+        expected = "a letter a-z, then up to 31 of a-z and 0-9"
+        raise SetupError("--id", expected=expected, got=repr(silo_id[:40]), remedy=remedy)
     return silo_id
 
 

@@ -7,6 +7,8 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
+from silo.courier.reach import open_link
+
 TOLERATED_S = 240.0  # Flower allows 300
 _TIMEOUT_S = 3.0
 
@@ -28,9 +30,8 @@ def seconds_ahead(address: str) -> float | None:
 def _ask(address: str) -> float | None:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    host, _, port = address.rpartition(":")
     with suppress(OSError, http.client.HTTPException, ValueError, TypeError, OverflowError):
-        connection = http.client.HTTPSConnection(host.strip("[]"), int(port), timeout=_TIMEOUT_S, context=context)
+        connection = open_link(address, context, _TIMEOUT_S)
         try:
             connection.request("HEAD", "/")
             theirs = parsedate_to_datetime(str(connection.getresponse().headers["Date"]))

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from ddm.errors import ArchipelagoError, DocumentError, MissingFileError, PolicyError, ReplayError
 from ddm.io.files import read_bounded
+from ddm.protocol.leave import LEAVE_NAME, MAX_LEAVE_BYTES
 from ddm.transport.messages import (
     MAX_SUBMISSION_FILES,
     Ask,
@@ -139,8 +140,9 @@ def report(ask: Ask, limits: SiteLimits) -> Envelope[Report]:
         if sequence > ask.received or (news and now >= settled) or now >= deadline:
             break
         time.sleep(_POLL_S)
-    if sequence <= ask.received:
-        return Envelope(Report(status=status))
+    leave = read_leave(ask.plan_id, limits)
+    if sequence <= ask.received or leave:
+        return Envelope(Report(status=status, leave=leave))
     submission = limits.site / "outbox" / ask.plan_id / str(sequence)
     files = list_folder(submission, max_files=MAX_SUBMISSION_FILES, max_bytes=limits.submission_bytes)
     spans = first_of(whole_spans(files), min(ask.max_bytes, limits.answer_bytes))
@@ -163,6 +165,16 @@ def read_status(plan_id: str, limits: SiteLimits) -> Status:
     if found.plan_id != plan_id:
         return Status()
     return Status(state=found.state, progress=found.progress, sequence=found.sequence)
+
+
+def read_leave(plan_id: str, limits: SiteLimits) -> str | None:
+    """Read the silo's sealed word that it gave the plan up; None where it did not."""
+    try:
+        return read_bounded(limits.site / "outbox" / plan_id / LEAVE_NAME, MAX_LEAVE_BYTES).decode()
+    except MissingFileError:
+        return None
+    except UnicodeDecodeError:
+        raise DocumentError(LEAVE_NAME, expected="text", got="other bytes") from None
 
 
 def newest_sequence(plan_id: str, limits: SiteLimits) -> int:

@@ -2,7 +2,7 @@
 
     inbox/<plan>/bundle/            a whole bundle, every file signed
     inbox/<plan>/<digest>.part/     one on its way: only its metadata until that verifies, and a few such at a time
-    inbox/<plan>/receipts/<n>.json  signed with the receipt key of that plan
+    inbox/<plan>/receipts/<n>.json  signed with the receipt key of that plan; <n>.held.json while a person decides
 
 Anything else goes, and so does a bundle that no longer verifies: one that somebody put there, or an older plan. The
 plan that the worker is at stays, and a folder that it is reading. Whoever cannot sign can therefore fill no more than
@@ -34,7 +34,7 @@ MAX_STATUS_BYTES = 4096
 STALE_S = 7 * 24 * 3600.0
 PART = ".part"
 _PART_NAME = re.compile(r"[0-9a-f]{16}\.part")
-_RECEIPT_NAME = re.compile(r"[1-9][0-9]{0,6}\.json")
+_RECEIPT_NAME = re.compile(r"[1-9][0-9]{0,6}(\.held)?\.json")
 
 
 @dataclass(frozen=True)

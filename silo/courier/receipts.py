@@ -1,4 +1,9 @@
-"""Takes a receipt into the inbox, once the plan's receipt key has signed it for this silo and submission."""
+"""Takes a receipt into the inbox, once the plan's receipt key has signed it for this silo and submission.
+
+Word that a submission waits for a person at the aggregator is signed alike, and kept beside the receipt to come.
+"""
+
+from pathlib import Path
 
 from ddm.errors import FormatError, MissingFileError, ReplayError, TrustError
 from ddm.io.files import read_bounded, write_for_group
@@ -27,7 +32,7 @@ def take_receipt(deliver: Deliver, receipt: bytes, site: Site) -> Delivered:
     with locked(site.courier, "inbox"):
         _check(deliver, receipt, site)
         folder = site.inbox / deliver.plan_id / "receipts"
-        path = folder / f"{deliver.sequence}.json"
+        path = _path(deliver, site)
         if not _is_genuine(deliver, site):
             group_folder(folder, site.inbox)
             write_for_group(path, receipt)
@@ -38,12 +43,17 @@ def take_receipt(deliver: Deliver, receipt: bytes, site: Site) -> Delivered:
 
 def _is_genuine(deliver: Deliver, site: Site) -> bool:
     """Whether a receipt is here already that the worker would take."""
-    path = site.inbox / deliver.plan_id / "receipts" / f"{deliver.sequence}.json"
+    path = _path(deliver, site)
     try:
         _check(deliver, read_bounded(path, MAX_RECEIPT_BYTES), site)
     except (MissingFileError, TrustError, FormatError):
         return False
     return True
+
+
+def _path(deliver: Deliver, site: Site) -> Path:
+    name = f"{deliver.sequence}.held.json" if deliver.held else f"{deliver.sequence}.json"
+    return site.inbox / deliver.plan_id / "receipts" / name
 
 
 def _check(deliver: Deliver, receipt: bytes, site: Site) -> None:
@@ -52,4 +62,7 @@ def _check(deliver: Deliver, receipt: bytes, site: Site) -> None:
     path = site.inbox / deliver.plan_id / "bundle" / "targets" / deliver.plan_id / "plan.json"
     data = read_bounded(path, MAX_DOCUMENT_BYTES)
     binding = (deliver.plan_id, sha256_hex(data), site.settings().silo_id, deliver.sequence)
-    open_receipt(receipt, Plan.parse(data, subject="plan.json").receipt_key, binding)
+    opened = open_receipt(receipt, Plan.parse(data, subject="plan.json").receipt_key, binding)
+    if (opened.verdict.kind == "held") != deliver.held:
+        expected = "word that it waits for a person" if deliver.held else "an answer"
+        raise ReplayError("receipt", expected=expected, got=f"the verdict {opened.verdict.kind}")

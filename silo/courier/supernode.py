@@ -27,6 +27,7 @@ from ddm.io.locks import locked
 from ddm.system.processes import Child, flower_environment, free_port, script_command, spawn
 from ddm.system.supervisor import Program, Supervisor
 from silo.courier.clock import describe, seconds_ahead
+from silo.courier.reach import explain
 
 _NODE = "SuperNode"
 _PROGRAM = Path(__file__).with_name("node.py")
@@ -37,13 +38,16 @@ _SIGN_OFF_S = 15.0
 _NODE_ID = re.compile(r"SuperNode ID: ([0-9]{1,20})\b")
 # What `silo.courier.node` logs.
 APPLICATION_REFUSED = "refused the aggregator's application"
+UNREACHABLE = "the aggregator cannot be reached"
+REFUSED = "the connection to the aggregator was refused; courier/flwr/supernode.log says why"
 _STEP = re.compile(r"(Receiving|Sending): \S+ message|(Start) `flwr-clientapp`")
 _PROBLEMS = {
     "Failed to activate SuperNode": "the aggregator does not let this node in: it has not enrolled the node key, or "
     "still believes an earlier connection alive (for a minute at most)",
     "CERTIFICATE_VERIFY_FAILED": "the aggregator's certificate is not signed by courier/ca.pem",
     "Unable to parse the private key file": "courier/node.key is not a private key that Flower can read",
-    "Connection attempt failed": "the aggregator cannot be reached",
+    "Connection attempt failed": UNREACHABLE,
+    "Failed to initialize the connection": REFUSED,  # and no further attempt: a proxy that refuses, for one
     APPLICATION_REFUSED: "the aggregator ships another application than this version of Archipelago's; it was not run",
     # Signs of a working connection.
     "SuperNode ID:": None,
@@ -226,6 +230,10 @@ class Courier:
         tail = self._supervisor.log_tail(_NODE)
         latest = max(_PROBLEMS, key=tail.rfind)
         return self._wrong_clock or (_PROBLEMS[latest] if latest in tail else None)
+
+    def why_unreachable(self) -> str | None:
+        """Try a connection as Flower does; say why it fails and what to do, None where it does not."""
+        return explain(self._address, self._courier / "ca.pem")
 
     def info(self) -> dict[str, object]:
         """What runs: process ids of the SuperNode and its guard, how often it was restarted, what is wrong."""

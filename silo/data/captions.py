@@ -55,7 +55,6 @@ def keep_texts(cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path,
 
     Raises:
         SetupError, MissingFileError, DigestError: see `ddm.encoders.text.TextEncoder.open`.
-        NumericalError: the encoder gave values that are not finite.
         OSError: the disk is full.
     """
     path = _path(cohort, plan, folder)
@@ -72,7 +71,7 @@ def keep_texts(cohort: Cohort, plan: Plan, settings: SiloSettings, folder: Path,
     with part.open("r+b") as handle:
         try:
             for first in range(done, len(captions), BLOCK):
-                vectors = encoder.encode(captions[first : first + BLOCK])
+                vectors = encoder.encode(captions[first : first + BLOCK], lost=0.0)
                 _write_rows(handle, vectors, begin, first)
                 done = first + len(vectors)
                 if done % _SAVED_TEXTS == 0:

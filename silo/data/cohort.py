@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError
+from ddm.imaging.pictures import picture_files
 from ddm.imaging.transform import Transform
 from ddm.io.images import Images, feed
 from ddm.io.labels import class_numbers
@@ -21,9 +22,9 @@ from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
 from silo.config import ImagesSettings
 from silo.data.transformed import Advance, Asked, open_transformed
-from silo.data.volumes import Volumes, are_volumes
-from silo.images.patients import MISSING
+from silo.images.patients import MISSING, canonical
 from silo.images.seen import MOST_CAPTION
+from silo.images.table import is_table
 
 _MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
 _MAX_CAPTION_BYTES = 4 * MOST_CAPTION
@@ -69,6 +70,7 @@ def load_cohort(
     folder: Path | None = None,
     transform: TransformSpec | None = None,
     class_names: tuple[str, ...] = (),
+    known_classes: Classes | None = None,
     settings: ImagesSettings | None = None,
     advance: Advance = lambda done, num: None,
 ) -> Cohort:
@@ -78,8 +80,9 @@ def load_cohort(
         path: images or, for a plan with an autoencoder, its latents, as `ddm.io.sources.open_source` takes them, with
             `patients`, shape (N,), numbers or text, read where the patient is the unit; `labels`, shape (N,), names of
             classes or whole numbers in [0, num_classes), read where the plan needs classes; `captions`, text, read
-            where it needs texts. Or a folder of NIfTI volumes, as `silo.data.volumes` reads them, with these columns in
-            its table. With a transform, whatever a scan takes, see `silo.data.transformed.open_transformed`.
+            where it needs texts. With a transform, whatever a scan takes, see
+            `silo.data.transformed.open_transformed`; without one, that goes through the defaults if the plan is one of
+            volumes.
         spec: the plan's shape and range.
         min_images: fewest images that the plan and this site accept.
         salt: this site's, for the digest.
@@ -90,6 +93,7 @@ def load_cohort(
         folder: private to the worker, for what cannot be read where it lies; None reads all of it into memory.
         transform: the plan's, where it has one: every picture goes through it once, into a copy in `folder`.
         class_names: what the plan calls its classes, where it names them.
+        known_classes: which ones the site declares, all of them among the plan's; a label must be one of these.
         settings: the site's, for images that are scanned.
         advance: see `silo.data.transformed.open_transformed`.
 
@@ -99,13 +103,15 @@ def load_cohort(
             labels or captions that is absent, of the wrong length, incomplete, out of range or too long.
     """
     classes = None if num_classes is None else Classes(num_classes, class_names)
+    if transform is None and len(spec.shape) == 4 and _in_files(path, settings):
+        transform = TransformSpec()
     if transform:
         if folder is None:
             raise TypeError("a plan with a transform needs a folder for the copy that it makes")
-        asked = Asked(unit == "patient", classes, captions)
+        asked = Asked(unit == "patient", classes, captions, known_classes)
         source = open_transformed(path, Transform(transform, spec), asked, folder, settings, advance)
     else:
-        source = Volumes(path, spec) if are_volumes(path) else open_source(path)
+        source = open_source(path)
     num, latent = len(source), source.name == "latents"
     if num < min_images:
         raise DataError("images", expected=f"at least {min_images}, as plan and policy require", got=f"{num}")
@@ -130,6 +136,13 @@ def load_cohort(
         captions=texts,
         latent=latent,
     )
+
+
+def _in_files(path: Path, settings: ImagesSettings | None) -> bool:
+    """Whether data are pictures in files of their own, or a table of them, and no arrays."""
+    if path.is_file() and is_table(path, settings.columns if settings else {}):
+        return True
+    return picture_files(path) is not None
 
 
 def dataset_digest(images: Images, salt: bytes, *, captions: Sequence[str] = (), **columns: NDArray[np.int64]) -> str:
@@ -179,13 +192,14 @@ def num_patients(patient_N: NDArray[np.generic]) -> int:
 
 
 def _numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Number patients by first appearance. Text counts without blanks around it, so that no patient becomes two."""
+    """Number patients by first appearance; ways of spelling one identifier are one, see `canonical`."""
     if patient_N.dtype.kind not in "iufUS":
         expected = "whole numbers, floating point or text"
         raise DataError("patients", expected=expected, got=str(patient_N.dtype), remedy=_PATIENTS_REMEDY)
     if patient_N.dtype.kind in "US":
         texts = [(p.decode("latin-1") if isinstance(p, bytes) else p).strip() for p in patient_N.tolist()]
-        patient_N, missing_N = np.array(texts), np.array([text.lower() in MISSING for text in texts])
+        missing_N = np.array([text.lower() in MISSING for text in texts])
+        patient_N = np.array([canonical(text) for text in texts])
     else:
         missing_N = ~np.isfinite(patient_N.astype(np.float64))
     if missing_N.any():

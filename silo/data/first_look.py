@@ -11,7 +11,6 @@ from ddm.io.sources import ARRAYS, Source, open_source
 from silo.config import ImagesSettings
 from silo.data.cohort import check_length, num_patients, read_column
 from silo.data.problems import refuse_all
-from silo.data.volumes import are_volumes, read_volume_column, volume_columns, volume_files
 from silo.images.entries import require_data
 from silo.images.pictures import Pictures
 from silo.images.scan import scan_as_set
@@ -27,7 +26,7 @@ class FirstLook:
     """What a site's data are like.
 
     Attributes:
-        summary: of the scan; None of arrays and volumes that plans without a transform take too, which need none.
+        summary: of the scan; None of arrays that plans without a transform take too, which need none.
         problems: why plans without a transform do not take them.
     """
 
@@ -38,7 +37,7 @@ class FirstLook:
 def look_at(
     path: Path, folder: Path, settings: ImagesSettings | None = None, advance: Advance = lambda done: None
 ) -> FirstLook:
-    """Look at data: of arrays and volumes at headers and columns, of anything else, by a scan, at every picture.
+    """Look at data: of arrays at headers and columns, of anything else, by a scan, at every picture.
 
     Args:
         path: the site's data.
@@ -92,9 +91,6 @@ def count_units(
                 "images", expected="at least one that can be used", got="files that a scan cannot use", remedy=remedy
             )
         return num, num_known
-    if are_volumes(path):
-        num = len(volume_files(path))
-        return num, num_patients(read_volume_column(path, "patients", num)) if patients else None
     source = open_source(path)
     return len(source), num_patients(read_column(source, "patients")) if patients else None
 
@@ -121,7 +117,7 @@ def _refuse(path: Path, problems: list[DataError]) -> None:
 
 
 def needs_scan(path: Path) -> bool:
-    """Whether data are anything but arrays and volumes that plans without a transform take.
+    """Whether data are anything but arrays that plans without a transform take.
 
     Raises:
         MissingFileError: nothing at `path`.
@@ -130,16 +126,12 @@ def needs_scan(path: Path) -> bool:
 
 
 def _problems(path: Path) -> list[DataError]:
-    """Return why data are no arrays or volumes that plans without a transform take.
+    """Return why data are no arrays that plans without a transform take.
 
     Raises:
         MissingFileError: nothing at `path`.
-        DataError: volumes with a table that does not fit them.
     """
     require_data(path)
-    if are_volumes(path):
-        refuse_all(list(_problems_of_volumes(path)), "Mend all of these in the table, then run the command again.")
-        return []
     try:
         return list(_problems_of_arrays(open_source(path)))
     except DataError as error:
@@ -150,15 +142,6 @@ def _are_arrays(path: Path) -> bool:
     if path.is_dir():
         return any(path.glob("images.npy")) or any(path.glob("images-*.npy"))
     return path.suffix.lower() in ARRAYS and not is_table(path, {})
-
-
-def _problems_of_volumes(path: Path) -> Iterator[DataError]:
-    num = len(volume_files(path))
-    for name in volume_columns(path):
-        try:
-            read_volume_column(path, name, num)
-        except DataError as error:
-            yield error
 
 
 def _problems_of_arrays(source: Source) -> Iterator[DataError]:

@@ -6,7 +6,6 @@ digest of its inputs, so other images or another autoencoder never find it.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from ddm.encoders.autoencoder import AutoencoderKl, Latent
 from ddm.errors import DataError, MissingFileError
 from ddm.io.files import replacing
 from ddm.io.fitting import as_floats
-from ddm.io.images import Derived, FileArray, Images, StoredImages, blocks, write_rows
+from ddm.io.images import Derived, FileArray, Images, Scaled, StoredImages, blocks, write_rows
 from ddm.io.npz import open_npy
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Autoencoder, AutoencoderKlLatent, DiffusersKlLatent, Plan
@@ -41,7 +40,6 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
             call starts over.
 
     Raises:
-        NumericalError: the autoencoder gave values that are not finite.
         OSError: the disk is full.
     """
     path = _path(cohort, plan, folder)
@@ -58,7 +56,7 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
 def _encoded(images: Images, latent: AutoencoderKl, on_progress: Progress) -> Iterator[Tensor]:
     """Yield latents in blocks; all have a multiple of the autoencoder's own block, so that they do not change them."""
     for start, block in blocks(images, size=_BLOCKS_AT_ONCE * latent.block):
-        yield latent.encode(block)
+        yield latent.encode(block, lost=0.0)
         on_progress(start + len(block), len(images))
 
 
@@ -67,7 +65,9 @@ def pixels_of(cohort: Cohort, latent: Latent, plan: Plan) -> Images:
     if not cohort.latent:
         return cohort.images
     low, high = plan.data.range
-    return Derived(_scaled(cohort.images, plan), lambda z_B: latent.decode(z_B).clamp(low, high), plan.data.shape)
+    return Derived(
+        _scaled(cohort.images, plan), lambda z_B: latent.decode(z_B, lost=0.0).clamp(low, high), plan.data.shape
+    )
 
 
 def training_inputs(cohort: Cohort, plan: Plan, folder: Path) -> Cohort:
@@ -108,11 +108,7 @@ def _scaled(images: Images, plan: Plan) -> Images:
             scale = 1 / factor
         case _:
             shift, scale = 0.0, 1.0
-    return Derived(images, partial(_over, shift=shift, scale=scale), images.shape[1:])
-
-
-def _over(latents: Tensor, shift: float, scale: float) -> Tensor:
-    return (latents - shift) / scale
+    return Scaled(images, shift, scale)
 
 
 def _path(cohort: Cohort, plan: Plan, folder: Path) -> Path | None:

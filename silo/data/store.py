@@ -25,7 +25,7 @@ from ddm.io.parquet import ParquetTable
 from ddm.io.sources import Name, Source, open_source
 from ddm.io.space import require_room
 from ddm.io.unpacked import unpacked_path
-from silo.images.patients import MISSING
+from silo.images.patients import MISSING, canonical
 
 _COLUMN = {"patients": "patient", "labels": "label", "captions": "caption"}
 _ROWS_AT_ONCE = 4096  # of the table
@@ -234,5 +234,5 @@ class _Rows:
         if text.lower() in MISSING:
             remedy = "Give every image its patient: one without could belong to a patient who is counted already."
             raise DataError("patients", expected="a patient for each image", got="a blank one", remedy=remedy)
-        key = blake2b(text.encode(), digest_size=16).digest()  # not the name itself, and of one size
+        key = blake2b(canonical(text).encode(), digest_size=16).digest()  # not the name itself, and of one size
         return self._number.setdefault(key, len(self._number))

@@ -34,11 +34,13 @@ class Asked:
         patients: whether it needs patients.
         classes: the names of its classes, where it needs classes.
         captions: whether it needs texts.
+        known: the classes that the site declares, of which each label must be one; the plan's own where None.
     """
 
     patients: bool = False
     classes: Classes | None = None
     captions: bool = False
+    known: Classes | None = None
 
     @property
     def told(self) -> tuple[Told, ...]:
@@ -127,7 +129,7 @@ class _Making:
             num += 1
             if self.asked.patients and self.pictures.patient(found) is None:
                 lacking["patients"] += 1
-            if self.asked.classes and self.asked.classes.number(found.label or "") is None:
+            if self.asked.classes and (self.asked.known or self.asked.classes).number(found.label or "") is None:
                 lacking["named" if found.label else "labels"] += 1
             if self.asked.captions:
                 lacking["long"] += len(found.caption or "") > MOST_CAPTION

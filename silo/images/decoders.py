@@ -12,9 +12,9 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import chain, islice
 
 import numpy as np
@@ -26,11 +26,14 @@ from ddm.imaging.picture import Picture
 from ddm.imaging.reasons import Reason
 from ddm.system.signals import blocked
 from silo.images.decoder import HEADER, READY
+from silo.images.jobs import Done, Found, Job
 from silo.images.seen import Seen
 
 _AHEAD = 16  # requests that a decoder may have before it
 _AHEAD_BYTES = 1 << 15  # of them, well within a pipe
 _POLL_S = 0.5
+_START_S = 120.0  # that a process has until it is ready for its first file
+_STARTS = 3  # that fail before there is something wrong with this machine
 _END_S = 10.0  # that a process has between the end of its answers and its own
 _MOST_CLOCK_S = 1.0  # between two looks
 _READ_BYTES = 1 << 20
@@ -45,57 +48,6 @@ _ENVIRONMENT = {
     **{"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": str(1 << 27), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)},
     **{"MALLOC_TOP_PAD_": str(1 << 24)},
 }
-
-
-@dataclass(frozen=True)
-class Job:
-    """A file to be decoded.
-
-    Attributes:
-        path: the file.
-        files: it, and what belongs to it, such as labels in a file beside it.
-        num_bytes: of them all.
-        digest: of what was decoded before; the same content is then not decoded again.
-    """
-
-    path: str
-    files: tuple[str, ...]
-    num_bytes: int
-    digest: str = ""
-
-
-@dataclass(frozen=True)
-class Found:
-    """One picture of a job, as it is decoded.
-
-    Attributes:
-        job: whose.
-        seen: what is kept of it.
-        picture: its values, where they were asked for.
-    """
-
-    job: Job
-    seen: Seen
-    picture: Picture | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class Done:
-    """The end of a job.
-
-    Attributes:
-        job: whose.
-        digest: of its files; empty where they could not be read.
-        same: its content is that of `Job.digest`, and was not decoded again.
-        reason: why its file gives no picture, or no more of them.
-        detail: more of that.
-    """
-
-    job: Job
-    digest: str = ""
-    same: bool = False
-    reason: Reason | None = None
-    detail: str = ""
 
 
 def decode_all(jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int) -> Iterator[Found | Done]:
@@ -141,7 +93,9 @@ def decode_all(jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int) -> 
                 decoder.stop()
 
 
-def decode_in_order(jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int) -> Iterator[Found | Done]:
+def decode_in_order(
+    jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int, ended: Callable[[], bool] = lambda: False
+) -> Iterator[Found | Done]:
     """Decode files in several processes; pictures come with their values, in the order of the jobs, whoever is faster.
 
     Each process may be ahead of the file whose turn it is by what a buffer of bounded size holds; then it waits.
@@ -151,6 +105,7 @@ def decode_in_order(jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int
         limits: of each file.
         key: of the pseudonyms of patients.
         num: how many processes.
+        ended: asked now and then whether nobody waits for the rest any more.
 
     Raises:
         SetupError: a decoder cannot start, or lacks the packages that a file needs.
@@ -159,24 +114,26 @@ def decode_in_order(jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int
     first = list(islice(source, num))  # no more processes than there are files
     decoders = [_Decoder(limits, key, values=True) for _ in first]
     try:
-        yield from _in_order(decoders, chain(first, source))
+        yield from _in_order(decoders, chain(first, source), ended)
     finally:
         for decoder in decoders:
             decoder.stop()
 
 
-def _in_order(decoders: "list[_Decoder]", source: Iterator[Job]) -> Iterator[Found | Done]:
+def _in_order(decoders: "list[_Decoder]", source: Iterator[Job], ended: Callable[[], bool]) -> Iterator[Found | Done]:
     if not decoders:
         return
     turns = deque[_Decoder]()  # whose turn it is, once for each job
     most_bytes = _WAITING_BYTES // len(decoders)
-    while True:
+    while not ended():
         while (idlest := min(decoders, key=lambda decoder: decoder.load)).has_room:
             if (job := next(source, None)) is None:
                 break
             if idlest.ended:  # while it had nothing to do
                 idlest.restart()
-            idlest.take(job)
+            if not idlest.take(job):
+                source = chain((job,), source)
+                break
             turns.append(idlest)
         if not turns:
             return
@@ -197,17 +154,15 @@ def _in_order(decoders: "list[_Decoder]", source: Iterator[Job]) -> Iterator[Fou
 
 
 def _listen(first: "_Decoder", decoders: "list[_Decoder]") -> None:
-    """Wait for an answer, and read what comes meanwhile; the time of the file whose turn it is counts alone."""
+    """Read what comes, for a moment at most; the time of the file whose turn it is counts alone, answer or not."""
     with selectors.DefaultSelector() as selector:
         for decoder in decoders:
             if not decoder.ended:
                 selector.register(decoder.output, selectors.EVENT_READ, decoder)
         began = time.monotonic()
-        ready = selector.select(_POLL_S)
-        for selected, _ in ready:
+        for selected, _ in selector.select(_POLL_S):
             selected.data.listen()
-    if not any(selected.data is first for selected, _ in ready):
-        first.tick(min(time.monotonic() - began, _MOST_CLOCK_S))
+    first.tick(min(time.monotonic() - began, _MOST_CLOCK_S))
 
 
 class _Decoder:
@@ -215,7 +170,7 @@ class _Decoder:
 
     def __init__(self, limits: Limits, key: bytes, *, values: bool = False) -> None:
         self._limits, self._key, self._values = limits, key, values
-        self._deaths = 0
+        self._deaths = self._starts = 0
         self.start()
 
     def start(self) -> None:
@@ -271,16 +226,21 @@ class _Decoder:
             job = waiting.popleft() if waiting else next(source, None)
             if job is None:
                 return
-            self.take(job)
+            if not self.take(job):
+                waiting.appendleft(job)
+                return
 
-    def take(self, job: Job) -> None:
-        """Hand over one job."""
+    def take(self, job: Job) -> bool:
+        """Hand over one job, unless its names are so long that both ends of the pipe could wait for each other."""
         request = {"path": job.path, "files": job.files, "digest": job.digest, "values": self._values}
         line = json.dumps(request).encode() + b"\n"
+        if self._jobs and self._pending_bytes + len(line) > _AHEAD_BYTES:
+            return False
         self._jobs.append(job)
         self._line_bytes.append(len(line))
         self._pending_bytes += len(line)
         self._send(line)
+        return True
 
     def _send(self, data: bytes) -> None:
         with suppress(BrokenPipeError):  # then its end is read next
@@ -306,7 +266,7 @@ class _Decoder:
                 if message[0] != READY:
                     self._answered = True
                     return self._parsed(*message)
-                self._ready = True
+                self._ready, self._clock_s, self._starts = True, 0.0, 0
         except (ValueError, KeyError, IndexError, TypeError):  # no answer of a decoder of ours: a file took it over
             self._process.kill()
             self._buffer.clear()
@@ -348,9 +308,9 @@ class _Decoder:
 
     def tick(self, elapsed_s: float) -> None:
         """Count the time of the file in hand, and kill the process when it is over."""
-        if self._jobs and self._ready and not self.ended:
+        if self._jobs and not self.ended:
             self._clock_s += elapsed_s
-            if self._clock_s > self._limits.seconds + self._jobs[0].num_bytes / 1e6:
+            if self._clock_s > (self._limits.seconds + self._jobs[0].num_bytes / 1e6 if self._ready else _START_S):
                 self._process.kill()
                 self._late = self.ended = True
 
@@ -361,7 +321,10 @@ class _Decoder:
             SetupError: processes end before they answer anything.
         """
         code = self.stop()
-        if code == 0 or self._retired or not self._jobs:  # it wanted to be replaced
+        self._starts += not self._ready
+        if self._starts >= _STARTS:
+            raise SetupError("decoder", expected="a process that starts", got=f"one that ends with code {code}")
+        if not self._ready or self._retired or not self._jobs:  # no file is to blame: it opened none, or said why
             waiting.extend(self._jobs)
             return
         self._deaths = 0 if self._answered or self._late else self._deaths + 1

@@ -8,6 +8,7 @@ The key lies beside the fingerprints in the private folder, and neither is shown
 import hashlib
 import hmac
 from collections.abc import Iterable
+from functools import lru_cache
 
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
@@ -20,7 +21,12 @@ def fingerprint(purpose: bytes, parts: Iterable[bytes | memoryview], key: bytes)
         parts: of the content, one after the other.
         key: of the data set's scans.
     """
-    state = Poly1305(hmac.digest(key, b"fingerprint " + purpose, hashlib.sha256))
+    state = Poly1305(_key_for(purpose, key))
     for part in parts:
         state.update(part)
     return state.finalize().hex()
+
+
+@lru_cache(maxsize=8)
+def _key_for(purpose: bytes, key: bytes) -> bytes:
+    return hmac.digest(key, b"fingerprint " + purpose, hashlib.sha256)

@@ -148,9 +148,19 @@ class Memory:
 
     def begin(self, entry: Entry) -> int:
         """Forget what was known of a file, and return the number under which its pictures are to be kept."""
+        return self._insert(entry, "", "", "", None, "")  # of no recipe: nothing counts until the file is done
+
+    def keep(self, entry: Entry, seen: Iterable[Seen], digest: str, reason: Reason | None, detail: str) -> int:
+        """Keep all of a file at once in place of what was known of it; return its number."""
+        number = self._insert(entry, self._stats(entry), digest, self._recipe, reason, detail)
+        self.add(number, 0, seen)
+        self._commit()
+        return number
+
+    def _insert(self, entry: Entry, stats: str, digest: str, recipe: str, reason: Reason | None, detail: str) -> int:
         path = os.fsencode(entry.path)
         self._database.execute("delete from files where path = ?", (path,))
-        values = (path, "", "", "", self._scan, None, "")  # of no recipe: nothing counts until the file is done
+        values = (path, stats, digest, recipe, self._scan, reason, detail)
         query = "insert into files (path, stats, digest, recipe, scan, reason, detail) values (?, ?, ?, ?, ?, ?, ?)"
         return int(self._database.execute(query, values).lastrowid or 0)
 

@@ -11,21 +11,31 @@ _FRACTION = re.compile(r"(?<=\d)\.0+$")  # as a table of floating point writes w
 _DIGEST_CHARACTERS = 32
 
 
+def canonical(identifier: str) -> str:
+    """Return a patient's identifier without what does not tell patients apart: case, blanks, punctuation.
+
+    Unicode's compatible characters count as one, and ``.0`` at the end of a number is dropped. Two patients that this
+    makes one are protected together, which is never less. What consists of nothing else stays as it is.
+    """
+    text = identifier.strip()
+    plain = _FRACTION.sub("", unicodedata.normalize("NFKC", text).casefold())
+    return "".join(each for each in plain if each.isalnum()) or text
+
+
 def pseudonyms(identifier: str | None, key: bytes) -> tuple[str, str] | None:
     """Return the pseudonym of a patient, and one that identifiers of like spelling share; None of nobody.
 
-    Blanks around an identifier do not count. Case, further blanks, leading zeros, ``.0`` at the end and Unicode's
-    compatible characters make two patients whose second pseudonyms are equal.
+    Spellings that `canonical` makes one are one patient. Leading zeros make two, whose second pseudonyms are equal.
 
     Args:
         identifier: as a file or a table names the patient.
         key: of this scan alone, never to leave.
     """
-    exact = (identifier or "").strip()
-    if exact.lower() in MISSING:
+    text = (identifier or "").strip()
+    if text.lower() in MISSING:
         return None
-    loose = "".join(unicodedata.normalize("NFKC", exact).casefold().split())
-    loose = _ZEROS.sub("", _FRACTION.sub("", loose))
+    exact = canonical(text)
+    loose = _ZEROS.sub("", exact)
     return keyed(b"patient ", exact, key), keyed(b"spelling ", loose, key)
 
 

@@ -12,8 +12,9 @@ from ddm.errors import DataError
 from ddm.imaging.picture import Picture
 from silo.config import ImagesSettings
 from silo.images.decisions import Decisions
-from silo.images.decoders import Found, Job, decode_in_order
+from silo.images.decoders import decode_in_order
 from silo.images.entries import Entry, find_entries
+from silo.images.jobs import Found, Job
 from silo.images.memory import Kept, Memory
 from silo.images.scan import limits_of, processes_of, recipe, scan_as_set
 from silo.images.walk import Scanned, judged

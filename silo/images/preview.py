@@ -17,7 +17,8 @@ from ddm.io.files import read_bounded, require_file, require_folder
 from ddm.io.settings import Settings, misfit
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import TransformSpec
-from silo.images.decoders import Found, Job, decode_in_order
+from silo.images.decoders import decode_in_order
+from silo.images.jobs import Found, Job
 from silo.images.memory import KEY_BYTES
 from silo.images.walk import Scanned
 

@@ -1,10 +1,13 @@
 """`silo review --images`: a page on which a person clears flagged images, or the same by the names of files."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ddm.errors import MissingFileError
 from ddm.system.console import say, table
-from silo.config import ImagesSettings
+from silo.config import ImagesSettings, Site
+from silo.decisions import DecisionLog, ImagesDecided
 from silo.images.command import images_of
 from silo.images.decisions import Decision, Decisions
 from silo.images.memory import DATABASE, Memory
@@ -37,6 +40,7 @@ def review_images(
         SetupError: neither a site nor data.
         MissingFileError: nothing was scanned yet, or nothing waits at a path.
         BusyError: a scan is at work.
+        DecisionLogError: the site's log of decisions is damaged; nothing was decided.
         KeyboardInterrupt: Ctrl-C while the page is served.
     """
     _, folder, settings = images_of(site, data, private)
@@ -46,16 +50,41 @@ def review_images(
     with Decisions.opened(folder) as decisions:
         with Memory.opened(folder, "") as memory:
             review, key = Review.of(memory, decisions), memory.key
-        for paths, decision in ((clear, Decision.CLEAR), (leave_out, Decision.LEAVE_OUT)):
-            for path in paths:
-                review.decide(_found_at(review, path, decision), decision)
-        if listed:
-            rows = [_row(review.pictures[number]) for number in review.listed(WAITING)]
-            say(table(rows, ("file", "image", "waits because of")))
-        elif not (clear or leave_out) and review.pictures:
-            _serve(review, settings, key)
+        log = DecisionLog(Site(site)) if site is not None and data is None and private is None else None
+        with _logged(log, review, decisions):
+            for paths, decision in ((clear, Decision.CLEAR), (leave_out, Decision.LEAVE_OUT)):
+                for path in paths:
+                    review.decide(_found_at(review, path, decision), decision)
+            if listed:
+                rows = [_row(review.pictures[number]) for number in review.listed(WAITING)]
+                say(table(rows, ("file", "image", "waits because of")))
+            elif not (clear or leave_out) and review.pictures:
+                _serve(review, settings, key)
         waiting, cleared, left_out = review.counts.values()
         say(f"{waiting} images wait, {cleared} are cleared, {left_out} left out. The next scan counts them so.")
+
+
+@contextmanager
+def _logged(log: DecisionLog | None, review: Review, decisions: Decisions) -> Iterator[None]:
+    """Have the site's log of decisions say what was decided, however this ends, and what it was not told before."""
+
+    def note() -> None:
+        if log is not None:
+            waiting, cleared, left_out = review.counts.values()
+            log.notice_images(
+                ImagesDecided(
+                    num_waiting=waiting,
+                    num_cleared=cleared,
+                    num_left_out=left_out,
+                    decisions_digest=decisions.digest,
+                )
+            )
+
+    note()
+    try:
+        yield
+    finally:
+        note()
 
 
 def _serve(review: Review, settings: ImagesSettings, key: bytes) -> None:

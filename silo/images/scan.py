@@ -32,7 +32,7 @@ _DECODERS = (
     "pypng",
     "numpy",
 )
-_RECIPE = 4  # changes with what decoders and `look` return
+_RECIPE = 5  # changes with what decoders and `look` return
 
 
 class Quarantine:

@@ -134,7 +134,7 @@ class Summary:
         if not self.accepted:
             most = ", ".join(f"{num} {reason}" for reason, num in self.reasons.most_common(_MOST_REASONS))
             got = f"none accepted, {self.quarantined} in quarantine ({most})" if self.quarantined else "no files at all"
-            remedy = "`silo scan` says what is the matter, and where the private list of files lies."
+            remedy = "silo scan --data PATH says what is the matter, and where the private list of files lies."
             raise DataError("images", expected="at least one that can be used", got=got, remedy=remedy)
 
     def as_json(self) -> dict[str, object]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ddm.errors import ArchipelagoError
 from ddm.imaging.decoded import Limits
-from silo.images.decoders import Done, Found, Job, decode_in_order
+from silo.images.decoders import decode_in_order
 from silo.images.drawing import drawn
+from silo.images.jobs import Done, Found, Job
 from silo.images.review import Flagged
 
 _KEPT = 256  # pictures
@@ -90,9 +91,9 @@ class Viewer:
         asked: dict[str, dict[int, Flagged]] = {}
         places: dict[str, int] = {}
         try:
-            for found in decode_in_order(self._jobs(asked), self._limits, self._key, num=self._processes):
-                if self._ended:
-                    return
+            for found in decode_in_order(
+                self._jobs(asked), self._limits, self._key, num=self._processes, ended=lambda: self._ended
+            ):
                 path = found.job.path
                 if isinstance(found, Found):
                     place = places.get(path, 0)
@@ -102,10 +103,12 @@ class Viewer:
                     continue
                 places.pop(path, None)
                 self._give_up(asked.pop(path).values(), _problem(found))
-        except (ArchipelagoError, OSError) as error:
+        except Exception as error:  # of any kind: whoever waits for these pictures would wait for ever
+            known = isinstance(error, ArchipelagoError | OSError)
             with self._change:
                 wanted, self._wanted = list(self._wanted), deque()
-            self._give_up([*(each for file in asked.values() for each in file.values()), *wanted], str(error))
+            problem = str(error) if known else f"it cannot be drawn ({type(error).__name__})"
+            self._give_up([*(each for file in asked.values() for each in file.values()), *wanted], problem)
 
     def _jobs(self, asked: dict[str, dict[int, Flagged]]) -> Iterator[Job]:
         """Take what is wanted, file by file."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from ddm.imaging.decoded import Limits
 from ddm.imaging.reasons import Reason
 from silo.images.decisions import Decisions
-from silo.images.decoders import Done, Found, Job, decode_all
+from silo.images.decoders import decode_all
 from silo.images.entries import Entry
+from silo.images.jobs import Done, Found, Job
 from silo.images.memory import Kept, Memory
 from silo.images.patients import pseudonyms
 from silo.images.seen import Seen
@@ -171,10 +172,13 @@ class Walk:
             return
         self.decoded += 1
         reason = done.reason
-        self._keep(work)
-        if reason is None and not work.place:
+        if reason is None and not work.place + len(work.pending):
             reason = Reason.NO_PIXELS
-        self._memory.finish(work.number, work.entry, done.digest, reason, done.detail)
+        if work.number:
+            self._keep(work)
+            self._memory.finish(work.number, work.entry, done.digest, reason, done.detail)
+        else:
+            work.number = self._memory.keep(work.entry, work.pending, done.digest, reason, done.detail)
         self._finish(work.entry, work.number, work.slices, reason, done.detail)
 
     def _is_alone(self, seen: Seen) -> bool:

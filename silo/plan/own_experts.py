@@ -1,31 +1,22 @@
 """Finds a silo's own experts of an earlier plan, from which a plan trains on, and verifies that they are these."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 from ddm.errors import DigestError, MissingFileError
 from ddm.io.files import read_bounded
 from ddm.io.tensors import check_file
 from ddm.models import MAX_WEIGHT, expected_tensors
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, File, sha256_hex
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_hex
 from ddm.protocol.continuation import check_continuation
 from ddm.protocol.plan import OwnAdaptation, Plan
 from ddm.protocol.submission import Submission, submission_path
+from ddm.training.planned import Base
 from silo.config import Site
 
 _REMEDY = "Restore private/ and outbox/ from backup, or ask the aggregator for a plan that trains from random weights."
 
 
-@dataclass(frozen=True)
-class OwnExpert:
-    """The file of an expert that this silo trained for an earlier plan: its folder, and its path, bytes and digest."""
-
-    folder: Path
-    file: File
-
-
-def own_experts(site: Site, plan: Plan, silo_id: str) -> Mapping[str, OwnExpert]:
+def own_experts(site: Site, plan: Plan, silo_id: str) -> Mapping[str, Base]:
     """Return the experts that this silo trains on, by their names; empty where it starts from random weights.
 
     The plan names the digest of the silo's submission, which names those of its experts and of the earlier plan. The
@@ -46,7 +37,7 @@ def own_experts(site: Site, plan: Plan, silo_id: str) -> Mapping[str, OwnExpert]
     found = {}
     for expert in submission.experts:
         file = expert.file.model_copy(update={"path": "expert.safetensors"})
-        found[expert.expert_id] = OwnExpert(home / expert.expert_id, file)
+        found[expert.expert_id] = Base(home / expert.expert_id, file)
     return found
 
 

@@ -18,6 +18,7 @@ from ddm.protocol.footprint import (
 )
 from ddm.protocol.plan import Plan, most_experts
 from silo.config import Policy, SizePolicy
+from silo.plan.declared import declared_rules
 
 
 def check_plan(plan: Plan, policy: Policy, *, silo_id: str, now: datetime, parts: int = 1) -> None:
@@ -47,7 +48,8 @@ def broken_rules(
         yield "expiry", "a plan still valid on acceptance", f"a plan that expired {plan.expires_at.isoformat()}"
     yield from _size_rules(plan, policy.sizes, parts)
     yield from _privacy_rules(plan, policy)
-    yield from _training_rules(plan, policy)
+    yield from _training_rules(plan, policy, silo_id)
+    yield from declared_rules(plan, policy)
     if policy.audit.required and not plan.audit.required:
         yield "leak audit", "required", "not required"
 
@@ -97,13 +99,15 @@ def _privacy_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]]
         yield "privacy of all statistics together", error.expected or "", error.got or ""
 
 
-def _training_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]]:
+def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[tuple[str, str, str]]:
     allowed = policy.training
     architecture = plan.expert.architecture.kind
     if architecture not in allowed.architectures:
         yield "architecture", " or ".join(allowed.architectures) or "none", architecture
     num_experts = most_experts(plan)
-    sizes = statistic_bytes(plan, num_units=0)
+    agreed = plan.agreed.get(silo_id)
+    # For as many units as were agreed, not for as many as there are: a limit is no question about the data.
+    sizes = statistic_bytes(plan, num_units=(agreed.units(plan.statistics.unit) or 0) if agreed else 0)
     numbers = (
         ("experts of one silo", num_experts, "max_experts"),
         ("training steps of all its experts", num_experts * plan.expert.training.num_steps, "max_steps"),
@@ -120,6 +124,7 @@ def _training_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]
         ("bytes of the class counts", sizes.get("class_counts", 0), plan.limits.statistic_bytes),
         ("bytes of the moments", sizes.get("moments", 0), plan.limits.statistic_bytes),
         ("bytes of the counts", sizes["counts"], plan.limits.statistic_bytes),
+        ("bytes of the agreed number of sketches", sizes.get("sketch", 0), plan.limits.statistic_bytes),
     )
     for subject, required, most in own_limits:
         if required > most:

@@ -1,10 +1,12 @@
 """The folder of a site's work on one plan: checkpoints, experts, statistics, the audit."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddm.protocol.base import Document, ExpertId, Model, NaturalInt, PlanId, PositiveInt
-from ddm.protocol.submission import AuditVerdict, ExpertTraining
+from ddm.protocol.base import Document, ExpertId, NaturalInt, PlanId, PositiveInt
+from ddm.protocol.submission import ExpertTraining
+from ddm.training.job import JobFolder
 from silo.config import Site
 from silo.plan.acceptance import workspace_folder
 
@@ -18,12 +20,6 @@ class TrainingRecord(Document):
     num_images: PositiveInt
     steps: NaturalInt
     training: ExpertTraining
-
-
-class AuditRecord(Model):
-    """The verdict under which this plan's experts may leave."""
-
-    verdict: AuditVerdict
 
 
 @dataclass(frozen=True)
@@ -40,9 +36,11 @@ class Workspace:
         """Return the path of its `TrainingRecord`, written after the weights: once it exists, the expert is trained."""
         return self.folder / "experts" / expert_id / "training.json"
 
-    def checkpoints(self, expert_id: str) -> Path:
-        """The checkpoints of its training."""
-        return self.folder / "experts" / expert_id / "training"
+    def job(self, expert_id: str, jobs: Path | None = None) -> JobFolder:
+        """Its training, until it is trained: here, or in the folder of the site's jobs that other machines see."""
+        if jobs is None:
+            return JobFolder(self.folder / "experts" / expert_id / "training")
+        return JobFolder(jobs / self.folder.name / expert_id)
 
     def record(self, expert_id: str) -> TrainingRecord:
         """Read an expert's record."""
@@ -53,10 +51,10 @@ class Workspace:
         """The `AuditReport`."""
         return self.folder / "audit.json"
 
-    @property
-    def verdict_path(self) -> Path:
-        """The `AuditRecord`."""
-        return self.folder / "verdict.json"
+    def clear(self) -> None:
+        """Remove everything that was made for the plan; what the ledger paid for stays with the ledger."""
+        for path in self.folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     @property
     def statistics(self) -> Path:

@@ -1,5 +1,6 @@
-"""The leak audit: no expert leaves without a verdict of `pass`, or a waiver for which somebody is responsible."""
+"""The leak audit: an expert leaves with a `pass`, a waiver of one that cannot tell, or a person after a `fail`."""
 
+from datetime import datetime
 from typing import Literal
 
 from ddm.errors import AuditError
@@ -31,15 +32,38 @@ def measure(plan_id: str, audit: Audit, *, num_holdout_units: int) -> AuditRepor
     return AuditReport(plan_id=plan_id, verdict="inconclusive", num_holdout_units=num_holdout_units, reason=reason)
 
 
-def gate(report: AuditReport, policy: AuditPolicy) -> AuditVerdict:
-    """Return the verdict under which the expert may leave: the audit's, or the site's waiver.
+def gate(report: AuditReport, policy: AuditPolicy, *, plan_digest: str, now: datetime) -> AuditVerdict:
+    """Return the verdict under which the experts may leave: the audit's, or the site's waiver of one that cannot tell.
+
+    After a `fail` they leave only if a person approves that very draft, see `silo.worker.approval.approve`.
+
+    Args:
+        report: the audit's.
+        policy: the site's.
+        plan_digest: of the plan in work.
+        now: the time at which the waiver must be valid.
 
     Raises:
-        AuditError: the audit did not pass and policy.toml holds no waiver.
+        AuditError: the audit was inconclusive, and policy.toml holds no waiver for this plan and time.
     """
-    if report.verdict == "pass":
-        return AuditVerdict(verdict="pass", digest=report.digest)
-    if policy.waiver is None:
-        raise AuditError("leak audit", expected="pass, or a waiver in policy.toml", got=report.reason)
-    waiver = Waiver(role=policy.waiver.role, reason=policy.waiver.reason)
+    if report.verdict != "inconclusive":
+        return AuditVerdict(verdict=report.verdict, digest=report.digest)
+    waiver = policy.waiver
+    if waiver is None:
+        raise AuditError("leak audit", expected="pass, or a waiver for this plan", got=report.reason)
+    check_waiver(waiver, plan_digest=plan_digest, now=now)
     return AuditVerdict(verdict="waived", digest=report.digest, waiver=waiver)
+
+
+def check_waiver(waiver: Waiver, *, plan_digest: str, now: datetime) -> None:
+    """Refuse a waiver of another plan, or one that is over.
+
+    Raises:
+        AuditError: it is.
+    """
+    if waiver.plan_digest != plan_digest:
+        expected = f"a waiver for the plan in work, {plan_digest[:16]}"
+        raise AuditError("audit.waiver.plan_digest", expected=expected, got=f"one for {waiver.plan_digest[:16]}")
+    if waiver.expires_at <= now:
+        got = f"one that expired {waiver.expires_at.isoformat()}"
+        raise AuditError("audit.waiver.expires_at", expected="a waiver that is still valid", got=got)

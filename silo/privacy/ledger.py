@@ -5,56 +5,37 @@ one version of the data, and is on disk before any of that noise is drawn; each 
 that one debit never pays for it twice. The budget holds for plans chosen in the light of earlier statistics
 (docs/adr/0007-a-ledger-for-adaptive-plans.md).
 
-A second file, written after the ledger, holds the head: the number of records and the digest of the last. A ledger
-shorter than its head was cut; one that is a single record longer was interrupted between the two writes. Half a line
-after the last record is an unfinished write: no noise was drawn for it, and it is removed. Anything else is refused. If
-both files are restored together to an older state, they look genuine here; the aggregator notices, since the chain of
-digests in the next submission does not extend the last one.
+How the file is written, verified and repaired: `ddm.io.chain`. Half a line that is removed there is a debit or a draw
+for which no noise was used. A draw without a debit is refused. What is put back as a whole looks genuine by itself;
+`silo.privacy.anchor` says what shows it.
 """
 
-import math
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from ddm.errors import BudgetError, DocumentError, LedgerError
-from ddm.io.files import FULL, sync_folder, write_atomic
+from ddm.errors import BudgetError, LedgerError
+from ddm.io import chain
 from ddm.io.locks import lock_file
-from ddm.privacy.accounting import GaussianMechanism, Mechanism, adaptive_epsilon
+from ddm.privacy.accounting import Mechanism, adaptive_epsilon
 from ddm.privacy.plan_cost import Kind
-from ddm.protocol.base import (
-    Digest,
-    Document,
-    NaturalInt,
-    PlanId,
-    PositiveInt,
-    Time,
-    Unit,
-    check_json,
-    now_utc,
-    sha256_hex,
-)
+from ddm.protocol.base import Digest, PlanId, Unit, now_utc, sha256_hex
 from ddm.protocol.plan import Budget
+from silo.privacy.anchor import Guard
+from silo.privacy.terms import alike, check_unit, in_words
 
 MAX_RECORDS = 4096  # as many as a submission's chain may hold
-_MAX_LINE = 4096
 _GENESIS = sha256_hex(b"archipelago/ledger/1")
-_SAME = 1e-9
 _SLACK = 1 + 1e-9  # a plan that costs exactly the budget fits it
 
 
-class Debit(Document):
+class Debit(chain.Link):
     """Privacy spent: all that a plan draws from one version of the data."""
 
     record: Literal["debit"] = "debit"
-    number: PositiveInt
-    previous: Digest
-    at: Time
     unit: Unit
     relation: Literal["replace_one"] = "replace_one"
     plan_id: PlanId
@@ -63,51 +44,52 @@ class Debit(Document):
     dataset_digest: Digest
 
 
-class Draw(Document):
+class Draw(chain.Link):
     """Noise drawn for one kind of a debit's statistics, by the digest of the file that holds it."""
 
     record: Literal["draw"] = "draw"
-    number: PositiveInt
-    previous: Digest
-    at: Time
     debit: Digest
     kind: Kind
     draw_digest: Digest
 
 
-class _Head(Document):
+class _Head(chain.Head):
     format: Literal["archipelago/ledger-head/1"] = "archipelago/ledger-head/1"
-    num_entries: NaturalInt
-    head_digest: Digest
 
 
 _RECORD: TypeAdapter[Debit | Draw] = TypeAdapter(Annotated[Debit | Draw, Field(discriminator="record")])
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One line of the ledger: the sha256 of its bytes and what it says."""
-
-    digest: str
-    record: Debit | Draw
+_FORM = chain.Form(
+    name="ledger",
+    read=_RECORD.validate_json,
+    head=_Head,
+    genesis=_GENESIS,
+    most=MAX_RECORDS,
+    error=LedgerError,
+    full="Make room on the disk, then run it again; the ledger is as it was, or counts the noise as spent.",
+)
+Entry = chain.Entry[Debit | Draw]
 
 
 class Ledger:
     """The privacy ledger of one site.
 
     Args:
-        path: the ledger; its head, locks and draws lie beside it. A new ledger is made where none of them exists.
+        path: the ledger, made by `make_ledger`; its head, locks and draws lie beside it.
         budget: what the site may spend over all time.
         unit: whom the budget protects. A budget per image counts plans per patient too: noise that hides all images of
             a patient hides each of them. A budget per patient cannot count plans per image.
+        guard: what the ledger is held against whenever it is read.
     """
 
-    def __init__(self, path: Path, *, budget: Budget, unit: Unit) -> None:
+    genesis = _GENESIS
+
+    def __init__(self, path: Path, *, budget: Budget, unit: Unit, guard: Guard = Guard()) -> None:
         self.path = path
         self.budget = budget
         self.unit = unit
         self.draws = path.with_name("draws")
-        self._head_path = path.with_suffix(".head")
+        self._guard = guard
+        self._chain = chain.Chain(path, _FORM, self.draws, self)
 
     def spend(
         self, plan_id: str, plan_digest: str, dataset_digest: str, unit: Unit, mechanisms: Mapping[Kind, Mechanism]
@@ -129,13 +111,13 @@ class Ledger:
             BudgetError: the total would go over the budget; nothing was debited.
             LedgerError: the ledger is damaged, or `unit` protects less than this ledger counts.
         """
-        _check_unit("plan", unit, self.unit)
+        check_unit("plan", unit, self.unit)
         with self._locked() as entries:
             paid = _debit_of(entries, plan_digest, dataset_digest)
             if paid:
-                if paid[1].unit != unit or not _alike(paid[1].mechanisms, mechanisms):
-                    expected = f"{_in_words(paid[1].unit, paid[1].mechanisms)}, as first debited for this plan"
-                    raise LedgerError("ledger", expected=expected, got=_in_words(unit, mechanisms))
+                if paid[1].unit != unit or not alike(paid[1].mechanisms, mechanisms):
+                    expected = f"{in_words(paid[1].unit, paid[1].mechanisms)}, as first debited for this plan"
+                    raise LedgerError("ledger", expected=expected, got=in_words(unit, mechanisms))
                 return paid[0]
             self._check_budget(entries, mechanisms)
             number, previous = len(entries) + 1, _last(entries)
@@ -194,6 +176,10 @@ class Ledger:
         with self._locked() as entries:
             return _draw_of(entries, debit, kind)
 
+    def has_drawn(self, draw_digest: str) -> bool:
+        """Whether the ledger records a draw with this digest."""
+        return any(isinstance(each.record, Draw) and each.record.draw_digest == draw_digest for each in self.entries)
+
     def verify(self) -> None:
         """Check every line, the chain and the head.
 
@@ -225,7 +211,6 @@ class Ledger:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Hold the right to draw: between a debit and its draw no other process may draw for it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(self.path.with_suffix(".drawing.lock")):
             yield
 
@@ -245,135 +230,36 @@ class Ledger:
     @contextmanager
     def _locked(self) -> Iterator[tuple[Entry, ...]]:
         """Hold the ledger for one process at a time, verified, and repaired where that is safe."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with lock_file(self.path.with_suffix(".lock")):
-            self._begin()
-            yield self._read()
+        if not self.draws.is_dir():
+            remedy = "Restore it from backup; only `silo init` makes one, since a new one would forget what was spent."
+            raise LedgerError("ledger", expected="the one that `silo init` made", got="no folder draws/", remedy=remedy)
+        with self._guard.locked(), self._chain.held() as entries:
+            for entry, debit in _debits(entries):
+                check_unit(f"ledger record {entry.record.number}", debit.unit, self.unit)
+            yield entries
 
-    def _begin(self) -> None:
-        """Make a new ledger where nothing remains of an old one; a crash after any step does no harm."""
-        if self.draws.is_dir():
-            return
-        if not self._head_path.exists():
-            if self.path.exists():
-                raise LedgerError("ledger head", expected="the file beside the ledger", got="no file")
-            self._write_head(0, _GENESIS)
-        if not self.path.exists() and self._read_head().num_entries == 0:
-            write_atomic(self.path, b"", mode=0o600)
-        self.draws.mkdir(mode=0o700)
-        sync_folder(self.path.parent)
+    def check(self, digests: Sequence[str]) -> None:
+        """Refuse a ledger that was put back, see `silo.privacy.anchor`, and draws that no debit of it pays for."""
+        self._guard.hold(_GENESIS, digests)
+        paid = set(digests)
+        if any(path.name[0] != "." and path.name.split(".")[0] not in paid for path in self.draws.iterdir()):
+            raise LedgerError("draws", expected="a debit in the ledger for each", got="a draw without a debit")
 
-    def _read(self) -> tuple[Entry, ...]:
-        head = self._read_head()
-        try:
-            data = self.path.read_bytes()
-        except OSError as error:
-            raise LedgerError("ledger", expected=f"{head.num_entries} records", got="no readable file") from error
-        *lines, torn = data.split(b"\n")
-        entries = _parse(lines, self.unit)
-        if len(entries) < head.num_entries:
-            raise LedgerError("ledger", expected=f"{head.num_entries} records, as its head says", got=f"{len(entries)}")
-        if len(entries) > head.num_entries + 1 or (len(entries) > head.num_entries and torn):
-            got = f"{len(entries)} records" + (" and part of another" if torn else "")
-            raise LedgerError("ledger", expected=f"{head.num_entries} records, as its head says", got=got)
-        if (last := _last(entries[: head.num_entries])) != head.head_digest:
-            expected = f"the digest of the ledger's last record, {last}"
-            raise LedgerError("ledger head", expected=expected, got=head.head_digest)
-        if torn:
-            self._cut(len(data) - len(torn))
-        if len(entries) > head.num_entries:
-            self._write_head(len(entries), _last(entries))
-        return entries
+    def record(self, num_entries: int, head_digest: str) -> None:
+        """Note its head in every anchor."""
+        self._guard.record(num_entries, head_digest)
 
     def _append(self, record: Debit | Draw) -> Entry:
-        """Write a line, then the head; both are durable when this returns.
-
-        A failed write is left in place: the next reading removes half a line and counts a whole one as spent.
-        """
-        if record.number > MAX_RECORDS:
-            raise LedgerError("ledger", expected=f"at most {MAX_RECORDS} records", got=f"record {record.number}")
-        line = record.encode()
-        try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            with os.fdopen(descriptor, "wb", buffering=0) as handle:
-                if handle.write(line + b"\n") != len(line) + 1:
-                    raise OSError("short write")
-                os.fsync(handle.fileno())
-            sync_folder(self.path.parent)
-            entry = Entry(sha256_hex(line), record)
-            self._write_head(record.number, entry.digest)
-        except OSError as error:
-            got = f"a write that failed: {error.strerror or error}"
-            remedy = "Make room on the disk, then run it again; the ledger is as it was, or counts the noise as spent."
-            raise LedgerError(
-                "ledger", expected="a durable record", got=got, remedy=remedy if error.errno in FULL else None
-            ) from error
-        return entry
-
-    def _cut(self, size: int) -> None:
-        with self.path.open("rb+") as handle:
-            handle.truncate(size)
-            os.fsync(handle.fileno())
-
-    def _write_head(self, num_entries: int, digest: str) -> None:
-        write_atomic(self._head_path, _Head(num_entries=num_entries, head_digest=digest).encode(), mode=0o600)
-
-    def _read_head(self) -> _Head:
-        try:
-            return _Head.parse(self._head_path.read_bytes(), subject="ledger head", limit=_MAX_LINE)
-        except (OSError, DocumentError) as error:
-            got = f"a file that is missing or damaged ({type(error).__name__})"
-            raise LedgerError("ledger head", expected="the file beside the ledger", got=got) from error
+        return self._chain.append(record)
 
 
-def _parse(lines: list[bytes], unit: Unit) -> tuple[Entry, ...]:
-    """Check each line by itself and against the one before."""
-    entries: list[Entry] = []
-    for number, line in enumerate(lines, start=1):
-        subject = f"ledger record {number}"
-        try:
-            check_json(line, subject=subject, limit=_MAX_LINE)
-            record = _RECORD.validate_json(line)
-        except (DocumentError, ValidationError) as error:
-            raise LedgerError(subject, expected="a record as it was written", got="a line that is not one") from error
-        previous = _last(tuple(entries))
-        if record.encode() != line or record.number != number or record.previous != previous:
-            expected = f"number {number} in canonical form, after {previous[:16]}"
-            form = "" if record.encode() == line else ", in another form"
-            got = f"number {record.number} after {record.previous[:16]}{form}"
-            raise LedgerError(subject, expected=expected, got=got)
-        if isinstance(record, Debit):
-            _check_unit(subject, record.unit, unit)
-        entries.append(Entry(sha256_hex(line), record))
-    return tuple(entries)
+def make_ledger(path: Path) -> None:
+    """Make a ledger where nothing remains of an old one; a crash after any step does no harm.
 
-
-def _check_unit(subject: str, unit: Unit, counted: Unit) -> None:
-    if (unit, counted) == ("image", "patient"):
-        raise LedgerError(
-            subject,
-            expected="statistics per patient, since the policy's privacy.unit is patient",
-            got="statistics per image, which say nothing about a patient",
-            remedy="Statistics drawn per image cannot be counted per patient: set privacy.unit back to image.",
-        )
-
-
-def _alike(paid: Mapping[Kind, Mechanism], requested: Mapping[Kind, Mechanism]) -> bool:
-    """Whether these are the same statistics; mu is computed, and machines may round it differently."""
-
-    def same(first: Mechanism, second: Mechanism) -> bool:
-        if isinstance(first, GaussianMechanism) and isinstance(second, GaussianMechanism):
-            return math.isclose(first.mu, second.mu, rel_tol=_SAME)
-        return first == second
-
-    return paid.keys() == requested.keys() and all(same(paid[kind], requested[kind]) for kind in paid)
-
-
-def _in_words(unit: Unit, mechanisms: Mapping[Kind, Mechanism]) -> str:
-    """Name the statistics with their cost; only numbers of the plan, nothing of the data."""
-    costs = {kind: each.model_dump(exclude={"kind"}) for kind, each in mechanisms.items()}
-    terms = (f"{kind} ({name} {value:g})" for kind, cost in costs.items() for name, value in cost.items())
-    return f"{', '.join(terms)} per {unit}"
+    Raises:
+        LedgerError: part of a ledger is there.
+    """
+    chain.Chain(path, _FORM, path.with_name("draws")).begin()
 
 
 def _last(entries: tuple[Entry, ...]) -> str:

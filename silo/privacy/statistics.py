@@ -229,6 +229,13 @@ def _draw_once(
 ) -> Path:
     plan = source.plan
     with ledger.drawing():
+        if path.exists() and not ledger.has_drawn(sha256_file(path)):
+            raise LedgerError(
+                f"draw of {kind}",
+                expected="a draw in the ledger for the statistic that is there",
+                got="no such draw: the ledger is older",
+                remedy="Restore the newest ledger with its draws from backup; nothing is drawn until then.",
+            )
         debit = ledger.spend(
             plan.plan_id, source.plan_digest, source.dataset_digest, plan.statistics.unit, mechanisms(plan)
         )
@@ -243,7 +250,7 @@ def _draw_once(
                 f"draw of {kind}",
                 expected="the file that was drawn for its debit",
                 got="a file with another digest" if kept.exists() else "no file",
-                remedy="Restore private/draws from backup. Drawing again would need a new debit, so a new plan.",
+                remedy="Restore draws/ beside the ledger. Drawing again would need a new debit, so a new plan.",
             )
         write_atomic(path, kept.read_bytes())
     return path

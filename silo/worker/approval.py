@@ -1,20 +1,24 @@
-"""Approves the draft that waits, by its digest, or withdraws from the plan."""
+"""Approves the draft that waits, by its digest."""
 
+from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from ddm.errors import ApprovalError
 from ddm.io.files import read_bounded, write_atomic
-from ddm.io.locks import locked
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document
-from ddm.protocol.submission import Submission
+from ddm.protocol.submission import Approval, Responsible, Submission
 from silo.config import Site
-from silo.worker.state import IDLE, SENT, State, load_state, save_state, state_path
+from silo.decisions import Approved, DecisionLog
+from silo.plan.succession import successor
+from silo.worker.state import load_state, state_path
 
 
 class PersonApproval(Document):
     """What `silo approve` leaves for the worker."""
 
     submission_digest: Digest
+    despite_fail: Responsible | None = None
 
 
 def approval_path(site: Site) -> Path:
@@ -32,47 +36,62 @@ def load_draft(site: Site) -> Submission:
     return Submission.parse(read_bounded(review_folder(site) / "draft.json", MAX_DOCUMENT_BYTES), subject="draft.json")
 
 
-def approve(site: Site, digest: str) -> None:
+def approve(site: Site, digest: str, despite_fail: Responsible | None = None) -> None:
     """Record a person's approval of exactly the draft with this digest.
 
+    Args:
+        site: the silo's folder.
+        digest: of the draft.
+        despite_fail: who lets it leave although its audit failed, and why; published with it.
+
     Raises:
-        ApprovalError: no draft waits, or one with another digest.
+        ApprovalError: no draft waits, or one with another digest, or its plan was superseded; or its audit failed and
+            nobody answers for that.
+        DecisionLogError: the site's log of decisions is damaged.
     """
     state = load_state(state_path(site.private))
     if state.state != "awaiting_approval" or state.submission_digest is None:
-        raise ApprovalError("approval", expected="a submission in state awaiting_approval", got=f"state {state.state}")
-    for subject, found in (("approval", digest), ("review/draft.json", load_draft(site).digest)):
+        remedy = "Nothing waits for approval: `silo status` shows how far the work is."
+        if state.state in ("in_outbox", "accepted"):
+            remedy = "It was sent: nothing is left to approve."
+        expected = "a submission in state awaiting_approval"
+        raise ApprovalError("approval", expected=expected, got=f"state {state.state}", remedy=remedy)
+    if newer := successor(site, state.plan_id or ""):
+        remedy = "Keep `silo run` running: it takes the new plan. What waits here would reach nobody."
+        expected, got = f"a draft for the plan in force, {newer}", f"one for plan {state.plan_id}, which it replaced"
+        raise ApprovalError("approval", expected=expected, got=got, remedy=remedy)
+    draft = load_draft(site)
+    for subject, found in (("approval", digest), ("review/draft.json", draft.digest)):
         if found != state.submission_digest:
             expected = f"the digest of the draft that waits, {state.submission_digest}"
             raise ApprovalError(subject, expected=expected, got=ascii(found[:80]))
-    write_atomic(approval_path(site), PersonApproval(submission_digest=digest).encode())
+    failed = draft.audit.verdict == "fail"
+    if failed != (despite_fail is not None):
+        remedy = (
+            "To let it leave all the same, say who answers for it: silo approve ... --despite-fail --role --reason."
+        )
+        expected = (
+            "a role and a reason: the leak audit failed" if failed else "no --despite-fail: the audit did not fail"
+        )
+        got = "no role and no reason" if failed else f"one of {despite_fail.role if despite_fail else None}"
+        raise ApprovalError("approval", expected=expected, got=got, remedy=remedy if failed else None)
+    DecisionLog(site).add(approved(draft, "person"))
+    write_atomic(approval_path(site), PersonApproval(submission_digest=digest, despite_fail=despite_fail).encode())
 
 
-def person_approved(site: Site, digest: str) -> bool:
-    """Whether a person approved the draft with this digest."""
-    path = approval_path(site)
-    if not path.exists():
-        return False
-    approved = PersonApproval.parse(path.read_bytes(), subject="approval.json", limit=4096)
-    return approved.submission_digest == digest
+def approved(draft: Submission, by: Literal["person", "policy"]) -> Approved:
+    """Return an approval of a draft as the log of decisions keeps it."""
+    return Approved(plan_id=draft.plan_id, sequence=draft.sequence, submission_digest=draft.digest, approval=by)
 
 
-def withdraw(site: Site) -> State:
-    """Give up the present plan, so that the site can accept another; debits and draws stay in the ledger.
+def find_approval(site: Site, draft: Submission, *, by_policy: bool, now: datetime) -> Approval | None:
+    """Return the approval of a draft: a person's, or the policy's where it may; None while there is none.
 
-    Raises:
-        BusyError: the worker is running.
-        ApprovalError: there is no plan to give up, or its submission was sent.
+    A policy never approves a draft whose audit failed.
     """
-    with locked(site.private, "worker"):
-        state = load_state(state_path(site.private))
-        if state.state in IDLE | SENT:
-            remedy = "There is nothing to withdraw from: see the state with `silo status`."
-            if state.state in SENT:
-                remedy = "It was sent: ask the aggregator's operator to run `aggregator withdraw` for this silo."
-            expected = "a plan in work whose submission was not sent"
-            raise ApprovalError("withdrawal", expected=expected, got=f"state {state.state}", remedy=remedy)
-        if (site.outbox / (state.plan_id or "") / str(state.sequence)).exists():
-            remedy = "The worker stopped between sending and recording it: run it again, it continues from there."
-            raise ApprovalError("withdrawal", expected="an empty outbox", got="a submission in it", remedy=remedy)
-        return save_state(state_path(site.private), state.to("withdrawn"))
+    path = approval_path(site)
+    if path.exists():
+        approved = PersonApproval.parse(path.read_bytes(), subject="approval.json", limit=4096)
+        if approved.submission_digest == draft.digest:
+            return Approval(kind="person", at=now, despite_fail=approved.despite_fail)
+    return Approval(kind="policy", at=now) if by_policy and draft.audit.verdict != "fail" else None

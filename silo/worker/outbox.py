@@ -26,6 +26,7 @@ from ddm.protocol.submission import (
     SubmittedMoments,
     SubmittedSketch,
     SubmittedStatistic,
+    SubmittedTraining,
     expert_path,
     statistic_terms,
     submission_path,
@@ -35,6 +36,7 @@ from ddm.trust.silo_role import sign_silo_metadata
 from silo.config import Isolation, Site
 from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import TrainingRecord, Workspace
+from silo.privacy.audit import check_waiver
 from silo.privacy.ledger import Ledger
 from silo.privacy.statistics import STATISTIC_NAMES
 from silo.worker.training import find_parts
@@ -53,8 +55,14 @@ def draft(
     carry_over: bool,
     now: datetime,
 ) -> Submission:
-    """Write down everything that would leave, except the approval and the signature over all of it."""
+    """Write down everything that would leave, except the approval and the signature over all of it.
+
+    Raises:
+        AuditError: the waiver is over.
+    """
     plan = accepted.plan
+    if verdict.waiver:
+        check_waiver(verdict.waiver, plan_digest=accepted.digest, now=now)
     parts = find_parts(plan, files, work, silo_id)
     records = [work.record(part.expert_id) for part in parts]
     with_images = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
@@ -93,7 +101,7 @@ def _submitted_expert(
         num_images=record.num_images if with_images else None,
         steps=record.steps,
         file=File.of(expert_path(silo_id, record.expert_id), work.expert_path(record.expert_id)),
-        training=record.training,
+        training=SubmittedTraining(seconds=record.training.seconds, flops=record.training.flops),
         privacy=NoWeightPrivacy(),
     )
 
@@ -139,7 +147,10 @@ def send(
 
     Raises:
         ApprovalError: a file changed since it was reviewed.
+        AuditError: the waiver is over.
     """
+    if waiver := draft_submission.audit.waiver:
+        check_waiver(waiver, plan_digest=draft_submission.plan_digest, now=approval.at)
     submission = draft_submission.model_copy(update={"approval": approval})
     files = payload(submission, work)
     final = site.outbox / submission.plan_id / str(submission.sequence)

@@ -14,7 +14,9 @@ from ddm.protocol.enrolment import MAX_ROTATION_BYTES, MAX_ROTATIONS, KeyRotatio
 from ddm.trust.key_rotation import open_rotation, seal_rotation
 from ddm.trust.keys import SigningKey
 from silo.config import Site
-from silo.worker.state import IDLE, load_state, state_path
+from silo.decisions import DecisionLog, KeyRotated
+from silo.worker.life import IDLE
+from silo.worker.state import load_state, state_path
 
 
 def rotate_key(site: Site, key: SigningKey, passphrase: bytes) -> SigningKey:
@@ -49,6 +51,7 @@ def rotate_key(site: Site, key: SigningKey, passphrase: bytes) -> SigningKey:
                 at=now_utc(),
             )
             write_atomic(_folder(site) / f"{rotation.number}.json", seal_rotation(rotation, key, new))
+        DecisionLog(site).add(KeyRotated(old=key.public.fingerprint, new=new.public.fingerprint))
         following.replace(site.key_path)
         sync_folder(site.private)
         return new

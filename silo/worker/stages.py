@@ -5,6 +5,7 @@ Training itself: `silo.worker.training`.
 
 import io
 from collections.abc import Callable, Iterable
+from math import nan
 from pathlib import Path
 
 import numpy as np
@@ -13,23 +14,25 @@ import torch
 from torch import Tensor
 
 from ddm.errors import DataError, PolicyError
-from ddm.io.files import write_atomic
+from ddm.io.files import read_bounded, write_atomic
 from ddm.io.images import Images, Selected
 from ddm.loading.plan import PlanFiles
 from ddm.privacy.plan_cost import Kind, mechanisms
-from ddm.protocol.base import sha256_hex
-from ddm.protocol.plan import Autoencoder, Budget, ClassCondition, TextCondition
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, now_utc, sha256_hex
+from ddm.protocol.plan import Autoencoder, ClassCondition, TextCondition
 from ddm.protocol.submission import AuditVerdict
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort, load_cohort
+from silo.data.declared import check_declared
 from silo.data.transformed import Advance
 from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import Workspace
-from silo.privacy.audit import gate, measure
+from silo.privacy import holder
+from silo.privacy.audit import AuditReport, gate, measure
+from silo.privacy.holder import note_site
 from silo.privacy.ledger import Ledger
 from silo.privacy.statistics import Source, draw
-from silo.worker.room import statistic_bytes
-from silo.worker.training import fewest_in_all, num_classes
+from silo.worker.training import num_classes
 
 _GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
 _AT_ONCE = 1 << 14  # images whose features are in memory; every encoder's own block divides it
@@ -37,9 +40,9 @@ NUM_HOLDOUT_UNITS = 0  # every image of the cohort is trained on
 
 
 def open_ledger(site: Site, policy: Policy) -> Ledger:
-    """Open the site's one ledger under the policy's budget."""
-    budget = Budget(epsilon=policy.privacy.budget_epsilon, delta=policy.privacy.budget_delta)
-    return Ledger(site.ledger_path, budget=budget, unit=policy.privacy.unit)
+    """Open the data holder's one ledger, and let this site's policy bind all sites that name it."""
+    note_site(site, policy)
+    return holder.open_ledger(site, policy)
 
 
 def scan(site: Site, accepted: AcceptedPlan, policy: Policy, advance: Advance = lambda done, num: None) -> Cohort:
@@ -52,13 +55,16 @@ def scan(site: Site, accepted: AcceptedPlan, policy: Policy, advance: Advance = 
         advance: see `silo.data.transformed.open_transformed`; an exception it raises stops the work.
 
     Raises:
-        DataError: see `silo.data.cohort.load_cohort`.
+        DataError: the data are not what policy.toml declares; see `silo.data.cohort.load_cohort`.
     """
-    plan, settings = accepted.plan, site.settings()
+    plan, settings, data = accepted.plan, site.settings(), policy.data
+    check_declared(Path(settings.data), policy)
+    # Floating point is held against the declared range, within which the plan's lies: a plan asks nothing of the data.
+    narrow = data.range if data.kind == "arrays" and not plan.transform else None
     return load_cohort(
         Path(settings.data),
-        plan.data,
-        min_images=fewest_in_all(plan, policy),
+        plan.data.model_copy(update={"range": narrow}) if narrow else plan.data,
+        min_images=policy.least_images,
         salt=site.salt(),
         unit=plan.statistics.unit,
         num_classes=num_classes(plan),
@@ -67,25 +73,10 @@ def scan(site: Site, accepted: AcceptedPlan, policy: Policy, advance: Advance = 
         folder=site.private,
         transform=plan.transform,
         class_names=plan.condition.names if isinstance(plan.condition, ClassCondition) else (),
+        known_classes=data.known_classes,
         settings=settings.images,
         advance=advance,
     )
-
-
-def check_sizes(accepted: AcceptedPlan, cohort: Cohort) -> None:
-    """Refuse, before anything is debited, a plan whose size limit is too small for this site's statistics.
-
-    Raises:
-        PolicyError: names the statistic, its size and the limit.
-    """
-    plan = accepted.plan
-    most = plan.limits.statistic_bytes
-    for kind, needed in statistic_bytes(plan, cohort.num_units).items():
-        if needed > most:
-            expected = f"at most the plan's own limit of {most} bytes"
-            remedy = "Ask the aggregator for a plan with larger limits.statistic_bytes; policy.toml cannot change it."
-            subject = f"plan {plan.plan_id}: size of {kind}"
-            raise PolicyError(subject, expected=expected, got=f"{needed} bytes", remedy=remedy)
 
 
 def check_agreed(accepted: AcceptedPlan, cohort: Cohort, silo_id: str) -> None:
@@ -143,7 +134,7 @@ def assign(
         def tell(done: int, _: int, start: int = start) -> None:
             on_progress(start + done, num)
 
-        fine_N[rows_B] = files.clusters.assign(files.encoder.encode(Selected(images, rows_B), tell))
+        fine_N[rows_B] = files.clusters.assign(files.encoder.encode(Selected(images, rows_B), tell, lost=nan))
         tell(len(rows_B), num)
     coarse_N, group_N = files.clusters.coarse_F[fine_N], files.clusters.group_F[fine_N]
     frame = pd.DataFrame(
@@ -189,22 +180,28 @@ def check_auditable(accepted: AcceptedPlan, policy: Policy) -> None:
     """Refuse, before days of training, a plan whose experts could not pass the audit afterwards.
 
     Raises:
-        AuditError: too little held-out data to measure leakage, and no waiver.
+        AuditError: too little held-out data to measure leakage, and no waiver for this plan.
     """
     audit = accepted.plan.audit
     if audit.min_holdout_units > NUM_HOLDOUT_UNITS:
-        gate(measure(accepted.plan.plan_id, audit, num_holdout_units=NUM_HOLDOUT_UNITS), policy.audit)
+        report = measure(accepted.plan.plan_id, audit, num_holdout_units=NUM_HOLDOUT_UNITS)
+        gate(report, policy.audit, plan_digest=accepted.digest, now=now_utc())
 
 
-def audit_experts(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> AuditVerdict:
-    """Audit all experts together, and return the verdict under which they may leave.
-
-    Raises:
-        AuditError: the audit did not pass and the policy holds no waiver.
-    """
+def audit_experts(accepted: AcceptedPlan, work: Workspace) -> None:
+    """Audit all experts together, and keep the report."""
     report = measure(accepted.plan.plan_id, accepted.plan.audit, num_holdout_units=NUM_HOLDOUT_UNITS)
     write_atomic(work.audit_path, report.encode())
-    return gate(report, policy.audit)
+
+
+def verdict(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> AuditVerdict:
+    """Return the verdict under which the experts may leave now.
+
+    Raises:
+        AuditError: the audit was inconclusive and the policy holds no waiver for this plan.
+    """
+    report = AuditReport.parse(read_bounded(work.audit_path, MAX_DOCUMENT_BYTES), subject="audit.json")
+    return gate(report, policy.audit, plan_digest=accepted.digest, now=now_utc())
 
 
 def draw_statistics(

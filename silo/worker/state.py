@@ -6,25 +6,42 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ddm.errors import DocumentError
-from ddm.io.files import write_atomic
+from ddm.io.files import write_atomic, write_for_group
 from ddm.protocol.base import Digest, Document, NaturalInt, PlanId, ShortText
-from ddm.transport.messages import SiloState
+from ddm.transport.messages import SiloState, StatusFile
+from silo.config import Site
+from silo.plan.succession import successor
+from silo.worker.life import AT_WORK, Event, after
 
 StateName = SiloState
-IDLE: frozenset[str] = frozenset({"waiting", "plan_refused", "accepted", "withdrawn"})
-SENT: frozenset[str] = frozenset({"in_outbox", "accepted"})
 
 
 class Problem(Document):
-    """Why the work stopped: the documented code and the sentence shown to the operator; stays on the site."""
+    """Why the work stopped: the documented code, what was wrong and what to do; stays on the site."""
 
     format: Literal["archipelago/problem/1"] = "archipelago/problem/1"
     code: NaturalInt
     message: ShortText
+    remedy: ShortText = ""
 
 
 class State(Document):
-    """The worker's state; writing this file enters it."""
+    """The worker's state; writing this file enters it.
+
+    Attributes:
+        state: one of `silo.worker.life.STATES`.
+        plan_id: the plan in work, or the last one.
+        plan_digest: of its document, from acceptance on.
+        dataset_digest: of the images that were scanned for it.
+        sequence: the number of its submission.
+        submission_digest: of the draft.
+        step: steps of training taken, or images decoded.
+        num_steps: of how many.
+        held: whether the submission waits for a person at the aggregator.
+        confirmed: whether the aggregator has said that it left a withdrawn silo out.
+        successor: the plan that was signed in the place of a superseded one.
+        problem: why the work stopped; it goes as soon as the work goes on.
+    """
 
     format: Literal["archipelago/state/1"] = "archipelago/state/1"
     state: StateName = "waiting"
@@ -35,11 +52,22 @@ class State(Document):
     submission_digest: Digest | None = None
     step: NaturalInt = 0
     num_steps: NaturalInt = 0
+    held: bool = False
+    confirmed: bool = False
+    successor: PlanId | None = None
     problem: Problem | None = None
 
     def to(self, state: StateName, **changes: object) -> "State":
         """Return the state that follows, with any problem cleared unless a new one is given."""
-        return self.model_copy(update={"state": state, "problem": None, **changes})
+        return self.model_copy(update={"state": state, "problem": None, "held": False, **changes})
+
+    def after(self, event: Event, **changes: object) -> "State":
+        """Return the state to which an event leads.
+
+        Raises:
+            ApprovalError: it cannot happen now.
+        """
+        return self.to(after(self.state, event), **changes)
 
 
 def state_path(private: Path) -> Path:
@@ -62,7 +90,23 @@ def load_state(path: Path) -> State:
         raise
 
 
+def present_state(site: Site) -> State:
+    """Read the state as the worker will find it when it looks next: a plan may be superseded while no worker runs."""
+    state = load_state(state_path(site.private))
+    if state.state in AT_WORK and (newer := successor(site, state.plan_id or "")):
+        return state.after("succession", successor=newer)
+    return state
+
+
 def save_state(path: Path, state: State) -> State:
     """Enter `state`: write it durably, then return it."""
     write_atomic(path, state.encode())
     return state
+
+
+def tell_courier(site: Site, state: State) -> None:
+    """Write what the aggregator is told of a state, through the outbox; nothing before the first plan."""
+    if state.plan_id:
+        percent = 100 * state.step // state.num_steps if state.num_steps else 0
+        status = StatusFile(plan_id=state.plan_id, state=state.state, progress=percent, sequence=state.sequence)
+        write_for_group(site.outbox / "status.json", status.model_dump_json().encode())

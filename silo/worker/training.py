@@ -7,51 +7,44 @@ nearest to the cluster, up to the fewest images that plan and policy allow for a
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddm.errors import DataError, PolicyError
 from ddm.io.files import write_atomic
 from ddm.io.images import Images, select
 from ddm.io.tensors import load_tensors
 from ddm.loading.plan import PlanFiles
-from ddm.models import load_expert
-from ddm.models.adaptation import adapt
 from ddm.partition.clustering import Clusters
 from ddm.partition.layout import Part, part_of_images, silo_parts
-from ddm.protocol.plan import ClassCondition, NoCondition, Plan, RandomPartition, SiloClusterPartition
+from ddm.protocol.base import sha256_hex
+from ddm.protocol.plan import ClassCondition, NoCondition, Plan, SiloClusterPartition
 from ddm.protocol.submission import ExpertTraining
 from ddm.routers.counts import counts_specs
-from ddm.training.config import Engine
-from ddm.training.distributed import num_processes
-from ddm.training.launcher import do_together
+from ddm.training.config import TrainingSettings
+from ddm.training.job import JobFolder, discard
+from ddm.training.jobs import Wanted, train_job
 from ddm.training.loop import Progress
-from ddm.training.planned import PlannedExpert
+from ddm.training.planned import Base, PlannedExpert, public_base
 from silo.config import Policy
 from silo.data.captions import some_texts
 from silo.data.cohort import Cohort
-from silo.plan.own_experts import OwnExpert
 from silo.plan.workspace import TrainingRecord, Workspace
 from silo.privacy.statistics import STATISTIC_NAMES
+from silo.worker.jobs import discard_others, jobs_of
 
 # Shape legend: N images, F fine centroids, G public groups, D feature values.
 
-_NO_EXPERTS: Mapping[str, OwnExpert] = MappingProxyType({})
+_NO_EXPERTS: Mapping[str, Base] = MappingProxyType({})
 
 
 def fewest_images(plan: Plan, policy: Policy) -> int:
     """Return the fewest images from which an expert of this plan may be trained on this site."""
     return max(plan.partition.min_images, policy.training.min_images)
-
-
-def fewest_in_all(plan: Plan, policy: Policy) -> int:
-    """Return the fewest images that this site needs: a random partition divides them among all its experts."""
-    num_parts = plan.partition.num_parts if isinstance(plan.partition, RandomPartition) else 1
-    return num_parts * fewest_images(plan, policy)
 
 
 def num_classes(plan: Plan) -> int | None:
@@ -84,11 +77,11 @@ def train_experts(
     policy: Policy,
     silo_id: str,
     *,
-    on_progress: Callable[[int, int], None],
+    on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
     bundle: Path | None = None,
-    own: Mapping[str, OwnExpert] = _NO_EXPERTS,
-    engine: Engine = Engine(),
+    own: Mapping[str, Base] = _NO_EXPERTS,
+    engine: TrainingSettings = TrainingSettings(),
 ) -> None:
     """Train every expert of this silo and write it with its record, resuming exactly where an earlier process stopped.
 
@@ -100,11 +93,11 @@ def train_experts(
         work: this plan's folder.
         policy: this site's.
         silo_id: this silo.
-        on_progress: called with the steps taken and the steps in all, over all experts.
+        on_progress: called with the progress of an expert, its steps counted over all experts.
         should_stop: called before every step.
         bundle: the folder with the plan's files, for a plan whose experts start from a public one.
         own: this silo's experts of an earlier plan, by name, for a plan that trains them on.
-        engine: how this machine trains.
+        engine: how this site trains.
 
     Raises:
         PolicyError: the experts together took longer than the plan's limit.
@@ -114,18 +107,26 @@ def train_experts(
     parts = find_parts(plan, files, work, silo_id)
     part_N = part_of_images(plan.partition, parts, files.clusters.group_F[fine_N], plan.expert.training.seed)
     num_steps, seconds = plan.expert.training.num_steps, 0.0
+    public, jobs = public_base(plan, bundle), jobs_of(engine, silo_id)
+    if jobs:
+        discard_others(jobs, work.folder.name)
     for number, part in enumerate(parts):
+        folder = work.job(part.expert_id, jobs)
         if not work.record_path(part.expert_id).exists():
             before = seconds
 
             def watch(progress: Progress, number: int = number, before: float = before) -> None:
                 _check_time(plan, before + progress.seconds)
-                on_progress(number * num_steps + progress.step, len(parts) * num_steps)
+                on_progress(
+                    replace(progress, step=number * num_steps + progress.step, num_steps=len(parts) * num_steps)
+                )
 
             fewest = fewest_images(plan, policy)
             chosen = images_of_part(part, part_N == number, fine_N, files.clusters, fewest)
-            expert = SiloExpert(plan, silo_id, number, bundle, engine, own.get(part.expert_id))
-            _train_expert(expert, cohort, chosen, part.expert_id, work, watch, should_stop)
+            expert = PlannedExpert(plan, silo_id, number, own.get(part.expert_id, public), engine.engine, stops=False)
+            wanted = _wanted(expert, cohort, chosen, folder)
+            _train_expert(wanted, cohort, part.expert_id, work, folder, engine, watch, should_stop)
+        discard(folder, keep_checkpoints=plan.expert.training.ema_snapshots > 0)
         seconds += work.record(part.expert_id).training.seconds
         _check_time(plan, seconds)  # again: with several processes, one may write the record before `watch` stops them
 
@@ -153,98 +154,51 @@ def _check_time(plan: Plan, seconds: float) -> None:
         raise PolicyError("training time", expected=limit, got=f"{seconds:.0f} s")
 
 
-@dataclass(frozen=True)
-class SiloExpert(PlannedExpert):
-    """One expert that this silo trains, and the conditions of its images.
+def labels_of(plan: Plan, cohort: Cohort, chosen: Tensor, folder: Path) -> Tensor | None:
+    """Return the condition of each chosen image, texts from a file in `folder`; None for an unconditional expert.
 
-    Attributes:
-        own: the silo's expert of an earlier plan that is trained on; None where there is none.
+    Raises:
+        DataError: the site's images have no such condition.
     """
-
-    own: OwnExpert | None = None
-
-    def start(self) -> nn.Module:
-        """Build the model to train, from random weights, the silo's own expert or the plan's public one.
-
-        Raises:
-            MissingFileError, DigestError, TensorFileError: the expert is not the one that the documents list.
-            SetupError: the adaptation names weights that the expert lacks.
-        """
-        if self.own is None:
-            return super().start()
-        expert, shape, condition = self.plan.expert, self.plan.expert_shape, self.plan.condition
-        known = load_expert(expert.architecture, shape, self.own.folder, self.own.file, condition)
-        return adapt(known, expert.adaptation, seed=self.seed)
-
-    def labels(self, cohort: Cohort, chosen: Tensor, folder: Path) -> Tensor | None:
-        """Return the condition of each chosen image, texts from a file in `folder`; None for an unconditional expert.
-
-        Raises:
-            DataError: the site's images have no such condition.
-        """
-        if isinstance(self.plan.condition, NoCondition):
-            return None
-        by_class = isinstance(self.plan.condition, ClassCondition)
-        condition_N = cohort.label_N if by_class else cohort.text_NLD
-        if condition_N is None:
-            kind = self.plan.condition.kind
-            raise DataError("images", expected=f"a {kind} for each", got=f"images without a {kind}")
-        if len(chosen) == len(condition_N):  # ascending: so all of them
-            return condition_N
-        return condition_N[chosen] if by_class else some_texts(condition_N, chosen, folder)
+    if isinstance(plan.condition, NoCondition):
+        return None
+    by_class = isinstance(plan.condition, ClassCondition)
+    condition_N = cohort.label_N if by_class else cohort.text_NLD
+    if condition_N is None:
+        kind = plan.condition.kind
+        raise DataError("images", expected=f"a {kind} for each", got=f"images without a {kind}")
+    if len(chosen) == len(condition_N):  # ascending: so all of them
+        return condition_N
+    return condition_N[chosen] if by_class else some_texts(condition_N, chosen, folder)
 
 
-@dataclass(frozen=True)
-class ExpertJob:
-    """The training of one expert, in one process or in several together; its tensors are passed to the call.
-
-    Attributes:
-        expert: how it is trained.
-        expert_id: its name.
-        work: this plan's folder.
-        num_units: the privacy units of the cohort.
-    """
-
-    expert: SiloExpert
-    expert_id: str
-    work: Workspace
-    num_units: int
-
-    def __call__(
-        self, tensors: Mapping[str, Images], on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
-    ) -> None:
-        """Train on `images` and, for a conditional expert, `labels`; write the expert and its record."""
-        path, checkpoints = self.work.expert_path(self.expert_id), self.work.checkpoints(self.expert_id)
-        trained = self.expert.train(tensors, path, checkpoints, on_progress, should_stop)
-        if trained is None:  # another process has it
-            return
-        record = TrainingRecord(
-            plan_id=self.expert.plan.plan_id,
-            expert_id=self.expert_id,
-            num_units=self.num_units,
-            num_images=len(tensors["images"]),
-            steps=trained.steps,
-            training=ExpertTraining(loss=trained.loss, seconds=trained.seconds, flops=trained.flops),
-        )
-        write_atomic(self.work.record_path(self.expert_id), record.encode())
+def _wanted(expert: PlannedExpert, cohort: Cohort, chosen: Tensor, folder: JobFolder) -> Wanted:
+    inputs: dict[str, Images] = {"images": select(cohort.images, chosen)}
+    labels = labels_of(expert.plan, cohort, chosen, folder.path)
+    if labels is not None:
+        inputs["labels"] = labels
+    return Wanted(expert, inputs, sha256_hex(cohort.digest.encode() + chosen.numpy().tobytes()))
 
 
 def _train_expert(
-    expert: SiloExpert,
+    wanted: Wanted,
     cohort: Cohort,
-    chosen: Tensor,
     expert_id: str,
     work: Workspace,
+    folder: JobFolder,
+    settings: TrainingSettings,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> None:
-    folder = work.checkpoints(expert_id)
-    job, labels = ExpertJob(expert, expert_id, work, cohort.num_units), expert.labels(cohort, chosen, folder)
-    tensors: dict[str, Images] = {"images": select(cohort.images, chosen)} | (
-        {} if labels is None else {"labels": labels}
+    """Train one expert, and write it and its record into the plan's folder, where only the worker writes."""
+    path = work.expert_path(expert_id)
+    result = train_job(wanted, folder, settings, path, on_progress=on_progress, should_stop=should_stop)
+    record = TrainingRecord(
+        plan_id=wanted.expert.plan.plan_id,
+        expert_id=expert_id,
+        num_units=cohort.num_units,
+        num_images=len(wanted.inputs["images"]),
+        steps=result.steps,
+        training=ExpertTraining(loss=result.loss, seconds=result.seconds, flops=result.flops),
     )
-    num = num_processes(expert.engine)
-    if num == 1:
-        job(tensors, on_progress, should_stop)
-        return
-    do_together(job, tensors, num, folder=folder, on_progress=on_progress, should_stop=should_stop)
+    write_atomic(work.record_path(expert_id), record.encode())

@@ -1,6 +1,6 @@
 """The worker: takes one plan from the inbox to the outbox, one durable state at a time, without a network."""
 
-import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -8,29 +8,44 @@ from pathlib import Path
 
 import torch
 
-from ddm.errors import ArchipelagoError, BusyError, DataError, SubmissionRefusedError
-from ddm.io.files import write_atomic, write_for_group
+from ddm.errors import ArchipelagoError, BusyError, SubmissionRefusedError
 from ddm.io.locks import locked
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import now_utc
-from ddm.protocol.receipt import Receipt, Refused, Withdrawn
-from ddm.protocol.submission import Approval, submission_path
+from ddm.training.loop import Progress
+from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.trust.keys import SigningKey
 from silo.config import Isolation, Site
 from silo.data.captions import check_encoder, keep_texts
 from silo.data.cohort import Cohort
 from silo.data.latents import keep_latents, pixels_of, training_inputs
+from silo.decisions import DecisionLog, PlanAccepted
 from silo.plan.acceptance import AcceptedPlan, bundle_mark, load_accepted, receive_plan, waiting_plans
+from silo.plan.consent import is_accepted, may_begin
 from silo.plan.own_experts import own_experts
-from silo.plan.workspace import AuditRecord, Workspace, open_workspace
+from silo.plan.succession import Looked, successor
+from silo.plan.workspace import Workspace, open_workspace
 from silo.worker import outbox, stages
 from silo.worker import training as experts
-from silo.worker.approval import approval_path, load_draft, person_approved, review_folder
-from silo.worker.receipts import find_receipt
+from silo.worker.approval import approval_path, approved, find_approval, load_draft, review_folder
+from silo.worker.life import AT_WORK, IDLE, Event
+from silo.worker.pause import Halt
+from silo.worker.progress import NOTE_S, Meter, Stage
+from silo.worker.receipts import Heard, heard, listens, problem_of
+from silo.worker.retraining import changed_images, refused_remedy
 from silo.worker.room import check_folders, check_room
-from silo.worker.state import IDLE, Problem, State, StateName, load_state, save_state, state_path
+from silo.worker.state import Problem, State, StateName, load_state, save_state, state_path, tell_courier
 
-NOTE_S = 2.0  # time between two saves of the training progress
+_log = logging.getLogger(__name__)
+_LOOK_S = 2.0  # time between two looks for a newer plan while the work goes on
+
+
+class _SupersededError(Exception):
+    """Another plan was signed in the place of the one in work: nothing more is spent on this one."""
+
+    def __init__(self, plan_id: str) -> None:
+        super().__init__(plan_id)
+        self.plan_id = plan_id
 
 
 class Worker:
@@ -61,7 +76,12 @@ class Worker:
         self.stopping = stopping or threading.Event()
         self.state = load_state(state_path(site.private))
         self._refused_now: set[tuple[str, tuple[int, int] | None]] = set()
-        self._noted_at = 0.0
+        self._noted_at = self._looked_at = 0.0
+        self._looked: Looked = {}
+        self._decisions = DecisionLog(site)
+        self._meter = Meter(site.private)
+        self._halt = Halt(site, self.stopping)
+        self._asked: dict[tuple[str, tuple[int, int] | None], str] = {}
 
     def run(self) -> State:
         """Work until a submission is accepted; if the last one was accepted already, wait for the next plan.
@@ -81,10 +101,14 @@ class Worker:
             while True:
                 before = self.state
                 try:
+                    self._halt.wait(self.settings.poll_s)
                     self.step()
                 except ArchipelagoError as error:
                     self._keep_problem(error)
                     raise
+                except KeyboardInterrupt:
+                    if not self._halt.was_pause():
+                        raise
                 if self.state.state == "accepted" and before.state != "accepted":
                     return self.state
                 if self.stopping.is_set():
@@ -93,25 +117,29 @@ class Worker:
                     self.stopping.wait(self.settings.poll_s)
 
     def begin(self) -> None:
-        """Resume where an earlier process stopped; a restart retries what was refused."""
-        if self.state.state == "plan_refused":
+        """Resume where an earlier process stopped; a restart retries what was refused, and what went wrong.
+
+        Raises:
+            DecisionLogError: the log of decisions is damaged.
+        """
+        self._decisions.notice_policy(self.policy)
+        state = self.state
+        if state.state == "plan_refused":
             self._enter(State())
-        elif self.state.state == "refused":
-            self._enter(self.state.to("released", sequence=self.state.sequence + 1, submission_digest=None))
+        elif state.state == "refused" and state.sequence < MAX_SUBMISSIONS:
+            self._go("restart", sequence=state.sequence + 1, submission_digest=None)
         else:
-            if self.state.state not in IDLE:
+            if state.state in AT_WORK:
                 self._work()
+                self.state = state.model_copy(update={"problem": None})
             self._announce()
 
     def step(self) -> None:
         """Perform the present state's step; a state that waits for something stays unchanged."""
-        if self._take_notice():
+        if self._listen():
             return
         steps: dict[StateName, Callable[[], None]] = {
-            "waiting": self._accept_plan,
-            "plan_refused": self._accept_plan,
-            "accepted": self._accept_plan,
-            "withdrawn": self._accept_plan,
+            **dict.fromkeys(IDLE, self._accept_plan),
             "plan_accepted": self._scan,
             "scanned": self._assign,
             "assigned": self._begin_training,
@@ -119,15 +147,35 @@ class Worker:
             "audited": self._draw_statistics,
             "released": self._draft,
             "awaiting_approval": self._await_approval,
-            "in_outbox": self._await_receipt,
         }
-        step = steps.get(self.state.state)
-        if step:
-            step()
+        try:
+            self._check_in_force()
+            if step := steps.get(self.state.state):
+                step()
+        except _SupersededError as found:
+            self._go("succession", successor=found.plan_id)
+
+    def _check_in_force(self) -> None:
+        """Stop before anything is spent on a plan that was superseded.
+
+        Raises:
+            _SupersededError: the federation's keys have signed another plan.
+        """
+        if self.state.state in AT_WORK and (found := successor(self.site, self._plan_id, self._looked)):
+            raise _SupersededError(found)
+
+    def _should_stop(self) -> bool:
+        """Whether training should stop, since somebody asked for it or the plan was superseded meanwhile."""
+        if self._halt.asked() or time.monotonic() - self._looked_at < _LOOK_S:
+            return self._halt.asked()
+        self._looked_at = time.monotonic()
+        return successor(self.site, self._plan_id, self._looked) is not None
 
     def _accept_plan(self) -> None:
         for plan_id in waiting_plans(self.site):
             if (mark := (plan_id, bundle_mark(self.site, plan_id))) in self._refused_now:
+                continue
+            if mark in self._asked and not is_accepted(self.site, self._asked[mark]):
                 continue
             try:
                 accepted = receive_plan(
@@ -144,12 +192,15 @@ class Worker:
                 continue  # the courier holds it for a moment
             except ArchipelagoError as error:
                 self._refused_now.add(mark)
-                refused = State(state="plan_refused", plan_id=plan_id, problem=_problem(error))
-                self._enter(refused)
+                self._enter(State(plan_id=plan_id).after("decline", problem=_problem(error)))
                 return
+            if not may_begin(self.site, self.policy, accepted.plan, accepted.digest):
+                self._asked[mark] = accepted.digest
+                _log.warning("plan %s waits for a person: silo accept SITE --digest %s", plan_id, accepted.digest)
+                continue
+            self._decisions.add(PlanAccepted(plan_id=plan_id, plan_digest=accepted.digest))
             num_steps = accepted.plan.expert.training.num_steps
-            fresh = State(plan_id=plan_id, plan_digest=accepted.digest, num_steps=num_steps)
-            self._enter(fresh.to("plan_accepted"))
+            self._enter(State(plan_id=plan_id, plan_digest=accepted.digest, num_steps=num_steps).after("accept"))
             self._work()
             return
 
@@ -157,21 +208,21 @@ class Worker:
         accepted = self._plan()
         stages.check_auditable(accepted, self.policy)
         check_encoder(accepted.plan, self.settings)
-        cohort = stages.scan(self.site, accepted, self.policy, self._encoded)
+        cohort = stages.scan(self.site, accepted, self.policy, self._counting("reading images"))
         stages.check_agreed(accepted, cohort, self.settings.silo_id)
-        stages.check_sizes(accepted, cohort)
         check_room(self.site, accepted.plan, cohort, self._work())
         stages.check_budget(accepted, cohort, stages.open_ledger(self.site, self.policy))
-        self._enter(self.state.to("scanned", dataset_digest=cohort.digest))
+        self._work().clear()  # of what was made of other images, before `silo retrain`
+        self._go("scan", dataset_digest=cohort.digest)
 
     def _assign(self) -> None:
         accepted = self._plan()
         cohort, files = self._cohort(accepted), accepted.files()
         pixels = pixels_of(cohort, files.latent, accepted.plan)
-        stages.assign(cohort, files, self._cohort_path, self._encoded, pixels=pixels)
-        keep_latents(cohort, files.latent, accepted.plan, self.site.private, self._encoded)
-        keep_texts(cohort, accepted.plan, self.settings, self.site.private, self._encoded)
-        self._enter(self.state.to("assigned", step=0, num_steps=accepted.plan.expert.training.num_steps))
+        stages.assign(cohort, files, self._cohort_path, self._counting("assigning images"), pixels=pixels)
+        keep_latents(cohort, files.latent, accepted.plan, self.site.private, self._counting("encoding images"))
+        keep_texts(cohort, accepted.plan, self.settings, self.site.private, self._counting("encoding captions"))
+        self._go("assign", step=0, num_steps=accepted.plan.expert.training.num_steps)
 
     def _begin_training(self) -> None:
         accepted, silo_id = self._plan(), self.settings.silo_id
@@ -179,51 +230,57 @@ class Worker:
         if experts.counts_define_experts(plan):
             self._draw(accepted, ("counts",))
         parts = experts.find_parts(plan, accepted.files(), self._work(), silo_id)
-        self._enter(self.state.to("training", num_steps=len(parts) * plan.expert.training.num_steps))
+        self._go("begin", num_steps=len(parts) * plan.expert.training.num_steps)
 
     def _train_and_audit(self) -> None:
         accepted, work = self._plan(), self._work()
         cohort = self._cohort(accepted)
         check_room(self.site, accepted.plan, cohort, work)
-        experts.train_experts(
-            accepted.plan,
-            accepted.files(),
-            training_inputs(cohort, accepted.plan, self.site.private),
-            stages.read_assignment(cohort, accepted.files(), self._cohort_path),
-            work,
-            self.policy,
-            self.settings.silo_id,
-            on_progress=self._progress,
-            should_stop=self.stopping.is_set,
-            bundle=accepted.folder,
-            own=own_experts(self.site, accepted.plan, self.settings.silo_id),
-            engine=self.settings.training,
-        )
-        verdict = stages.audit_experts(accepted, work, self.policy)
-        write_atomic(work.verdict_path, AuditRecord(verdict=verdict).model_dump_json().encode())
-        self._enter(self.state.to("audited", step=self.state.num_steps))
+        try:
+            experts.train_experts(
+                accepted.plan,
+                accepted.files(),
+                training_inputs(cohort, accepted.plan, self.site.private),
+                stages.read_assignment(cohort, accepted.files(), self._cohort_path),
+                work,
+                self.policy,
+                self.settings.silo_id,
+                on_progress=lambda told: self._progress(told, accepted.plan.expert.training.batch_size),
+                should_stop=self._should_stop,
+                bundle=accepted.folder,
+                own=own_experts(self.site, accepted.plan, self.settings.silo_id),
+                engine=self.settings.training,
+            )
+        except KeyboardInterrupt:
+            self._check_in_force()
+            raise
+        stages.audit_experts(accepted, work)
+        stages.verdict(accepted, work, self.policy)
+        self._go("train", step=self.state.num_steps)
 
     def _draw_statistics(self) -> None:
         accepted = self._plan()
         self._draw(accepted, mechanisms(accepted.plan))
-        self._enter(self.state.to("released"))
+        self._go("draw")
 
     def _draw(self, accepted: AcceptedPlan, kinds: Iterable[Kind]) -> None:
         cohort = self._cohort(accepted)
         fine_N = stages.read_assignment(cohort, accepted.files(), self._cohort_path)
         ledger = stages.open_ledger(self.site, self.policy)
         inputs = training_inputs(cohort, accepted.plan, self.site.private)
+        self._check_in_force()  # to read the images may have taken hours
         stages.draw_statistics(accepted, inputs, accepted.files(), fine_N, self._work(), ledger, kinds)
 
     def _draft(self) -> None:
         accepted, work = self._plan(), self._work()
-        record = AuditRecord.model_validate_json(work.verdict_path.read_bytes())
+        if self.state.sequence > 1:  # what was refused is not sent again when the images were mended meanwhile
+            self._cohort(accepted)
         submission = outbox.draft(
             accepted,
             work,
             accepted.files(),
             stages.open_ledger(self.site, self.policy),
-            record.verdict,
+            stages.verdict(accepted, work, self.policy),
             silo_id=self.settings.silo_id,
             sequence=self.state.sequence,
             isolation=self.isolation,
@@ -231,68 +288,44 @@ class Worker:
             now=now_utc(),
         )
         digest = outbox.stage_review(submission, work, review_folder(self.site))
-        self._enter(self.state.to("awaiting_approval", submission_digest=digest))
+        self._go("draft", submission_digest=digest)
 
     def _await_approval(self) -> None:
         draft = load_draft(self.site)
-        by_policy = self.policy.approval.kind == "policy" and self.state.sequence == 1
-        if by_policy:
-            approval = Approval(kind="policy", at=now_utc())
-        elif person_approved(self.site, draft.digest):
-            approval = Approval(kind="person", at=now_utc())
-        else:
+        if draft.audit.waiver and draft.audit.waiver.expires_at <= now_utc():
+            self._go("lapse", submission_digest=None)
             return
+        by_policy = self.policy.approval.kind == "policy" and self.state.sequence == 1
+        approval = find_approval(self.site, draft, by_policy=by_policy, now=now_utc())
+        if approval is None:
+            return
+        if approval.kind == "policy":
+            self._decisions.add(approved(draft, "policy"))
         outbox.send(draft, self._work(), self.site, self.key, approval, now=now_utc())
-        self._enter(self.state.to("in_outbox"))
+        self._go("send")
         approval_path(self.site).unlink(missing_ok=True)
 
-    def _await_receipt(self) -> None:
-        sequence = self.state.sequence
-        receipt = self._receipt(sequence)
-        if receipt is None:
-            return
-        if isinstance(receipt.verdict, Refused):
-            reason = f"{receipt.verdict.reason} (code {receipt.verdict.code})"
-            got = f"a refusal: {reason}"
-            error = SubmissionRefusedError(f"submission {sequence}", expected="an acceptance", got=got)
-            self._enter(self.state.to("refused", problem=_problem(error)))
-            raise error
-        self._enter(self.state.to("accepted"))
-
-    def _take_notice(self) -> bool:
-        """Enter `withdrawn` if the aggregator took this silo out of the plan; the next receipt then says so.
+    def _listen(self) -> bool:
+        """Enter the state to which the aggregator's word leads; False where it has said nothing new.
 
         Raises:
-            SubmissionRefusedError: the withdrawal answers a submission; after an accepted one the site only takes note.
+            SubmissionRefusedError: it refused the submission, or left this silo out before it accepted one.
         """
-        state = self.state
-        if state.plan_id is None or state.state in ("waiting", "plan_refused", "withdrawn"):
+        if not listens(self.state) or not (said := heard(self.site, self.state, self._plan().plan)):
             return False
-        answered = state.state == "accepted"
-        receipt = self._receipt(state.sequence + answered)
-        if receipt is None or not isinstance(receipt.verdict, Withdrawn):
-            return False
-        error = SubmissionRefusedError(
-            f"plan {state.plan_id}",
-            expected="this silo to take part",
-            got=f"a notice that the aggregator withdrew this silo: {receipt.verdict.reason}",
-            remedy="Later releases leave this silo's experts out; earlier ones keep them. A new plan may name it.",
-        )
-        self._enter(state.to("withdrawn", problem=_problem(error)))
-        if answered:
-            return True
-        raise error
+        before, problem = self.state, self._problem_in(said)
+        changes = {"receipt": {}, "hold": {"held": True}, "notice": {"confirmed": True}}.get(said.event, {})
+        own = before.state == "withdrawn"  # of its own accord, so that the notice only confirms it
+        self._go(said.event, **changes, problem=None if own or problem is None else _problem(problem))
+        if problem and before.state in AT_WORK:
+            raise problem
+        return True
 
-    def _receipt(self, sequence: int) -> Receipt | None:
-        """Return the aggregator's receipt with this number, None if there is no genuine one."""
-        plan_id = self._plan_id
-        path = self.site.inbox / plan_id / "receipts" / f"{sequence}.json"
-        if not path.exists():
-            return None
-        silo_id = self.settings.silo_id
-        binding = (plan_id, self.state.plan_digest or "", silo_id, sequence)
-        submission = self.site.outbox / plan_id / str(sequence) / submission_path(silo_id)
-        return find_receipt(path, self._plan().plan, binding, submission)
+    def _problem_in(self, said: Heard) -> SubmissionRefusedError | None:
+        remedy = ""
+        if said.event == "refusal":
+            remedy = refused_remedy(self.state, self._plan(), stages.open_ledger(self.site, self.policy))
+        return problem_of(said, self.state, remedy)
 
     @property
     def _parts(self) -> int:
@@ -318,28 +351,32 @@ class Worker:
 
     def _cohort(self, accepted: AcceptedPlan) -> Cohort:
         """Read the images again and check that they are those scanned: experts and statistics use the same data."""
-        cohort = stages.scan(self.site, accepted, self.policy, self._encoded)
+        cohort = stages.scan(self.site, accepted, self.policy, self._counting("reading images"))
         if cohort.digest != self.state.dataset_digest:
-            remedy = (
-                "Restore images, table and decisions of the time when the plan was accepted, or give the plan up: "
-                "silo withdraw."
-            )
-            expected = f"those that were scanned for this plan, digest {(self.state.dataset_digest or 'none')[:16]}"
-            raise DataError("images", expected=expected, got=f"digest {cohort.digest[:16]}", remedy=remedy)
+            raise changed_images(self.state, accepted, cohort, stages.open_ledger(self.site, self.policy))
         return cohort
 
-    def _encoded(self, num_done: int, num_images: int) -> None:
+    def _counting(self, stage: Stage) -> Callable[[int, int], None]:
         """Show the progress of decoding or encoding, which is not saved: what is interrupted starts over."""
-        if self.stopping.is_set():
-            raise KeyboardInterrupt
-        # Shown on this machine only: in the outbox, steps of the percentage would reveal the number of images.
-        self.on_change(self.state.model_copy(update={"step": num_done, "num_steps": num_images}))
 
-    def _progress(self, step: int, num_steps: int) -> None:
-        self.state = self.state.model_copy(update={"step": step, "num_steps": num_steps})
+        def count(num_done: int, num_images: int) -> None:
+            if self._halt.asked():
+                raise KeyboardInterrupt
+            # Shown on this machine only: in the outbox, steps of the percentage would reveal the number of images.
+            self._meter.count(stage, self._plan_id, num_done, num_images)
+            self.on_change(self.state.model_copy(update={"step": num_done, "num_steps": num_images}))
+
+        return count
+
+    def _progress(self, told: Progress, batch_size: int) -> None:
+        self._meter.train(self._plan_id, told, batch_size)  # loss and speed are for this machine only
+        self.state = self.state.model_copy(update={"step": told.step, "num_steps": told.num_steps})
         if time.monotonic() - self._noted_at >= NOTE_S:
             self._noted_at = time.monotonic()
             self._enter(self.state)
+
+    def _go(self, event: Event, **changes: object) -> None:
+        self._enter(self.state.after(event, **changes))
 
     def _enter(self, state: State) -> None:
         self.state = save_state(state_path(self.site.private), state)
@@ -347,14 +384,11 @@ class Worker:
 
     def _announce(self) -> None:
         """Report the state to the courier, through the outbox, and to `on_change`."""
-        state = self.state
-        if state.plan_id:
-            percent = 100 * state.step // state.num_steps if state.num_steps else 0
-            status = {"plan_id": state.plan_id, "state": state.state, "progress": percent, "sequence": state.sequence}
-            write_for_group(self.site.outbox / "status.json", json.dumps(status).encode())
-        self.on_change(state)
+        tell_courier(self.site, self.state)
+        self.on_change(self.state)
 
     def _keep_problem(self, error: ArchipelagoError) -> None:
+        """Keep why the work stopped, unless the state came with its own reason."""
         if self.state.problem is None:
             self.state = self.state.model_copy(update={"problem": _problem(error)})
             save_state(state_path(self.site.private), self.state)
@@ -362,5 +396,5 @@ class Worker:
 
 def _problem(error: ArchipelagoError) -> Problem:
     # What was received may be in it, and not every name of a file is text.
-    message = f"{error} - {error.remedy}".encode("utf-8", "backslashreplace").decode()
-    return Problem(code=error.exit_code, message=message[:400])
+    said, remedy = (text.encode("utf-8", "backslashreplace").decode()[:400] for text in (str(error), error.remedy))
+    return Problem(code=error.exit_code, message=said, remedy=remedy)

@@ -15,7 +15,7 @@ from ddm.errors import ArchipelagoError, BudgetError, DigestError
 from ddm.io.tensors import load_tensors
 from ddm.protocol.plan import Budget
 from silo.plan.acceptance import AcceptedPlan, load_accepted, waiting_plans, workspace_folder
-from silo.privacy.ledger import Ledger
+from silo.privacy.ledger import Ledger, make_ledger
 from silo.privacy.statistics import STATISTIC_NAMES, Source, draw
 from tests.support.dishonest_aggregator import DELTA, PUBLIC, Aggregator, UnsignedPlan, clusters_around, pictures
 
@@ -60,6 +60,8 @@ def told_apart(accepted: AcceptedPlan, num: int = 1024) -> tuple[np.ndarray, np.
 
 
 def ledger_at(folder: Path, epsilon: float) -> Ledger:
+    folder.mkdir(parents=True, exist_ok=True)
+    make_ledger(folder / "ledger.jsonl")
     return Ledger(folder / "ledger.jsonl", budget=Budget(epsilon=epsilon, delta=DELTA), unit="image")
 
 
@@ -121,7 +123,10 @@ def test_hundred_plans_get_no_more_than_the_budget_between_them(aggregator: Aggr
         return epsilon_bound(first, second, 0.0)
 
     ledgers = [ledger_at(tmp_path / name, budget) for name in ("first", "second")]
-    found = [drawn_until_refused(*pair, tmp_path, 100) for pair in zip(worlds, ledgers, strict=True)]
+    found = [
+        drawn_until_refused(world, ledger, ledger.path.parent, 100)
+        for world, ledger in zip(worlds, ledgers, strict=True)
+    ]
     assert [len(world) for world in found] == [2, 2]
     assert [ledger.spent()[0] for ledger in ledgers] == [budget, budget]
     assert bound(found) <= budget
@@ -163,4 +168,4 @@ def test_scale_so_large_that_sketches_are_noise_alone_is_refused_before_anything
     ledger = ledger_at(tmp_path, 10.0)
     with pytest.raises(ArchipelagoError, match="pure noise"):
         draw("sketch", source_of(aggregator.offer(vast), PRIVATE), ledger, tmp_path)
-    assert not ledger.path.exists()
+    assert ledger.path.read_bytes() == b""

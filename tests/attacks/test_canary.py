@@ -11,12 +11,13 @@ import pytest
 import tomli_w
 from PIL import Image
 
+from aggregator.config import Federation
 from ddm.system.processes import free_port
 from silo.config import Site
 from tests.support.canary import TEXTS, forms, found, found_below, packed
 from tests.support.canary_files import export_table, export_tree, pixels
 from tests.support.case import case
-from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
+from tests.support.federation import POLICY, TinyFederation, recipe, waive, write_policy
 from tests.support.operators import Operators
 from tests.support.tap import Tap
 
@@ -140,3 +141,5 @@ def set_up(operators: Operators) -> None:
     tables = recipe(**asked()).model_dump(mode="json", exclude_none=True)
     (folder / "plan.toml").write_bytes(tomli_w.dumps(tables).encode())
     operators.call("aggregator", "plan", operators.fed, "--recipe", folder / "plan.toml", "--public", public, "--yes")
+    for silo_id in EXPORTS:
+        waive(Site(folder / silo_id), Federation(operators.fed).current_plan()[1])

@@ -88,6 +88,7 @@ def found(command: Callable[..., None], folder: Path) -> TinyFederation:
     np.savez(folder / "images.npz", images=images(60, -0.5, seed=0))
     invitation = ("--invitation", folder / "fed" / "invitation.json", "--root-fingerprint", root)
     command("silo", "init", folder / SILO, "--id", SILO, "--data", folder / "images.npz", *invitation, *secret)
+    write_policy(Site(folder / SILO), POLICY)
     command("silo", "enroll", folder / SILO, "--out", folder / "card.json")
     command("aggregator", "enroll", folder / "fed", folder / "card.json")
     (folder / "plan.toml").write_bytes(tomli_w.dumps(recipe().model_dump(mode="json", exclude_none=True)).encode())
@@ -106,7 +107,6 @@ def test_nothing_private_is_exposed_when_the_commands_run_with_umask_000(
     assert mode(site.path) == mode(site.inbox) == mode(site.outbox) == 0o750
     assert mode(tmp_path / "card.json") == 0o644
     plan_id = tiny.federation.current_plan()[0].plan_id
-    write_policy(site, POLICY)
     command("silo", "status", site.path)  # leaves the process as the program has it
     tiny.deliver_plan(SILO, plan_id)
     open_to_group(site.inbox, site.inbox)

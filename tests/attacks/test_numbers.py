@@ -31,7 +31,7 @@ from silo.worker.worker import Worker
 from tests.conftest import Published
 from tests.support.bounded import attempt
 from tests.support.case import case
-from tests.support.dishonest_aggregator import PUBLIC, SILO, Aggregator, UnsignedPlan, clusters_around
+from tests.support.dishonest_aggregator import PUBLIC, SIDE, SILO, Aggregator, UnsignedPlan, clusters_around
 from tests.support.documents import to_bytes
 from tests.support.forked import ended, forked
 
@@ -158,7 +158,9 @@ def hostile(aggregator: Aggregator) -> Aggregator:
     settings = f'silo_id = "{SILO}"\ndata = "none.npz"\nfederation = "digits"\naddress = "localhost:1"\n'
     (aggregator.site.path / "silo.toml").write_text(settings + f'root_digest = "{"0" * 64}"\n')
     aggregator.keys[SILO] = KEY
-    (aggregator.site.path / "policy.toml").write_text('[training]\narchitectures = ["dit", "mmdit", "unet"]\n')
+    declared = f'[data]\nkind = "arrays"\nshape = [1, {SIDE}, {SIDE}]\nrange = [-1.0, 1.0]\n'
+    allowed = '[training]\narchitectures = ["dit", "mmdit", "unet"]\n[privacy]\nunit = "image"\n'
+    (aggregator.site.path / "policy.toml").write_text(declared + allowed)
     return aggregator
 
 

@@ -117,6 +117,8 @@ def brought(name: str, folder: Path) -> Path:
 def policy(name: str) -> dict[str, Any]:
     """The usual policy, with what the recipe says that sites have to write; and the waiver of every site of today."""
     written = POLICY | {"privacy": {"unit": "patient"}} if name == "patients" else dict(POLICY)
+    if name == "classes":
+        written["data"] = {"kind": "pictures", "classes": ["normal", "pneumonia", "effusion"]}
     return written | {"training": {"architectures": ["dit", "unet"], "min_images": 4}}
 
 
@@ -163,7 +165,9 @@ def test_every_case_has_a_recipe_of_which_a_usual_budget_covers_several_plans() 
             assert recipe.transform
             head = path.read_text("utf-8").partition("\n\n")[0]
             assert head.startswith("# ") and f"examples/recipes/{path.name}" in head
-            steps = [tuple(mechanisms(SimpleNamespace(statistics=recipe.statistics)).values())] * PLANS
+            steps = [
+                tuple(mechanisms(SimpleNamespace(plan_id=path.stem, statistics=recipe.statistics)).values())
+            ] * PLANS
             assert adaptive_epsilon(steps, usual.privacy.budget_delta) <= usual.privacy.budget_epsilon
             allowed = {"unet"} if path.stem == "volumes" else set(usual.training.architectures)
             assert recipe.expert.architecture.kind in allowed

@@ -19,6 +19,7 @@ SMALL = {
     "num_steps = 1200": "num_steps = 6",
     "checkpoint_steps = 100": "checkpoint_steps = 6",
     "depth = 4": "depth = 1",
+    "[data]": "rehearsal = true\n[data]",
 }
 
 

@@ -27,7 +27,7 @@ KILLED = (
     "aggregator admit",
     "aggregator remove",
     "ddm verify",
-    "aggregator publish",
+    "silo pause",
 )
 FEW = 40  # a command with at most so many calls is tried at each of them, another at NUM_TRIED
 NUM_TRIED = 12

@@ -110,7 +110,8 @@ def test_everything_arrives_identical_when_messages_are_lost_and_the_server_rest
     aggregator = converse(fed, limits, until=lambda: plan_done(fed, PLAN, ["north"]), **faults)
     receipt = limits.site / "inbox" / PLAN / "receipts" / "1.json"
     assert receipt.read_bytes() == (fed / "receipts" / PLAN / "north" / "1.json").read_bytes()
-    assert aggregator.done and aggregator.next_requests([], 4) == []
+    assert aggregator.done
+    assert [each.message.kind for each in aggregator.next_requests([], 4)] == ["ask"]  # it may still give the plan up
 
 
 def test_second_submission_is_fetched_when_the_first_was_refused(fed, limits, signer):

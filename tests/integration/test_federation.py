@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import tomli_w
 
+from aggregator.config import Federation
 from aggregator.runtime.proxy import find_nginx
 from ddm.io.tensors import load_tensors
 from ddm.system.processes import Child, free_port, program, spawn, terminate_all
-from tests.support.federation import POLICY, images, recipe, write_policy
+from tests.support.federation import POLICY, images, recipe, waive, write_policy
 from tests.support.processes import alive
 
 SILOS = {"north": 60, "south": 40}
@@ -101,6 +102,8 @@ def sign_plan(operators: Operators) -> None:
     np.savez(folder / "public.npz", images=public)
     operators.call("aggregator", "plan", folder / "fed", "--recipe", folder / "plan.toml",
                    "--public", folder / "public.npz", "--yes")  # fmt: skip
+    for silo in SILOS:
+        waive(site_of(folder, silo), Federation(folder / "fed").current_plan()[1])
 
 
 def status(operators: Operators, silo: str) -> dict[str, str]:

@@ -99,7 +99,8 @@ def test_federation_of_patients_dealt_at_random_ends_in_a_release_that_samples(
 ) -> None:
     tiny = TinyFederation.create(tmp_path / "tiny", SIZES, patients=True)
     for site in tiny.sites.values():
-        write_policy(site, POLICY | {"privacy": {"unit": "patient"}})
+        declared = site.policy().data.model_copy(update={"min_images": 40}).model_dump(exclude_none=True)
+        write_policy(site, POLICY | {"privacy": {"unit": "patient"}, "data": declared})
     release, _ = published(tiny, RANDOM, tmp_path / "release")
     assert [expert.expert_id for expert in release.manifest.experts] == ["east-0", "east-1", "north-0", "north-1"]
     assert [expert.prior for expert in release.manifest.experts] == pytest.approx([0.2, 0.2, 0.3, 0.3])

@@ -79,7 +79,16 @@ HONEST += ("1.0.31", "2030-01-01T00:00:00Z", "127.0.0.1:9092", "ecdsa-sha2-nistp
 HONEST += ('{"format":"archipelago/envelope/1","key":""}', "A" * 43 + "=", "log+01234567+" + "A" * 44)
 # What no program opens, joins to a folder, or names a file after. Whoever adds a field here says so.
 FREE_TEXT = {
-    *("Waiver.role", "Waiver.reason", "Submission.software", "Island.software", "Manifest.licence", "Manifest.cite"),
+    *(
+        "Waiver.role",
+        "Waiver.reason",
+        "Responsible.role",
+        "Responsible.reason",
+        "Submission.software",
+        "Island.software",
+        "Manifest.licence",
+        "Manifest.cite",
+    ),
     *("Evaluation.metric", "Evaluation.strategy", "Refused.reason", "Withdrawn.reason", "Request.purpose"),
     *("Opened.federation", "Invitation.federation", "Invitation.ca_certificate", "Invitation.root"),
     *("Request.payload", "Request.before", "Request.root", "_Envelope.payload"),

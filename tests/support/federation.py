@@ -4,7 +4,9 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,26 +22,30 @@ from aggregator.planning.sign import sign_plan
 from aggregator.release.publish import publish
 from aggregator.router.train import train_router
 from aggregator.setup import init_federation
-from ddm.protocol.base import sha256_hex
+from ddm.io.sources import open_source
+from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.receipt import Receipt
+from ddm.protocol.submission import Waiver
 from ddm.publishing.keys import load_key
 from ddm.trust.keys import SigningKey
-from silo.config import Policy, Site
+from silo.config import LedgerSettings, Policy, Site
+from silo.plan.waiver import write_waiver
 from silo.setup import init_site, make_card, read_invitation
 from silo.worker.state import State, state_path
 from silo.worker.worker import Worker
 
 PASSPHRASE = b"correct horse"
 NUM_STEPS = 6
-POLICY = {
-    "audit": {"required": True, "waiver": {"role": "test operator", "reason": "made-up images"}},
+POLICY: dict[str, Any] = {
+    "audit": {"required": True},
     "approval": {"kind": "policy", "carry_over": True},
 }
 
 
 def recipe(**changes: object) -> Recipe:
-    """A recipe so small that an expert trains in a second; `changes` replace whole tables."""
+    """A recipe so small that an expert trains in a second, and draws noise; `changes` replace whole tables."""
     tables: dict[str, object] = {
+        "rehearsal": True,
         "data": {"shape": [1, 4, 4], "range": [-1.0, 1.0]},
         "encoder": {"kind": "pca", "dim": 4},
         "clustering": {"num_fine": 8, "num_coarse": 2},
@@ -113,12 +119,18 @@ class TinyFederation:
         np.savez(data, **cohort(size, index - 0.5, seed=index, patients=patients))  # type: ignore[arg-type]
         self.join_with(silo_id, data)
 
-    def join_with(self, silo_id: str, data: Path, policy: dict[str, object] | None = None) -> None:
+    def join_with(
+        self,
+        silo_id: str,
+        data: Path,
+        policy: dict[str, object] | None = None,
+        ledger: LedgerSettings | None = None,
+    ) -> None:
         """Make the site of a silo that has its own data, and enroll it."""
         root_digest = sha256_hex((self.federation.tuf / "1.root.json").read_bytes())
         site = Site(self.path / silo_id)
         invited = read_invitation(self.federation.path / "invitation.json", root_digest)
-        key = init_site(site, silo_id, data, invited, PASSPHRASE, None)
+        key = init_site(site, silo_id, data, invited, PASSPHRASE, None, ledger=ledger)
         write_policy(site, policy or POLICY)
         (self.path / f"{silo_id}.card.json").write_bytes(make_card(site, key))
         enroll(self.federation, self.path / f"{silo_id}.card.json")
@@ -167,8 +179,10 @@ class TinyFederation:
         self.work(silo_id, until="accepted")
 
     def deliver_plan(self, silo_id: str, plan_id: str) -> None:
-        """What the courier does with a plan."""
-        shutil.copytree(self.federation.bundle(plan_id), self.sites[silo_id].inbox / plan_id / "bundle")
+        """What the courier does with a plan; the silo's operator waives the audit for it."""
+        bundle = self.sites[silo_id].inbox / plan_id / "bundle"
+        shutil.copytree(self.federation.bundle(plan_id), bundle)
+        waive(self.sites[silo_id], sha256_hex((bundle / "targets" / plan_id / "plan.json").read_bytes()))
 
     def key(self, silo_id: str) -> SigningKey:
         """Open a silo's key."""
@@ -235,8 +249,38 @@ class TinyFederation:
         return State.parse(state_path(self.sites[silo_id].private).read_bytes(), subject="state")
 
 
+def waive(site: Site, plan_digest: str) -> None:
+    """Waive an inconclusive audit of one plan, as `silo waive` does."""
+    until = now_utc() + timedelta(days=30)
+    terms: dict[str, Any] = {"plan_digest": plan_digest, "verdict": "inconclusive", "expires_at": until}
+    write_waiver(site, Waiver(role="test operator", reason="made-up images", **terms))
+
+
+def declare(site: Site, policy: dict[str, object] = POLICY) -> None:
+    """Let a site whose data are others by now declare them, and replace its policy."""
+    from silo.data.declared import facts_of
+
+    facts = facts_of(Path(site.settings().data)).model_dump(exclude_none=True)
+    write_policy(site, policy | {"data": facts})
+    write_policy(site, policy)  # with the classes and captions that there are
+
+
 def write_policy(site: Site, policy: dict[str, object]) -> None:
-    """Replace a site's policy."""
+    """Replace a site's policy; what it declares of its data stays, and a waiver where the audit is that of `POLICY`.
+
+    The classes of `cohort` are declared where there are labels, and captions where there are some.
+    """
     from ddm.io.settings import save_settings
 
-    save_settings(Policy.model_validate(policy), site.path / "policy.toml", "test")
+    data = site.policy().data
+    if data.kind in ("arrays", "latents"):
+        columns = open_source(Path(site.settings().data)).columns
+        classes = data.classes or (2 if "labels" in columns else None)
+        data = data.model_copy(update={"classes": classes, "captions": "captions" in columns})
+    usual = {"privacy": {"unit": "image"}, "training": {"min_images": 10}, "plans": {"accept": "policy"}}
+    parts = {name: terms | dict(policy.get(name, {})) for name, terms in usual.items()}  # type: ignore[call-overload]
+    written = Policy.model_validate({"data": data.model_dump(exclude_none=True)} | policy | parts)
+    if policy.get("audit") == POLICY["audit"]:
+        waiver = site.policy().audit.waiver
+        written = written.model_copy(update={"audit": written.audit.model_copy(update={"waiver": waiver})})
+    save_settings(written, site.path / "policy.toml", "test")

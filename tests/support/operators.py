@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import tomli_w
 
+from aggregator.config import Federation
 from ddm.system.processes import Child, free_port, program, spawn, terminate_all
 from ddm.system.reaper import descendants
 from silo.config import Site
-from tests.support.federation import POLICY, images, recipe, write_policy
+from tests.support.federation import POLICY, images, recipe, waive, write_policy
 
 SILOS: Mapping[str, int] = {"north": 60, "south": 40}
 SHARD_BYTES = 65536
@@ -26,10 +27,14 @@ class Operators:
     Args:
         folder: everything lies below it.
         prefix: what a service's command begins with, by service; a network namespace, another clock.
+        programs: where our programs are installed; by default beside this interpreter.
     """
 
-    def __init__(self, folder: Path, prefix: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(
+        self, folder: Path, prefix: Mapping[str, Sequence[str]] | None = None, programs: Path | None = None
+    ) -> None:
         self.folder = folder
+        self.programs = programs or program("silo").parent
         self.prefix = dict(prefix or {})
         self.services: dict[str, list[str]] = {}
         self.running: dict[str, Child] = {}
@@ -48,15 +53,18 @@ class Operators:
 
     def call(self, name: str, *arguments: object, code: int = 0) -> str:
         """Run a command to its end; it must exit with `code`."""
-        command = [*self.prefix.get(name, ()), str(program(name)), *(str(argument) for argument in arguments)]
+        command = [*self.prefix.get(name, ()), str(self.programs / name), *(str(argument) for argument in arguments)]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         assert done.returncode == code, f"{name} {arguments}: {done.returncode}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
     def serve(self, service: str, name: str, *arguments: object) -> None:
         """Start a service."""
-        prefix = self.prefix.get(service, ())
-        self.services[service] = [*prefix, str(program(name)), *(str(argument) for argument in arguments)]
+        self.serve_command(service, [str(self.programs / name), *(str(argument) for argument in arguments)])
+
+    def serve_command(self, service: str, command: Sequence[str]) -> None:
+        """Start a service by the words of its command."""
+        self.services[service] = [*self.prefix.get(service, ()), *command]
         self.num_restarts[service] = 0
         self._start(service)
 
@@ -150,6 +158,8 @@ def found_federation(
     np.savez(folder / "public.npz", images=np.concatenate([images(120, at, seed=90) for at in (-0.5, 0.5)]))
     operators.call("aggregator", "plan", operators.fed, "--recipe", folder / "plan.toml",
                    "--public", folder / "public.npz", "--yes")  # fmt: skip
+    for silo in SILOS:
+        waive(Site(folder / silo), Federation(operators.fed).current_plan()[1])
 
 
 def serve_everything(operators: Operators) -> None:

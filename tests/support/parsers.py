@@ -13,10 +13,12 @@ from ddm.errors import ArchipelagoError, DocumentError, FormatError, SignatureEr
 from ddm.protocol.base import Document, now_utc, sha256_hex
 from ddm.protocol.enrolment import MAX_ROTATION_BYTES, Card, Invitation, KeyHistory, KeyRotation, RotatedCard
 from ddm.protocol.island import Island
+from ddm.protocol.leave import Leave
 from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Submission
+from ddm.training.job import Beat, Failure, Launch, Result
 from ddm.transport.flower import decode_reply, decode_request, encode
 from ddm.transport.messages import (
     Ask,
@@ -80,6 +82,15 @@ def file_of(path: str) -> dict[str, Any]:
     return {"path": path, "bytes": 8448, "digest": DIGEST}
 
 
+_WAIVER = {
+    "role": "head of data",
+    "reason": "made up",
+    "plan_digest": DIGEST,
+    "verdict": "inconclusive",
+    "expires_at": "2099-01-01T00:00:00Z",
+}
+
+
 def submission_document() -> dict[str, Any]:
     """A submission with every optional part filled in."""
     price = {"epsilon": 1.0, "delta": 1e-5}
@@ -99,7 +110,7 @@ def submission_document() -> dict[str, Any]:
                 "num_images": 240,
                 "steps": 1500,
                 "file": file_of("silos/north/experts/north-1/expert.safetensors"),
-                "training": {"loss": 0.5, "seconds": 12.0, "flops": 1e12},
+                "training": {"seconds": 12.0, "flops": 1e12},
                 "privacy": {"kind": "none"},
             }
         ],
@@ -111,7 +122,7 @@ def submission_document() -> dict[str, Any]:
         ],
         "spent": {**price, "unit": "image", "relation": "replace_one"},
         "ledger": {"head_digest": DIGEST, "num_entries": 2, "chain": ["a" * 64, DIGEST]},
-        "audit": {"verdict": "waived", "digest": DIGEST, "waiver": {"role": "head of data", "reason": "made up"}},
+        "audit": {"verdict": "waived", "digest": DIGEST, "waiver": _WAIVER},
         "approval": {"kind": "person", "at": _WHEN},
         "software": {"torch": "2.13.0"},
     }
@@ -241,6 +252,21 @@ def _sign_request(data: bytes) -> object:
     return request.signed(), request.replaced(), request.holders()
 
 
+_EXPERT = {"path": "expert.safetensors", "bytes": 8, "digest": DIGEST}
+_JOB: Mapping[type[Document], dict[str, Any]] = {
+    Launch: {
+        **{"launch_id": "a1", "work": DIGEST, "by": "command", "host": "node1", "pid": 7, "started": 3},
+    },
+    Beat: {"count": 2, "step": 3, "num_steps": 4, "loss": 0.5},
+    Failure: {"rank": 0, "kind": "ours", "code": 7, "subject": "images"},
+    Result: {"work": DIGEST, "steps": 3, "loss": 0.5, "seconds": 1.0, "flops": 1e9, "expert": _EXPERT},
+}
+
+
+def _format(kind: type[Document]) -> dict[str, str]:
+    return {"format": kind.model_fields["format"].default}
+
+
 @cache
 def doors() -> Mapping[str, Door]:
     """Every parser of documents and metadata, by name."""
@@ -266,6 +292,8 @@ def doors() -> Mapping[str, Door]:
         "plan": _document(Plan, plan_document()),
         "submission": _document(Submission, submission_document()),
         "island": _document(Island, island_document()),
+        "leave": _document(Leave, {"plan_id": PLAN, "silo_id": "north", "at": "2026-01-01T00:00:00Z"} | _format(Leave)),
+        **{f"job's {kind.__name__.lower()}": _document(kind, said | _format(kind)) for kind, said in _JOB.items()},
         "manifest": _document(Manifest, manifest_document()),
         "receipt": _document(Receipt, receipt_document()),
         "card": _document(Card, card_document()),

@@ -12,6 +12,7 @@ import tomli_w
 
 from aggregator.intake.inventory import take_inventory
 from aggregator.router.train import train_router
+from silo.worker.pause import pause, resume
 from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, images, recipe, write_policy
 
 NORTH, SOUTH = "north", "south"
@@ -59,6 +60,7 @@ def make_stages(folder: Path, until: str = "published") -> dict[str, Path]:
     - empty: passphrase, invitation and data, of which a federation or a site can be made
     - founded: two silos are enrolled
     - waiting: a submission waits for a person at north
+    - paused: and its site is paused
     - accepted: both silos have their receipts
     - routed: the router is trained
     - published: there is a release
@@ -89,6 +91,9 @@ def _work(at: Path) -> Iterator[tuple[str, Path]]:
     write_policy(tiny.sites[NORTH], POLICY | {"approval": {"kind": "person"}})
     tiny.work(NORTH, until="awaiting_approval")
     yield "waiting", at
+    pause(tiny.sites[NORTH])
+    yield "paused", at
+    resume(tiny.sites[NORTH])
     write_policy(tiny.sites[NORTH], POLICY)
     for silo_id in (NORTH, SOUTH):
         tiny.work(silo_id)
@@ -111,6 +116,7 @@ _VERIFY = ("ddm", "verify", "{at}/out", *_ROOT)
 _LOG = ("aggregator", "log", "{at}/fed", *_KEYS)
 _AGAIN = ("aggregator", "publish", "{at}/fed", "--out", "{at}/again", *_KEYS)
 _NORTH = "{at}/north"
+_DECISIONS = ("silo", "log", "verify", _NORTH)
 _STATUS = ("aggregator", "status", "{at}/fed", "--json")
 ROTATED = ("root", "targets", "plans", "release", "online", "receipts", "log", "model-signing", "tls")
 DISTIL = ("ddm", "distill", "{at}/release", *_ROOT, "--num", "8", "--steps", "6", "--out", "{at}/student.safetensors",
@@ -125,21 +131,26 @@ CASES = {
         Case("silo init", "empty", ("silo", "init", "{at}/north", "--id", NORTH, "--data", "{at}/north.npz",
              "--invitation", "{at}/invitation.json", "--root-fingerprint", "{root}", *_KEYS),
              instead={6: ("silo", "status", _NORTH)},
-             checks=(("silo", "enroll", "{at}/north", "--out", "{at}/card.json", *_KEYS),)),
+             checks=(("silo", "enroll", "{at}/north", "--out", "{at}/card.json", "--images", "64", "--patients", "64",
+                      *_KEYS),)),
         Case("silo enroll", "founded", ("silo", "enroll", "{at}/north", "--out", "{at}/card.json", *_KEYS)),
         Case("aggregator enroll", "founded", ("aggregator", "enroll", "{at}/fed", "{at}/north.card.json"),
              checks=(_STATUS,)),
         Case("aggregator plan", "founded", ("aggregator", "plan", "{at}/fed", "--recipe", "{at}/plan.toml",
              "--public", "{at}/public.npz", "--yes", *_KEYS), checks=(_STATUS,)),
         Case("silo approve", "waiting", ("silo", "approve", "{at}/north", "--digest", "{draft}"),
-             same=("north/private/approval.json", "north/private/ledger.jsonl", "north/private/state.json")),
-        Case("silo withdraw", "waiting", ("silo", "withdraw", "{at}/north"),
-             same=("north/private/ledger.jsonl", "north/private/state.json"), instead={34: ("silo", "status", _NORTH)}),
+             same=("north/private/approval.json", "north/private/ledger.jsonl", "north/private/state.json"),
+             checks=(_DECISIONS,)),
+        Case("silo pause", "waiting", ("silo", "pause", "{at}/north"), checks=(_DECISIONS,)),
+        Case("silo resume", "paused", ("silo", "resume", "{at}/north"), checks=(_DECISIONS,)),
+        Case("silo withdraw", "waiting", ("silo", "withdraw", "{at}/north", *_KEYS),
+             same=("north/private/ledger.jsonl", "north/private/state.json"), instead={34: ("silo", "status", _NORTH)},
+             checks=(_DECISIONS,)),
         Case("aggregator router", "accepted", ("aggregator", "router", "{at}/fed"),
              same=("fed/plans/{plan}/router/router.safetensors", "fed/plans/{plan}/router/report.json"),
              checks=(_STATUS, _PUBLISH, _VERIFY)),
         Case("silo rotate", "accepted", ("silo", "rotate", "{at}/north", "--out", "{at}/card.json", *_KEYS),
-             checks=(("aggregator", "enroll", "{at}/fed", "{at}/card.json"),)),
+             checks=(("aggregator", "enroll", "{at}/fed", "{at}/card.json"), _DECISIONS)),
         Case("aggregator withdraw", "accepted", ("aggregator", "withdraw", "{at}/fed", NORTH, "--reason", "a test",
              *_KEYS), checks=(_STATUS, ("aggregator", "router", "{at}/fed"), _PUBLISH, _VERIFY)),
         Case("aggregator publish", "routed", _PUBLISH, instead={6: _AGAIN},

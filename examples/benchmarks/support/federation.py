@@ -4,7 +4,9 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +21,12 @@ from ddm.io.files import write_atomic
 from ddm.io.settings import save_settings
 from ddm.io.tensors import TensorSpec, stored_bytes
 from ddm.models import expected_tensors
-from ddm.protocol.base import sha256_hex
+from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.plan import Dit, Plan
-from ddm.protocol.submission import ExpertTraining
+from ddm.protocol.submission import ExpertTraining, Waiver
 from ddm.trust.keys import SigningKey
 from silo.config import Policy, Site
+from silo.plan.waiver import write_waiver
 from silo.plan.workspace import TrainingRecord, open_workspace
 from silo.setup import init_site, make_card, read_invitation
 from silo.worker.worker import Worker
@@ -43,16 +46,25 @@ ARCHITECTURES = {
 }
 
 _POLICY = {
-    "training": {"max_expert_bytes": 16 * 1024**3},
-    "audit": {"required": True, "waiver": {"role": "benchmark", "reason": "made-up images"}},
+    "privacy": {"unit": "image"},
+    "data": {"kind": "arrays", "shape": SHAPE, "range": (-1.0, 1.0)},
+    "training": {"max_expert_bytes": 16 * 1024**3, "min_images": 10},
+    "audit": {"required": True},
     "approval": {"kind": "policy"},
 }
+
+
+def _waiver(plan_digest: str) -> Waiver:
+    until = now_utc() + timedelta(days=1)
+    terms: dict[str, Any] = {"plan_digest": plan_digest, "verdict": "inconclusive", "expires_at": until}
+    return Waiver(role="benchmark", reason="made-up images", **terms)
 
 
 def recipe() -> Recipe:
     """The smallest possible plan; its architecture is replaced before it is signed."""
     training = {"num_steps": NUM_STEPS, "batch_size": 8, "learning_rate": 0.002, "weight_decay": 0.01}
     tables = {
+        "rehearsal": True,
         "data": {"shape": SHAPE, "range": [-1.0, 1.0]},
         "encoder": {"kind": "pca", "dim": 4},
         "clustering": {"num_fine": 8, "num_coarse": 2},
@@ -146,6 +158,7 @@ class MadeUp:
         site, plan_id = self.sites[silo_id], self.plan.plan_id
         if not (site.inbox / plan_id / "bundle").exists():
             shutil.copytree(self.federation.bundle(plan_id), site.inbox / plan_id / "bundle")
+            write_waiver(site, _waiver(self.plan.digest))
         worker = Worker(site, SigningKey.load(site.key_path, PASSPHRASE), lambda state: None)
         worker.begin()
         while worker.state.state != "in_outbox":

@@ -17,7 +17,7 @@ from tuf.api.metadata import TargetFile, Targets
 from aggregator.intake import service as taking_in
 from aggregator.intake.bounds import cell_noise_bound
 from aggregator.membership.registry import card_of, signing_key
-from aggregator.transfer.delivery import MAX_SUBMISSIONS, plan_done
+from aggregator.transfer.delivery import plan_done
 from ddm.errors import (
     DocumentError,
     LedgerError,
@@ -28,6 +28,7 @@ from ddm.errors import (
 )
 from ddm.protocol.base import now_utc, sha256_file
 from ddm.protocol.receipt import RECEIPT_KIND, Receipt
+from ddm.transport.messages import MAX_SUBMISSIONS
 from ddm.trust.envelope import open_sealed
 from ddm.trust.keys import PublicKey
 from ddm.trust.metadata import METADATA_LIFE, sign_metadata
@@ -76,7 +77,10 @@ def test_intake_refuses_a_submission_for_another_plan(arrival: Arrival) -> None:
 
 
 def test_intake_refuses_a_submission_for_another_version_of_the_plan(arrival: Arrival) -> None:
-    arrival.rewrite(lambda document: document.update(plan_digest="0" * 64))
+    def other(document: dict) -> None:
+        document["plan_digest"] = document["audit"]["waiver"]["plan_digest"] = "0" * 64
+
+    arrival.rewrite(other)
     arrival.refused(ReplayError, "plan digest")
 
 

@@ -31,6 +31,7 @@ from ddm.system.processes import program
 from silo.config import Site
 from silo.setup import init_site, make_card, read_invitation
 from tests.conftest import Published
+from tests.support.federation import POLICY, write_policy
 from tests.support.federation_midway import on_free_port
 
 DAY = timedelta(days=1)
@@ -111,6 +112,7 @@ def card_with_another_key(fed: Federation) -> None:
     key = init_site(
         site, "north", images, read_invitation(other, json.loads(other.read_text())["root_digest"]), b"x", None
     )
+    write_policy(site, POLICY)
     (fed.registry / "north.json").write_bytes(make_card(site, key))
 
 

@@ -30,8 +30,9 @@ from ddm.errors import DocumentError
 from ddm.loading.ensemble import load_ensemble
 from ddm.loading.release import open_release
 from ddm.pages.pictures import MAX_PIXELS
+from ddm.pages.render import MOST_CLASSES
+from ddm.protocol.architecture import ClassCondition
 from ddm.protocol.manifest import Manifest
-from ddm.protocol.submission import Waiver
 from ddm.protocol.transform import TransformSpec
 from ddm.publishing import charts, drawing
 from tests.conftest import Published
@@ -40,6 +41,8 @@ from tests.support.case import case
 from tests.support.pages import Reader, alive
 
 HOSTILE = "</p><script>alert(1)</script> [x](javascript:alert(1)) `\n\n# **y** | ![z](http://a.example/b) <img src=x>"
+
+NAME = "</p><img src=x> [x](//a.example) | **b** ![z](http://a/b)"  # of a class, which is one line of at most 64
 
 
 def page_input(published: Published) -> PageInput:
@@ -109,11 +112,11 @@ def test_card_and_report_say_of_every_silo_what_the_manifest_says(given: PageInp
         assert card["leak audit"] == "waived by test operator: made-up images"
 
 
-def test_report_gives_losses_releases_comparisons_and_provenance(given: PageInput, drawn: Mapping[str, str]) -> None:
+def test_report_gives_steps_releases_comparisons_and_provenance(given: PageInput, drawn: Mapping[str, str]) -> None:
     text = Reader(drawn[REPORT_NAME]).text
     expected = [given.plan.plan_id, given.plan_digest, given.root_digest, given.manifest.router.file.digest]
     for silo in given.inventory.silos.values():
-        expected += [silo.digest, *(f"{expert.training.loss:.4f}" for expert in silo.submission.experts)]
+        expected += [silo.digest, *(str(expert.steps) for expert in silo.submission.experts)]
         expected += [f"epsilon {release.epsilon:g}, delta {release.delta:g}" for release in silo.submission.statistics]
     assert given.report.bands and given.report.calibration
     expected += [f"{band.difference:+.5f}" for band in given.report.bands]
@@ -160,6 +163,26 @@ def test_card_says_what_became_of_each_picture_where_the_plan_says_it(given: Pag
     assert "Each picture" not in undrawn(given)[CARD_NAME]
 
 
+def with_classes(given: PageInput, num: int, names: tuple[str, ...] = ()) -> PageInput:
+    asked = ClassCondition(num_classes=num, names=names)
+    return replace(given, plan=given.plan.model_copy(update={"condition": asked}))
+
+
+def test_pages_name_the_classes_that_samples_can_be_asked_for(given: PageInput) -> None:
+    names = tuple(f"finding {number}" for number in range(MOST_CLASSES + 3))
+    for num, known, words in (
+        (2, ("normal", "pneumonia"), ", or by name: normal, pneumonia"),
+        (3, (), ": 0 to 2"),
+        (len(names), names, f", {names[MOST_CLASSES - 1]} and 3 more"),
+    ):
+        asked = undrawn(with_classes(given, num, known))
+        report, card = Reader(asked[REPORT_NAME]).text, asked[CARD_NAME]
+        for begin, end, page in (("", ".", report), ("- ", "\n", card)):
+            line = page.split(f"{begin}{num} classes, asked for with", 1)[1].split(end)[0]
+            assert line.endswith(words), line
+    assert not [page for page in undrawn(given).values() if "--class" in page]
+
+
 def test_silo_that_counts_as_less_than_it_stated_is_named_with_both_numbers_and_the_reason(given: PageInput) -> None:
     """The reason is the operator's free text: markup in it stays text."""
     reason = "<script>alert(1)</script> | **129** by their own count"
@@ -201,11 +224,14 @@ def hostile(given: PageInput) -> PageInput:
     """The same release, had everybody who may write free text meant harm."""
     silos = {}
     for silo_id, silo in given.inventory.silos.items():
-        audit = silo.submission.audit.model_copy(update={"waiver": Waiver(role=HOSTILE, reason=HOSTILE)})
+        waiver = silo.submission.audit.waiver
+        assert waiver
+        said_by = waiver.model_copy(update={"role": HOSTILE, "reason": HOSTILE})
+        audit = silo.submission.audit.model_copy(update={"waiver": said_by})
         said = {"audit": audit, "software": {HOSTILE: HOSTILE}}
         silos[silo_id] = replace(silo, submission=silo.submission.model_copy(update=said))
     return replace(
-        given,
+        with_classes(given, 2, ("normal", NAME)),
         manifest=given.manifest.model_copy(update={"cite": HOSTILE, "licence": HOSTILE}),
         inventory=replace(given.inventory, silos=silos),
         report=given.report.model_copy(update={"reason": HOSTILE}),
@@ -216,12 +242,13 @@ def test_markup_in_free_text_is_text_in_the_report(given: PageInput) -> None:
     page = undrawn(hostile(given))[REPORT_NAME]
     assert alive(page) == []
     assert Reader(page).text.count(HOSTILE) == 4 + 4 * len(given.inventory.silos)
-    assert Reader(page).tags == Reader(undrawn(given)[REPORT_NAME]).tags
+    honest = undrawn(with_classes(given, 2, ("normal", "pneumonia")))
+    assert NAME in Reader(page).text and Reader(page).tags == Reader(honest[REPORT_NAME]).tags
 
 
 def test_markup_in_free_text_is_text_in_the_card(given: PageInput) -> None:
     card = undrawn(hostile(given))[CARD_NAME]
-    honest = undrawn(given)[CARD_NAME]
+    honest = undrawn(with_classes(given, 2, ("normal", "pneumonia")))[CARD_NAME]
     # A reader that lets everything through: HTML, tables, and links made of bare addresses.
     parser = MarkdownIt("commonmark", {"html": True}).enable("table")
 
@@ -234,7 +261,7 @@ def test_markup_in_free_text_is_text_in_the_card(given: PageInput) -> None:
     assert not {"html_inline", "html_block", "link_open", "image"} & set(plain)
     assert {"html_block", "link_open", "image"} & set(kinds(HOSTILE))
     shown = "".join(token.content for block in parser.parse(body) for token in block.children or ())
-    assert " ".join(HOSTILE.split()) in " ".join(shown.split())
+    assert " ".join(HOSTILE.split()) in " ".join(shown.split()) and NAME in shown
     matter = front_matter(card)
     assert (matter["license"], matter["license_name"]) == ("other", HOSTILE)
     assert matter["root_fingerprint"] == given.root_digest

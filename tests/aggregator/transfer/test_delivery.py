@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.transfer.delivery import MAX_SUBMISSIONS, SiloDelivery, _num_unsigned, note_unsigned
+from aggregator.transfer.delivery import SiloDelivery, _num_unsigned, note_unsigned
 from ddm.errors import FormatError
-from ddm.transport.messages import Ask, Envelope, FileEntry, Held, Offer, Report, Span, Status
+from ddm.transport.messages import MAX_SUBMISSIONS, Ask, Envelope, FileEntry, Held, Offer, Report, Span, Status
 from tests.support.waiting import LIMIT_S
 
 PLAN = "digits-3f9a1c2e"

@@ -170,11 +170,9 @@ def opened(owner: Owner) -> Release:
 def test_processes_share_samples_with_classes_of_their_own(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process's part is run here; with one sample at a time not a byte may differ."""
 
-    def in_turn(work: Job, tensors: dict[str, torch.Tensor], num: int, *, on_progress: Any, **_: Any) -> None:
+    def in_turn(work: Job, num: int, *, on_report: Any, **_: Any) -> None:
         for rank in range(num):
-            monkeypatch.setenv("RANK", str(rank))
-            monkeypatch.setenv("WORLD_SIZE", str(num))
-            work(tensors, on_progress, lambda: False)
+            work(rank, num, on_report)
 
     monkeypatch.setattr("ddm.cli.drawing.do_together", in_turn)
     release = opened(owner)
@@ -184,7 +182,7 @@ def test_processes_share_samples_with_classes_of_their_own(owner: Owner, monkeyp
     job, quiet = Job(source, strategy_named("lock"), 0, how), lambda done, total: None
     one = job.draw(source.ensemble(), range(11), quiet)
     weight_NK = torch.from_numpy(shares_KC(owner).T)[told_N]
-    drawn = draw_together(job, 11, 3, weight_NK, owner.path, quiet)
+    drawn = draw_together(job, 11, 3, weight_NK, quiet)
     assert torch.equal(drawn.images, one.images) and torch.equal(drawn.expert_N, one.expert_N)
 
 

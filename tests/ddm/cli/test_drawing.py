@@ -48,11 +48,9 @@ def alone(job: Job) -> Drawn:
 def test_processes_draw_what_one_would(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process's part is run here, one after the other; with one sample at a time not a byte may differ."""
 
-    def in_turn(work: Job, tensors: dict[str, Tensor], num: int, *, on_progress: Any, **_: Any) -> None:
+    def in_turn(work: Job, num: int, *, on_report: Any, **_: Any) -> None:
         for rank in range(num):
-            monkeypatch.setenv("RANK", str(rank))
-            monkeypatch.setenv("WORLD_SIZE", str(num))
-            work(tensors, on_progress, lambda: False)
+            work(rank, num, on_report)
 
     monkeypatch.setattr("ddm.cli.drawing.do_together", in_turn)
     for strategy in STRATEGIES:
@@ -60,7 +58,7 @@ def test_processes_draw_what_one_would(published: Published, monkeypatch: pytest
             with case(strategy=strategy, num_processes=num_processes):
                 job, shown = job_of(published, strategy), list[tuple[int, int]]()
                 told = lambda done, total: shown.append((done, total))  # noqa: B023, E731
-                drawn = draw_together(job, NUM, num_processes, shares_of(job), published.release, told)
+                drawn = draw_together(job, NUM, num_processes, shares_of(job), told)
                 one = alone(job)
                 assert torch.equal(drawn.images, one.images)
                 assert torch.equal(drawn.expert_N, one.expert_N)
@@ -75,22 +73,20 @@ def test_process_loads_only_the_experts_of_its_samples_under_lock(
     loaded: dict[str, set[int]] = {}
     experts_of = {rank: set[int]() for rank in ("0", "1")}
 
-    def in_turn(work: Job, tensors: dict[str, Tensor], num: int, *, on_progress: Any, **_: Any) -> None:
+    def in_turn(work: Job, num: int, *, on_report: Any, **_: Any) -> None:
         one = alone(job).expert_N
-        for rank, part in enumerate(tensors["numbers"].tensor_split(num)):
+        for rank, part in enumerate(torch.tensor(work.dealt).tensor_split(num)):
             experts_of[str(rank)] = set(one[part].tolist())
-            monkeypatch.setenv("RANK", str(rank))
-            monkeypatch.setenv("WORLD_SIZE", str(num))
             built = job.source.ensemble(rank, lazily=True)
             monkeypatch.setattr(ReleaseSource, "ensemble", lambda *_, built=built, **__: built)
-            work(tensors, on_progress, lambda: False)
+            work(rank, num, on_report)
             assert isinstance(built.experts, LazyExperts)
             loaded[str(rank)] = set(built.experts._loaded)
             monkeypatch.undo()
 
     with monkeypatch.context() as patched:
         patched.setattr("ddm.cli.drawing.do_together", in_turn)
-        draw_together(job, NUM, 2, shares_of(job), published.release, lambda done, total: None)
+        draw_together(job, NUM, 2, shares_of(job), lambda done, total: None)
     assert loaded == experts_of
     assert sum(map(len, loaded.values())) <= len(job.how["prior"]) + 1
 
@@ -135,7 +131,7 @@ def test_process_that_dies_ends_all_with_its_name(published: Published) -> None:
             os.kill(running["sampling process 2 of 2"], signal.SIGKILL)
 
     with pytest.raises(SetupError, match="sampling process 2 of 2.*SIGKILL") as caught:
-        draw_together(job, 100, 2, shares_of(job), published.release, kill_the_second)
+        draw_together(job, 100, 2, shares_of(job), kill_the_second)
     assert "--processes" in caught.value.remedy and "checkpoint" not in caught.value.remedy
     assert len(pids) == 2 and not any(map(alive, pids))
 

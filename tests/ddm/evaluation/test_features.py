@@ -13,9 +13,10 @@ from ddm.errors import DataError, MissingFileError, SetupError, ShapeError, Tens
 from ddm.evaluation import Reference, evaluate
 from ddm.evaluation.classifier import Classifier, Network, train_classifier
 from ddm.evaluation.features import _architecture
-from ddm.evaluation.reference import open_reference
+from ddm.evaluation.reference import classes_of, open_reference
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.base import sha256_file
+from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec
 from tests.support.case import case
 from tests.support.text_encoders import network
@@ -195,6 +196,8 @@ def test_reference_may_be_idx_with_its_labels_beside(tmp_path: Path) -> None:
     np.testing.assert_allclose(torch.cat(list(found.blocks())).numpy()[:, 0], grey / 255.0, rtol=1e-6)
     assert (found.num, found.groups, found.group_name) == (6, ["0", "1", "2", "0", "1", "2"], "labels")
     assert found.digest == sha256_file(tmp_path / "t10k-images-idx3-ubyte")
+    classes = classes_of(found, Classes(3))
+    assert classes is not None and classes.tolist() == labels.tolist()
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
     assert not open_reference(tmp_path / "t10k-images-idx3-ubyte", SPEC).groups
     with pytest.raises(DataError, match="--by"):

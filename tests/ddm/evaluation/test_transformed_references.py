@@ -19,7 +19,7 @@ from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import FullRange, Slices, TransformSpec
 from tests.conftest import Published
 from tests.support.commands import command
-from tests.support.federation import TinyFederation, recipe
+from tests.support.federation import TinyFederation, declare, recipe
 from tests.support.publishing import write_short_pages
 
 DATA = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
@@ -36,6 +36,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     """A release of a plan that takes colours of any size."""
     tiny = TinyFederation.create(tmp_path_factory.mktemp("transformed"), {"north": 40})
     np.savez(tiny.path / "north.npz", images=raw(40))
+    declare(tiny.sites["north"])
     asked = recipe(transform=SPEC.model_dump(mode="json", exclude_none=True), router={"kind": "counts"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aggregator.release.publish, "_write_pages", write_short_pages)

@@ -5,6 +5,7 @@ import numpy as np
 import pydicom
 import pytest
 from pydicom.data import get_testdata_file
+from pydicom.datadict import keyword_for_tag
 from pydicom.dataset import Dataset
 from pydicom.encaps import encapsulate
 from pydicom.pixels.processing import convert_color_space
@@ -21,6 +22,7 @@ from pydicom.uid import (
 
 from ddm.imaging.decode import decode
 from ddm.imaging.decoded import Decoded, Limits
+from ddm.imaging.dicom_tags import PLAIN, value_of
 from ddm.imaging.reasons import Flag, ImageError, Reason
 from tests.support.dicom_files import (
     bare,
@@ -283,3 +285,52 @@ def test_uncompressed_greys_are_those_of_pydicom_whatever_stands_in_unused_bits(
         found = np.stack([each.picture.values[0] for each in pictures(path)])
         expected = pydicom.dcmread(path).pixel_array.reshape(found.shape)
         assert (found == expected).all() and found.dtype.kind == expected.dtype.kind
+
+
+LARGE = waves((240, 200))  # more bytes than are read before they are asked for
+
+
+@pytest.mark.parametrize("syntax", ["explicit", "signed", "unused bits", "rescaled", "deflated", "RLE", "JPEG 2000"])
+def test_large_pixels_of_a_file_in_memory_are_those_of_pydicom(syntax: str, tmp_path: Path) -> None:
+    path, tags = tmp_path / "image", tags_of(LARGE)
+    if syntax == "signed":
+        tags.PixelRepresentation, tags.PixelData = 1, (LARGE.astype(np.int16) - 2048).tobytes()
+    elif syntax == "unused bits":
+        tags.PixelData = (LARGE | 0xA000).tobytes()
+    elif syntax == "rescaled":
+        tags.RescaleSlope, tags.RescaleIntercept = 1, -1024
+    elif syntax == "deflated":
+        tags.file_meta.TransferSyntaxUID = DeflatedExplicitVRLittleEndian
+    elif syntax == "RLE":
+        tags.compress(RLELossless, generate_instance_uid=False)
+    elif syntax == "JPEG 2000":
+        noise = np.random.default_rng(0).integers(0, 4096, LARGE.shape, np.uint16)
+        tags.PixelData = noise.tobytes()
+        tags.compress(JPEG2000Lossless, generate_instance_uid=False)
+        assert len(tags.PixelData) > 1 << 16
+    write(tags, path)
+    (alone,), (found,) = pictures(path), decode(path, content=path.read_bytes())
+    assert isinstance(found, Decoded) and found.picture.values.flags.writeable
+    expected = pydicom.dcmread(path).pixel_array.astype(int) - (1024 if syntax == "rescaled" else 0)
+    assert (found.picture.values[0] == expected).all() and (alone.picture.values == found.picture.values).all()
+    assert (found.patient, found.flags, found.picture.full) == (alone.patient, alone.flags, alone.picture.full)
+
+
+def test_a_file_in_memory_that_ends_within_large_pixels_is_truncated(tmp_path: Path) -> None:
+    content = write(tags_of(LARGE), tmp_path / "image").read_bytes()
+    for end in (len(content) - 1, len(content) - LARGE.nbytes // 2):
+        with pytest.raises(ImageError) as caught:
+            list(decode(tmp_path / "image", content=content[:end]))
+        assert caught.value.reason is Reason.TRUNCATED
+
+
+def test_plain_values_of_tags_are_those_that_pydicom_converts() -> None:
+    checked = 0
+    for name in ("CT_small.dcm", "MR_small.dcm", "JPEG2000.dcm", "MR_small_bigendian.dcm", "examples_palette.dcm"):
+        path = get_testdata_file(name)
+        tags, whole = pydicom.dcmread(path), pydicom.dcmread(path)
+        for tag in filter(keyword_for_tag, list(tags.keys())):
+            if getattr(tags.get_item(tag), "VR", None) in PLAIN:
+                assert value_of(tags, keyword_for_tag(tag)) == whole[tag].value, keyword_for_tag(tag)
+                checked += 1
+    assert checked > 100

@@ -250,7 +250,7 @@ def test_slices_are_distinct_ascending_and_within_their_share(length: int, count
         assert len(found) == count
 
 
-def test_sizes_are_refused_by_arithmetic_before_anything_is_made() -> None:
+def test_sizes_are_refused_by_arithmetic_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     data = DataSpec(shape=(1, 64, 64), range=(0.0, 1.0))
     never: list[tuple[int, ...]] = []
 
@@ -258,9 +258,11 @@ def test_sizes_are_refused_by_arithmetic_before_anything_is_made() -> None:
         never.append(size)
         return values
 
+    monkeypatch.setattr("ddm.imaging.transform.antialiased", resample)
+
     def refused(spec: TransformSpec, picture: Picture, most: int) -> None:
         with pytest.raises(DataError, match="bytes of memory"):
-            Transform(spec, data, max_bytes=most, resample=resample).apply(picture)
+            Transform(spec, data, max_bytes=most).apply(picture)
 
     thin = Picture(floats(1, 2, 30_000))  # 64 x 960,000 before its middle is kept
     refused(TransformSpec(range=AS_IT_IS), thin, 1 << 26)

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ddm.errors import DataError
-from ddm.io.idx import is_idx, labels_beside, read_idx, read_idx_images
+from ddm.io.idx import is_idx, labels_beside, read_idx
+from ddm.io.sources import open_images, open_source, read_images
 from ddm.islands.data import Dataset
 from ddm.protocol.plan import DataSpec
 from tests.support.case import case
@@ -30,11 +32,19 @@ def test_images_and_labels_of_an_idx_file_are_read_packed_or_not(tmp_path: Path)
             written(labels_beside(path), label_N, packed=packed)
             assert is_idx(path)
             assert np.array_equal(read_idx(path), images)
-            assert np.allclose(read_idx_images(path, SPEC)[:, 0].numpy(), images / 127.5 - 1, atol=1e-6)
+            assert np.allclose(read_images(path, SPEC)[:, 0].numpy(), images / 127.5 - 1, atol=1e-6)
+            source = open_source(path)
+            assert (source.in_place() is None) == packed and source.columns == {"labels"}
+            kept = open_images(source, SPEC, tmp_path / "kept")
+            assert torch.equal(kept[torch.tensor([3, 0])], read_images(path, SPEC)[[3, 0]])
             dataset = Dataset.read(path, SPEC)
             assert dataset.column("labels").tolist() == [3, 0, 1, 2]
             with pytest.raises(DataError, match="labels only"):
                 dataset.column("site")
+            labels_beside(path).unlink()
+            assert not open_source(path).columns
+            with pytest.raises(DataError, match="without labels"):
+                dataset.column("labels")
 
 
 def test_idx_file_that_is_cut_short_damaged_or_huge_is_refused(tmp_path: Path) -> None:
@@ -46,4 +56,6 @@ def test_idx_file_that_is_cut_short_damaged_or_huge_is_refused(tmp_path: Path) -
             (tmp_path / "bad").write_bytes(data)
             with pytest.raises(DataError):
                 read_idx(tmp_path / "bad")
+            with pytest.raises(DataError):
+                read_images(tmp_path / "bad", SPEC)
     assert not is_idx(tmp_path / "bad")

@@ -32,10 +32,10 @@ def test_island_killed_again_and_again_ends_in_the_same_bytes(tmp_path: Path) ->
     for changes in (20, 24):
         assert killed_at(changes, lambda: owner.train("--island", 0))
         assert not island.is_trained
-        steps |= {path.name for path in island.checkpoints.glob("step-*.json")}
+        steps |= {path.name for path in island.job.checkpoints.glob("step-*.json")}
     assert len(steps) > 1, "it was killed after more than one checkpoint"
     assert trained(owner) == wanted
-    assert not island.checkpoints.exists()
+    assert not island.job.path.exists()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@ from itertools import product
 import pytest
 import torch
 
-from ddm.errors import NumericalError
 from ddm.partition import nearest
 from ddm.partition.nearest import Nearest
 from tests.support.case import case
@@ -70,14 +69,6 @@ def test_equal_centroids_answer_with_the_lowest_index(dtypes: tuple[torch.dtype,
     assert torch.equal(Nearest(doubled, dtypes).find(features), brute(features, centroids))
     same = torch.ones(50, 33)
     assert Nearest(same, dtypes).find(features).tolist() == [0] * len(features)
-
-
-def test_features_that_are_not_finite_are_refused() -> None:
-    features, centroids = world("noise")
-    for value in (float("nan"), float("inf")):
-        features[3, 4] = value
-        with pytest.raises(NumericalError):
-            Nearest(centroids).find(features)
 
 
 def test_no_features_have_no_nearest() -> None:

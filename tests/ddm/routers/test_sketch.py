@@ -111,11 +111,9 @@ def test_sketch_refuses_a_group_without_public_images() -> None:
         Sketch.fit(images, group, RANK, 4)
 
 
-def test_sketch_refuses_images_of_another_size_and_values_that_are_not_finite(sketch: Sketch) -> None:
+def test_sketch_refuses_images_of_another_size(sketch: Sketch) -> None:
     with pytest.raises(ShapeError):
         sketch.project(torch.zeros(2, 1, 4, 4))
-    with pytest.raises(NumericalError):
-        sketch.project(torch.full((1, 1, 5, 5), float("nan")))
 
 
 def test_malicious_plan_with_a_basis_that_is_not_orthonormal_is_refused(sketch: Sketch) -> None:

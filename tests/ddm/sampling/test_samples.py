@@ -11,9 +11,9 @@ from PIL import Image
 
 from ddm.ensemble import Ensemble, Samples
 from ddm.errors import DataError, SetupError
+from ddm.imaging.pictures import pictures
 from ddm.io.given_images import read_mask, read_pictures
 from ddm.protocol.plan import DataSpec
-from silo.data.volumes import Volumes
 from tests.support.case import case
 
 DIGEST = "ab" * 32
@@ -75,8 +75,7 @@ def test_volumes_bear_the_mark_and_are_read_as_a_silo_reads_them(tmp_path: Path,
     )
     read = [
         torch.from_numpy(volume)
-        for block in Volumes(tmp_path / "folder", DataSpec(shape=(channels, 4, 5, 6), range=(-1.0, 1.0))).unpacked()
-        for volume in block
+        for volume in (picture.values.astype(np.float32) for picture in pictures(tmp_path / "folder"))
     ]
     for one, other in zip(read, drawn.images.clamp(-1, 1), strict=True):  # values are stretched to the range in between
         assert float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]) > 0.999

@@ -8,12 +8,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ddm.errors import SetupError
-from ddm.training.config import Engine
+from ddm.training.config import Engine, TrainingSettings
 from ddm.training.distributed import num_processes
-from ddm.training.launcher import do_together
 from tests.ddm.training.test_distributed import apart
-from tests.ddm.training.test_loop import Run, images, settings
-from tests.support.launched_functions import Train
+from tests.ddm.training.test_loop import Run, settings
+from tests.support.jobs import Trial
 from tests.support.torchrun_program import fresh, texts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -55,16 +54,9 @@ def test_auto_is_one_process_a_gpu_and_more_are_refused() -> None:
 @pytest.mark.parametrize("shard", [False, True])
 def test_two_gpus_train_the_expert_of_one_process(tmp_path: Path, shard: bool) -> None:
     def run(folder: Path, engine: Engine) -> dict[str, Tensor]:
-        work = Train(folder, "dit", engine)
-        do_together(
-            work,
-            {"images": images()},
-            num_processes(engine),
-            folder=folder,
-            on_progress=lambda told: None,
-            should_stop=lambda: False,
-        )
-        return load_file(folder / "expert.safetensors")
+        trial = Trial(folder, TrainingSettings.model_validate(engine.model_dump()))
+        trial()
+        return load_file(trial.expert)
 
     two = run(tmp_path / "two", Engine(device="cuda", processes=2, shard=shard))
     assert apart(two, run(tmp_path / "one", Engine(device="cuda"))) < TOLERANCE

@@ -21,10 +21,10 @@ from ddm.system.console import run_app
 from ddm.system.findings import Findings
 from ddm.system.processes import program
 from silo.check.gathering import Gathering
-from silo.check.reach import try_connection
 from silo.check.rules import examine
 from silo.cli import app
 from silo.config import Site
+from silo.courier.reach import try_connection
 from silo.worker.state import Problem, State, save_state, state_path
 from tests.conftest import Planned
 from tests.support.federation import TinyFederation
@@ -235,6 +235,17 @@ def test_proxy_with_user_and_password_is_taken_and_its_password_never_shown(
         assert "connection" not in found_at(site)
     finally:
         proxy.close()
+
+
+def test_worker_in_a_container_that_hides_the_courier_is_isolated_and_misses_no_node_key(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(site.courier)
+    monkeypatch.delenv("container", raising=False)
+    assert "keys" in found_at(site), "control: elsewhere the folder is missed"
+    monkeypatch.setenv("container", "podman")
+    found = found_at(site)
+    assert site.isolation == "containers" and not {"isolation", "keys"} & set(found)
 
 
 def test_ledger_is_shown_and_verified(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

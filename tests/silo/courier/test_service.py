@@ -3,11 +3,16 @@
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from ddm.errors import TransportError
+from ddm.transport.messages import SiloState
+from silo.config import Site
 from silo.courier.service import CourierWatch, look_after
+from silo.courier.supernode import UNREACHABLE
+from silo.worker.state import State, tell_courier
 
 
 class Scripted:
@@ -17,12 +22,17 @@ class Scripted:
         self.problem: str | None = None
         self._steps, self.ended = iter(steps), threading.Event()
         self.num_left = len(steps)
+        self.num_asked = 0
 
     def check(self) -> None:
         self.num_left -= 1
         if not self.num_left:
             self.ended.set()
         self.problem = next(self._steps)()
+
+    def why_unreachable(self) -> str | None:
+        self.num_asked += 1
+        return "the proxy says no. Ask it." if self.num_asked == 1 else None
 
 
 def full_disk() -> None:
@@ -39,10 +49,10 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Event, "wait", lambda event, timeout=None: wait(event, min(timeout or 60.0, 0.01)))
 
 
-def test_reason_is_logged_once_and_a_full_disk_is_no_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_reason_is_logged_once_and_a_full_disk_is_no_end(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level(logging.INFO, "silo")
     courier = Scripted(*2 * [lambda: "no way in"], full_disk, full_disk, *2 * [lambda: None], lambda: "no way in")
-    look_after(courier, courier.ended)  # type: ignore[arg-type]
+    look_after(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]
     assert caplog.messages == [
         "courier: no way in",
         "courier: No space left on device",
@@ -51,11 +61,36 @@ def test_reason_is_logged_once_and_a_full_disk_is_no_end(caplog: pytest.LogCaptu
     ]
 
 
-def test_failure_beside_a_worker_is_raised_when_the_worker_has_ended(caplog: pytest.LogCaptureFixture) -> None:
-    watch = CourierWatch(Scripted(lambda: None, broken, lambda: None))  # type: ignore[arg-type]
+@pytest.mark.parametrize("state", ["in_outbox", "accepted", "superseded", "withdrawn"])
+def test_an_aggregator_that_does_not_run_is_no_alarm_between_two_plans(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, state: SiloState
+) -> None:
+    (tmp_path / "outbox").mkdir()
+    tell_courier(Site(tmp_path), State(state=state, plan_id="tiny-00000001"))
+    caplog.set_level(logging.INFO, "silo")
+    courier = Scripted(lambda: None, lambda: UNREACHABLE, lambda: UNREACHABLE)
+    look_after(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]
+    alarms = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert alarms == (["courier: the proxy says no. Ask it."] if state == "in_outbox" else [])
+
+
+def test_failure_beside_a_worker_is_raised_when_the_worker_has_ended(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    watch = CourierWatch(Scripted(lambda: None, broken, lambda: None), Site(tmp_path))  # type: ignore[arg-type]
     watch.start()
     watch.join(60.0)
     watch.close()
     with pytest.raises(TransportError):
         watch.raise_failure()
     assert "courier: SuperNode: expected a program that starts" in caplog.text
+
+
+def test_missing_connection_is_explained_once_and_again_after_the_next_success(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO, "silo")
+    courier = Scripted(*3 * [lambda: UNREACHABLE], lambda: None, *2 * [lambda: UNREACHABLE])
+    look_after(courier, courier.ended, Site(tmp_path))  # type: ignore[arg-type]
+    assert caplog.messages == ["courier: the proxy says no. Ask it.", "courier: connected", f"courier: {UNREACHABLE}"]
+    assert courier.num_asked == 2

@@ -140,3 +140,20 @@ def test_supernode_is_replaced_when_it_waits_for_a_helper_that_died(courier, mon
         assert kept.info()["num_restarts"] == 0 and descendants_of(kept) == found
         os.kill(pid, signal.SIGKILL)
         check_until(kept, lambda: kept.info()["num_restarts"])
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        ("Failed to initialize the connection to the SuperLink.\n401 Unauthorized\n", "refused"),
+        (
+            "Failed to initialize the connection to the SuperLink.\n[code: 1] Failed to activate SuperNode.\n",
+            "enrolled",
+        ),
+        ("Connection attempt failed, retrying\nConnection successful\n", None),
+    ],
+)
+def test_problem_is_the_last_one_that_the_log_speaks_of(log, says, courier, monkeypatch):
+    kept = courier()
+    monkeypatch.setattr(kept._supervisor, "log_tail", lambda name: log)
+    assert (says in kept.problem) if says else kept.problem is None

@@ -21,19 +21,17 @@ from ddm.io.tensors import load_tensors
 from ddm.loading.release import open_release
 from ddm.models import build_expert
 from ddm.protocol.plan import DataSpec, Mmdit, TextCondition
-from ddm.training.config import Engine
 from silo.config import Policy, TextSettings
 from silo.data.captions import keep_texts, some_texts, texts_of
 from silo.data.cohort import Cohort, dataset_digest, load_cohort
 from silo.data.latents import training_inputs
-from silo.data.volumes import read_volume_column
 from silo.plan.acceptance import load_accepted
 from silo.plan.workspace import Workspace
 from silo.worker.stages import read_assignment
-from silo.worker.training import SiloExpert, train_experts
+from silo.worker.training import labels_of, train_experts
 from silo.worker.worker import Worker
 from tests.faults.test_disk_full import small_disk
-from tests.support.federation import TinyFederation, recipe
+from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
 from tests.support.text_encoders import DIM, network, save
 
 SPEC = DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0))
@@ -71,6 +69,9 @@ def with_captions(path: Path, silo_ids: dict[str, int], folder: Path) -> TinyFed
         captions = [PROMPTS[label] for label in labels]
         captions[:4] = ["", SECRET, "nan", f"{captions[3]} " * L]
         np.savez(data, images=images, captions=np.array(captions))
+        write_policy(
+            site, POLICY | {"data": {"kind": "arrays", "shape": [1, 4, 4], "range": [-1, 1], "captions": True}}
+        )
         settings = site.settings().model_copy(update={"text": TextSettings(encoder=str(folder))})
         save_settings(settings, site.path / "silo.toml", "test")
     return tiny
@@ -283,9 +284,9 @@ def test_expert_of_some_images_is_told_their_texts_and_one_of_all_reads_the_file
     site, state = published.sites["north"], published.state_of("north")
     plan = load_accepted(site, str(state.plan_id), str(state.plan_digest)).plan
     cohort = training_inputs(cohort_of(published, "north"), plan, site.private)
-    lesson, text_NLD = SiloExpert(plan, "north", 0, None, Engine()), cohort.text_NLD
-    assert text_NLD is not None and lesson.labels(cohort, torch.arange(70), tmp_path) is text_NLD
-    some = lesson.labels(cohort, torch.tensor([0, 1, 69]), tmp_path)
+    text_NLD = cohort.text_NLD
+    assert text_NLD is not None and labels_of(plan, cohort, torch.arange(70), tmp_path) is text_NLD
+    some = labels_of(plan, cohort, torch.tensor([0, 1, 69]), tmp_path)
     assert some is not None and torch.equal(some, text_NLD[[0, 1, 69]]) and not torch.equal(some[1], some[2])
 
 
@@ -321,7 +322,7 @@ def test_mmdit_learns_from_captions_as_well(published: TinyFederation, folder: P
         work,
         Policy(),
         "east",
-        on_progress=lambda done, total: None,
+        on_progress=lambda progress: None,
         should_stop=lambda: False,
     )
     trained = build_expert(joint, plan.expert_shape, condition=plan.condition)
@@ -360,18 +361,7 @@ def test_site_without_captions_without_the_encoder_or_with_another_refuses_befor
     np.savez(data, images=images)
     with pytest.raises(DataError, match="captions"):
         scanned(folder)
-    assert not site.ledger_path.exists() and tiny.state_of("east").state == "plan_accepted"
+    assert site.ledger_path.read_bytes() == b"" and tiny.state_of("east").state == "plan_accepted"
     data.write_bytes(whole)
     scanned(folder)
     assert tiny.state_of("east").state == "scanned"
-
-
-def test_captions_of_volumes_stand_in_their_table(tmp_path: Path) -> None:
-    for name in ("b.nii", "a.nii"):
-        (tmp_path / name).write_bytes(b"")
-    (tmp_path / "volumes.csv").write_text('file,caption\nb.nii,"left, and dark"\na.nii,right\n')
-    assert read_volume_column(tmp_path, "captions", 2).tolist() == ["right", "left, and dark"]
-    (tmp_path / "volumes.csv").write_text(f"file,caption\nb.nii,{SECRET * 1000}\na.nii,right\n")
-    with pytest.raises(DataError, match="at most 4096 characters") as caught:
-        read_volume_column(tmp_path, "captions", 2)
-    assert SECRET not in str(caught.value)

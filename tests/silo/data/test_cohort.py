@@ -203,3 +203,9 @@ def test_cohort_takes_volumes_from_an_npz_where_the_plan_asks_for_them_and_there
     assert torch.equal(cohort.images, torch.from_numpy(array))
     with pytest.raises(DataError, match="image shape"):
         load(path)
+
+
+def test_ways_of_spelling_one_patient_are_one_and_leading_zeros_are_not(tmp_path: Path) -> None:
+    cohort = by_patient(tmp_path, ["MRN-12", "mrn 12", " Mrn12", "MRN.012", "mrn/12", "m-13"])
+    assert cohort.unit_N.tolist() == [0, 0, 0, 1, 0, 2]
+    assert by_patient(tmp_path, ["--", "..", "a", "b", "c", "d"]).num_units == 6

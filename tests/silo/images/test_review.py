@@ -158,7 +158,9 @@ def served(made: Case) -> Iterator[Page]:
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()
-            assert "http://127.0.0.1:" in line, line + process.stderr.read()
+            if "http://127.0.0.1:" not in line:
+                process.kill()  # else reading what it has to say waits for its end
+                pytest.fail(line + process.stderr.read())
             yield Page(process, line.split()[-1])
         finally:
             process.kill()

@@ -16,8 +16,9 @@ from ddm.errors import DataError, SetupError
 from ddm.imaging.decoded import Limits
 from silo.images import scan as scan_module
 from silo.images.alike import near_duplicates
-from silo.images.decoders import Done, Found, Job, decode_in_order
+from silo.images.decoders import decode_in_order
 from silo.images.entries import find_entries
+from silo.images.jobs import Done, Found, Job
 from silo.images.patients import pseudonyms
 from silo.images.scan import scan
 from silo.images.seen import difference_hash
@@ -230,12 +231,14 @@ def test_file_that_hangs_is_given_up_and_the_others_are_read(tmp_path: Path, mon
 
 def test_pseudonyms_hide_identifiers_and_tell_spellings() -> None:
     exact, loose = pseudonyms("0042 a", KEY)
-    assert pseudonyms(" 0042 a\n", KEY) == (exact, loose)
-    for other in ("42A", "42 a", "0042\u00a0A", "\uff14\uff12a"):
+    for same in (" 0042 a\n", "0042A", "0042-a", "(0042)_A", "0042\u00a0A", "\uff10\uff10\uff14\uff12a"):
+        assert pseudonyms(same, KEY) == (exact, loose)
+    for other in ("42A", "42 a", "\uff14\uff12a"):
         found = pseudonyms(other, KEY)
         assert found[1] == loose and found[0] != exact
     assert pseudonyms("420a", KEY)[1] != loose and pseudonyms("0042 a", b"x" * 32) != (exact, loose)
-    assert pseudonyms("12.0", KEY)[1] == pseudonyms("12", KEY)[1]
+    assert pseudonyms("12.0", KEY) == pseudonyms("12", KEY) != pseudonyms("120", KEY)
+    assert pseudonyms("--", KEY) != pseudonyms("..", KEY)
     assert pseudonyms(" ", KEY) is None and pseudonyms("NaN", KEY) is None
 
 

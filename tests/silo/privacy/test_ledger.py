@@ -13,7 +13,7 @@ from ddm.privacy.accounting import DiscreteLaplaceMechanism, GaussianMechanism, 
 from ddm.protocol.base import Unit, now_utc, sha256_hex
 from ddm.protocol.plan import Budget
 from ddm.protocol.submission import LedgerHead
-from silo.privacy.ledger import Debit, Entry, Ledger
+from silo.privacy.ledger import Debit, Entry, Ledger, make_ledger
 from tests.support.bounded import slowness
 from tests.support.fork_server import CONTEXT
 
@@ -28,6 +28,8 @@ def digest(text: str) -> str:
 
 
 def open_ledger(folder: Path, epsilon: float = 10.0, delta: float = 1e-5, unit: Unit = "image") -> Ledger:
+    folder.mkdir(parents=True, exist_ok=True)
+    make_ledger(folder / "ledger.jsonl")
     return Ledger(folder / "ledger.jsonl", budget=Budget(epsilon=epsilon, delta=delta), unit=unit)
 
 
@@ -332,7 +334,7 @@ def test_plan_by_image_is_never_debited_to_a_ledger_by_patient(tmp_path: Path) -
     ledger = open_ledger(tmp_path, unit="patient")
     with pytest.raises(LedgerError, match="nothing about a patient"):
         spend(ledger, unit="image")
-    assert not ledger.path.exists()
+    assert ledger.path.read_bytes() == b""
     assert spend(ledger, unit="patient").record.unit == "patient"
 
 

@@ -23,7 +23,7 @@ from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Budget, Plan
 from ddm.routers.counts import counts_specs
 from ddm.routers.sketch import Sketch, released_sketch_specs
-from silo.privacy.ledger import Debit, Ledger
+from silo.privacy.ledger import Debit, Ledger, make_ledger
 from silo.privacy.statistics import STATISTIC_NAMES, Source, draw
 from tests.support.documents import plan_document, to_bytes
 from tests.support.fork_server import CONTEXT
@@ -61,6 +61,8 @@ def make_images(num: int = UNITS) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def open_ledger(folder: Path, epsilon: float = 10.0) -> Ledger:
+    (folder / "private").mkdir(parents=True, exist_ok=True)
+    make_ledger(folder / "private" / "ledger.jsonl")
     return Ledger(folder / "private" / "ledger.jsonl", budget=Budget(epsilon=epsilon, delta=1e-5), unit="image")
 
 
@@ -115,9 +117,9 @@ def debits(ledger: Ledger) -> list[dict]:
 
 
 def test_counts_are_the_histogram_plus_noise_of_their_epsilon(tmp_path: Path) -> None:
-    exact = counts_of(open_ledger(tmp_path / "exact", 1000.0), tmp_path, plan=make_plan(counts=300.0))
+    exact = counts_of(open_ledger(tmp_path / "exact", 1000.0), tmp_path / "exact", plan=make_plan(counts=300.0))
     assert exact.tolist() == [UNITS // GROUPS] * GROUPS
-    noisy = counts_of(open_ledger(tmp_path / "noisy"), tmp_path, noise=Seeded(0))
+    noisy = counts_of(open_ledger(tmp_path / "noisy"), tmp_path / "noisy", noise=Seeded(0))
     assert 0 < int((noisy - exact).abs().max()) < 20  # a draw is beyond with a probability of e^-10
     assert noisy.dtype == torch.int64
 
@@ -222,7 +224,7 @@ def test_malicious_sketch_is_refused_before_anything_is_debited(tmp_path: Path) 
     with pytest.raises(PolicyError):
         bad = replace(SKETCH, basis_RD=SKETCH.basis_RD * 3)
         sketches_of(ledger, tmp_path, sketch=bad, noise=Forbidden())
-    assert not ledger.path.exists()
+    assert ledger.path.read_bytes() == b""
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_indices_outside_the_plan_are_refused_before_anything_is_debited(tmp_pat
     plan = make_plan(class_counts={"epsilon": 1.0, "num_classes": CLASSES})
     with pytest.raises(DataError):
         draw("class_counts", make_source(plan, **spoiled), ledger, tmp_path, noise=Forbidden())
-    assert not ledger.path.exists()
+    assert ledger.path.read_bytes() == b""
 
 
 @pytest.mark.parametrize("kind", ["moments", "class_counts"])
@@ -252,7 +254,7 @@ def test_release_that_the_plan_does_not_ask_for_is_refused_before_anything_is_de
     ledger = open_ledger(tmp_path)
     with pytest.raises(PolicyError, match="counts or sketch"):
         draw(kind, make_source(), ledger, tmp_path, noise=Forbidden())
-    assert not ledger.path.exists()
+    assert ledger.path.read_bytes() == b""
 
 
 def test_sketches_that_would_be_noise_alone_are_refused_before_anything_is_debited(tmp_path: Path) -> None:
@@ -261,7 +263,7 @@ def test_sketches_that_would_be_noise_alone_are_refused_before_anything_is_debit
     faint = replace(SKETCH, scale=1e4)
     with pytest.raises(NumericalError, match="t_release"):
         sketches_of(ledger, tmp_path, plan=plan, sketch=faint, noise=Forbidden())
-    assert not ledger.path.exists()
+    assert ledger.path.read_bytes() == b""
 
 
 MOMENTS = make_plan(sketch=None, moments={"epsilon": 5.0, "delta": 1e-5, "rank": RANK})
@@ -405,7 +407,7 @@ def test_patient_with_five_hundred_images_moves_each_release_by_one_record(tmp_p
         source.images[its] = source.images[source.group_N == group][0]
         ledger = open_ledger(tmp_path / str(group), 1000.0)
         found[group] = {
-            kind: load_tensors(draw(kind, source, ledger, tmp_path), None, max_bytes=10_000)
+            kind: load_tensors(draw(kind, source, ledger, tmp_path / str(group)), None, max_bytes=10_000)
             for kind in ("counts", "class_counts", "moments")
         }
         found[group]["all"] = torch.bincount(source.group_N, minlength=GROUPS)
@@ -430,7 +432,7 @@ def test_releases_by_image_take_every_image_and_draw_none(tmp_path: Path) -> Non
     exact = counts_of(open_ledger(tmp_path, 1000.0), tmp_path, plan=make_plan(counts=300.0), noise=Whole())
     assert exact.tolist() == [UNITS // GROUPS] * GROUPS
     with pytest.raises(AssertionError, match="records were drawn"):  # by patient the same source is asked
-        draw("counts", by_patient(torch.arange(40)), open_ledger(tmp_path / "b", 1000.0), tmp_path, noise=Whole())
+        draw("counts", by_patient(torch.arange(40)), open_ledger(tmp_path / "b", 1000.0), tmp_path / "b", noise=Whole())
 
 
 class Reporting:

@@ -4,7 +4,9 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from ddm.errors import SetupError
 from ddm.io.settings import save_settings
 from ddm.system.reaper import descendants
 from silo.config import Site
-from silo.worker.state import State, load_state, state_path
+from silo.worker.state import load_state, state_path
 from silo.worker.worker import Worker
 from tests.silo.worker.test_worker import end, recipe_of_many_steps, run_worker, wait_for, watch
 from tests.support.federation import TinyFederation
@@ -25,6 +27,7 @@ from tests.support.waiting import LIMIT_S
 
 SILO = "north"
 TOLERANCE = 2e-5
+OURS = [b"-P", b"-m", b"ddm.training"]
 LISTENING, LOOPBACK = "0A", "0100007F"  # as the kernel writes them
 
 
@@ -40,8 +43,8 @@ def planned(planned_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[T
 
 
 def training_processes(pid: int) -> list[int]:
-    """The processes below one that train, without the one of Python's own that comes with them."""
-    return [each for each in descendants(pid) if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    """The processes below one that train, without their guards."""
+    return [each for each in descendants(pid) if Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")[1:4] == OURS]
 
 
 def holds(pid: int, secret: bytes) -> bool:
@@ -69,6 +72,45 @@ def listening(pid: int) -> Iterator[str]:
                 yield fields[1].partition(":")[0]
 
 
+def opened(pid: int) -> set[str]:
+    """What a process has open: files, and pipes and sockets by their numbers."""
+    found = set[str]()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # of the listing itself
+            found.add(str(each.readlink()))
+    return {each for each in found if not each.startswith(("/dev/", "anon_inode:"))}
+
+
+@contextmanager
+def looked_into(pid: int, look: Callable[[list[int]], None]) -> Iterator[None]:
+    """Hold the processes below one that train, once both take connections, and look at them and at their guards."""
+    done = threading.Event()
+
+    def wait_and_look() -> None:
+        while not done.wait(0.01):
+            pids = list[int]()
+            with suppress(FileNotFoundError, ProcessLookupError):
+                pids = training_processes(pid)
+                if len(pids) != 2 or not all(set(listening(each)) for each in pids):
+                    continue
+                for each in pids:
+                    os.kill(each, signal.SIGSTOP)
+            try:
+                look(descendants(pid))
+            finally:
+                for each in pids:
+                    os.kill(each, signal.SIGCONT)
+            return
+
+    thread = threading.Thread(target=wait_and_look)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def expert(site: Site) -> bytes:
     """The expert as it leaves."""
     (path,) = site.outbox.glob(f"*/1/silos/{SILO}/experts/{SILO}/expert.safetensors")
@@ -87,17 +129,21 @@ def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_
     alone, site, key = tiny.copy(tmp_path / "alone"), tiny.sites[SILO], tiny.key(SILO)
     ask_for_processes(site, 2)
     secret, found, addresses = key._private.private_bytes_raw(), dict[int, bool](), set[str]()
+    shared = dict[int, set[str]]()
 
-    def look(state: State) -> None:
-        for pid in [] if found or not state.step else training_processes(os.getpid()):
+    def look(pids: list[int]) -> None:
+        for pid in pids:
             found[pid] = holds(pid, secret)
             addresses.update(listening(pid))
+            shared[pid] = opened(pid) & opened(os.getpid())
 
-    worker = Worker(site, key, look)
+    worker = Worker(site, key, lambda state: None)
     worker.begin()
-    while worker.state.state != "in_outbox":
-        worker.step()
-    assert list(found.values()) == [False, False]
+    with looked_into(os.getpid(), look):
+        while worker.state.state != "in_outbox":
+            worker.step()
+    assert list(found.values()) == [False] * 4, "two processes and their guards"
+    assert [len(each - {site.settings().data}) for each in shared.values()] == [2, 2, 0, 0], "a guard has two pipes"
     assert holds(os.getpid(), secret), "the search finds a key that is there"
     assert addresses == {LOOPBACK}
     assert not any(map(alive, found))

@@ -59,10 +59,13 @@ def join(tiny: TinyFederation, silo_id: str, table: Path, policy: dict[str, obje
     return site
 
 
+DECLARED = {"kind": "pictures", "classes": ["dim", "bright"]}
+
+
 def test_a_table_of_files_becomes_a_cohort_with_patients_and_named_classes(tmp_path: Path) -> None:
     tiny = TinyFederation.create(tmp_path / "tiny", {})
     table = export(tmp_path / "export")
-    site = join(tiny, "south", table, POLICY | {"privacy": {"unit": "patient"}})
+    site = join(tiny, "south", table, POLICY | {"privacy": {"unit": "patient"}, "data": DECLARED})
     assert site.agreed() is not None and (site.agreed().images, site.agreed().patients) == (64, 32)
     statistics = recipe().statistics.model_dump(mode="json") | {"unit": "patient"}
     plan_id = tiny.sign(recipe(transform=TRANSFORM, condition=CLASSES, statistics=statistics))
@@ -76,7 +79,7 @@ def test_a_table_of_files_becomes_a_cohort_with_patients_and_named_classes(tmp_p
         with case(said=said), pytest.raises(DataError) as caught:
             tiny.work("south")
         assert said in str(caught.value) and "DOE" not in str(caught.value)
-    assert not site.ledger_path.exists() and tiny.state_of("south").state == "plan_accepted"
+    assert site.ledger_path.read_bytes() == b"" and tiny.state_of("south").state == "plan_accepted"
     table.write_text(whole)
     assert tiny.work("south").state == "in_outbox"
     left_out = (site.private / "images" / "left-out.csv").read_text()

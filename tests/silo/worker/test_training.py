@@ -13,10 +13,11 @@ from ddm.loading.plan import PlanFiles
 from ddm.partition.clustering import Clusters
 from ddm.partition.layout import Part
 from ddm.protocol.plan import Plan
-from silo.config import Policy, Site, TrainingPolicy
+from silo.config import DataPolicy, Policy, Site, TrainingPolicy
+from silo.plan.declared import declared_rules
 from silo.plan.workspace import Workspace
 from silo.worker.state import load_state, state_path
-from silo.worker.training import fewest_in_all, find_parts, images_of_part
+from silo.worker.training import find_parts, images_of_part
 from silo.worker.worker import Worker
 from tests.support.documents import plan_document, to_bytes
 from tests.support.federation import NUM_STEPS, POLICY, TinyFederation, recipe, write_policy
@@ -112,8 +113,12 @@ def test_site_needs_enough_images_for_every_share_of_a_random_partition(
     partition: dict[str, object], fewest: int
 ) -> None:
     plan = Plan.parse(to_bytes(plan_document(partition=partition | {"min_images": 50})), subject="plan")
-    assert fewest_in_all(plan, Policy()) == fewest
-    assert fewest_in_all(plan, Policy(training=TrainingPolicy(min_images=70))) == fewest * 70 // 50
+    for least, most in ((50, fewest), (70, fewest * 70 // 50)):
+        training = TrainingPolicy(min_images=least)
+        for declared, fits in ((most, True), (most - 1, False)):
+            policy = Policy(training=training, data=DataPolicy(min_images=declared))
+            subjects = {subject for subject, _, _ in declared_rules(plan, policy)}
+            assert ("fewest images" not in subjects) == fits
 
 
 def interrupted(tiny: TinyFederation, step: int) -> None:

@@ -20,11 +20,11 @@ from ddm.protocol.continuation import check_continuation, grid_of
 from ddm.protocol.plan import Plan, Training, UniformT
 from ddm.protocol.submission import submission_path
 from ddm.training.loop import train
+from ddm.training.planned import PlannedExpert
 from silo.plan.acceptance import load_accepted
 from silo.plan.own_experts import own_experts
-from silo.worker.training import SiloExpert
 from tests.conftest import Published
-from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, recipe, write_policy
+from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, declare, recipe
 
 ARCHITECTURE = Dit(patch=2, hidden=32, depth=2, heads=2)
 
@@ -95,11 +95,11 @@ def resumed_once(published_once: Published, tmp_path_factory: pytest.TempPathFac
     """A plan at twice the resolution, in the inbox of a silo that trains on its own expert; and the earlier plan."""
     tiny = published_once.tiny.copy(tmp_path_factory.mktemp("resumed") / "copy")
     site = tiny.sites["east"]
-    write_policy(site, {**POLICY, "privacy": {"budget_epsilon": 100.0}})
     with np.load(tiny.path / "east.npz") as archive:
         np.savez(tiny.path / "east.npz", images=archive["images"].repeat(2, -1).repeat(2, -2), labels=archive["labels"])
     settings = site.path / "silo.toml"
     settings.write_text(settings.read_text().replace(str(published_once.tiny.path), str(tiny.path)))
+    declare(site, {**POLICY, "privacy": {"budget_epsilon": 100.0}})
     public = torch.from_numpy(np.random.default_rng(0).uniform(-1, 1, (240, 1, 8, 8)).astype(np.float32))
     scratch = tiny.path / "scratch"
     draft = draft_plan(tiny.federation, larger(published_once.plan_id), public, scratch)
@@ -134,7 +134,7 @@ def test_silo_trains_on_its_own_expert_and_the_submission_is_accepted(resumed_on
     site = tiny.sites["east"]
     accepted = load_accepted(site, plan_id, tiny.state_of("east").plan_digest or "")
     own = own_experts(site, accepted.plan, "east")
-    start = SiloExpert(accepted.plan, "east", 0, None, site.settings().training, own["east"]).start()
+    start = PlannedExpert(accepted.plan, "east", 0, own["east"], site.settings().training).start()
     before = load_tensors(
         site.private / "checkpoints" / old_id / "experts" / "east" / "expert.safetensors", None, max_bytes=1 << 20
     )
@@ -175,6 +175,9 @@ def test_plan_is_refused_where_the_own_expert_is_not_the_one_that_was_accepted(
         document = path.read_bytes()
         path.unlink()
         path.write_bytes(document.replace(b'"rank"', b'"Rank"', 1))
+        with pytest.raises(DigestError):  # the worker listens for word of it, and ends
+            tiny.work("east", until="plan_refused")
+        return
     problem = tiny.work("east", until="plan_refused").problem
     assert problem is not None
     assert problem.code == error.exit_code  # type: ignore[attr-defined]

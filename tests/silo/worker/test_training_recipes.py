@@ -15,7 +15,7 @@ from ddm.models import build_expert, load_expert
 from ddm.partition.clustering import Clusters
 from ddm.protocol.base import File
 from ddm.protocol.plan import Plan
-from ddm.training.config import Engine
+from ddm.training.config import TrainingSettings
 from silo.config import Policy, SiloSettings
 from silo.data.cohort import Cohort
 from silo.plan.workspace import Workspace
@@ -67,9 +67,9 @@ def trained(
         work,
         Policy(),
         silo_id,
-        on_progress=lambda done, of: None,
+        on_progress=lambda progress: None,
         should_stop=lambda: False,
-        engine=Engine(device="cpu"),
+        engine=TrainingSettings(device="cpu"),
         **options,
     )
     expert = build_expert(asked.expert.architecture, SHAPE, condition=asked.condition)
@@ -165,6 +165,6 @@ def test_plan_that_starts_from_a_file_that_it_does_not_list_is_refused() -> None
 
 def test_settings_of_a_site_say_how_its_machine_trains() -> None:
     said = {"silo_id": "north", "data": "d", "federation": "f", "address": "a:1", "root_digest": "a" * 64}
-    assert SiloSettings.model_validate(said).training == Engine()
+    assert SiloSettings.model_validate(said).training == TrainingSettings()
     table = {"device": "cpu", "accumulate": 4, "recompute": True}
-    assert SiloSettings.model_validate(said | {"training": table}).training == Engine.model_validate(table)
+    assert SiloSettings.model_validate(said | {"training": table}).training == TrainingSettings.model_validate(table)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.federation import TinyFederation, recipe
+from tests.support.federation import TinyFederation, declare, recipe
 
 TRANSFORM = {"channels": "grey", "range": {"kind": "full"}, "fit": {"kind": "pad"}, "storage": "uint8"}
 
@@ -13,6 +13,7 @@ def test_a_silo_brings_images_as_they_are_and_decodes_them_once_for_all_stages(t
     tiny = TinyFederation.create(tmp_path / "tiny", {"north": 60})
     pixels = np.random.default_rng(0).integers(0, 256, (60, 3, 24, 20), np.uint8)
     np.savez_compressed(tmp_path / "tiny" / "north.npz", images=pixels)
+    declare(tiny.sites["north"])
     plan_id = tiny.sign(recipe(transform=TRANSFORM))
     tiny.take_part("north", plan_id)
     site = tiny.sites["north"]

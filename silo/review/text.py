@@ -1,9 +1,10 @@
-"""Describes a draft for its approver: every file that would leave, and what no privacy guarantee covers."""
+"""Describes a draft for its approver as text: every file that would leave, and what no privacy guarantee covers."""
 
 from ddm.protocol.submission import Submission, SubmittedExpert
 from ddm.system.console import human_bytes, human_seconds, table
 from silo.config import Site
-from silo.worker.approval import load_draft, review_folder
+from silo.review.facts import Facts, Leaving
+from silo.worker.approval import review_folder
 
 _CARRY_OVER = {
     True: "may carry these experts and statistics over, in this federation, where they mean the same",
@@ -11,20 +12,31 @@ _CARRY_OVER = {
 }
 
 
-def review_text(site: Site) -> str:
+def review_text(site: Site, facts: Facts) -> str:
     """Describe the draft that waits for approval, on one screen."""
-    draft = load_draft(site)
-    return "\n\n".join([_heading(draft), _files(draft), _without_dp(draft), _next_step(site, draft)])
+    draft = facts.draft
+    parts = [
+        _heading(facts),
+        _files(facts.files),
+        _noise(facts),
+        _without_dp(draft),
+        _news(facts),
+        _next_step(site, draft),
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
-def _heading(draft: Submission) -> str:
+def _heading(facts: Facts) -> str:
+    draft, budget = facts.draft, facts.budget
     spent = draft.spent
     audit: str = draft.audit.verdict
     if draft.audit.waiver:
-        audit += f" by {draft.audit.waiver.role}: {draft.audit.waiver.reason}"
+        waiver = draft.audit.waiver
+        audit += f" until {waiver.expires_at:%Y-%m-%d} by {waiver.role}: {waiver.reason}"
     lines = [
         f"Submission {draft.sequence} of silo {draft.silo_id} for plan {draft.plan_id}",
         f"  statistics cost epsilon {spent.epsilon:g}, delta {spent.delta:g} per {spent.unit} ({spent.relation})",
+        f"  budget          epsilon {budget.spent:.4g} of {budget.budget_epsilon:g} spent, {budget.left:.4g} left",
         f"  leak audit      {audit}",
         f"  isolation       {draft.isolation}" + _isolation_note(draft.isolation),
         f"  later plans     {_CARRY_OVER[draft.carry_over]}",
@@ -38,15 +50,20 @@ def _isolation_note(isolation: str) -> str:
     return note if isolation == "none" else ""
 
 
-def _files(draft: Submission) -> str:
-    rows: list[tuple[str, str, str, str]] = []
-    for expert in draft.experts:
-        private = "no differential privacy" if expert.privacy.kind == "none" else "DP-SGD"
-        rows.append((expert.file.path, human_bytes(expert.file.bytes), private, expert.file.digest[:16]))
-    for statistic in draft.statistics:
-        cost = f"epsilon {statistic.epsilon:g}, delta {statistic.delta:g}"
-        rows.append((statistic.file.path, human_bytes(statistic.file.bytes), cost, statistic.file.digest[:16]))
+def _files(files: tuple[Leaving, ...]) -> str:
+    rows = [(each.path, human_bytes(each.bytes), each.privacy, each.digest[:16]) for each in files]
     return table(rows, ("file", "size", "privacy", "sha256"))
+
+
+def _noise(facts: Facts) -> str:
+    return table([(each.kind, each.level) for each in facts.noises], ("statistic", "noise"))
+
+
+def _news(facts: Facts) -> str:
+    if not facts.previous:
+        return ""
+    rows = [(each.name, each.before or "", each.now) for each in facts.numbers if each.changed]
+    return "Since the submission before:\n" + table(rows, ("what", "before", "now"))
 
 
 def _without_dp(draft: Submission) -> str:
@@ -61,12 +78,12 @@ def _without_dp(draft: Submission) -> str:
 
 
 def _training(expert: SubmittedExpert) -> str:
-    training = expert.training
-    return f"{expert.steps} steps, loss {training.loss:.4f}, {human_seconds(training.seconds)}"
+    return f"{expert.steps} steps, {human_seconds(expert.training.seconds)}"
 
 
 def _next_step(site: Site, draft: Submission) -> str:
     return (
         f"The files to inspect: {review_folder(site)}\n"
         f"To approve exactly these bytes:\n  silo approve {site.path} --digest {draft.digest}"
+        + (" --despite-fail --role ROLE --reason REASON" if draft.audit.verdict == "fail" else "")
     )

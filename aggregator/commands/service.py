@@ -1,0 +1,30 @@
+"""The command `aggregator service`: writes the files by which a federation runs as a service."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aggregator.commands.options import FederationArgument
+from aggregator.config import Federation
+from ddm.system.console import say
+
+
+def service(
+    fed: FederationArgument,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder to write the files into.")],
+    user: Annotated[str, typer.Option(metavar="NAME", help="Whom the federation's folder will belong to.")] = (
+        "archipelago"
+    ),
+) -> None:
+    """Write the files by which `aggregator run` is a systemd service of a user of its own; changes nothing else."""
+    from aggregator.services.units import as_user
+    from ddm.services.rendering import write_services
+
+    files = as_user(Federation(fed).require(), user)
+    write_services(out, files)
+    say(f"Written to {out}: {', '.join(sorted(files))}.")
+    say(
+        f"As root, after reading them: sh {out / 'prepare.sh'}; cp {out}/*.service /etc/systemd/system/; "
+        "systemctl daemon-reload; systemctl enable --now of the unit."
+    )

@@ -1,0 +1,131 @@
+"""A page for one person at this machine: its address holds a random token, and only the page itself changes anything.
+
+It listens on loopback, at a free port. No other user of the machine knows the token; a request that changes anything
+must come from the page itself, by its Origin. Nothing is kept in a cache.
+"""
+
+import hmac
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ddm.errors import ArchipelagoError
+from ddm.pages.serving import CONNECTION_S, HostFilter, listening, server_of
+
+Handler = Callable[[Request], Awaitable[Response]]
+Routes = Callable[[Callable[[], None]], tuple[Sequence[Route], Mapping[str, Handler]]]
+"""Called with what ends the server; returns what is read, and what changes something, each by its name."""
+
+_HOST = "127.0.0.1"
+_MOST_BODY_BYTES = 1 << 16
+_CONTENT = "script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
+
+
+def serve_secret(make_routes: Routes, on_listening: Callable[[str], None], connection_s: float = CONNECTION_S) -> None:
+    """Serve a page until its own code ends it.
+
+    Args:
+        make_routes: what it answers; a change is sent as JSON, by POST.
+        on_listening: called with the page's address, which is a secret.
+        connection_s: most seconds of one connection.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM.
+    """
+    token = secrets.token_urlsafe(24)
+    with listening(_HOST, 0) as (listener, url):
+        servers: list[uvicorn.Server] = []
+
+        def end() -> None:
+            servers[0].should_exit = True
+
+        routes, changes = make_routes(end)
+        servers.append(server_of(_app(routes, changes, url.rstrip("/"), token), connection_s))
+        on_listening(f"{url}{token}/")
+        servers[0].run(sockets=[listener])
+
+
+def static_routes(contents: Mapping[str, tuple[str, str, str]]) -> list[Route]:
+    """Return what serves files of packages.
+
+    Args:
+        contents: package, path in it and media type of each, by its name; the page itself is called ``""``.
+    """
+    read = {
+        name: (files(package).joinpath(path).read_bytes(), kind) for name, (package, path, kind) in contents.items()
+    }
+
+    async def static(request: Request) -> Response:
+        content, kind = read[request.url.path.rpartition("/")[2]]
+        return Response(content, media_type=kind)
+
+    return [Route(f"/{name}", static) for name in read]
+
+
+def json_response(content: Mapping[str, Any]) -> Response:
+    """Return JSON in ASCII, as names of files may be of any bytes."""
+    return Response(json.dumps(content).encode("ascii"), media_type="application/json")
+
+
+async def body_of(request: Request) -> bytes:
+    """Return what was sent; nothing where it is too much."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MOST_BODY_BYTES:
+            return b""
+    return body
+
+
+class TokenFilter:
+    """Answers only what is asked below a secret path, and takes it off."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        _, given, *rest = f"{scope['path']}".split("/", 2)
+        if not rest or not hmac.compare_digest(given.encode(), self._token):
+            await PlainTextResponse("Nothing here. Open the address that the command printed.\n", 404)(
+                scope, receive, send
+            )
+            return
+        await self._app({**scope, "path": f"/{rest[0]}", "raw_path": None}, receive, send)
+
+
+def _app(routes: Sequence[Route], changes: Mapping[str, Handler], origin: str, token: str) -> Starlette:
+    own = [Route(f"/{name}", _own(handler, origin), methods=["POST"]) for name, handler in changes.items()]
+    guards = [
+        Middleware(HostFilter, content=_CONTENT, own=(_HOST, "localhost").__contains__),
+        Middleware(TokenFilter, token=token),
+    ]
+    failures = {ArchipelagoError: _failed, OSError: _failed}
+    return Starlette(routes=[*routes, *own], middleware=guards, exception_handlers=failures)
+
+
+def _own(handler: Handler, origin: str) -> Handler:
+    """Let only the page itself change anything."""
+
+    async def checked(request: Request) -> Response:
+        allowed = {origin, origin.replace(_HOST, "localhost")}
+        if request.headers.get("origin") not in allowed or request.headers.get("content-type") != "application/json":
+            return PlainTextResponse("Only the page itself may do this.\n", status_code=403)
+        return await handler(request)
+
+    return checked
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    remedy = f" {error.remedy}" if isinstance(error, ArchipelagoError) else ""
+    return PlainTextResponse(f"{error}.{remedy}\n", status_code=503)

@@ -1,0 +1,355 @@
+"""The folder of one training: what is trained, how it was started, how far it is, how it ended, as strict documents.
+
+Whoever wants an expert writes `job.json` and what it names; processes on any number of machines that see the folder
+train it, and leave checkpoints, the expert and `result.json`. Each start has a folder of its own below `runs/`, with
+the progress, the failures and the logs of its processes. Nothing here is a pickle, and each side reads what the other
+wrote as it reads a stranger's: bounded, strict, and verified before use.
+"""
+
+import secrets
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field, StringConstraints
+
+from ddm.errors import ArchipelagoError, DigestError, MissingFileError
+from ddm.io.files import read_bounded, write_atomic
+from ddm.protocol.base import (
+    Digest,
+    Document,
+    File,
+    Measure,
+    Model,
+    NaturalInt,
+    NumSteps,
+    PositiveInt,
+    Seconds,
+    SiloId,
+    sha256_hex,
+)
+from ddm.protocol.data import DataSpec
+from ddm.protocol.plan import Plan
+from ddm.training.config import Engine
+
+MAX_JOB_BYTES = 4 << 20
+MAX_WORD_BYTES = 64 << 10  # of the documents that processes write over and over
+MAX_TEXT = 4000
+
+LaunchId = Annotated[str, StringConstraints(pattern="^[a-z0-9]{1,32}$")]
+Said = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
+DocumentT = TypeVar("DocumentT", bound=Document)
+
+
+class Place(Model):
+    """An array in C order somewhere in a file.
+
+    Attributes:
+        path: the file; below the job's folder where it is relative.
+        dtype: as numpy writes it, e.g. ``<f4``.
+        shape: of the array.
+        offset: where it begins, in bytes.
+    """
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    dtype: Annotated[str, StringConstraints(pattern="^[<>|=][fiu][1248]$")]
+    shape: Annotated[tuple[NaturalInt, ...], Field(min_length=1, max_length=8)]
+    offset: NaturalInt
+
+
+class Copied(Model):
+    """An array in the job's own folder, as it is."""
+
+    kind: Literal["copied"] = "copied"
+    place: Place
+
+
+class Referred(Model):
+    """Images that are read where they lie.
+
+    Attributes:
+        places: the arrays that hold them, one after the other.
+        fitted: into which range and shape their values are brought; None where they are taken as float32.
+        chosen: which rows, int64; None for all.
+        shift, scale: a value x is then ``(x - shift) / scale``; None where it stays.
+    """
+
+    kind: Literal["referred"] = "referred"
+    places: Annotated[tuple[Place, ...], Field(min_length=1, max_length=4096)]
+    fitted: DataSpec | None = None
+    chosen: Place | None = None
+    shift: Measure | None = None
+    scale: Annotated[float, Field(gt=0.0, le=1e30)] | None = None
+
+
+Input = Annotated[Copied | Referred, Field(discriminator="kind")]
+
+
+class Job(Document):
+    """What is trained.
+
+    Attributes:
+        plan_digest: of `plan.json` beside it.
+        silo_id: the silo, or the island.
+        number: which of its experts.
+        data: names the images and their conditions; other data have another.
+        engine: how each machine trains.
+        threads: of each process.
+        base: the expert that training starts from; None for random weights.
+        stops: whether a gradient that is not finite ends the training.
+        images: float32 (N, ...).
+        labels: each image's condition; None for an unconditional expert.
+    """
+
+    format: Literal["archipelago/job/1"] = "archipelago/job/1"
+    plan_digest: Digest
+    silo_id: SiloId
+    number: NaturalInt
+    data: Digest
+    engine: Engine
+    threads: Annotated[int, Field(ge=1, le=1024)]
+    base: File | None = None
+    stops: bool = True
+    images: Input
+    labels: Input | None = None
+
+
+class Launch(Document):
+    """One start of a job's processes.
+
+    Attributes:
+        launch_id: names its folder, and fences off processes of earlier starts.
+        work: what is trained, see `work_of`.
+        by: this machine's processes, or a command.
+        host: where the command was started.
+        pid: of the command; with `started`, in ticks since the machine started, no other process is taken for it.
+        returned: its exit code, once it is known.
+        futile: how many starts before this one came no step further.
+        step: how far the job was.
+    """
+
+    format: Literal["archipelago/launch/1"] = "archipelago/launch/1"
+    launch_id: LaunchId
+    work: Digest
+    by: Literal["processes", "command"]
+    host: Annotated[str, Field(max_length=255)]
+    pid: NaturalInt
+    started: NaturalInt
+    returned: int | None = None
+    futile: NaturalInt = 0
+    step: NaturalInt = 0
+
+
+class Beat(Document):
+    """The sign of life of a start's first process: `count` changes every few seconds, whatever training does.
+
+    Attributes:
+        count: of its signs of life.
+        ended: whether it was its last.
+        step, num_steps, loss, steps_per_second, seconds: as `ddm.training.loop.Progress`; step 0 before the first.
+    """
+
+    format: Literal["archipelago/beat/1"] = "archipelago/beat/1"
+    count: PositiveInt
+    ended: bool = False
+    step: NaturalInt = 0
+    num_steps: NaturalInt = 0
+    loss: Measure = 0.0
+    steps_per_second: Annotated[float, Field(ge=0.0, le=1e12)] = 0.0
+    seconds: Seconds = 0.0
+
+
+class Failure(Document):
+    """Why a process ended.
+
+    Attributes:
+        kind: one of our errors, by its exit code; the operating system's, by its number; or another, in words.
+    """
+
+    format: Literal["archipelago/failure/1"] = "archipelago/failure/1"
+    rank: NaturalInt
+    kind: Literal["ours", "system", "other"]
+    code: NaturalInt = 0
+    subject: Said
+    expected: Said | None = None
+    got: Said | None = None
+    remedy: Said | None = None
+
+
+class Result(Document):
+    """The outcome, written after the expert: once it exists, the expert is trained.
+
+    Attributes:
+        work: what was trained, see `work_of`.
+        steps, loss, seconds, flops: as `ddm.training.loop.Trained`.
+        expert: the file.
+    """
+
+    format: Literal["archipelago/result/1"] = "archipelago/result/1"
+    work: Digest
+    steps: NumSteps
+    loss: Measure
+    seconds: Seconds
+    flops: Annotated[float, Field(ge=0.0, le=1e30)]
+    expert: File
+
+
+def work_of(plan_digest: str, silo_id: str, number: int, data: str) -> str:
+    """Name what is trained, whoever trains it and how: two folders with the same name lead to the same expert."""
+    return sha256_hex(f"{plan_digest} {silo_id} {number} {data}".encode())
+
+
+def new_launch_id() -> str:
+    """Return a name that no other start has."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one start."""
+
+    path: Path
+
+    @property
+    def beat(self) -> Path:
+        """See `Beat`."""
+        return self.path / "beat.json"
+
+    @property
+    def stop(self) -> Path:
+        """Once it is there, the processes write a checkpoint and end."""
+        return self.path / "stop"
+
+    @property
+    def command_log(self) -> Path:
+        """What the command printed that started the processes."""
+        return self.path / "command.log"
+
+    def failure(self, rank: int) -> Path:
+        """See `Failure`."""
+        return self.path / f"failure-{rank}.json"
+
+    def log(self, rank: int) -> Path:
+        """What a process printed that this machine started itself."""
+        return self.path / f"process-{rank}.log"
+
+    def failures(self) -> list[Failure]:
+        """Read why processes ended, by their ranks; what is not whole is left out."""
+        found = (read_word(Failure, path) for path in sorted(self.path.glob("failure-*.json"))[:1024])
+        return sorted((each for each in found if each), key=lambda each: each.rank)
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """A job's folder: see this module."""
+
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        """See `Job`."""
+        return self.path / "job.json"
+
+    @property
+    def plan(self) -> Path:
+        """The plan."""
+        return self.path / "plan.json"
+
+    @property
+    def base(self) -> Path:
+        """The expert that training starts from, where there is one."""
+        return self.path / "base.safetensors"
+
+    @property
+    def checkpoints(self) -> Path:
+        """From where training goes on."""
+        return self.path / "checkpoints"
+
+    @property
+    def launch(self) -> Path:
+        """See `Launch`: the start that is in force."""
+        return self.path / "launch.json"
+
+    @property
+    def expert(self) -> Path:
+        """The trained expert, averaged weights, adaptations merged."""
+        return self.path / "expert.safetensors"
+
+    @property
+    def result(self) -> Path:
+        """See `Result`."""
+        return self.path / "result.json"
+
+    @property
+    def runs(self) -> Path:
+        """Holds a folder for each start."""
+        return self.path / "runs"
+
+    def array(self, name: str) -> Path:
+        """An array of the inputs that was copied."""
+        return self.path / f"{name}.npy"
+
+    def run(self, launch_id: str) -> RunFolder:
+        """Return the folder of one start."""
+        return RunFolder(self.runs / launch_id)
+
+    def read_job(self) -> tuple[Job, Plan]:
+        """Read what is trained, and the plan.
+
+        Raises:
+            MissingFileError: no such folder.
+            FormatError: a document that is too long, damaged or not of its schema.
+            DigestError: another plan than the job's.
+        """
+        if not self.job.is_file():
+            got = "a folder without it" if self.path.is_dir() else "nothing there"
+            remedy = "Name the folder that a silo's worker or ddm train made, as every machine of the job sees it."
+            raise MissingFileError(str(self.path), expected="a job's folder, with job.json", got=got, remedy=remedy)
+        job = Job.parse(read_bounded(self.job, MAX_JOB_BYTES), subject=self.job.name)
+        data = read_bounded(self.plan, MAX_JOB_BYTES)
+        if (found := sha256_hex(data)) != job.plan_digest:
+            expected, got = f"sha256 {job.plan_digest[:16]}...", f"sha256 {found[:16]}..."
+            raise DigestError(self.plan.name, expected=expected, got=got, remedy="Start the training again.")
+        return job, Plan.parse(data, subject=self.plan.name)
+
+
+def discard(folder: JobFolder, *, keep_checkpoints: bool = False) -> None:
+    """Remove a job's folder once its expert is where it belongs, the copies of images above all.
+
+    Args:
+        folder: the job's.
+        keep_checkpoints: whether the checkpoints' folder stays, with averages that somebody asked for.
+    """
+    if not folder.path.is_dir():
+        return
+    for path in sorted(folder.path.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            if path != folder.checkpoints or not keep_checkpoints:
+                shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.path.rmdir()
+
+
+def write_word(document: Document, path: Path) -> None:
+    """Write a small document in one piece, durably."""
+    write_atomic(path, document.encode())
+
+
+def write_passing(document: Document, path: Path) -> None:
+    """Write a document in one piece that will soon be written again, and so need not survive a crash of the machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.new")
+    part.write_bytes(document.encode())
+    part.replace(path)
+
+
+def read_word(kind: type[DocumentT], path: Path) -> DocumentT | None:
+    """Read a small document; None where there is none, or none that can be read."""
+    try:
+        return kind.parse(read_bounded(path, MAX_WORD_BYTES), subject=path.name, limit=MAX_WORD_BYTES)
+    except (ArchipelagoError, OSError):
+        return None

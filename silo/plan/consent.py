@@ -1,0 +1,99 @@
+"""A person's acceptance of a plan that brings networks: weights from elsewhere that will see private images.
+
+Whatever such a network does with an image stays on the site or is noised, but it runs where the images are. The worker
+waits in the state in which it was, so that nobody outside sees more than that no plan was accepted yet.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import Field
+
+from ddm.errors import ApprovalError
+from ddm.io.files import write_atomic
+from ddm.protocol.base import Digest, Document, PlanId, ShortText
+from ddm.protocol.latent import Autoencoder
+from ddm.protocol.plan import Plan, TextCondition, TimmEncoder
+from silo.config import Policy, Site
+
+_MAX_BYTES = 65536
+
+
+class WaitingPlan(Document):
+    """A plan that verified and fits the policy, and waits for a person."""
+
+    plan_id: PlanId
+    plan_digest: Digest
+    brings: tuple[ShortText, ...] = Field(max_length=16)
+
+    @property
+    def in_words(self) -> str:
+        """The networks that it brings."""
+        return ", ".join(self.brings) or "no network"
+
+
+class PlanConsent(Document):
+    """What `silo accept` leaves for the worker."""
+
+    plan_digest: Digest
+
+
+def networks_of(plan: Plan) -> Iterator[str]:
+    """Yield, in words, the networks that a plan lets see private images before anything is noised."""
+    if isinstance(plan.encoder, TimmEncoder):
+        yield f"the encoder {plan.encoder.model}"
+    if isinstance(plan.latent, Autoencoder):
+        yield "an autoencoder"
+    if isinstance(plan.condition, TextCondition):
+        yield "the choice of a text encoder"
+    if plan.expert.base is not None:
+        yield "an expert to train on"
+
+
+def waiting_path(site: Site) -> Path:
+    """Where the worker notes the plan that waits for a person."""
+    return site.private / "plan-waits.json"
+
+
+def read_waiting(site: Site) -> WaitingPlan | None:
+    """Read which plan waits for a person, None where none does."""
+    path = waiting_path(site)
+    return WaitingPlan.parse(path.read_bytes(), subject=path.name, limit=_MAX_BYTES) if path.exists() else None
+
+
+def may_begin(site: Site, policy: Policy, plan: Plan, plan_digest: str) -> bool:
+    """Whether a plan needs no person, or a person accepted it; else it is noted as waiting."""
+    brings = tuple(networks_of(plan))
+    needed = policy.plans.accept == "person" or (policy.plans.accept == "networks" and bool(brings))
+    if not needed or is_accepted(site, plan_digest):
+        waiting_path(site).unlink(missing_ok=True)
+        return True
+    waiting = WaitingPlan(plan_id=plan.plan_id, plan_digest=plan_digest, brings=brings)
+    write_atomic(waiting_path(site), waiting.encode(), mode=0o600)
+    return False
+
+
+def is_accepted(site: Site, plan_digest: str) -> bool:
+    """Whether a person accepted the plan with this digest."""
+    path = _consent_path(site)
+    if not path.exists():
+        return False
+    return PlanConsent.parse(path.read_bytes(), subject=path.name, limit=_MAX_BYTES).plan_digest == plan_digest
+
+
+def accept(site: Site, plan_digest: str) -> WaitingPlan | None:
+    """Record a person's acceptance of exactly the plan with this digest, and return it if it waits already.
+
+    Raises:
+        ApprovalError: another plan waits.
+    """
+    waiting = read_waiting(site)
+    if waiting and waiting.plan_digest != plan_digest:
+        expected = f"the digest of the plan that waits, {waiting.plan_digest}"
+        raise ApprovalError("acceptance of a plan", expected=expected, got=ascii(plan_digest[:80]))
+    write_atomic(_consent_path(site), PlanConsent(plan_digest=plan_digest).encode(), mode=0o600)
+    return waiting
+
+
+def _consent_path(site: Site) -> Path:
+    return site.private / "plan-consent.json"

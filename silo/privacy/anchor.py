@@ -1,0 +1,140 @@
+"""What holds a ledger from outside: anchors on other disks, and the chains in submissions that were sent.
+
+A ledger that is put back, together with its head and draws, looks genuine by itself. An anchor is a small file on
+another disk with the ledger's head, written with every record and before any noise is drawn; a submission in the outbox
+carries the digest of every record up to then. A ledger that does not extend all of them draws nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ddm.errors import DocumentError, FormatError, LedgerError
+from ddm.io.files import read_bounded, write_atomic
+from ddm.io.locks import lock_file
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, NaturalInt
+from ddm.protocol.submission import Submission
+
+_MAX_BYTES = 4096
+_PUT_BACK = (
+    "The ledger was put back, copied to a second site or replaced: restore the newest one from backup, and work in one "
+    "copy of the site only. Nothing is drawn until it fits."
+)
+
+
+class Anchor(Document):
+    """How far the ledger had grown: the number of its records and the digest of the last."""
+
+    format: Literal["archipelago/ledger-anchor/1"] = "archipelago/ledger-anchor/1"
+    num_entries: NaturalInt
+    head_digest: Digest
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Everything outside a ledger that it is held against.
+
+    Attributes:
+        anchors: files that state its head; each must exist.
+        chains: the digests of its first records, oldest first, as submissions that were sent carry them.
+    """
+
+    anchors: tuple[Path, ...] = ()
+    chains: tuple[tuple[str, ...], ...] = ()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold every anchor for one process at a time, also against a copy of the site that has a ledger of its own.
+
+        Raises:
+            LedgerError: an anchor is missing, or lies where this user cannot write.
+        """
+        with ExitStack() as stack:
+            for path in self.anchors:
+                _read(path)
+                try:
+                    stack.enter_context(lock_file(path.with_name(f"{path.name}.lock")))
+                except OSError as error:
+                    raise unwritable(path, error) from error
+            yield
+
+    def hold(self, genesis: str, digests: Sequence[str]) -> None:
+        """Refuse a ledger that lacks a record which an anchor or a submission names; bring anchors up to it.
+
+        An anchor is behind after a crash between the two writes, and no noise was drawn for what it lacks.
+
+        Args:
+            genesis: stands for the last record of an empty ledger.
+            digests: of every record, oldest first.
+
+        Raises:
+            LedgerError: it was put back, copied or replaced, and nothing was changed; or an anchor cannot be written.
+        """
+        heads, found = (genesis, *digests), {path: _read(path) for path in self.anchors}
+        for path, anchor in found.items():
+            if len(heads) <= anchor.num_entries or heads[anchor.num_entries] != anchor.head_digest:
+                _refuse(f"its anchor {path.name}", anchor.num_entries, anchor.head_digest, digests)
+        for chain in self.chains:
+            if tuple(digests[: len(chain)]) != chain:
+                _refuse("a submission in the outbox", len(chain), chain[-1], digests)
+        for path, anchor in found.items():
+            if anchor.num_entries < len(digests):
+                try:
+                    _write(path, len(digests), heads[-1])
+                except OSError as error:
+                    raise unwritable(path, error) from error
+
+    def record(self, num_entries: int, head_digest: str) -> None:
+        """Write the head to every anchor; call it once the record is durable and before anything is drawn for it.
+
+        Raises:
+            OSError: an anchor cannot be written.
+        """
+        for path in self.anchors:
+            _write(path, num_entries, head_digest)
+
+
+def sent_chains(outbox: Path) -> tuple[tuple[str, ...], ...]:
+    """Read the chain of every submission in the outbox.
+
+    Raises:
+        LedgerError: one of them cannot be read.
+    """
+    chains = []
+    for path in sorted(outbox.glob("*/*/silos/*/submission.json")):
+        try:
+            submission = Submission.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject="submission.json")
+        except (FormatError, OSError) as error:
+            got = f"one that cannot be read ({type(error).__name__})"
+            remedy = "Restore outbox/ from backup: the ledger is held against what was sent."
+            raise LedgerError("submission in the outbox", expected="as it was sent", got=got, remedy=remedy) from error
+        chains.append(submission.ledger.chain)
+    return tuple(chains)
+
+
+def _refuse(witness: str, num: int, last: str, digests: Sequence[str]) -> None:
+    found = f"record {num} is {digests[num - 1][:16]}" if 0 < num <= len(digests) else f"{len(digests)} records"
+    expected = f"a ledger that extends {witness}: record {num} is {last[:16]}"
+    raise LedgerError("ledger", expected=expected, got=found, remedy=_PUT_BACK)
+
+
+def _write(path: Path, num_entries: int, head_digest: str) -> None:
+    write_atomic(path, Anchor(num_entries=num_entries, head_digest=head_digest).encode(), mode=0o600)
+
+
+def _read(path: Path) -> Anchor:
+    try:
+        return Anchor.parse(path.read_bytes(), subject="ledger anchor", limit=_MAX_BYTES)
+    except (OSError, DocumentError) as error:
+        got = f"a file that is missing or damaged ({type(error).__name__})"
+        remedy = "Mount the disk that holds it, or restore it from backup; silo.toml names it, ledger.anchor."
+        raise LedgerError("ledger anchor", expected=str(path), got=got, remedy=remedy) from error
+
+
+def unwritable(path: Path, error: OSError) -> LedgerError:
+    """Return the error for an anchor that this user cannot write."""
+    remedy = "Mount its disk, and let the worker's user write in the folder."
+    got = error.strerror or type(error).__name__
+    return LedgerError("ledger anchor", expected=f"{path}, in a folder to write in", got=got, remedy=remedy)

@@ -1,0 +1,168 @@
+"""One budget for a data holder: any number of its sites name one ledger, and the strictest of their policies counts.
+
+A holder that takes part in several federations, or whose images several sites share, makes a folder for the ledger and
+names it in every site's silo.toml. Ledger, draws and the secret that keys dataset digests then lie there: the same
+images are the same data set at every site, and what one site spends none can spend again. Each site works on one plan
+at a time; the ledger serves one process at a time.
+"""
+
+import secrets
+from errno import ENOENT
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ddm.errors import LedgerError
+from ddm.io.files import read_bounded, require_file, write_atomic
+from ddm.io.locks import lock_file
+from ddm.io.modes import private_folder
+from ddm.protocol.base import Digest, Document, Model, ShortText, SiloId, Unit
+from ddm.protocol.plan import Budget
+from silo.config import LEDGER, Policy, SiloSettings, Site
+from silo.privacy.anchor import Anchor, Guard, sent_chains, unwritable
+from silo.privacy.ledger import Ledger, make_ledger
+
+_SITES = "ledger.sites"
+_MAX_BYTES = 1 << 20
+MADE_BY_INIT = (
+    "Restore it from backup. Only `silo init` makes a ledger: a new one would forget what was spent, and the "
+    "aggregator refuses it."
+)
+
+
+class Stated(Model):
+    """What one site says of the ledger that it names.
+
+    Attributes:
+        silo_id: its name.
+        root_digest: of its federation.
+        budget: by its policy.
+        unit: by its policy.
+        anchor: by its silo.toml.
+    """
+
+    silo_id: SiloId
+    root_digest: Digest
+    budget: Budget
+    unit: Unit
+    anchor: ShortText | None = None
+
+
+class Sites(Document):
+    """Every site that ever named this ledger, with what it said last."""
+
+    format: Literal["archipelago/ledger-sites/1"] = "archipelago/ledger-sites/1"
+    sites: Annotated[tuple[Stated, ...], Field(max_length=1024)] = ()
+
+    def with_site(self, stated: Stated) -> "Sites":
+        """Return it with what one site says now in place of what it said."""
+        others = (each for each in self.sites if (each.silo_id, each.root_digest) != _name(stated))
+        return Sites(sites=(*others, stated))
+
+    @property
+    def budget(self) -> Budget:
+        """The least that any site states: raising it takes all of them."""
+        budgets = [each.budget for each in self.sites]
+        return Budget(epsilon=min(b.epsilon for b in budgets), delta=min(b.delta for b in budgets))
+
+    @property
+    def unit(self) -> Unit:
+        """`patient` as soon as one site counts patients."""
+        return "patient" if any(each.unit == "patient" for each in self.sites) else "image"
+
+    @property
+    def anchors(self) -> tuple[Path, ...]:
+        """Every anchor that a site names, each once."""
+        return tuple(Path(each) for each in dict.fromkeys(each.anchor for each in self.sites) if each)
+
+
+def prepare_ledger(folder: Path) -> None:
+    """Make a ledger and its salt, or join those that are there; only `silo init` calls this.
+
+    Raises:
+        LedgerError: part of them is there.
+    """
+    private_folder(folder)
+    salt, ledger = folder / "dataset.salt", folder / LEDGER
+    if not salt.exists():
+        if ledger.exists():
+            expected, remedy = "the salt beside the ledger", "Restore dataset.salt from backup."
+            raise LedgerError("ledger", expected=expected, got="no dataset.salt", remedy=remedy)
+        write_atomic(salt, secrets.token_bytes(32), mode=0o600)
+    make_ledger(ledger)
+
+
+def join_ledger(site: Site, settings: SiloSettings, *, anchor: Path | None = None) -> None:
+    """Check the ledger that settings name, structure and all that it is held against, before they are used.
+
+    Args:
+        site: the silo's folder.
+        settings: which need not be written yet.
+        anchor: to make, where it is not there yet.
+
+    Raises:
+        LedgerError: it does not verify, or does not extend its anchor or what was sent.
+    """
+    path = site.ledger_folder_in(settings) / LEDGER
+    known = tuple(each for each in _guard(site, settings, _read(path)).anchors if each != anchor)
+    budget, guard = Budget(epsilon=1.0, delta=0.0), Guard(known, sent_chains(site.outbox))
+    ledger = Ledger(path, budget=budget, unit="image", guard=guard)  # spends nothing; by image, it reads either unit
+    head_digest, num_entries, digests = ledger.head
+    if anchor and not anchor.parent.is_dir():  # made here, it would lie where the disk is not mounted
+        raise unwritable(anchor, FileNotFoundError(ENOENT, "no such folder"))
+    if anchor and not anchor.exists():
+        try:
+            write_atomic(anchor, Anchor(num_entries=num_entries, head_digest=head_digest).encode(), mode=0o600)
+        except OSError as error:
+            raise unwritable(anchor, error) from error
+    elif anchor:
+        Guard((anchor,)).hold(ledger.genesis, digests)
+
+
+def open_ledger(site: Site, policy: Policy) -> Ledger:
+    """Open the ledger that a site names, under the strictest budget of all its sites; nothing is written.
+
+    Raises:
+        MissingFileError: there is none.
+        LedgerError: the record of its sites, or a submission in the outbox, cannot be read.
+    """
+    settings, path = site.settings(), site.ledger_path
+    require_file(path, "this site's privacy ledger", MADE_BY_INIT)
+    sites = _read(path).with_site(_stated(site, settings, policy))
+    return Ledger(path, budget=sites.budget, unit=sites.unit, guard=_guard(site, settings, sites))
+
+
+def note_site(site: Site, policy: Policy) -> None:
+    """Write down what this site's policy says, before it spends: it binds every site of the ledger."""
+    path = require_file(site.ledger_path, "this site's privacy ledger", MADE_BY_INIT)
+    with lock_file(path.with_name(f"{_SITES}.lock")):
+        found = _read(path)
+        if (noted := found.with_site(_stated(site, site.settings(), policy))) != found:
+            write_atomic(path.with_name(_SITES), noted.encode(), mode=0o600)
+
+
+def _guard(site: Site, settings: SiloSettings, sites: Sites) -> Guard:
+    own = site.anchor_path_in(settings)
+    anchors = dict.fromkeys([*sites.anchors, *([own] if own else [])])
+    return Guard(tuple(anchors), sent_chains(site.outbox))
+
+
+def _name(stated: Stated) -> tuple[str, str]:
+    return stated.silo_id, stated.root_digest
+
+
+def _stated(site: Site, settings: SiloSettings, policy: Policy) -> Stated:
+    anchor = site.anchor_path_in(settings)
+    return Stated(
+        silo_id=settings.silo_id,
+        root_digest=settings.root_digest,
+        budget=Budget(epsilon=policy.privacy.budget_epsilon, delta=policy.privacy.budget_delta),
+        unit=policy.privacy.unit,
+        anchor=str(anchor) if anchor else None,
+    )
+
+
+def _read(ledger: Path) -> Sites:
+    path = ledger.with_name(_SITES)
+    return Sites.parse(read_bounded(path, _MAX_BYTES), subject=_SITES) if path.exists() else Sites()

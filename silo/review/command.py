@@ -1,0 +1,52 @@
+"""`silo review`: what would leave, on a page of this machine, or as text."""
+
+import sys
+
+from ddm.errors import SetupError
+from ddm.system.console import say
+from silo.config import Site
+from silo.review.facts import gather
+from silo.review.text import review_text
+from silo.worker.state import load_state, state_path
+
+
+def review_submission(site: Site, *, page: bool | None) -> None:
+    """Show the draft that waits for approval.
+
+    Args:
+        site: this silo's.
+        page: whether to serve the page; None serves it where a person sits at a terminal.
+
+    Raises:
+        SetupError: nothing waits for approval.
+        ApprovalError: a file is not the one that the draft lists.
+        KeyboardInterrupt: Ctrl-C while the page is served.
+    """
+    state = load_state(state_path(site.private))
+    if state.state != "awaiting_approval":
+        raise SetupError(
+            "review",
+            expected="a submission that waits for approval",
+            got=f"state {state.state}",
+            remedy="Keep `silo run` running; `silo status` shows how far it is.",
+        )
+    facts = gather(site)
+    if not (sys.stdout.isatty() if page is None else page):
+        say(review_text(site, facts))
+        return
+    from silo.review.samples import Sheets
+    from silo.review.server import serve_approval
+
+    sheets = Sheets(site, facts)
+
+    def announce(url: str) -> None:
+        sheets.start()
+        say(f"Open in a browser on this machine: {url}")
+        say("Whoever has this address may read and approve. Ctrl-C ends the page; --text prints it here instead.")
+
+    try:
+        serve_approval(site, facts, sheets, announce)
+    finally:
+        sheets.end()
+    state = load_state(state_path(site.private))
+    say(f"The page has ended. {site.settings().silo_id}: {state.state}; what comes next: silo status {site.path}")

@@ -1,0 +1,1 @@
+"""Writes the services of a site: worker and courier as two users, or in two containers."""

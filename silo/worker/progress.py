@@ -1,0 +1,122 @@
+"""How far the work is, how fast and how well, for this site's operator alone: nothing here ever leaves.
+
+The loss of a training and the number of images depend on the images, and no privacy is debited for them. So they stay
+in a file of the private folder; the outbox is told the state and a percentage, see `silo.worker.worker`.
+"""
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
+
+from pydantic import Field
+
+from ddm.errors import DocumentError
+from ddm.io.files import write_atomic
+from ddm.protocol.base import Document, NaturalInt, PlanId, Time, now_utc
+
+if TYPE_CHECKING:
+    from ddm.training.loop import Progress
+
+NOTE_S = 2.0  # time between two notes
+_MAX_BYTES = 4096
+_MOST = 1e12
+Rate = Annotated[float, Field(ge=0.0, le=_MOST)]
+Stage = Literal["reading images", "assigning images", "encoding images", "encoding captions", "training"]
+
+
+class Note(Document):
+    """What the worker does at present.
+
+    `images_per_s` and `seconds_left` are None before there is a rate; `loss` in all stages but training.
+    """
+
+    format: Literal["archipelago/progress/1"] = "archipelago/progress/1"
+    stage: Stage
+    plan_id: PlanId
+    done: NaturalInt
+    total: NaturalInt
+    at: Time
+    images_per_s: Rate | None = None
+    seconds_left: Rate | None = None
+    loss: Annotated[float, Field(ge=-1e30, le=1e30)] | None = None
+
+
+class Meter:
+    """Notes progress in a file, at most every `NOTE_S` seconds.
+
+    Args:
+        private: the site's private folder.
+    """
+
+    def __init__(self, private: Path) -> None:
+        self._path = note_path(private)
+        self._stage: Stage | None = None
+        self._begun, self._first, self._noted_at = 0.0, 0, 0.0
+
+    def count(self, stage: Stage, plan_id: str, done: int, total: int) -> None:
+        """Note how many images are done, of all."""
+        now = time.monotonic()
+        if stage != self._stage or done < self._first:
+            self._stage, self._begun, self._first, self._noted_at = stage, now, done, 0.0
+        per_s = (done - self._first) / (now - self._begun) if now > self._begun else 0.0
+        self._note(
+            Note(stage=stage, plan_id=plan_id, done=done, total=total, at=now_utc(), **_rates(per_s, total - done))
+        )
+
+    def train(self, plan_id: str, progress: "Progress", batch_size: int) -> None:
+        """Note the steps of training over all experts, with loss and speed."""
+        if self._stage != "training":
+            self._stage, self._noted_at = "training", 0.0
+        step, num_steps = progress.step, progress.num_steps
+        rates = _rates(progress.steps_per_second, num_steps - step, batch_size)
+        self._note(
+            Note(
+                stage="training",
+                plan_id=plan_id,
+                done=step,
+                total=num_steps,
+                at=now_utc(),
+                loss=progress.loss,
+                **rates,
+            )
+        )
+
+    def _note(self, note: Note) -> None:
+        now = time.monotonic()
+        if note.done < note.total and self._noted_at and now - self._noted_at < NOTE_S:
+            return
+        self._noted_at = now
+        with suppress(OSError):  # a hint is not worth the work of days
+            write_atomic(self._path, note.encode(), mode=0o600)
+
+
+class _Rates(TypedDict, total=False):
+    images_per_s: float
+    seconds_left: float
+
+
+def _rates(per_s: float, left: int, images: int = 1) -> _Rates:
+    """Return speed and time left; nothing before there is a rate.
+
+    Args:
+        per_s: what is counted, a second.
+        left: of it.
+        images: in each of it.
+    """
+    if not per_s > 0:
+        return {}
+    return {"images_per_s": min(per_s * images, _MOST), "seconds_left": min(left / per_s, _MOST)}
+
+
+def note_path(private: Path) -> Path:
+    """The path of the note in a site's private folder."""
+    return private / "progress.json"
+
+
+def read_note(private: Path) -> Note | None:
+    """Read the last note; None where there is none that can be read, since it is no more than a hint."""
+    try:
+        return Note.parse(note_path(private).read_bytes(), subject="progress.json", limit=_MAX_BYTES)
+    except (OSError, DocumentError):
+        return None

@@ -1,0 +1,95 @@
+"""What `aggregator plan` refuses before anything is fitted or signed."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aggregator.planning import draft
+from aggregator.planning.feasible import check_feasible
+from aggregator.planning.recipe import Recipe
+from aggregator.planning.sign import check_signable
+from ddm.errors import BusyError, PolicyError, SetupError
+from ddm.io.locks import locked
+from ddm.protocol.enrolment import Agreed
+from tests.conftest import Published
+from tests.support.federation import recipe
+
+CARDS = {"east": Agreed(images=64), "north": Agreed(images=128)}
+
+
+def changed(table: str, **fields: Any) -> Recipe:
+    """The small recipe with some fields of one of its tables changed."""
+    tables = json.loads(recipe().model_dump_json(exclude_none=True))
+    place = tables
+    for name in table.split("."):
+        place = place[name]
+    place |= fields
+    return Recipe.model_validate_json(json.dumps(tables))
+
+
+def refused(chosen: Recipe) -> SetupError:
+    with pytest.raises(SetupError) as found:
+        check_feasible(chosen, CARDS)
+    assert found.value.expected and found.value.got and found.value.remedy
+    return found.value
+
+
+def test_recipe_that_can_work_passes() -> None:
+    check_feasible(recipe(), CARDS)
+    check_feasible(changed("expert.training", num_steps=200), CARDS)
+
+
+def test_training_too_short_to_teach_anything_is_refused_unless_it_is_a_rehearsal() -> None:
+    error = refused(recipe(rehearsal=False))
+    assert "num_steps" in error.subject
+    (number,) = re.findall(r"([0-9]+) steps", str(error.expected))
+    assert "rehearsal = true" in error.remedy
+    for steps, works in ((int(number) - 1, False), (int(number), True)):
+        tables = json.loads(changed("expert.training", num_steps=steps).model_dump_json(exclude_none=True))
+        chosen = Recipe.model_validate_json(json.dumps(tables | {"rehearsal": False}))
+        if works:
+            check_feasible(chosen, CARDS)
+        else:
+            refused(chosen)
+
+
+def test_more_images_than_a_card_allows_are_refused_with_the_silos_that_lack_them() -> None:
+    error = refused(recipe(partition={"kind": "silo", "min_images": 65}))
+    assert "east has at most 64" in str(error.got) and "north" not in str(error.got)
+    check_feasible(recipe(partition={"kind": "silo", "min_images": 64}), CARDS)
+    each = {"kind": "random", "num_parts": 4, "min_images": 17}
+    assert "68 images of each silo, 17 for each of 4 parts" in str(refused(recipe(partition=each)).got)
+    check_feasible(recipe(partition=each | {"min_images": 16}), CARDS)
+
+
+def test_expert_that_is_larger_than_the_plan_lets_silos_send_is_refused() -> None:
+    assert "limits.expert_bytes" in refused(changed("limits", expert_bytes=1000)).subject
+
+
+def test_statistics_above_the_stated_total_are_refused() -> None:
+    with pytest.raises(PolicyError, match="all statistics together"):
+        check_feasible(changed("statistics.total", epsilon=7.0), CARDS)
+
+
+def test_nothing_is_fitted_for_a_plan_that_cannot_work(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft, "fit_public", lambda *_: pytest.fail("fitted"))
+    wanted = recipe(partition={"kind": "silo", "min_images": 10_000})
+    with pytest.raises(SetupError, match="min_images"):
+        draft.draft_plan(published.tiny.federation, wanted, torch.zeros(240, 1, 4, 4), tmp_path)
+
+
+def test_plan_is_not_drafted_while_the_federation_runs_or_its_plan_cannot_be_replaced(published: Published) -> None:
+    federation = published.tiny.federation
+    check_signable(federation)
+    with locked(federation.accepted, "intake"), pytest.raises(BusyError, match="nobody runs") as busy:
+        check_signable(federation)
+    assert "Stop `aggregator run`" in busy.value.remedy
+    (federation.releases / "1").rename(federation.path / "gone")
+    with pytest.raises(SetupError, match="in a release before the next plan"):
+        check_signable(federation)

@@ -1,0 +1,247 @@
+"""A plan asks an exact question about one image by what a silo then does: it stops, waits, or shows another number.
+
+Two sites differ in one image. The plan's encoder, or its bounds, are made to fire for that image alone; nothing that
+the aggregator sees of the sites may differ.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from aggregator.planning.draft import draft_plan
+from aggregator.planning.sign import sign_plan
+from ddm.diffusion.path import path_named
+from ddm.encoders.lost import fill_lost
+from ddm.errors import DataError, NumericalError
+from ddm.io.tensors import load_tensors, save_tensors
+from ddm.partition.nearest import Nearest
+from ddm.protocol.base import File
+from ddm.protocol.plan import UniformT
+from ddm.routers.sketch import Sketch
+from ddm.training.loop import train
+from silo.data.declared import check_values, facts_of
+from silo.plan import acceptance
+from silo.worker import stages
+from silo.worker.worker import Worker
+from tests.support.case import case
+from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, cohort, images, recipe, write_policy
+from tests.support.recipes import training
+
+SILO = "north"
+TARGET = np.ones((1, 4, 4), np.float32)
+COUNTS: dict[str, Any] = {
+    "statistics": {
+        "unit": "image",
+        "total": {"epsilon": 1.0, "delta": 0.0},
+        "counts": {"epsilon": 1.0, "num_groups": 4},
+    },
+    "router": {"kind": "counts"},
+}
+
+
+def world(folder: Path, *, with_target: bool) -> TinyFederation:
+    """A federation of one site, which holds the target or another image in its place."""
+    made = cohort(40, 0.0, seed=5)
+    made["images"] = made["images"] * 0.5
+    if with_target:
+        made["images"][7] = TARGET
+    folder.mkdir()
+    np.savez(folder / "data.npz", **made)  # type: ignore[arg-type]
+    tiny = TinyFederation.create(folder / "tiny", {})
+    tiny.join_with(SILO, folder / "data.npz")
+    return tiny
+
+
+def signed(tiny: TinyFederation, spoil: Callable[[Path], None], **tables: object) -> str:
+    """Sign a plan after `spoil` changed one of its public files."""
+    public = torch.from_numpy(np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)]))
+    draft = draft_plan(tiny.federation, recipe(**(COUNTS | tables)), public, tiny.path / "scratch")
+    spoil(draft.folder)
+    files = tuple(File.of(file.path, draft.folder / file.path) for file in draft.plan.files)
+    draft = replace(draft, plan=draft.plan.model_copy(update={"files": files}))
+    sign_plan(tiny.federation, draft, PASSPHRASE)
+    return draft.plan.plan_id
+
+
+def overflowing(folder: Path) -> None:
+    """Let the encoder exceed float32 for an image that is bright all over, and for no other."""
+    path = folder / "plan" / "encoder.safetensors"
+    tensors = dict(load_tensors(path, None, max_bytes=1 << 20))
+    basis = tensors["basis"].clone()
+    basis[0] = 3e37
+    save_tensors(path, tensors | {"basis": basis, "mean": torch.zeros_like(tensors["mean"])})
+
+
+def seen_of(tiny: TinyFederation, plan_id: str) -> list[object]:
+    """Everything that the aggregator sees of the site's work, but noise, weights and times."""
+    tiny.deliver_plan(SILO, plan_id)
+    site, seen = tiny.sites[SILO], []
+    worker = Worker(site, tiny.key(SILO), lambda state: None)
+    worker.begin()
+    while worker.state.state != "in_outbox":
+        before = worker.state
+        worker.step()
+        status = site.outbox / "status.json"
+        seen.append(json.loads(status.read_bytes()) | {"plan_id": ""} if status.exists() else None)
+        assert worker.state != before, f"the site stands still in {before.state}"
+    sent = site.outbox / plan_id / "1"
+    seen += sorted((path.relative_to(sent).name, path.stat().st_size) for path in sent.rglob("*.safetensors"))
+    document = json.loads((sent / "silos" / SILO / "submission.json").read_bytes())
+    for expert in document["experts"]:
+        expert["file"]["digest"] = expert["training"]["seconds"] = ""
+    return [*seen, document["experts"], document["num_units"], document["audit"]["verdict"]]
+
+
+def test_encoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path) -> None:
+    seen = []
+    for name, with_target in (("with", True), ("without", False)):
+        tiny = world(tmp_path / name, with_target=with_target)
+        plan_id = signed(tiny, overflowing)
+        seen.append(seen_of(tiny, plan_id))
+        files = acceptance.load_accepted(tiny.sites[SILO], plan_id, str(tiny.state_of(SILO).plan_digest)).files()
+        held = torch.from_numpy(np.load(tmp_path / name / "data.npz")["images"])
+        fired = ~torch.isfinite(files.encoder.encode(held)).all(1)
+        assert fired.nonzero().flatten().tolist() == ([7] if with_target else [])  # the question does tell them apart
+    assert seen[0] == seen[1]
+
+
+def test_bounds_of_a_plan_are_answered_from_the_policy_before_any_image_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("the data were opened")
+
+    questions: dict[str, dict[str, object]] = {
+        "number": {"partition": {"kind": "silo", "min_images": 40}},
+        "range": {"data": {"shape": [1, 4, 4], "range": [-0.9, 0.9]}},
+        "classes": {"condition": {"kind": "class", "num_classes": 2, "drop": 0.1}},
+    }
+    monkeypatch.setattr(stages, "load_cohort", opened)
+    for number, (name, tables) in enumerate(questions.items()):
+        with case(name):
+            problems = []
+            for with_target in (True, False):
+                tiny = world(tmp_path / f"{number}{with_target}", with_target=with_target)
+                site = tiny.sites[SILO]
+                declared = site.policy().data.model_dump(exclude_none=True) | {"min_images": 30}
+                write_policy(site, POLICY | {"data": declared | ({"classes": 3} if name == "classes" else {})})
+                plan_id = signed(tiny, lambda folder: None, **tables)
+                tiny.deliver_plan(SILO, plan_id)
+                problem = tiny.work(SILO, until="plan_refused").problem
+                assert problem
+                problems.append((problem.code, problem.message.replace(plan_id, "")))
+            assert problems[0] == problems[1]
+            assert problems[0][0] == 31 and "policy.toml" in problems[0][1]
+
+
+def test_data_are_held_against_the_declaration_whatever_a_plan_says(tmp_path: Path) -> None:
+    tiny = world(tmp_path / "tiny", with_target=False)
+    site = tiny.sites[SILO]
+    facts = facts_of(tmp_path / "tiny" / "data.npz")
+    assert (facts.kind, facts.shape, facts.range) == ("arrays", (1, 4, 4), (-1.0, 1.0))
+    say = (tmp_path / "tiny" / "data.npz",)
+    wrong: dict[str, dict[str, object]] = {
+        "kind": {"kind": "pictures", "shape": None},
+        "shape": {"shape": [16]},
+        "values: expected whole": {"range": None},
+        "at least 41": {"min_images": 41},
+        "classes": {"classes": 1 + 1, "shape": [1, 4, 4]},
+        "outside this range": {"range": [-0.1, 0.1]},
+    }
+    for match, changes in wrong.items():
+        with case(match):
+            data = {name: value for name, value in (facts.model_dump() | changes).items() if value is not None}
+            write_policy(site, POLICY | {"data": data})
+            check = lambda: check_values(*say, site.policy(), site.private / "images", site.settings().images, print)  # noqa: E731
+            if match == "classes":
+                assert check() == 40
+                continue
+            with pytest.raises(DataError, match=match):
+                check()
+
+
+def test_row_that_is_not_finite_goes_to_the_first_cell_and_moves_no_other() -> None:
+    centroids = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
+    features = torch.randn(500, 6, generator=torch.Generator().manual_seed(1))
+    before = Nearest(centroids).find(features)
+    for value in (torch.nan, torch.inf, -torch.inf, 3e38):
+        spoiled = features.clone()
+        spoiled[[3, 499]] = value
+        after = Nearest(centroids).find(spoiled)
+        assert after[[3, 499]].tolist() == [0, 0]
+        kept = torch.ones(500, dtype=torch.bool)
+        kept[[3, 499]] = False
+        assert torch.equal(after[kept], before[kept])
+    assert before[[3, 499]].tolist() != [0, 0]
+
+
+def test_lost_rows_are_filled_alone_or_refused() -> None:
+    found = torch.arange(12.0).reshape(3, 2, 2)
+    found[1, 0, 1] = torch.inf
+    filled = fill_lost(found, 0.0, lambda: DataError("features"))
+    assert torch.equal(filled[[0, 2]], found[[0, 2]]) and not filled[1].any()
+    with pytest.raises(DataError):
+        fill_lost(found, None, lambda: DataError("features"))
+
+
+def test_sketch_of_an_image_that_is_not_finite_is_the_middle_of_the_ball() -> None:
+    sketch = Sketch(torch.eye(2, 4), torch.zeros(4), 1.0, torch.zeros(1, 2), torch.eye(2)[None], torch.ones(1))
+    held = torch.tensor([[0.5, 0.5, 0.0, 0.0], [torch.nan, 0.0, 0.0, 0.0], [torch.inf, 1.0, 0.0, 0.0]]).reshape(
+        3, 1, 2, 2
+    )
+    assert sketch.project(held).tolist() == [[0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
+
+
+class Overflowing(nn.Module):
+    """Overflows for an image that is bright all over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x_B: torch.Tensor, t_B: torch.Tensor) -> torch.Tensor:
+        bright_B = (x_B.flatten(1).mean(1) > 0.9).reshape(-1, 1, 1, 1)
+        return x_B * self.scale * torch.where(bright_B, torch.inf, 1.0)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_training_whose_gradient_overflows_for_one_image_goes_on_at_a_silo(stops: bool, tmp_path: Path) -> None:
+    held = torch.zeros(8, 1, 4, 4)
+    held[3] = 100.0
+
+    def run() -> Any:
+        return train(
+            Overflowing(),
+            held,
+            training(num_steps=30, batch_size=2),
+            path_named("linear"),
+            UniformT(),
+            checkpoint_dir=tmp_path,
+            on_progress=lambda progress: None,
+            should_stop=lambda: False,
+            stops=stops,
+        )
+
+    if stops:
+        with pytest.raises(NumericalError):
+            run()
+        return
+    done = run()
+    assert done.steps == 30
+    assert np.isfinite(done.loss)
+    assert all(torch.isfinite(value).all() for value in done.ema.values())
+    assert float(done.ema["scale"]) != 1.0
+
+
+def test_submission_says_no_number_that_training_computed_from_the_images(sent_once) -> None:
+    tiny, plan_id = sent_once
+    (path,) = (tiny.sites["north"].outbox / plan_id).glob("1/silos/*/submission.json")
+    sent = json.loads(path.read_bytes())
+    assert {name for expert in sent["experts"] for name in expert["training"]} == {"seconds", "flops"}

@@ -1,0 +1,443 @@
+"""A job's rules: when a start goes on, who a process is, which command may start it, which result is believed."""
+
+import json
+import os
+import re
+import subprocess
+import threading
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from ddm.errors import ArchipelagoError, DigestError, DocumentError, NumericalError, SetupError, TensorFileError
+from ddm.io.fitting import as_floats
+from ddm.io.images import FileArray, Images, Joined, Scaled, Selected, StoredImages
+from ddm.io.npz import open_npy
+from ddm.io.settings import load_settings
+from ddm.protocol.base import File
+from ddm.training.config import TrainingSettings, filled
+from ddm.training.following import STILL_S, Follower, Signs, cause, judge
+from ddm.training.group import Member, member_of
+from ddm.training.inputs import keep_inputs, open_input
+from ddm.training.job import Beat, Failure, JobFolder, Launch, Result, read_word, write_passing, write_word
+from ddm.training.launcher import Command, Condition
+from ddm.training.process import train_folder
+from silo.config import SiloSettings
+from silo.worker.jobs import discard_others
+from tests.support.case import case
+from tests.support.jobs import Trial, wanted_of
+from tests.support.waiting import wait_until
+
+SETTINGS = TrainingSettings(silence_s=100.0, start_s=1000.0)
+BY_COMMAND = TrainingSettings(launcher=("true", "{folder}"), silence_s=10.0)
+
+
+def test_start_goes_on_until_it_surely_ended_or_was_lost() -> None:
+    def verdict(condition: Condition, alive: bool, ended: bool, silent_s: float, ours: bool = False) -> str:
+        return judge(Signs(condition, alive, ended, silent_s, ours), SETTINGS)
+
+    for asked, expected in [
+        (("running", False, False, 1e9), "wait"),  # in srun's queue
+        (("well", False, False, 999.0), "wait"),  # in sbatch's
+        (("well", False, False, 1000.0), "lost"),
+        (("badly", False, False, 0.0), "ended"),  # the command itself failed
+        (("badly", True, False, STILL_S - 1), "wait"),  # the connection failed, perhaps, and the job goes on
+        (("badly", True, False, STILL_S), "ended"),
+        (("running", True, False, 99.0), "wait"),
+        (("running", True, False, 100.0), "lost"),
+        (("running", True, True, 1.0), "wait"),  # torchrun may start it again
+        (("running", True, True, STILL_S), "ended"),
+        (("well", True, True, 0.0), "ended"),
+        (("well", True, False, 99.0), "wait"),  # sbatch has returned long ago
+        (("unknown", True, False, 99.0), "wait"),  # whoever started it is dead, it may live
+        (("unknown", False, False, 99.0), "wait"),
+        (("unknown", False, False, 100.0), "lost"),
+    ]:
+        assert verdict(*asked) == expected, asked
+    for asked, expected in [
+        (("running", True, True, 1.0), "wait"),  # the others still write
+        (("running", True, False, 100.0), "lost"),
+        (("running", False, False, 1e9), "wait"),  # importing on a slow disk
+        (("well", True, True, 0.0), "ended"),
+        (("badly", True, False, 0.0), "ended"),
+    ]:
+        assert verdict(*asked, ours=True) == expected, asked
+
+
+def test_error_behind_all_others_is_raised() -> None:
+    gone = Failure(rank=0, kind="other", subject="connection closed by peer")
+    broken = Failure(rank=1, kind="ours", code=NumericalError.exit_code, subject="loss", got="nan", remedy="Slower.")
+    full = Failure(rank=1, kind="system", code=28, subject="No space left on device")
+    died = ["training process 2 of 2: SIGKILL"]
+    assert cause([], [], 2, again=False) is None
+    for failures, deaths, kind, words in [
+        ([gone], died, SetupError, "training process 2 of 2: expected its answer, got its end: SIGKILL"),
+        ([gone, broken], died, NumericalError, "loss: got nan"),
+        ([full], [], OSError, "No space left"),
+        ([gone], [], RuntimeError, "training process 1 of 2:\nconnection closed by peer"),
+    ]:
+        error = cause(failures, deaths, 2, again=False)
+        assert type(error) is kind and words in str(error), error
+    assert cause([gone], died, 2, again=True) is None, "another start answers that"
+    assert isinstance(cause([broken], died, 2, again=True), NumericalError)
+
+
+def test_process_knows_who_it_is_from_whoever_started_it() -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+    step = slurm | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    for environment, expected in [
+        ({}, Member(0, 1, 0, True)),
+        (torchrun, Member(3, 4, 1, False, "--")),
+        (torchrun | {"LOCAL_WORLD_SIZE": "4"}, Member(3, 4, 1, True, "--")),
+        (step, Member(1, 2, 0, False, "7-0-")),
+        (step | {"SLURM_STEP_NUM_NODES": "1", "SLURM_RESTART_COUNT": "2"}, Member(1, 2, 0, True, "7-0-2")),
+        (slurm, Member(0, 1, 0, True)),  # a batch script, which is one process whatever the job has
+        (mpi, Member(1, 2, 1, False, "--")),
+        (torchrun | slurm, Member(3, 4, 1, False, "7-0-")),
+    ]:
+        assert member_of(environment) == expected, environment
+    for wrong in (
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+    ):
+        with pytest.raises(SetupError, match="the number of this process"):
+            member_of(wrong)
+
+
+def test_launcher_is_words_that_no_shell_reads(tmp_path: Path) -> None:
+    path = tmp_path / "silo.toml"
+    head = 'silo_id = "north"\ndata = "d"\nfederation = "f"\naddress = "a:1"\nroot_digest = "' + "a" * 64 + '"\n'
+
+    def of(line: str) -> TrainingSettings:
+        path.write_text(f"{head}[training]\n{line}\n")
+        return load_settings(SiloSettings, path).training
+
+    assert of("").launcher == of('launcher = "local"').launcher == "local"
+    words = ("srun", "-N", "2", "--comment=two words", "{python}", "-m", "ddm.training", "{folder}")
+    text = "launcher = \"srun -N 2 '--comment=two words' {python} -m ddm.training {folder}\""
+    assert of(text).launcher == of(f"launcher = {json.dumps(words)}").launcher == words
+    values = {"python": "/usr/bin/python3", "folder": "/a folder/ü", "processes": "2", "launch": "x"}
+    assert filled(words, values)[-4:] == ["/usr/bin/python3", "-m", "ddm.training", "/a folder/ü"]
+    assert filled(('{"image": "x", "command": "{folder}"}',), values) == ['{"image": "x", "command": "/a folder/ü"}']
+    for line, said in [
+        ('launcher = "srun train {folder} | tee log"', "no shell reads this command, so '|' means nothing in it"),
+        ('launcher = "srun $HOME {folder}"', "'$' means nothing"),
+        (
+            'launcher = ["srun", "{fodler}", "{folder}"]',
+            "{fodler} is none of {folder}, {launch}, {processes}, {python}",
+        ),
+        ('launcher = "srun"', "must name the job's folder: {folder}"),
+        ("launcher = []", "must name the job's folder"),
+        ('launcher = ["srun", 3, "{folder}"]', "a list of words, or one text"),
+        ('jobs = "/shared"', "jobs is for a launcher"),
+        ('launcher = "srun {folder}"\njobs = "shared"', "jobs must be an absolute path"),
+        ("processes = 65", "at most 64 on one machine"),
+    ]:
+        with case(line=line), pytest.raises(SetupError, match="training") as caught:
+            of(line)
+        with case(line=line):
+            assert said in str(caught.value)
+    with pytest.raises(ValidationError):
+        TrainingSettings(launcher=("srun\0", "{folder}"))
+
+
+def stored(path: Path, num: int, seed: int) -> FileArray:
+    np.save(path, np.random.default_rng(seed).random((num, 1, 4, 4), dtype=np.float32))
+    return open_npy(path)
+
+
+def test_inputs_are_the_same_images_wherever_they_lie(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path / "job")
+    folder.path.mkdir()
+    one, two = stored(tmp_path / "1.npy", 5, 1), stored(tmp_path / "2.npy", 4, 2)
+    lying: Images = StoredImages(Joined((one, two)), as_floats, (1, 4, 4))
+    chosen = torch.tensor([0, 3, 4, 5, 8])
+    texts = torch.zeros(5, 3, 2)
+    texts[:, 0] = torch.rand(5, 2)
+    for images, labels in [
+        (lying[:], torch.arange(9)),
+        (lying, torch.arange(9)),
+        (Selected(lying, chosen), texts),
+        (Selected(Scaled(lying, 0.3, 1.7), chosen), texts),
+        (Scaled(Scaled(lying, 0.3, 1.7), 0.1, 2.0), torch.arange(9)),
+    ]:
+        for alone in (False, True):
+            with case(images=type(images).__name__, alone=alone):
+                kept = keep_inputs({"images": images, "labels": labels}, {}, folder, alone=alone)
+                found, told = open_input(kept["images"], folder), open_input(kept["labels"], folder)
+                assert torch.equal(found[:], images[:]) and torch.equal(
+                    found[torch.tensor([2, 0])],
+                    images[[2, 0]] if isinstance(images, torch.Tensor) else images[torch.tensor([2, 0])],
+                )
+                assert torch.equal(torch.as_tensor(told), labels) and told.dtype == labels.dtype  # type: ignore[attr-defined]
+                refers = not alone and isinstance(images, StoredImages | Selected)
+                assert (kept["images"].kind == "referred") == refers
+
+
+def result_of(trial: Trial, **changes: object) -> Result:
+    """A result as a job would leave it, with an expert of the right names and shapes."""
+    tensors = trial.wanted.expert.start().state_dict()
+    save_file(tensors, trial.folder.expert)
+    whole = {"steps": 100, "loss": 0.5, "seconds": 1.0, "flops": 1.0, "work": trial.wanted.work}
+    whole["expert"] = File.of("expert.safetensors", trial.folder.expert)
+    return Result.model_validate(whole | changes)
+
+
+def with_nan(trial: Trial) -> Result:
+    tensors = load_file(trial.folder.expert)
+    next(iter(tensors.values())).view(-1)[0] = float("nan")
+    save_file(tensors, trial.folder.expert)
+    return result_of_file(trial)
+
+
+def without_one(trial: Trial) -> Result:
+    tensors = load_file(trial.folder.expert)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, trial.folder.expert)
+    return result_of_file(trial)
+
+
+def result_of_file(trial: Trial) -> Result:
+    file = File.of("expert.safetensors", trial.folder.expert)
+    return Result(work=trial.wanted.work, steps=100, loss=0.5, seconds=1.0, flops=1.0, expert=file)
+
+
+def by_link(trial: Trial) -> Result:
+    secret = trial.path / "secret"
+    trial.folder.expert.rename(secret)
+    trial.folder.expert.symlink_to(secret)
+    return result_of_file(trial)
+
+
+def of_another_length(trial: Trial) -> Result:
+    return result_of(trial, expert=File(path="expert.safetensors", bytes=10, digest="a" * 64))
+
+
+def of_other_bytes(trial: Trial) -> Result:
+    known = result_of(trial)
+    return known.model_copy(update={"expert": known.expert.model_copy(update={"digest": "a" * 64})})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (with_nan, TensorFileError),
+        (without_one, TensorFileError),
+        (by_link, ArchipelagoError),
+        (of_another_length, TensorFileError),
+        (of_other_bytes, DigestError),
+        (lambda trial: result_of(trial, steps=99), DocumentError),
+    ],
+    ids=["not finite", "other tensors", "a link", "other length", "other bytes", "other steps"],
+)
+def test_result_is_refused_that_is_no_expert_of_the_plan(
+    tmp_path: Path, spoil: Callable[[Trial], Result], error: type[Exception]
+) -> None:
+    trial = Trial(tmp_path)
+    trial.folder.path.mkdir()
+    write_word(result_of(trial), trial.folder.result)
+    write_word(spoil(trial), trial.folder.result)
+    with pytest.raises(error):
+        trial()
+    assert not trial.expert.exists() and not list(tmp_path.glob("kept/.*"))
+    assert not trial.folder.result.exists(), "the next call trains"
+    control = Trial(tmp_path / "control")
+    control.folder.path.mkdir(parents=True)
+    write_word(result_of(control), control.folder.result)
+    assert control().steps == 100 and control.expert.exists() and not control.told
+
+
+def test_result_of_other_work_is_not_taken(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, wanted=wanted_of(num_steps=3, checkpoint_steps=3))
+    trial.folder.path.mkdir()
+    write_word(result_of(trial, work="b" * 64), trial.folder.result)
+    trial()
+    assert trial.told[-1].step == 3, "it was trained"
+
+
+def launch(**changes: object) -> Launch:
+    known = {"launch_id": "one", "work": wanted_of().work, "by": "command", "host": "h", "pid": 1, "started": 0}
+    return Launch.model_validate(known | changes)
+
+
+def test_job_of_a_command_is_followed_by_whoever_comes_next_and_never_started_twice(tmp_path: Path) -> None:
+    """The worker that started it is dead: another finds launch.json, and takes what the job leaves."""
+    marks = tmp_path / "started"
+    settings = TrainingSettings(launcher=("touch", str(marks), "{folder}"), device="cpu")
+    trial = Trial(tmp_path, settings)
+    trial.folder.path.mkdir()
+    write_word(launch(), trial.folder.launch)
+    run, seen = trial.folder.run("one"), threading.Event()
+
+    def job() -> None:
+        for count in range(1, 4):
+            seen.wait(0.2)
+            told = {"step": 10 * count, "num_steps": 100, "loss": 0.5, "steps_per_second": 1.0, "seconds": 1.0}
+            write_passing(Beat(count=count).model_copy(update=told), run.beat)
+        write_word(result_of(trial), trial.folder.result)
+
+    thread = threading.Thread(target=job)
+    thread.start()
+    try:
+        trial()
+    finally:
+        thread.join()
+    assert trial.told and trial.told[-1].step == 30 and trial.expert.exists()
+    assert not marks.exists()
+
+
+def test_command_that_fails_is_started_again_and_at_last_named_with_what_it_said(tmp_path: Path) -> None:
+    words = ("bash", "-c", 'echo x >> "$1/../starts"; echo no such partition; exit 3', "-", "{folder}")
+    trial = Trial(tmp_path, TrainingSettings(launcher=words, device="cpu", retries=2))
+    with pytest.raises(SetupError, match="2 starts in a row.*no such partition"):
+        trial()
+    assert (tmp_path / "starts").read_text() == "x\nx\n"
+
+
+def test_command_that_is_not_there_is_named(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, TrainingSettings(launcher=("nosuchprogram", "{folder}"), device="cpu"))
+    with pytest.raises(SetupError, match="nosuchprogram, which is not found"):
+        trial()
+
+
+def test_command_inherits_neither_descriptors_nor_a_terminal_and_its_end_is_noted(tmp_path: Path) -> None:
+    script = 'cd "$1/.."; ls -l /proc/self/fd > fds; ps -o sid= -p $$ > sid; echo $$ > pid'
+    words = ("bash", "-c", script, "-", "{folder}")
+    trial = Trial(tmp_path, TrainingSettings(launcher=words, device="cpu", start_s=1.0, retries=1))
+    with (tmp_path / "open").open("w") as opened:
+        opened.fileno()
+        with pytest.raises(SetupError, match="1 starts in a row"):
+            trial()
+    assert str(tmp_path / "open") not in (tmp_path / "fds").read_text()
+    assert (tmp_path / "sid").read_text().strip() == (tmp_path / "pid").read_text().strip(), "it leads its own session"
+
+
+def test_process_of_an_earlier_start_ends_before_it_trains(tmp_path: Path) -> None:
+    """Slurm may begin late what was given up long ago; the start in force is another."""
+    trial = Trial(tmp_path, wanted=wanted_of(num_steps=1_000_000, checkpoint_steps=1_000_000))
+    stop, codes = threading.Event(), list[int]()
+    from ddm.training.jobs import _prepare
+
+    trial.folder.path.mkdir()
+    _prepare(trial.wanted, trial.folder, trial.settings)
+    write_word(launch(launch_id="late"), trial.folder.launch)
+    thread = threading.Thread(target=lambda: codes.append(train_folder(trial.folder, "late", stop)))
+    thread.start()
+    try:
+        wait_until(lambda: (beat := read_word(Beat, trial.folder.run("late").beat)) and beat.step, "progress")
+        write_word(launch(launch_id="two"), trial.folder.launch)
+        thread.join(60)
+    finally:
+        stop.set()
+        thread.join()
+    assert codes == [130]
+    beat = read_word(Beat, trial.folder.run("late").beat)
+    assert beat is not None and beat.ended and beat.step < 1_000_000
+
+
+def test_job_whose_plan_was_changed_is_refused(tmp_path: Path) -> None:
+    from ddm.training.jobs import _prepare
+
+    trial = Trial(tmp_path)
+    trial.folder.path.mkdir()
+    _prepare(trial.wanted, trial.folder, trial.settings)
+    assert trial.folder.read_job()[1] == trial.wanted.expert.plan
+    trial.folder.plan.write_bytes(trial.folder.plan.read_bytes().replace(b"0.01", b"0.02"))
+    with pytest.raises(DigestError):
+        trial.folder.read_job()
+    assert train_folder(trial.folder, None, threading.Event()) == DigestError.exit_code
+    (said,) = trial.folder.run("byhand").failures()
+    assert (said.kind, said.code, said.subject) == ("ours", DigestError.exit_code, "plan.json")
+
+
+def test_as_many_processes_train_as_the_job_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that each believe to be alone would write into one folder."""
+    from ddm.training.jobs import _prepare
+
+    trial = Trial(tmp_path, TrainingSettings(device="cpu", processes=2, launcher=("srun", "{folder}")))
+    trial.folder.path.mkdir()
+    _prepare(trial.wanted, trial.folder, trial.settings)
+    assert train_folder(trial.folder, None, threading.Event()) == SetupError.exit_code
+    (said,) = trial.folder.run("byhand").failures()
+    assert said.subject == "training.processes" and said.got is not None and said.got.startswith("1, as")
+
+
+def test_stopped_follower_stops_the_job(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, BY_COMMAND)
+    trial.folder.path.mkdir()
+    write_passing(Beat(count=1), trial.folder.run("one").beat)
+    follower = Follower(trial.folder, launch(), Command(launch()), BY_COMMAND)
+
+    def end_when_asked() -> None:
+        wait_until(follower.run.stop.exists, "the word to stop")
+        write_passing(Beat(count=2, ended=True), follower.run.beat)
+
+    thread = threading.Thread(target=end_when_asked)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            follower.follow(trial.wanted.work, lambda told: None, lambda: True)
+    finally:
+        thread.join()
+
+
+def test_job_of_a_plan_that_was_given_up_ends_and_its_images_go(tmp_path: Path) -> None:
+    mine, other = (JobFolder(tmp_path / "jobs" / plan / "north") for plan in ("mine-00000001", "other-00000001"))
+    for folder in (mine, other):
+        keep_inputs(wanted_of().inputs, {}, folder, alone=True)
+    discard_others(tmp_path / "jobs", "mine-00000001")
+    assert mine.array("images").exists() and not other.path.exists()
+
+
+TEMPLATES = Path(__file__).parents[3] / "examples" / "launchers"
+
+
+def test_templates_of_launchers_parse_and_name_what_exists(tmp_path: Path) -> None:
+    head = {"silo_id": "north", "data": "d", "federation": "f", "address": "a:1", "root_digest": "a" * 64}
+    found = sorted(TEMPLATES.glob("*.toml"))
+    assert len(found) >= 4
+    for path in found:
+        with case(template=path.name):
+            settings = SiloSettings.model_validate(head | tomllib.loads(path.read_text())).training
+            assert settings.launcher != "local"
+            named = [TEMPLATES / Path(word).name for word in settings.launcher if word.startswith("/srv/")]
+            assert all(each.is_file() for each in named), named
+            said = " ".join([*settings.launcher, *(each.read_text() for each in named)])
+            assert "{launch}" in said, "a start that was given up could not be told from the one in force"
+            if "kubectl" not in said:
+                assert "-m ddm.training" in said
+    batch = (TEMPLATES / "archipelago.sbatch").read_text()
+    assert subprocess.run(["bash", "-n"], input=batch, text=True, check=False).returncode == 0
+    (number,) = re.findall(r"^#SBATCH --ntasks=(\d+)$", batch, re.MULTILINE)
+    assert tomllib.loads((TEMPLATES / "slurm-batch.toml").read_text())["training"]["processes"] == int(number)
+
+
+def kubernetes(*words: str) -> subprocess.CompletedProcess[str]:
+    script = ["bash", str(TEMPLATES / "kubernetes-launch.sh"), *words]
+    return subprocess.run(script, env=os.environ | {"PRINT": "1"}, capture_output=True, text=True, check=False)
+
+
+def test_template_of_kubernetes_starts_each_process_with_its_number(tmp_path: Path) -> None:
+    done = kubernetes("/shared/archipelago/job", "abc123", "2")
+    service, job = yaml.safe_load_all(done.stdout)
+    assert "@" not in done.stdout
+    spec = job["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    said = {each["name"]: each["value"] for each in container["env"]}
+    assert member_of(said | {"RANK": "1"}) == Member(1, 2, 0, False, "--")
+    assert spec["completions"] == spec["parallelism"] == 2 and spec["completionMode"] == "Indexed"
+    assert container["args"] == [
+        'exec env RANK="$JOB_COMPLETION_INDEX" python -m ddm.training /shared/archipelago/job --launch abc123'
+    ]
+    assert said["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert kubernetes("/shared/a b; rm", "abc123", "2").returncode == 2

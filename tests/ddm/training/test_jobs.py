@@ -1,0 +1,188 @@
+"""Jobs of several real processes of this machine: who hears of their ends, and that none stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ddm.errors import NumericalError, PolicyError, SetupError, TrustError
+from ddm.system.reaper import descendants
+from ddm.training.config import TrainingSettings
+from ddm.training.loop import Progress
+from tests.support.jobs import Trial, wanted_of
+from tests.support.processes import alive
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+TWO = TrainingSettings(device="cpu", processes=2)
+WORDS = [b"-P", b"-m", b"ddm.training"]
+LONG = {"num_steps": 100_000, "checkpoint_steps": 50_000}
+
+
+def running() -> list[int]:
+    """The processes that train, by their ranks."""
+    found = dict[int, int]()
+    for pid in descendants(os.getpid()):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[1:4] == WORDS:
+            found[next(int(each[5:]) for each in environment if each.startswith(b"RANK="))] = pid
+    return [found[rank] for rank in sorted(found)]
+
+
+def test_error_of_one_process_is_raised_and_ends_the_others(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, TWO, wanted_of(num_steps=5000))
+    trial.wanted.inputs["images"].mul_(1e20)  # type: ignore[attr-defined]
+    with pytest.raises(NumericalError, match="loss"):
+        trial()
+    assert not running()
+
+
+def test_error_about_the_progress_ends_all_processes(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def refuse(told: Progress) -> None:
+        pids.extend(running())
+        raise PolicyError("training time")
+
+    with pytest.raises(PolicyError):
+        Trial(tmp_path, TWO, wanted_of(**LONG))(refuse)
+    assert len(pids) == 2 and not any(map(alive, pids))
+
+
+def test_signal_to_all_processes_is_nothing_to_them_and_the_word_to_stop_is(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, TWO, wanted_of(**LONG))
+    seen, done = list[int](), threading.Event()
+
+    def signal_while_they_start() -> None:
+        while not done.wait(0.02):
+            for pid in running():
+                seen.append(pid)
+                os.kill(pid, signal.SIGINT)
+                os.kill(pid, signal.SIGTERM)
+
+    thread = threading.Thread(target=signal_while_they_start)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trial(lambda told: trial.stop.set())
+    finally:
+        done.set()
+        thread.join()
+    assert len(set(seen)) == 2 and not any(map(alive, seen))
+    assert list(trial.folder.checkpoints.glob("step-*.json")), "they wrote a checkpoint"
+
+
+INTRUDER = """
+import os, socket, struct
+os.setuid(65534)
+held, known = [], None
+print("ready", flush=True)
+while True:
+    rows = [line.split() for line in open("/proc/net/tcp").readlines()[1:]]
+    ports = {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[1].startswith("0100007F")}
+    known = ports if known is None else known
+    for port in ports - known:
+        for number in range(4):  # what gloo's processes count each other by
+            try:
+                held.append(socket.socket())
+                held[-1].connect(("127.0.0.1", port))
+                held[-1].sendall(struct.pack("<q", number))
+            except OSError:
+                pass
+    known |= ports
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be two users")
+def test_other_user_of_the_machine_who_connects_in_a_process_s_place_is_refused(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-I", "-c", INTRUDER], stdout=subprocess.PIPE) as intruder:
+        try:
+            assert intruder.stdout is not None and intruder.stdout.readline() == b"ready\n"
+            with pytest.raises(TrustError, match="expected connections with its own user's processes alone"):
+                Trial(tmp_path, TWO)()
+        finally:
+            intruder.kill()
+    assert not (tmp_path / "job" / "result.json").exists()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("kind", "shard"), [("dit", False), ("dit", True), ("mmdit", True)])
+def test_expert_has_the_same_bytes_when_a_process_was_killed_and_when_all_were_stopped(
+    tmp_path: Path, kind: str, shard: bool
+) -> None:
+    settings = TWO.model_copy(update={"shard": shard})
+    whole = Trial(tmp_path / "whole", settings, wanted_of(kind, num_steps=300))
+    whole()
+    trial = Trial(tmp_path / "killed", settings, wanted_of(kind, num_steps=300))
+    for rank in (1, 0):
+        before = _steps(trial)
+
+        def kill(told: Progress, rank: int = rank, before: int = before) -> None:
+            if _steps(trial) > before and len(pids := running()) == 2:
+                os.kill(pids[rank], signal.SIGKILL)
+
+        with pytest.raises(SetupError, match=f"process {rank + 1} of 2: expected its answer, got its end: SIGKILL"):
+            trial(kill)
+        assert not running()
+    before = _steps(trial)
+    with pytest.raises(KeyboardInterrupt):
+        trial(lambda told: trial.stop.set() if told.step > before + 10 else None)
+    trial.stop.clear()
+    trial()
+    assert trial.expert.read_bytes() == whole.expert.read_bytes()
+
+
+def test_process_that_hangs_ends_all(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, TWO.model_copy(update={"silence_s": 10.0}), wanted_of(**LONG))
+    pids: list[int] = []
+
+    def halt(told: Progress) -> None:
+        if not pids:
+            pids.extend(running())
+            os.kill(pids[0], signal.SIGSTOP)
+
+    with pytest.raises(SetupError, match="got no sign of life"):
+        trial(halt)
+    assert pids and not any(map(alive, pids))
+
+
+def test_torchrun_is_a_launcher_and_starts_again_by_itself_what_dies(tmp_path: Path) -> None:
+    """The expert's bytes are those of an undisturbed run of as many processes."""
+    torchrun = f"env GLOO_SOCKET_IFNAME=lo {sys.executable} -m torch.distributed.run --standalone "
+    flags = "--local-addr=127.0.0.1 --max-restarts=2 --nproc-per-node={processes} "
+    launcher = f"{torchrun}{flags} -m ddm.training {{folder}} --launch {{launch}}"
+    settings = TrainingSettings(device="cpu", processes=2, launcher=launcher)  # type: ignore[arg-type]
+    whole = Trial(tmp_path / "whole", TWO, wanted_of(num_steps=400))
+    whole()
+    trial, killed = Trial(tmp_path / "killed", settings, wanted_of(num_steps=400)), list[int]()
+
+    def kill(told: Progress) -> None:
+        victims = [pid for pid in descendants(os.getpid()) if _rank(pid) == "1"]
+        if _steps(trial) > 7 and not killed and victims:
+            killed.append(victims[0])
+            os.kill(victims[0], signal.SIGKILL)
+
+    trial(kill)
+    assert killed and len(list(trial.folder.runs.iterdir())) == 1, "torchrun alone started them again"
+    assert trial.expert.read_bytes() == whole.expert.read_bytes()
+    wait_until(lambda: not running(), "the end of all")
+
+
+def _rank(pid: int) -> str | None:
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((word[5:].decode() for word in words if word.startswith(b"RANK=")), None)
+
+
+def _steps(trial: Trial) -> int:
+    return max((int(path.stem[5:]) for path in trial.folder.checkpoints.glob("step-*.json")), default=0)

@@ -1,0 +1,97 @@
+"""Decoders that never begin, that end as if all were well, or that nobody listens to: nothing waits for ever."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ddm.errors import SetupError
+from ddm.imaging.decoded import Limits
+from ddm.imaging.reasons import Reason
+from silo.images import decoders, viewer
+from silo.images.decoder import HEADER, READY
+from silo.images.decoders import decode_all, decode_in_order
+from silo.images.jobs import Done, Job
+from silo.images.review import Flagged
+from silo.images.seen import Seen
+from silo.images.viewer import Viewer
+from tests.support.processes import children
+from tests.support.waiting import wait_until
+
+KEY = b"k" * 32
+SLEEPS = "import time; time.sleep(600)"
+ENDS = f"""
+import os
+import sys
+sys.stdin.buffer.readline()
+sys.stdout.buffer.write({HEADER.pack(len(READY), 0) + READY!r})
+sys.stdout.buffer.flush()
+sys.stdin.buffer.readline()
+"""
+
+
+def instead(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have another program started in place of the decoder."""
+    program = tmp_path / "decoder"
+    program.write_text(f"#!{sys.executable}\n{code}")
+    program.chmod(0o700)
+    monkeypatch.setattr(decoders, "sys", SimpleNamespace(executable=str(program)))
+
+
+def job(name: str) -> Job:
+    return Job(name, (name,), 1)
+
+
+def test_decoder_that_never_begins_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    instead(SLEEPS, tmp_path, monkeypatch)
+    monkeypatch.setattr(decoders, "_START_S", 0.2)
+    for decode in (decode_all, decode_in_order):
+        with pytest.raises(SetupError, match="decoder"):
+            list(decode([job("a"), job("b")], Limits(), KEY, num=2))
+
+
+def test_file_with_which_a_decoder_ends_as_if_all_were_well_is_not_tried_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instead(ENDS, tmp_path, monkeypatch)
+    for decode in (decode_all, decode_in_order):
+        found = list(decode([job("a"), job("b")], Limits(), KEY, num=1))
+        assert [(each.job.path, each.reason) for each in found if isinstance(each, Done)] == [
+            ("a", Reason.CRASHED),
+            ("b", Reason.CRASHED),
+        ]
+
+
+def test_names_that_fill_a_pipe_are_not_written_before_somebody_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instead(SLEEPS, tmp_path, monkeypatch)
+    monkeypatch.setattr(decoders, "_START_S", 0.2)
+    with pytest.raises(SetupError, match="decoder"):
+        list(decode_all([job("a" * 15_000), job("b" * 20_000)], Limits(), KEY, num=1))
+
+
+def test_viewer_ends_although_a_decoder_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    instead(SLEEPS, tmp_path, monkeypatch)
+    before = set(children(os.getpid()))
+    with Viewer(Limits(), 1, KEY) as shown:
+        shown.want([Flagged("a", 0, Seen())])
+        wait_until(lambda: bool(set(children(os.getpid())) - before), "a decoder")
+        left = time.monotonic()
+    assert time.monotonic() - left < 30.0
+
+
+def test_picture_that_cannot_be_drawn_for_whatever_reason_is_said_not_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: object, **named: object) -> Iterator[Done]:
+        raise RuntimeError("of no kind that anybody thought of")
+
+    monkeypatch.setattr(viewer, "decode_in_order", broken)
+    wanted = Flagged("a", 0, Seen())
+    with Viewer(Limits(), 1, KEY) as shown:
+        shown.want([wanted])
+        wait_until(lambda: shown.view(wanted) is not None, "an answer")
+        assert (view := shown.view(wanted)) and "RuntimeError" in view.problem and "thought" not in view.problem

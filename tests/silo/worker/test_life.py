@@ -1,0 +1,326 @@
+"""A plan's life at a site: superseded plans, plans given up, refusals tried again, images that changed in between."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aggregator.membership.registry import remember_ledger
+from ddm.errors import ApprovalError, BudgetError, DataError, SubmissionRefusedError
+from ddm.protocol.leave import LEAVE_NAME
+from ddm.trust.keys import SigningKey
+from ddm.trust.leave import open_leave, seal_leave
+from silo.config import Site
+from silo.plan.succession import successor
+from silo.worker.approval import approve
+from silo.worker.leaving import withdraw
+from silo.worker.life import AT_WORK, IDLE, LIFE, STATES, after
+from silo.worker.retraining import assess, retrain
+from silo.worker.sentences import HELD, now, report
+from silo.worker.state import load_state, state_path
+from silo.worker.worker import Worker
+from tests.support.federation import POLICY, TinyFederation, write_policy
+
+SILO = "north"
+PERSON = POLICY | {"approval": {"kind": "person"}}
+Planned = tuple[TinyFederation, str]
+
+
+@pytest.fixture(scope="module")
+def replaced_once(planned_once: Planned, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str, str]:
+    """A site whose inbox holds one plan, and a federation that has signed the next one."""
+    tiny = planned_once[0].copy(tmp_path_factory.mktemp("replaced") / "copy")
+    return tiny, planned_once[1], tiny.sign()
+
+
+@pytest.fixture
+def replaced(replaced_once: tuple[TinyFederation, str, str], tmp_path: Path) -> tuple[TinyFederation, str, str]:
+    tiny, first, second = replaced_once
+    return tiny.copy(tmp_path / "copy"), first, second
+
+
+def worker_of(tiny: TinyFederation) -> Worker:
+    return Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
+
+
+def change_images(tiny: TinyFederation) -> None:
+    """Mend one pixel."""
+    path = Path(tiny.sites[SILO].settings().data)
+    changed = tiny.path / "mended.npz"
+    with np.load(path) as archive:
+        arrays = {name: archive[name].copy() for name in archive.files}
+    arrays["images"][0, 0, 0, 0] += 0.01 if arrays["images"][0, 0, 0, 0] < 0 else -0.01
+    np.savez(changed, **arrays)
+    settings = tiny.sites[SILO].path / "silo.toml"
+    settings.write_text(settings.read_text().replace(str(path), str(changed)))
+
+
+def spent(site: Site) -> bytes:
+    return site.ledger_path.read_bytes() if site.ledger_path.exists() else b""
+
+
+@pytest.mark.parametrize(
+    "state", ["plan_accepted", "assigned", "audited", "released", "awaiting_approval", "in_outbox"]
+)
+def test_superseded_plan_ends_in_every_state_and_spends_nothing_more(
+    replaced: tuple[TinyFederation, str, str], state: str
+) -> None:
+    tiny, first, second = replaced
+    site = tiny.sites[SILO]
+    write_policy(site, POLICY if state == "in_outbox" else PERSON)
+    tiny.work(SILO, until=state)
+    before = spent(site)
+    tiny.deliver_plan(SILO, second)
+    worker = worker_of(tiny)
+    worker.begin()
+    worker.step()
+    assert (worker.state.state, worker.state.plan_id, worker.state.successor) == ("superseded", first, second)
+    assert spent(site) == before
+    assert second in now(worker.state)
+    worker.step()
+    assert (worker.state.state, worker.state.plan_id) == ("plan_accepted", second)
+
+
+def test_training_stops_when_its_plan_is_superseded_meanwhile(
+    replaced: tuple[TinyFederation, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, first, second = replaced
+    tiny.work(SILO, until="training")
+    monkeypatch.setattr("silo.worker.worker._LOOK_S", 0.0)
+    worker = worker_of(tiny)
+    asked, should_stop = [], worker._should_stop
+
+    def watch() -> bool:
+        asked.append(worker.state.state)
+        if len(asked) == 3:
+            tiny.deliver_plan(SILO, second)
+        return should_stop()
+
+    monkeypatch.setattr(worker, "_should_stop", watch)
+    worker.begin()
+    worker.step()
+    assert (worker.state.state, worker.state.successor) == ("superseded", second)
+    assert asked == 3 * ["training"]
+    assert not spent(tiny.sites[SILO])
+
+
+def test_plan_is_superseded_as_soon_as_the_metadata_of_the_next_one_are_here(
+    replaced: tuple[TinyFederation, str, str],
+) -> None:
+    tiny, first, second = replaced
+    site = tiny.sites[SILO]
+    part = site.inbox / second / f"{'0' * 16}.part"
+    shutil.copytree(tiny.federation.bundle(second) / "metadata", part / "metadata")
+    assert successor(site, first) is None  # the courier has not verified them
+    (part / "targets").mkdir()
+    assert successor(site, first) == second
+
+
+def test_announcement_that_nobody_signed_changes_nothing(
+    replaced: tuple[TinyFederation, str, str], tmp_path: Path
+) -> None:
+    tiny, first, second = replaced
+    site = tiny.sites[SILO]
+    tiny.work(SILO, until="assigned")
+    stranger = TinyFederation.create(tmp_path / "stranger", {SILO: 20})
+    foreign = stranger.sign()
+    shutil.copytree(stranger.federation.bundle(foreign), site.inbox / foreign / "bundle")  # another root
+    renamed = site.inbox / "tiny-00000001" / "bundle"  # the plan in work under another name
+    shutil.copytree(tiny.federation.bundle(first), renamed)
+    tiny.deliver_plan(SILO, second)
+    metadata = site.inbox / second / "bundle" / "metadata" / "targets.json"
+    genuine = metadata.read_bytes()
+    metadata.write_bytes(genuine.replace(b'"version":', b'"version": '))
+    assert successor(site, first) is None
+    metadata.write_bytes(genuine)
+    assert successor(site, first) == second  # the control: it is these bytes that announce it
+
+
+def test_older_plan_sent_again_announces_nothing(replaced: tuple[TinyFederation, str, str]) -> None:
+    tiny, first, second = replaced
+    site = tiny.sites[SILO]
+    old = shutil.move(site.inbox / first, tiny.path / "old")
+    tiny.deliver_plan(SILO, second)
+    assert tiny.work(SILO, until="assigned").plan_id == second
+    shutil.move(old, site.inbox / first)
+    assert successor(site, second) is None
+
+
+def test_draft_of_a_superseded_plan_is_not_approved(replaced: tuple[TinyFederation, str, str]) -> None:
+    tiny, _, second = replaced
+    site = tiny.sites[SILO]
+    write_policy(site, PERSON)
+    digest = tiny.work(SILO, until="awaiting_approval").submission_digest
+    tiny.deliver_plan(SILO, second)
+    with pytest.raises(ApprovalError, match=second):
+        approve(site, str(digest))
+
+
+@pytest.mark.parametrize("state", ["plan_refused", "plan_accepted", "assigned", "awaiting_approval", "in_outbox"])
+def test_site_gives_a_plan_up_in_every_state_and_says_so_with_its_key(
+    replaced: tuple[TinyFederation, str, str], state: str
+) -> None:
+    tiny, first, second = replaced
+    site, key = tiny.sites[SILO], tiny.key(SILO)
+    small = {"privacy": {"max_epsilon": 3.0}} if state == "plan_refused" else {}
+    write_policy(site, (POLICY if state == "in_outbox" else PERSON) | small)
+    tiny.work(SILO, until=state)
+    before = spent(site)
+    assert withdraw(site, key).state == "withdrawn"
+    sealed = (site.outbox / first / LEAVE_NAME).read_bytes()
+    assert open_leave(sealed, key.public, first, SILO).plan_id == first
+    assert json.loads((site.outbox / "status.json").read_bytes())["state"] == "withdrawn"
+    assert not list((site.outbox / first).rglob("*.safetensors"))
+    assert spent(site) == before
+    with pytest.raises(AssertionError, match="stands still"):
+        tiny.work(SILO, until="plan_accepted")  # the plan that was given up is never taken again
+    write_policy(site, POLICY)
+    tiny.deliver_plan(SILO, second)
+    assert tiny.work(SILO, until="plan_accepted").plan_id == second
+
+
+def test_site_without_a_plan_has_nothing_to_give_up(planned_once: Planned, tmp_path: Path) -> None:
+    tiny = planned_once[0].copy(tmp_path / "copy")
+    with pytest.raises(ApprovalError, match="no plan"):
+        withdraw(tiny.sites[SILO], tiny.key(SILO))
+
+
+def refused_once(tiny: TinyFederation, plan_id: str) -> None:
+    """Have the aggregator refuse the first submission, for a reason that has nothing to do with its images."""
+    tiny.work(SILO)
+    tiny.collect(SILO, plan_id)
+    remember_ledger(tiny.federation, SILO, "earlier-00000001", ("0" * 64,))
+    tiny.take_in()
+    (tiny.federation.registry / "ledgers" / f"{SILO}.json").unlink()
+    tiny.deliver_receipt(SILO, plan_id)
+
+
+def test_refusal_says_what_may_be_tried_again_and_what_it_costs(planned_once: Planned, tmp_path: Path) -> None:
+    tiny = planned_once[0].copy(tmp_path / "copy")
+    refused_once(tiny, planned_once[1])
+    with pytest.raises(SubmissionRefusedError) as refused:
+        tiny.work(SILO, until="accepted")
+    said = refused.value.remedy
+    assert "submission 2 of 20: no training, no epsilon" in said
+    assert "silo retrain" in said and "6 steps" in said and "which the budget does not cover" in said
+    problem = tiny.state_of(SILO).problem
+    assert problem and problem.remedy == said
+
+
+def test_images_mended_after_a_refusal_are_not_answered_with_the_old_expert(
+    planned_once: Planned, tmp_path: Path
+) -> None:
+    tiny, plan_id = planned_once[0].copy(tmp_path / "copy"), planned_once[1]
+    site = tiny.sites[SILO]
+    refused_once(tiny, plan_id)
+    with pytest.raises(SubmissionRefusedError):
+        tiny.work(SILO, until="accepted")
+    expert = site.private / "checkpoints" / plan_id / "experts" / SILO / "expert.safetensors"
+    old = expert.read_bytes()
+    change_images(tiny)
+    worker = worker_of(tiny)
+    worker.begin()
+    with pytest.raises(DataError) as changed:
+        worker.step()
+    assert "silo retrain" in changed.value.remedy and "does not cover" in changed.value.remedy
+    _, price, differs = assess(site)
+    assert differs and price.epsilon > price.left
+    with pytest.raises(BudgetError, match="training again"):
+        retrain(site)
+    assert expert.read_bytes() == old
+    write_policy(site, PERSON | {"privacy": {"budget_epsilon": 20.0}})
+    assert retrain(site).state == "plan_accepted"
+    state = tiny.work(SILO, until="awaiting_approval")
+    assert state.sequence == 2 and state.problem is None
+    assert expert.read_bytes() != old
+
+
+def test_retraining_on_the_same_images_costs_no_epsilon(planned_once: Planned, tmp_path: Path) -> None:
+    tiny = planned_once[0].copy(tmp_path / "copy")
+    site = tiny.sites[SILO]
+    write_policy(site, PERSON)
+    tiny.work(SILO, until="awaiting_approval")
+    before = spent(site)
+    _, price, differs = assess(site)
+    assert (price.epsilon, differs) == (0.0, False)
+    retrain(site)
+    tiny.work(SILO, until="awaiting_approval")
+    assert spent(site) == before
+
+
+def test_site_says_that_a_person_at_the_aggregator_decides(
+    planned_once: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, plan_id = planned_once[0].copy(tmp_path / "copy"), planned_once[1]
+    site = tiny.sites[SILO]
+    tiny.work(SILO)
+    tiny.collect(SILO, plan_id)
+    monkeypatch.setattr("aggregator.intake.examination.Examiner.faults", lambda *_: ["looks odd"])
+    assert tiny.take_in() == []
+    tiny.take_in()
+    folder = tiny.federation.receipts / plan_id / SILO
+    target = site.inbox / plan_id / "receipts" / "1.held.json"
+    target.parent.mkdir(parents=True)
+    shutil.copyfile(folder / "1.held.json", target)
+    worker = worker_of(tiny)
+    worker.begin()
+    worker.step()
+    assert worker.state.held and now(worker.state) == HELD
+    assert HELD in "\n".join(report(worker.state))
+
+
+def test_problem_that_was_solved_is_gone_when_the_work_goes_on(planned_once: Planned, tmp_path: Path) -> None:
+    tiny = planned_once[0].copy(tmp_path / "copy")
+    site = tiny.sites[SILO]
+    write_policy(site, PERSON | {"privacy": {"budget_epsilon": 2.0}})
+    worker = worker_of(tiny)
+    worker.begin()
+    worker.step()
+    with pytest.raises(BudgetError):
+        worker.step()
+    worker._keep_problem(BudgetError("privacy ledger"))
+    assert load_state(state_path(site.private)).problem
+    write_policy(site, PERSON)
+    restarted = worker_of(tiny)
+    restarted.begin()
+    assert restarted.state.problem is None
+    restarted.step()
+    assert load_state(state_path(site.private)).problem is None
+
+
+def test_word_that_a_plan_was_given_up_is_believed_from_the_silos_own_key_alone(
+    planned_once: Planned, tmp_path: Path
+) -> None:
+    tiny, plan_id = planned_once[0].copy(tmp_path / "copy"), planned_once[1]
+    arrived = tiny.federation.incoming / plan_id / SILO / LEAVE_NAME
+    arrived.parent.mkdir(parents=True)
+    key, at = tiny.key(SILO), tiny.federation.current_plan()[0].created_at
+    for name, forged in {
+        "another key": seal_leave(plan_id, SILO, SigningKey.generate(), at),
+        "another silo's key": seal_leave(plan_id, SILO, tiny.key("south"), at),
+        "another plan": seal_leave("tiny-00000001", SILO, key, at),
+        "another silo": seal_leave(plan_id, "south", key, at),
+        "junk": b"junk",
+    }.items():
+        arrived.write_bytes(forged)
+        tiny.take_in()
+        assert not (tiny.federation.receipts / plan_id / SILO).exists(), name
+        assert not arrived.exists(), f"{name} stays in the way of the genuine word"
+    arrived.write_bytes(seal_leave(plan_id, SILO, key, at))
+    tiny.take_in()
+    assert (tiny.federation.receipts / plan_id / SILO / "final").exists()
+    assert (tiny.federation.withdrawn / plan_id / SILO / "withdrawal.json").exists()
+
+
+def test_every_state_can_be_left_and_no_event_leads_out_of_the_table() -> None:
+    for state in STATES:
+        assert any(before == state and step.to != state for (before, _), step in LIFE.items()), state
+    assert {step.to for step in LIFE.values()} == set(STATES)
+    for state in AT_WORK:
+        assert after(state, "succession") == "superseded"
+        assert after(state, "withdraw") == "withdrawn"
+    assert {state for (state, event) in LIFE if event == "accept"} == IDLE
+    with pytest.raises(ApprovalError, match="expected state released, got state waiting"):
+        after("waiting", "draft")

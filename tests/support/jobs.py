@@ -1,0 +1,83 @@
+"""A small training as a job: what is wanted, who trains it, and the bytes that come of it."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddm.protocol.base import sha256_hex
+from ddm.protocol.plan import Plan
+from ddm.training.config import TrainingSettings
+from ddm.training.job import JobFolder, Result
+from ddm.training.jobs import Wanted, train_job
+from ddm.training.loop import Progress
+from ddm.training.planned import PlannedExpert
+from tests.support.documents import plan_document, to_bytes
+
+SHAPE, NUM = (1, 4, 4), 40
+TEXT = {"kind": "text", "dim": 3, "max_tokens": 2}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "dit": {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2},
+    "mmdit": {"kind": "mmdit", "patch": 2, "hidden": 16, "depth": 2, "heads": 2, "shared_depth": 1},
+}
+RECIPE = {
+    "num_steps": 100,
+    "batch_size": 8,
+    "learning_rate": 0.01,
+    "weight_decay": 0.01,
+    "ema_decay": 0.9,
+    "checkpoint_steps": 7,
+}
+
+
+def plan_of(kind: str = "dit", **training: object) -> Plan:
+    """A plan whose expert is small."""
+    changes = {"condition": TEXT} if kind == "mmdit" else {}
+    document = plan_document(data={"shape": list(SHAPE), "range": [-1.0, 1.0]}, **changes)
+    document["expert"] |= {"architecture": ARCHITECTURES[kind], "training": RECIPE | training}
+    return Plan.parse(to_bytes(document), subject="plan")
+
+
+def wanted_of(kind: str = "dit", **training: object) -> Wanted:
+    """The first expert of such a plan, and its inputs in memory."""
+    random = torch.Generator().manual_seed(0)
+    inputs = {"images": torch.rand(NUM, *SHAPE, generator=random) * 2 - 1}
+    if kind == "mmdit":
+        inputs["labels"] = torch.rand(NUM, 2, 3, generator=random)
+    expert = PlannedExpert(plan_of(kind, **training), "north", 0, None, TrainingSettings(device="cpu").engine)
+    return Wanted(expert, inputs, sha256_hex(b"data"))
+
+
+@dataclass
+class Trial:
+    """One training in a folder."""
+
+    path: Path
+    settings: TrainingSettings = TrainingSettings(device="cpu")
+    wanted: Wanted = field(default_factory=wanted_of)
+    told: list[Progress] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def folder(self) -> JobFolder:
+        """The job's."""
+        return JobFolder(self.path / "job")
+
+    @property
+    def expert(self) -> Path:
+        """Where the expert goes."""
+        return self.path / "kept" / "expert.safetensors"
+
+    def __call__(self, on_progress: Callable[[Progress], None] = lambda told: None) -> Result:
+        """Train to the end."""
+
+        def note(progress: Progress) -> None:
+            self.told.append(progress)
+            on_progress(progress)
+
+        return train_job(
+            self.wanted, self.folder, self.settings, self.expert, on_progress=note, should_stop=self.stop.is_set
+        )

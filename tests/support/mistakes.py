@@ -1,0 +1,158 @@
+"""A federation in which people make mistakes, and how a mistake and its remedy are written down."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tomli_w
+
+from ddm.protocol.base import sha256_hex
+from tests.support.federation import TinyFederation, images, recipe
+
+Words = list[object]
+
+
+@dataclass(frozen=True)
+class World:
+    """A federation in a folder with blanks and an umlaut: a release is out, and north's second submission waits."""
+
+    tiny: TinyFederation
+
+    @property
+    def path(self) -> Path:
+        return self.tiny.path
+
+    @property
+    def fed(self) -> Path:
+        return self.tiny.federation.path
+
+    @property
+    def north(self) -> Path:
+        return self.tiny.sites["north"].path
+
+    @property
+    def south(self) -> Path:
+        return self.tiny.sites["south"].path
+
+    @property
+    def secret(self) -> Words:
+        return ["--passphrase-file", self.path / "pass"]
+
+    @property
+    def digest(self) -> str:
+        return str(json.loads((self.north / "private" / "state.json").read_text())["submission_digest"])
+
+    @property
+    def fingerprint(self) -> str:
+        return sha256_hex(self.tiny.root.read_bytes())
+
+    def init(self, name: str = "Klinik Süd", **changes: object) -> Words:
+        """`silo init` for a new silo."""
+        given = {"id": "west", "data": self.path / "north.npz", "invitation": self.fed / "invitation.json"}
+        given |= {"root-fingerprint": self.fingerprint, "passphrase-file": self.path / "pass"} | changes
+        return [
+            "silo",
+            "init",
+            self.path / name,
+            *(word for key, value in given.items() for word in (f"--{key}", value)),
+        ]
+
+    def plan(self, **changes: object) -> Words:
+        """`aggregator plan` with a recipe and public images that fit."""
+        (self.path / "plan.toml").write_text(tomli_w.dumps(recipe().model_dump(mode="json", exclude_none=True)))
+        np.savez(self.path / "public.npz", images=images(120, 0.0, seed=1))
+        given = {"recipe": self.path / "plan.toml", "public": self.path / "public.npz"} | changes
+        options = [word for key, value in given.items() for word in (f"--{key}", value)]
+        return ["aggregator", "plan", self.fed, *options, *self.secret]
+
+    def release(self, *words: object) -> Words:
+        """The options of a command of `ddm` about the release."""
+        return [self.path / "release", "--root", self.tiny.root, "--state", self.path / "memory", *words]
+
+    def enroll(self, *words: object) -> Words:
+        """`silo enroll` of north."""
+        return ["silo", "enroll", self.north, "--out", self.path / "card.json", *words]
+
+
+Step = Callable[[World], object]
+
+
+def nothing(world: World) -> None:
+    """No need to do anything."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake.
+
+    Attributes:
+        typed: what is typed.
+        code: how it ends.
+        says: what it must say.
+        spoil: what went wrong before.
+        mend: what the person then does.
+        after: what is typed then; the same when None.
+        ends: how that ends.
+    """
+
+    typed: Callable[[World], Words]
+    code: int
+    says: str
+    spoil: Step = nothing
+    mend: Step = nothing
+    after: Callable[[World], Words] | None = None
+    ends: int = 0
+
+
+def edit(name: str, old: str, new: str) -> Step:
+    """Change a text file of the world."""
+
+    def change(world: World) -> None:
+        path = world.path / name
+        text = path.read_text("utf-8")
+        assert old in text, (name, old)
+        path.write_text(text.replace(old, new, 1), "utf-8")
+
+    return change
+
+
+def move(source: str, target: str) -> Step:
+    return lambda world: (world.path / source).rename(world.path / target)
+
+
+def copy_of(source: str, target: str) -> Step:
+    return lambda world: shutil.copyfile(world.path / source, world.path / target)
+
+
+def flip(name: str, at: int = -3) -> Step:
+    def change(world: World) -> None:
+        path = next(world.path.glob(name))
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        path.write_bytes(bytes(data))
+
+    return change
+
+
+def backup(name: str) -> Step:
+    return lambda world: shutil.copyfile(next(world.path.glob(name)), world.path / "backup")
+
+
+def restore(name: str) -> Step:
+    return lambda world: shutil.copyfile(world.path / "backup", next(world.path.glob(name)))
+
+
+def both(*steps: Step) -> Step:
+    return lambda world: [step(world) for step in steps]
+
+
+def status(world: World) -> Words:
+    return ["silo", "status", world.north]
+
+
+def toml(old: str, new: str, says: str) -> Mistake:
+    """A slip in silo.toml, mended where the message says."""
+    return Mistake(status, 3, says, edit("north/silo.toml", old, new), edit("north/silo.toml", new, old))

@@ -1,0 +1,481 @@
+"""Mistakes that people make, each one typed: no stack trace, a documented code, and the remedy, once done, helps.
+
+The commands run in this process, as `ddm.system.console.run_app` runs them for the installed programs.
+"""
+
+import re
+import resource
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddm.io.locks import locked
+from ddm.system.processes import program
+from tests.support.case import case
+from tests.support.commands import Done, command
+from tests.support.federation import PASSPHRASE, POLICY, TinyFederation, images, write_policy
+from tests.support.mistakes import (
+    Mistake,
+    Words,
+    World,
+    backup,
+    both,
+    copy_of,
+    edit,
+    flip,
+    move,
+    nothing,
+    restore,
+    status,
+    toml,
+)
+
+ROOT = Path(__file__).parent.parent
+CODES = set(map(int, re.findall(r"^\| (\d+) \|", (ROOT / "docs/reference/errors.md").read_text("utf-8"), re.MULTILINE)))
+MAX_LINES = 24
+
+
+@pytest.fixture(scope="module")
+def world_once(tmp_path_factory: pytest.TempPathFactory) -> World:
+    tiny = TinyFederation.create(tmp_path_factory.mktemp("mistakes") / "Süd 1", {"north": 40, "south": 30})
+    rich: dict[str, Any] = POLICY | {"privacy": {"budget_epsilon": 100.0, "budget_delta": 1e-3}}
+    for site in tiny.sites.values():
+        write_policy(site, rich)
+    tiny.complete(tiny.path / "release")
+    write_policy(tiny.sites["north"], rich | {"approval": {"kind": "person"}})
+    tiny.deliver_plan("north", tiny.sign())
+    tiny.work("north", until="plan_accepted")
+    tiny.work("north", until="awaiting_approval")
+    (tiny.path / "pass").write_bytes(PASSPHRASE + b"\n")
+    (tiny.path / "wrong").write_text("wrong\n")
+    (tiny.path / "empty").touch()
+    return World(tiny)
+
+
+@pytest.fixture
+def world(world_once: World, tmp_path: Path) -> World:
+    return World(world_once.tiny.copy(tmp_path / "Süd 1"))
+
+
+MISTAKES = {
+    # Typing
+    "a command misspelt": Mistake(lambda w: ["silo", "stauts", w.north], 2, "Did you mean 'status'", after=status),
+    "a flag misspelt": Mistake(
+        lambda w: [*status(w), "--jsn"], 2, "Did you mean --json", after=lambda w: [*status(w), "--json"]
+    ),
+    "an option left out": Mistake(lambda w: w.init()[:-2][:3], 2, "Missing option '--id'", after=lambda w: w.init()),
+    "arguments swapped": Mistake(
+        lambda w: ["aggregator", "enroll", w.path / "north.card.json", w.fed],
+        2,
+        "is a file",
+        after=lambda w: ["aggregator", "enroll", w.fed, w.path / "north.card.json"],
+    ),
+    "a half that does not exist": Mistake(
+        lambda w: ["silo", "run", w.north, "--only", "both"], 2, "'worker', 'courier'", after=status
+    ),
+    # The wrong folder or file
+    "the federation for the site": Mistake(lambda w: ["silo", "status", w.fed], 4, "silo.toml", after=status),
+    "the site for the federation": Mistake(
+        lambda w: ["aggregator", "status", w.north],
+        4,
+        "federation.toml",
+        after=lambda w: ["aggregator", "status", w.fed],
+    ),
+    "a folder in the site": Mistake(lambda w: ["silo", "status", w.north / "private"], 4, "silo.toml", after=status),
+    "the card for the invitation": Mistake(
+        lambda w: w.init(invitation=w.path / "north.card.json"), 21, "name the right file", after=lambda w: w.init()
+    ),
+    "the invitation for the card": Mistake(
+        lambda w: ["aggregator", "enroll", w.fed, w.fed / "invitation.json"],
+        21,
+        "name the right file",
+        after=lambda w: ["aggregator", "enroll", w.fed, w.path / "north.card.json"],
+    ),
+    "an invitation that is not there": Mistake(
+        lambda w: w.init(invitation="gone.json"), 4, "gone.json", after=lambda w: w.init()
+    ),
+    "a wrong root fingerprint": Mistake(
+        lambda w: w.init(**{"root-fingerprint": "0" * 64}),
+        19,
+        "Compare the root",
+        after=lambda w: w.init(**{"root-fingerprint": w.fingerprint.upper()}),
+    ),
+    "a site id with a blank": Mistake(
+        lambda w: w.init(id="Nord 1"), 3, "a letter a-z", after=lambda w: w.init(id="nord1")
+    ),
+    "a path of images with a slip": Mistake(
+        lambda w: w.init(data=w.path / "nroth.npz"), 4, "nroth.npz", after=lambda w: w.init()
+    ),
+    "a letter for images": Mistake(
+        lambda w: w.init(data=w.path / "pass"),
+        7,
+        "silo scan --data",
+        after=lambda w: ["silo", "scan", "--data", w.path / "pass", "--private", w.path / "scanned"],
+    ),
+    "a site made twice": Mistake(
+        lambda w: w.init("north"), 6, "Choose another folder", after=lambda w: w.init("north 2")
+    ),
+    "a federation made twice": Mistake(
+        lambda w: ["aggregator", "init", w.fed, "--name", "tiny", "--address", "127.0.0.1:9092", *w.secret],
+        6,
+        "Choose another folder",
+        after=lambda w: [
+            "aggregator",
+            "init",
+            w.path / "fed 2",
+            "--name",
+            "tiny",
+            "--address",
+            "127.0.0.1:9092",
+            *w.secret,
+        ],
+    ),
+    "an address without a port": Mistake(
+        lambda w: ["aggregator", "init", w.path / "f", "--name", "a", "--address", "localhost", *w.secret],
+        3,
+        "--address",
+        after=lambda w: ["aggregator", "init", w.path / "f", "--name", "a", "--address", "localhost:9092", *w.secret],
+    ),
+    "results into a folder": Mistake(
+        lambda w: ["silo", "enroll", w.north, "--out", w.south, *w.secret],
+        2,
+        "directory",
+        after=lambda w: w.enroll(*w.secret),
+    ),
+    "results below a file": Mistake(
+        lambda w: ["silo", "enroll", w.north, "--out", w.path / "pass" / "c.json", *w.secret],
+        8,
+        "paths",
+        after=lambda w: w.enroll(*w.secret),
+    ),
+    # Passphrases and keys
+    "a wrong passphrase": Mistake(
+        lambda w: w.enroll("--passphrase-file", w.path / "wrong"),
+        5,
+        "right passphrase",
+        after=lambda w: w.enroll(*w.secret),
+    ),
+    "an empty passphrase file": Mistake(
+        lambda w: w.enroll("--passphrase-file", w.path / "empty"), 5, "first line", after=lambda w: w.enroll(*w.secret)
+    ),
+    "a passphrase file that is gone": Mistake(
+        lambda w: w.enroll("--passphrase-file", w.path / "gone"),
+        4,
+        "--passphrase-file",
+        after=lambda w: w.enroll(*w.secret),
+    ),
+    "nobody to ask for the passphrase": Mistake(
+        lambda w: w.enroll(), 5, "--passphrase-file", after=lambda w: w.enroll(*w.secret)
+    ),
+    "a key that was moved away": Mistake(
+        lambda w: w.enroll(*w.secret),
+        4,
+        "Restore private/silo.key",
+        move("north/private/silo.key", "usb"),
+        copy_of("usb", "north/private/silo.key"),
+    ),
+    "a key that was written over": Mistake(
+        lambda w: w.enroll(*w.secret),
+        3,
+        "Restore the key's file from backup",
+        both(backup("north/private/silo.key"), copy_of("pass", "north/private/silo.key")),
+        restore("north/private/silo.key"),
+    ),
+    # Configuration
+    "a quote that is not closed": toml('silo_id = "north"', 'silo_id = "north', "line 2"),
+    "a field misspelt": toml("threads = 1", "thread = 1", "field thread"),
+    "a decimal comma": toml("poll_s = 0.5", "poll_s = 0,5", "no comma"),
+    "a path with backslashes": toml('federation = "tiny"', 'federation = "C:\\Users\\x"', "single ones"),
+    "a number out of range": toml("threads = 1", "threads = 0", "field threads"),
+    "a file saved as UTF-16": Mistake(
+        status,
+        3,
+        "saved as UTF-8",
+        both(
+            backup("north/silo.toml"),
+            lambda w: (w.north / "silo.toml").write_bytes((w.north / "silo.toml").read_text("utf-8").encode("utf-16")),
+        ),
+        restore("north/silo.toml"),
+    ),
+    "a policy that no plan fits": Mistake(
+        lambda w: ["silo", "check", w.north],
+        3,
+        "",
+        edit("north/policy.toml", "budget_epsilon", "budget_epsilom"),
+        edit("north/policy.toml", "budget_epsilom", "budget_epsilon"),
+        after=lambda w: ["silo", "ledger", "show", w.north],
+    ),
+    # Too early, too late, twice
+    "approving what is not there": Mistake(
+        lambda w: ["silo", "approve", w.south, "--digest", w.digest], 34, "nothing is left to approve", after=status
+    ),
+    "approving another digest": Mistake(
+        lambda w: ["silo", "approve", w.north, "--digest", "0" * 64],
+        34,
+        "silo review",
+        after=lambda w: ["silo", "approve", w.north, "--digest", w.digest],
+    ),
+    "approving the first letters": Mistake(
+        lambda w: ["silo", "approve", w.north, "--digest", w.digest[:16]],
+        34,
+        "silo review",
+        after=lambda w: ["silo", "review", w.north],
+    ),
+    "reviewing too late": Mistake(
+        lambda w: ["silo", "review", w.south], 3, "silo status", after=lambda w: ["silo", "status", w.south]
+    ),
+    "withdrawing before the first plan": Mistake(
+        lambda w: ["silo", "withdraw", w.path / "west", *w.secret],
+        34,
+        "silo run",
+        lambda w: command(*w.init("west")),
+        after=lambda w: ["silo", "status", w.path / "west"],
+    ),
+    "options of the images' page without it": Mistake(
+        lambda w: ["silo", "review", w.north, "--list"], 3, "--images", after=lambda w: ["silo", "review", w.north]
+    ),
+    "a release over another one": Mistake(
+        lambda w: ["aggregator", "publish", w.fed, "--out", w.path / "release", *w.secret],
+        6,
+        "",
+        after=lambda w: ["ddm", "verify", *w.release()],
+    ),
+    "a router before the submissions": Mistake(
+        lambda w: ["aggregator", "router", w.fed], 3, "aggregator run", after=lambda w: ["aggregator", "status", w.fed]
+    ),
+    # Plans
+    "a recipe that is not there": Mistake(
+        lambda w: w.plan(recipe=w.path / "p.toml"), 4, "p.toml", after=lambda w: [*w.plan(), "--yes"]
+    ),
+    "recipe and images swapped": Mistake(
+        lambda w: [*w.plan(recipe=w.path / "public.npz", public=w.path / "plan.toml"), "--yes"], 3, "public.npz"
+    ),
+    "nobody to confirm": Mistake(lambda w: w.plan(), 3, "--yes", after=lambda w: [*w.plan(), "--yes"]),
+    "too few public images": Mistake(
+        lambda w: [*w.plan(public=w.path / "few.npz"), "--yes"],
+        7,
+        "more public images",
+        lambda w: np.savez(w.path / "few.npz", images=images(3, 0.0, seed=1)),
+        after=lambda w: [*w.plan(), "--yes"],
+    ),
+    "a key that does not exist": Mistake(
+        lambda w: ["aggregator", "rotate", w.fed, "rooot", *w.secret],
+        3,
+        "one of root",
+        after=lambda w: ["aggregator", "status", w.fed],
+    ),
+    # Damage
+    "a ledger edited by hand": Mistake(
+        lambda w: ["silo", "ledger", "verify", w.north],
+        35,
+        "Restore the ledger",
+        both(backup("north/private/ledger.jsonl"), flip("north/private/ledger.jsonl", -100)),
+        restore("north/private/ledger.jsonl"),
+    ),
+    "a state cut short": Mistake(
+        status,
+        21,
+        "Restore private/state.json",
+        both(backup("north/private/state.json"), copy_of("empty", "north/private/state.json")),
+        restore("north/private/state.json"),
+    ),
+    "a byte of a release": Mistake(
+        lambda w: ["ddm", "verify", *w.release()],
+        12,
+        "Fetch it again",
+        both(
+            backup("release/targets/*/silos/north/experts/north/expert.safetensors"),
+            flip("release/targets/*/silos/north/experts/north/expert.safetensors"),
+        ),
+        restore("release/targets/*/silos/north/experts/north/expert.safetensors"),
+    ),
+    "a note in a release": Mistake(
+        lambda w: ["ddm", "verify", *w.release()],
+        15,
+        "Remove the file",
+        lambda w: (w.path / "release" / "targets" / "notes.txt").touch(),
+        lambda w: (w.path / "release" / "targets" / "notes.txt").unlink(),
+    ),
+    # Samples
+    "no images wanted": Mistake(
+        lambda w: ["ddm", "sample", *w.release("--num", 0, "--out", w.path / "a.png")],
+        2,
+        "--num",
+        after=lambda w: ["ddm", "verify", *w.release()],
+    ),
+    "a format that nobody writes": Mistake(
+        lambda w: ["ddm", "sample", *w.release("--num", 1, "--steps", 1, "--out", w.path / "a.jpg")],
+        3,
+        ".png",
+        after=lambda w: ["ddm", "sample", *w.release("--num", 1, "--steps", 1, "--out", w.path / "neu" / "ä b.png")],
+    ),
+    "a silo that is not in the release": Mistake(
+        lambda w: [
+            "ddm",
+            "sample",
+            *w.release("--num", 1, "--steps", 1, "--prior", "mars=1", "--out", w.path / "a.png"),
+        ],
+        3,
+        "north, south",
+        after=lambda w: [
+            "ddm",
+            "sample",
+            *w.release("--num", 1, "--steps", 1, "--prior", "north=1", "--out", w.path / "a.png"),
+        ],
+    ),
+    "the root of others": Mistake(
+        lambda w: [
+            "ddm",
+            "verify",
+            w.path / "release",
+            "--root",
+            w.path / "fed 2" / "tuf" / "metadata" / "1.root.json",
+        ],
+        19,
+        "fingerprint",
+        lambda w: command("aggregator", "init", w.path / "fed 2", "--name", "b", "--address", "127.0.0.1:1", *w.secret),
+        after=lambda w: ["ddm", "verify", *w.release()],
+    ),
+}
+
+
+def typed(words: Words) -> Done:
+    """Type a command, and look at the form of what it says."""
+    done = command(*words)
+    assert done.code in CODES, done.err
+    assert len(done.err.splitlines()) <= MAX_LINES, done.err
+    return done
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_ends_with_a_documented_code_and_its_remedy_helps(name: str, world: World) -> None:
+    mistake = MISTAKES[name]
+    mistake.spoil(world)
+    done = typed(mistake.typed(world))
+    assert done.code == mistake.code, done.err
+    assert mistake.says in done.err + done.out
+    if done.code not in (0, 2) and done.err:
+        assert "to do:" in done.err
+    mistake.mend(world)
+    if mistake.mend is not nothing or mistake.after:
+        again = typed((mistake.after or mistake.typed)(world))
+        if name == "a letter for images":
+            assert "not an image" in again.out
+        else:
+            assert again.code == mistake.ends, again.err
+
+
+def test_there_are_forty_mistakes_and_more() -> None:
+    assert len(MISTAKES) >= 40
+
+
+def test_approving_twice_changes_nothing(world: World) -> None:
+    approve = ["silo", "approve", world.north, "--digest", world.digest]
+    assert typed(approve).code == 0
+    approval = world.north / "private" / "approval.json"
+    before = approval.read_bytes()
+    assert typed(approve).code == 0 and approval.read_bytes() == before
+    assert world.tiny.work("north", until="in_outbox").sequence == 1
+    done = typed(approve)
+    assert done.code == 34 and "It was sent" in done.err
+
+
+def test_second_worker_is_told_of_the_first_and_a_lock_left_by_a_dead_one_holds_nobody(world: World) -> None:
+    with locked(world.north / "private", "worker"):
+        done = typed(["silo", "withdraw", world.north, *world.secret])
+    assert done.code == 6 and "to do:" in done.err
+    left = list((world.north / "private").glob("*lock*")) + list((world.north / "private").glob(".*lock*"))
+    assert left, "the file of the lock stays"
+    assert typed(["silo", "withdraw", world.north, *world.secret]).code == 0
+
+
+def test_busy_port_after_invitations_went_out_and_the_remedy_reaches_every_silo(world: World) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        edit("fed/federation.toml", "9092", str(port))(world)
+        done = typed(["aggregator", "run", world.fed, *world.secret])
+    assert done.code == 6
+    named = {
+        "federation.toml": ("port = ", ""),
+        "invitation.json": ('"address":"', ""),
+        "silo.toml": ("address = ", ""),
+    }
+    assert all(each in done.err for each in named)
+    edit("fed/federation.toml", f"port = {port}", "port = 9093")(world)
+    edit("fed/invitation.json", "127.0.0.1:9092", "127.0.0.1:9093")(world)
+    edit("north/silo.toml", "127.0.0.1:9092", "127.0.0.1:9093")(world)
+    assert typed(world.init()).code == 0
+    assert 'address = "127.0.0.1:9093"' in (world.path / "Klinik Süd" / "silo.toml").read_text("utf-8")
+    assert world.tiny.sites["north"].settings().address == "127.0.0.1:9093"
+
+
+@contextmanager
+def small_files(num_bytes: int) -> Iterator[None]:
+    """A disk that takes so much of each file: what a quota does."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_full_disk_and_a_folder_of_somebody_else_say_so_and_leave_nothing_half(world: World) -> None:
+    card = ["silo", "enroll", world.north, "--out", world.path / "new" / "card.json", *world.secret]
+    with small_files(64):
+        done = typed(card)
+    assert done.code == 8 and "Make room" in done.err
+    assert not list(world.path.glob("new/*"))
+    assert typed(card).code == 0
+    done = typed([*card[:4], "/proc/1/card.json", *world.secret])  # root, too, may write nothing there
+    assert done.code == 8 and "to do:" in done.err
+
+
+INTERRUPTED = {
+    "aggregator plan": lambda w: [*w.plan(), "--yes"],
+    "silo init": lambda w: w.init(),
+    "ddm verify": lambda w: ["ddm", "verify", *w.release()],
+    "ddm sample": lambda w: ["ddm", "sample", *w.release("--num", 64, "--steps", 40, "--out", w.path / "a.npz")],
+    "silo review": lambda w: ["silo", "review", w.north],
+    "silo service": lambda w: ["silo", "service", w.south, "--out", w.path / "units"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_ctrl_c_anywhere_ends_in_one_line_and_the_same_command_ends_well(name: str, world: World) -> None:
+    settings = world.south / "silo.toml"
+    settings.write_text(f'passphrase_file = "{world.path / "pass"}"\n' + settings.read_text("utf-8"), "utf-8")
+    words = INTERRUPTED[name](world)
+    line = [str(program(str(words[0]))), *map(str, words[1:])]
+    started = time.monotonic()
+    copied = World(world.tiny.copy(world.path.parent / "undisturbed"))
+    undisturbed = INTERRUPTED[name](copied)
+    subprocess.run([str(program(str(undisturbed[0]))), *map(str, undisturbed[1:])], check=name != "silo service")
+    lasted = time.monotonic() - started
+    for part in range(1, 9):
+        with case(part=part):
+            process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            try:
+                _, err = process.communicate(timeout=lasted * part / 9)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+                _, err = process.communicate(timeout=120)
+            assert "Traceback" not in err and len(err.splitlines()) <= MAX_LINES, err
+            assert process.returncode in (0, 6, 130), err
+            if process.returncode == 0:
+                break
+    again = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert again.returncode in (0, 6), again.stderr
+    assert again.returncode == 0 or name == "silo init", again.stderr
