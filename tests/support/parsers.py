@@ -18,7 +18,7 @@ from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Submission
-from ddm.training.job import Beat, Failure, Launch, Result
+from ddm.training.job import Beat, Result
 from ddm.transport.flower import decode_reply, decode_request, encode
 from ddm.transport.messages import (
     Ask,
@@ -254,11 +254,7 @@ def _sign_request(data: bytes) -> object:
 
 _EXPERT = {"path": "expert.safetensors", "bytes": 8, "digest": DIGEST}
 _JOB: Mapping[type[Document], dict[str, Any]] = {
-    Launch: {
-        **{"launch_id": "a1", "work": DIGEST, "by": "command", "host": "node1", "pid": 7, "started": 3},
-    },
     Beat: {"count": 2, "step": 3, "num_steps": 4, "loss": 0.5},
-    Failure: {"rank": 0, "kind": "ours", "code": 7, "subject": "images"},
     Result: {"work": DIGEST, "steps": 3, "loss": 0.5, "seconds": 1.0, "flops": 1e9, "expert": _EXPERT},
 }
 
