@@ -31,6 +31,7 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_NUM_THREADS = 17  # among the fields of /proc/PID/stat after the name
 _IS_LINUX = sys.platform == "linux"
 _KILL_TIMEOUT_S = 2.0
 
@@ -49,7 +50,8 @@ def descendants(pid: int) -> list[int]:
         with contextlib.suppress(OSError, ValueError, IndexError):
             # The name in parentheses may hold spaces and parentheses; the fields after the last one are state, ppid.
             fields = entry.read_text(errors="replace").rpartition(")")[2].split()
-            if fields[0] not in ("Z", "X"):
+            # A process whose main thread has ended shows as a zombie while its other threads go on.
+            if fields[0] not in ("Z", "X") or int(fields[_NUM_THREADS]) > 1:
                 children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
     found = [pid]
     for parent in found:

@@ -21,6 +21,13 @@ stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', 
 subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
 time.sleep(600)
 """
+# The same, but when told to end only its main thread does: the kernel then shows it as a zombie, while it lives on.
+HALF_ENDED = f"""
+import ctypes, signal, threading, time
+threading.Thread(target=time.sleep, args=[600]).start()
+signal.signal(signal.SIGTERM, lambda *_: ctypes.CDLL(None).pthread_exit(None))
+{TREE}
+"""
 SUPERVISOR = """
 import sys, time
 from pathlib import Path
@@ -42,6 +49,15 @@ def tree(tmp_path):
 def test_tree_is_gone_when_terminated_although_a_grandchild_ignores_sigterm(tree):
     pids = [tree.guard_pid, *descendants(tree.guard_pid)]
     assert len(pids) == 3 and tree.num_descendants() == 1
+    tree.terminate()
+    assert not any(map(alive, pids)) and not tree.running()
+
+
+def test_tree_is_gone_when_only_the_main_thread_of_its_program_ends(tmp_path):
+    tree = spawn([sys.executable, "-c", HALF_ENDED], log_path=tmp_path / "log", grace_s=0.2)
+    wait_until(lambda: "up" in tree.log_tail())
+    pids = [tree.guard_pid, *descendants(tree.guard_pid)]
+    assert len(pids) == 3
     tree.terminate()
     assert not any(map(alive, pids)) and not tree.running()
 

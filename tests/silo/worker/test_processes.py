@@ -84,7 +84,7 @@ def opened(pid: int) -> set[str]:
 @contextmanager
 def looked_into(pid: int, look: Callable[[list[int]], None]) -> Iterator[None]:
     """Hold the processes below one that train, once both take connections, and look at them and at their guards."""
-    done = threading.Event()
+    done, others = threading.Event(), set(descendants(pid))
 
     def wait_and_look() -> None:
         while not done.wait(0.01):
@@ -96,7 +96,7 @@ def looked_into(pid: int, look: Callable[[list[int]], None]) -> Iterator[None]:
                 for each in pids:
                     os.kill(each, signal.SIGSTOP)
             try:
-                look(descendants(pid))
+                look([each for each in descendants(pid) if each not in others])
             finally:
                 for each in pids:
                     os.kill(each, signal.SIGCONT)
