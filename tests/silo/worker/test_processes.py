@@ -44,7 +44,12 @@ def planned(planned_once: tuple[TinyFederation, str], tmp_path: Path) -> tuple[T
 
 def training_processes(pid: int) -> list[int]:
     """The processes below one that train, without their guards."""
-    return [each for each in descendants(pid) if Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")[1:4] == OURS]
+    found = list[int]()
+    for each in descendants(pid):
+        with suppress(FileNotFoundError, ProcessLookupError):  # another one, which has just ended
+            if Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")[1:4] == OURS:
+                found.append(each)
+    return found
 
 
 def holds(pid: int, secret: bytes) -> bool:
@@ -82,30 +87,37 @@ def opened(pid: int) -> set[str]:
 
 
 @contextmanager
-def looked_into(pid: int, look: Callable[[list[int]], None]) -> Iterator[None]:
-    """Hold the processes below one that train, once both take connections, and look at them and at their guards."""
-    done, others = threading.Event(), set(descendants(pid))
+def looked_into(pid: int, look: Callable[[list[int]], None]) -> Iterator[set[str]]:
+    """Hold the processes below one that train, once both have taken connections, and look at them and their guards.
+
+    Yields:
+        The addresses at which they take connections, as they are heard of.
+    """
+    done, others, addresses = threading.Event(), set(descendants(pid)), set[str]()
 
     def wait_and_look() -> None:
-        while not done.wait(0.01):
-            pids = list[int]()
-            with suppress(FileNotFoundError, ProcessLookupError):
-                pids = training_processes(pid)
-                if len(pids) != 2 or not all(set(listening(each)) for each in pids):
-                    continue
-                for each in pids:
-                    os.kill(each, signal.SIGSTOP)
-            try:
-                look([each for each in descendants(pid) if each not in others])
-            finally:
-                for each in pids:
-                    os.kill(each, signal.SIGCONT)
-            return
+        heard, pids = set[int](), list[int]()
+        while len(heard) < 2:
+            if done.wait(0.005):
+                return
+            pids = training_processes(pid)
+            for each in pids:
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    if found := set(listening(each)):
+                        heard.add(each)
+                        addresses.update(found)
+        for each in pids:
+            os.kill(each, signal.SIGSTOP)
+        try:
+            look([each for each in descendants(pid) if each not in others])
+        finally:
+            for each in pids:
+                os.kill(each, signal.SIGCONT)
 
     thread = threading.Thread(target=wait_and_look)
     thread.start()
     try:
-        yield
+        yield addresses
     finally:
         done.set()
         thread.join()
@@ -128,18 +140,17 @@ def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_
     tiny, plan_id = planned
     alone, site, key = tiny.copy(tmp_path / "alone"), tiny.sites[SILO], tiny.key(SILO)
     ask_for_processes(site, 2)
-    secret, found, addresses = key._private.private_bytes_raw(), dict[int, bool](), set[str]()
+    secret, found = key._private.private_bytes_raw(), dict[int, bool]()
     shared = dict[int, set[str]]()
 
     def look(pids: list[int]) -> None:
         for pid in pids:
             found[pid] = holds(pid, secret)
-            addresses.update(listening(pid))
             shared[pid] = opened(pid) & opened(os.getpid())
 
     worker = Worker(site, key, lambda state: None)
     worker.begin()
-    with looked_into(os.getpid(), look):
+    with looked_into(os.getpid(), look) as addresses:
         while worker.state.state != "in_outbox":
             worker.step()
     assert list(found.values()) == [False] * 4, "two processes and their guards"
