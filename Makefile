@@ -44,14 +44,14 @@ fix: $(STAMP)  ## Mend what ruff can mend, then format.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: $(STAMP)  ## The default tests: CPU, offline, two files at a time.
-	$(BIN)/python -m pytest -n 2
+test: $(STAMP)  ## The default tests: CPU, offline, three files at a time (half of a test is waiting for processes).
+	$(BIN)/python -m pytest -n 3
 
 test-slow: $(STAMP)  ## The slow tests as well.
 	$(BIN)/python -m pytest -m "not gpu"
 
 coverage: $(STAMP)  ## The default tests with the branches they take counted; fails below the gate in pyproject.toml.
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not measured" --cov --cov-report=term
+	$(BIN)/python -m pytest -n 3 -m "not slow and not gpu and not measured" --cov --cov-report=term
 
 bench: $(STAMP)  ## Benchmarks of the diffusion core, side by side; figures in build/bench/targets.csv.
 	@$(BIN)/python examples/benchmarks/run.py
