@@ -70,7 +70,7 @@ def as_many_threads_as_asked_for() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_disks() -> Iterator[None]:
-    """Return at once from `fsync`, here and not in programs: only a power cut, which no test makes, shows what it does."""
+    """Return at once from `fsync`, here and not in programs: only a power cut, which no test makes, shows its use."""
     with pytest.MonkeyPatch.context() as patch:
         # A descriptor that is not open still raises OSError.
         patch.setattr(os, "fsync", lambda file: os.fstat(file if isinstance(file, int) else file.fileno()) and None)
