@@ -8,9 +8,9 @@ from aggregator.commands.plan import plan
 from aggregator.commands.publish import publish, withdraw
 from aggregator.commands.quarantine import admit, quarantine, refuse
 from aggregator.commands.router import router
-from aggregator.commands.run import run
 from aggregator.commands.service import service
 from aggregator.commands.status import status
+from aggregator.commands.work import run
 from ddm.io.modes import keep_private
 from ddm.system.console import new_program, run_app
 

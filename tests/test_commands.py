@@ -556,6 +556,30 @@ def test_interrupt_while_a_command_is_imported_is_answered_in_one_line(command: 
         assert "Traceback" not in done.stderr
 
 
+ENDED = """
+import atexit, os, sys, types
+class Late:
+    def __del__(self):
+        os.kill(os.getpid(), {number})  # when Python has taken its own handlers down
+def main():
+    module.late = Late()
+    atexit.register(os.kill, os.getpid(), {number})
+    sys.exit(7)
+module = types.ModuleType("silo.cli")
+module.main = main
+sys.modules["silo.cli"] = module
+from ddm.system.entry_points import silo
+silo()
+"""
+
+
+def test_interrupt_of_a_command_that_has_ended_changes_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED.format(number=int(signal.SIGINT))], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+
+
 def test_make_explains_an_old_and_a_missing_python(tmp_path: Path) -> None:
     old = tmp_path / "python3.8"
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.8.1" || exit 1\n')

@@ -29,7 +29,10 @@ def _start(module: str) -> None:
     # An interrupt in the middle of an import surfaces as whatever that module makes of it; nothing was begun, so leave.
     with handled(_leave, (signal.SIGINT,)):
         main = import_module(module).main
-    main()
+    try:
+        main()
+    finally:  # what the command did is done, and Python, which takes its handlers down now, would let Ctrl-C kill it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:

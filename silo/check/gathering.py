@@ -14,6 +14,7 @@ from ddm.protocol.base import sha256_hex
 from ddm.system.findings import Attempts
 from ddm.system.memory import available_bytes
 from ddm.system.requirements import check_packages
+from silo.check.launcher import look_at
 from silo.check.rules import Facts, Modes
 from silo.config import Policy, SiloSettings, Site
 from silo.courier.clock import seconds_ahead
@@ -57,6 +58,7 @@ class Gathering:
             num_gpus=num_gpus,
             has_gpu=has_gpu,
             num_cores=len(os.sched_getaffinity(0)),
+            launcher=self._try("launcher", lambda: look_at(settings.training)) if settings else None,
             memory_bytes=available_bytes(),
             disk_bytes=self._try("disk", lambda: free_bytes(site.private)) or 0,
             ahead_s=seconds_ahead(address) if address else None,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from ddm.errors import ArchipelagoError
 from ddm.system.console import human_bytes
 from ddm.system.findings import Finding, Findings, apply
+from silo.check.launcher import Launcher, findings_of
 from silo.config import Isolation, Policy, SiloSettings
 from silo.courier.clock import describe
 from silo.courier.reach import remedy_for
@@ -40,6 +41,7 @@ class Facts:
         num_gpus: that torch sees; None where torch cannot be loaded.
         has_gpu: whether the machine has one of NVIDIA's.
         num_cores: that this process may use.
+        launcher: what starts a job's processes; None where this machine trains by itself.
         memory_bytes: available.
         disk_bytes: free where the worker writes.
         ahead_s: by how much this clock is ahead of the aggregator's; None where that is not known.
@@ -61,6 +63,7 @@ class Facts:
     num_gpus: int | None = 0
     has_gpu: bool = False
     num_cores: int = 1
+    launcher: Launcher | None = None
     memory_bytes: int = LEAST_MEMORY_BYTES
     disk_bytes: int = 0
     ahead_s: float | None = None
@@ -107,6 +110,10 @@ def _device(facts: Facts) -> Iterator[Finding]:
         expected = f"at most {facts.num_cores}, the cores that this process may use"
         remedy = "Lower threads in silo.toml: more of them than cores slow each other down."
         yield Finding("threads", expected, str(settings.threads), remedy, "warn")
+
+
+def _launcher(facts: Facts) -> Iterator[Finding]:
+    return findings_of(facts.launcher)
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
@@ -190,6 +197,7 @@ _RULES: Mapping[str, Callable[[Facts], Iterator[Finding]]] = {
     "configuration": _no_more,
     "packages": _packages,
     "device": _device,
+    "launcher": _launcher,
     "memory": _memory,
     "disk": _disk,
     "clock": _clock,

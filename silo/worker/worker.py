@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ddm.errors import ArchipelagoError, BusyError, SubmissionRefusedError
+from ddm.errors import ArchipelagoError, BusyError
 from ddm.io.locks import locked
 from ddm.privacy.plan_cost import Kind, mechanisms
 from ddm.protocol.base import now_utc
@@ -29,10 +29,10 @@ from silo.worker import outbox, stages
 from silo.worker import training as experts
 from silo.worker.approval import approval_path, approved, find_approval, load_draft, review_folder
 from silo.worker.life import AT_WORK, IDLE, Event
+from silo.worker.listening import Listener
 from silo.worker.pause import Halt
 from silo.worker.progress import NOTE_S, Meter, Stage
-from silo.worker.receipts import Heard, heard, listens, problem_of
-from silo.worker.retraining import changed_images, refused_remedy
+from silo.worker.retraining import changed_images
 from silo.worker.room import check_folders, check_room
 from silo.worker.state import Problem, State, StateName, load_state, save_state, state_path, tell_courier
 
@@ -81,6 +81,7 @@ class Worker:
         self._decisions = DecisionLog(site)
         self._meter = Meter(site.private)
         self._halt = Halt(site, self.stopping)
+        self._listener = Listener(site, self.policy)
         self._asked: dict[tuple[str, tuple[int, int] | None], str] = {}
 
     def run(self) -> State:
@@ -311,21 +312,12 @@ class Worker:
         Raises:
             SubmissionRefusedError: it refused the submission, or left this silo out before it accepted one.
         """
-        if not listens(self.state) or not (said := heard(self.site, self.state, self._plan().plan)):
+        if (said := self._listener.word(self.state)) is None:
             return False
-        before, problem = self.state, self._problem_in(said)
-        changes = {"receipt": {}, "hold": {"held": True}, "notice": {"confirmed": True}}.get(said.event, {})
-        own = before.state == "withdrawn"  # of its own accord, so that the notice only confirms it
-        self._go(said.event, **changes, problem=None if own or problem is None else _problem(problem))
-        if problem and before.state in AT_WORK:
-            raise problem
+        self._go(said.event, **said.changes, problem=None if said.problem is None else _problem(said.problem))
+        if said.problem and said.ends:
+            raise said.problem
         return True
-
-    def _problem_in(self, said: Heard) -> SubmissionRefusedError | None:
-        remedy = ""
-        if said.event == "refusal":
-            remedy = refused_remedy(self.state, self._plan(), stages.open_ledger(self.site, self.policy))
-        return problem_of(said, self.state, remedy)
 
     @property
     def _parts(self) -> int:

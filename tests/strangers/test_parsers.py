@@ -17,7 +17,7 @@ from tests.support.parsers import Door, doors, messages, texts
 DOORS = {**doors(), **messages()}
 # What a program writes for itself, in a folder that is its own.
 OWN = {"CheckpointRecord", "LogRecord", "RemovedRoles", "_Record", "RouterReport", "SiloKeys", "Student"}
-OWN |= {"Split", "TrainedIsland", "Link", "Head", "Job", "Launch", "Failure"}
+OWN |= {"Split", "TrainedIsland", "Link", "Head"}
 quick = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 thorough = settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 

@@ -18,7 +18,7 @@ from ddm.protocol.manifest import Manifest
 from ddm.protocol.plan import Plan
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Submission
-from ddm.training.job import Beat, Result
+from ddm.training.job import Beat, Failure, Job, Launch, Result
 from ddm.transport.flower import decode_reply, decode_request, encode
 from ddm.transport.messages import (
     Ask,
@@ -253,7 +253,23 @@ def _sign_request(data: bytes) -> object:
 
 
 _EXPERT = {"path": "expert.safetensors", "bytes": 8, "digest": DIGEST}
+_PLACE = {"path": "images.npy", "dtype": "<f4", "shape": [3, 1, 8, 8], "offset": 128}
+_FITTED = {"shape": [1, 8, 8], "range": [-1.0, 1.0]}
 _JOB: Mapping[type[Document], dict[str, Any]] = {
+    Job: {
+        **{"plan_digest": DIGEST, "silo_id": "north", "number": 1, "data": DIGEST, "threads": 2},
+        **{"engine": {"processes": 2, "device": "cpu"}, "base": _EXPERT | {"path": "base.safetensors"}},
+        "images": {"kind": "referred", "places": [_PLACE], "fitted": _FITTED, "chosen": _PLACE | {"dtype": "<i8"}},
+        "labels": {"kind": "copied", "place": _PLACE},
+    },
+    Launch: {
+        **{"launch_id": "a1", "work": DIGEST, "by": "command", "host": "node1", "pid": 7, "started": 3},
+        **{"returned": 1, "futile": 1, "step": 2},
+    },
+    Failure: {
+        **{"rank": 0, "kind": "ours", "code": 7, "subject": "images"},
+        **{"expected": "a number", "got": "none", "remedy": "Try again."},
+    },
     Beat: {"count": 2, "step": 3, "num_steps": 4, "loss": 0.5},
     Result: {"work": DIGEST, "steps": 3, "loss": 0.5, "seconds": 1.0, "flops": 1e9, "expert": _EXPERT},
 }

@@ -97,6 +97,7 @@ def podman_user(name: str) -> Iterator[Podman]:
     runtime = Path(f"/run/user/{found.pw_uid}")
     podman = Podman(name, Path(found.pw_dir), runtime)
     try:
+        shutil.rmtree(runtime, ignore_errors=True)  # of an earlier user with this number, whose test was killed
         runtime.mkdir(parents=True, mode=0o700)
         podman.configure()
         for path in (runtime, *podman.home.rglob("*")):

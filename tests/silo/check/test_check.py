@@ -17,9 +17,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+from ddm.io.settings import save_settings
 from ddm.system.console import run_app
 from ddm.system.findings import Findings
 from ddm.system.processes import program
+from ddm.training.config import TrainingSettings
 from silo.check.gathering import Gathering
 from silo.check.rules import examine
 from silo.cli import app
@@ -27,6 +29,7 @@ from silo.config import Site
 from silo.courier.reach import try_connection
 from silo.worker.state import Problem, State, save_state, state_path
 from tests.conftest import Planned
+from tests.support.case import case
 from tests.support.federation import TinyFederation
 from tests.support.submissions import SILO
 
@@ -177,6 +180,31 @@ def test_each_thing_that_goes_wrong_is_found_by_its_check(site: Site, tmp_path: 
         found["keys"][0].subject.endswith("courier/node.key")
         and found["work"][0].got == "the plan asks for more (code 30)"
     )
+
+
+def test_launcher_without_its_program_or_a_folder_that_it_can_write_is_found(site: Site, tmp_path: Path) -> None:
+    jobs, there = tmp_path / "jobs", str(program("silo"))
+    jobs.mkdir(mode=0o700)
+
+    def found(launcher: list[str], folder: Path | None = jobs) -> list[tuple[str, str, str]]:
+        engine = TrainingSettings(launcher=(*launcher, "{folder}"), jobs=folder)
+        save_settings(site.settings().model_copy(update={"training": engine}), site.path / "silo.toml", "test")
+        return [(each.level, each.subject, each.got) for each in found_at(site).get("launcher", ())]
+
+    assert found([there]) == found(["{python}", "-m", "x"], None) == found(["env", "A=b", there]) == []
+    for words in (["srun-that-is-not-there"], ["env", "A=b", "srun-that-is-not-there", "--nodes=2"]):
+        with case(words=words):
+            gone = "srun-that-is-not-there, which is not found"
+            assert found(words) == [("fail", "training.launcher", gone)]
+    ((level, subject, got),) = found([there], tmp_path / "unmounted")
+    assert (level, subject) == ("warn", str(tmp_path / "unmounted")) and "nothing there" in got
+    for folder in (Path("/proc/1"), tmp_path / "file"):  # nobody writes to the first, root neither
+        with case(folder=folder):
+            (tmp_path / "file").touch()
+            assert [(level, subject) for level, subject, _ in found([there], folder)] == [("fail", str(folder))]
+    jobs.chmod(0o755)
+    assert found([there]) == [("warn", str(jobs), "mode 755")]
+    assert not list(jobs.iterdir())
 
 
 def test_key_without_a_passphrase_and_a_gpu_that_is_not_there_fail(site: Site) -> None:

@@ -2,17 +2,19 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from aggregator.membership.registry import remember_ledger
-from ddm.errors import ApprovalError, BudgetError, DataError, SubmissionRefusedError
+from ddm.errors import ApprovalError, BudgetError, DataError, DigestError, SubmissionRefusedError
 from ddm.protocol.leave import LEAVE_NAME
 from ddm.trust.keys import SigningKey
 from ddm.trust.leave import open_leave, seal_leave
 from silo.config import Site
+from silo.plan.acceptance import plan_folder
 from silo.plan.succession import successor
 from silo.worker.approval import approve
 from silo.worker.leaving import withdraw
@@ -21,6 +23,7 @@ from silo.worker.retraining import assess, retrain
 from silo.worker.sentences import HELD, now, report
 from silo.worker.state import load_state, state_path
 from silo.worker.worker import Worker
+from tests.support.case import case
 from tests.support.federation import POLICY, TinyFederation, write_policy
 
 SILO = "north"
@@ -324,3 +327,39 @@ def test_every_state_can_be_left_and_no_event_leads_out_of_the_table() -> None:
     assert {state for (state, event) in LIFE if event == "accept"} == IDLE
     with pytest.raises(ApprovalError, match="expected state released, got state waiting"):
         after("waiting", "draft")
+
+
+def test_damaged_copy_of_an_earlier_plan_is_said_once_and_keeps_nobody_from_the_next(
+    replaced: tuple[TinyFederation, str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny, first, second = replaced
+    site = tiny.sites[SILO]
+    tiny.work(SILO)
+    damaged = plan_folder(site, first) / "targets" / first / "plan.json"
+    whole = damaged.read_bytes()
+    damaged.unlink()  # which may be linked with the inbox
+    damaged.write_bytes(whole[:-1])
+    worker = worker_of(tiny)
+    worker.begin()
+    with pytest.raises(DigestError):  # in work, nothing is done without the plan
+        worker.step()
+    damaged.write_bytes(whole)
+    withdraw(site, tiny.key(SILO))
+
+    spoilers: dict[str, Callable[[], object]] = {
+        "changed": lambda: damaged.write_bytes(whole[:-1]),
+        "gone": lambda: shutil.rmtree(plan_folder(site, first)),
+    }
+    for how, spoil in spoilers.items():
+        with case(how=how):
+            spoil()
+            caplog.clear()
+            restarted = worker_of(tiny)
+            restarted.begin()
+            restarted.step()
+            restarted.step()
+            assert restarted.state.state == "withdrawn" and restarted.state.problem is None
+            assert caplog.text.count(f"copy of the earlier plan {first} is damaged") == 1
+    tiny.deliver_plan(SILO, second)
+    restarted.step()
+    assert (restarted.state.state, restarted.state.plan_id) == ("plan_accepted", second)
