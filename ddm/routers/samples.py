@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
 
 from ddm.diffusion.path import Expert, Experts, Path, expand_time, x_t
 from ddm.diffusion.rng import stream
@@ -117,6 +118,24 @@ def samples_router_specs(
     with torch.device("meta"):
         state = _build(num_experts, shape, settings, condition).state_dict()
     return {f"net.{name}": TensorSpec("F32", tuple(tensor.shape)) for name, tensor in state.items()}
+
+
+def training_flops(
+    num_experts: int, shape: Sequence[int], settings: Settings, condition: Condition = NoCondition()
+) -> int:
+    """Return the operations of all matrix products of a router's training steps, forward and backward.
+
+    Args:
+        num_experts: E.
+        shape: one image, (C, H, W).
+        settings: the plan's recipe.
+        condition: of the experts; what reading it takes is left out, being a few products a sample.
+    """
+    with torch.device("meta"):
+        net = _build(num_experts, shape, settings, condition)
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.backward(net(torch.empty(1, *shape), torch.empty(1), None).sum())
+    return int(counter.get_total_flops()) * settings.num_steps * settings.batch_size
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Trains the small classifier whose features the tables of FID use, on labelled public images, and says how good it is.
 
-    python examples/paper/classifier.py --data public.npz --out classifier.safetensors
+    python -m examples.paper.classifier --data public.npz --out classifier.safetensors
 
 The npz holds `images` and `labels`. A tenth of the images is held out, and the share of them whose class is found is
 printed with the file's digest. The same images and seed give the same file on the same machine.

@@ -1,6 +1,6 @@
 """Measures recipes of training: the same network, images and steps, one change at a time, by the FID of its samples.
 
-    python examples/paper/recipe.py --data FOLDER --out FOLDER
+    python -m examples.paper.recipe --data FOLDER --out FOLDER
 
 FOLDER of --data holds Fashion-MNIST's four idx gz files. A small transformer is trained on the training images by each
 recipe, and its samples are compared with the test images by the features of a small classifier, which is trained first
@@ -16,7 +16,6 @@ from typing import Annotated
 
 import torch
 from pydantic import Field
-from recipes import ROWS, SHAPE, Row
 from torch import Tensor
 
 from ddm.diffusion.path import LinearPath
@@ -30,6 +29,7 @@ from ddm.protocol.base import Model
 from ddm.protocol.plan import DataSpec
 from ddm.system.console import UNBROKEN, progress, say, table
 from ddm.training.loop import train
+from examples.paper.recipes import ROWS, SHAPE, Row
 
 DATA = DataSpec(shape=SHAPE, range=(-1.0, 1.0))
 _NEIGHBOURS = 5

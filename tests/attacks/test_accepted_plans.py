@@ -3,17 +3,17 @@
 from dataclasses import replace
 from pathlib import Path
 
-import neighbours
 import numpy as np
 import pytest
 import torch
-from attacks import epsilon_bound
-from drawing import Released, release
 from torch import Tensor
 
 from ddm.errors import ArchipelagoError, BudgetError, DigestError
 from ddm.io.tensors import load_tensors
 from ddm.protocol.plan import Budget
+from examples.paper.privacy import neighbours
+from examples.paper.privacy.attacks import epsilon_bound
+from examples.paper.privacy.drawing import Released, release
 from silo.plan.acceptance import AcceptedPlan, load_accepted, waiting_plans, workspace_folder
 from silo.privacy.ledger import Ledger, make_ledger
 from silo.privacy.statistics import STATISTIC_NAMES, Source, draw

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-import drawing
 import pytest
 from torch import Tensor
 
 from ddm.errors import ArchipelagoError, DocumentError, PolicyError, TensorFileError
 from ddm.loading.plan import sketch_noise_level
+from examples.paper.privacy import drawing
 from silo.config import Policy, PrivacyPolicy
 from tests.support.dishonest_aggregator import DELTA, PUBLIC, RANK, Aggregator, UnsignedPlan, clusters_around
 

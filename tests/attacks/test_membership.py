@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-import neighbours
 import numpy as np
 import pytest
-from attacks import epsilon_bound
-from neighbours import Neighbours, with_quarter_noise
 from scipy.stats import norm
 
 from ddm.privacy.accounting import gaussian_delta
 from ddm.privacy.plan_cost import plan_epsilon
+from examples.paper.privacy import neighbours
+from examples.paper.privacy.attacks import epsilon_bound
+from examples.paper.privacy.neighbours import Neighbours, with_quarter_noise
 
 CLAIM, DELTA = 1.0, 1e-2
 PATIENT_IMAGES = 50

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from attacks import Rates, error_reduction, reconstruct, reidentification
-from drawing import make_plan, make_source, noise_of, sketches_in_order
 from sklearn.datasets import load_digits
 from torch import Tensor
 
@@ -18,6 +16,8 @@ from ddm.encoders import PcaEncoder
 from ddm.partition.clustering import fit_clustering
 from ddm.privacy.accounting import GaussianMechanism, gaussian_mu, total_epsilon
 from ddm.routers.sketch import Sketch
+from examples.paper.privacy.attacks import Rates, error_reduction, reconstruct, reidentification
+from examples.paper.privacy.drawing import make_plan, make_source, noise_of, sketches_in_order
 from silo.privacy.statistics import Source
 
 RANK, GROUPS = 12, 16

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "paper" / "recipe.py"
+ROOT = Path(__file__).parents[2]
 
 
 def idx(path: Path, array: np.ndarray) -> None:
@@ -26,14 +26,16 @@ def test_rows_are_measured_once_and_written_as_a_table(tmp_path: Path) -> None:
         idx(tmp_path / f"{part}-images-idx3-ubyte.gz", images.astype(np.uint8))
         idx(tmp_path / f"{part}-labels-idx1-ubyte.gz", labels)
     out = tmp_path / "out"
-    words = [sys.executable, str(SCRIPT), "--data", str(tmp_path), "--out", str(out), "--steps", "2", "--num", "80"]
-    first = subprocess.run([*words, "--rows", "plain", "default"], capture_output=True, text=True, check=True)
+    words = [sys.executable, "-m", "examples.paper.recipe", "--data", str(tmp_path), "--out", str(out)]
+    words += ["--steps", "2", "--num", "80"]
+    rows = [*words, "--rows", "plain", "default"]
+    first = subprocess.run(rows, capture_output=True, text=True, check=True, cwd=ROOT)
     lines = (out / "recipe.csv").read_text("utf-8").splitlines()
     assert [line.split(",")[0] for line in lines] == ["row", "plain", "default"]
     assert "what a recipe leaves out" in first.stdout
     measured = (out / "default-0.json").read_bytes()
     (out / "plain-0.json").unlink()
-    again = subprocess.run([*words, "--rows", "plain", "default"], capture_output=True, text=True, check=True)
+    again = subprocess.run(rows, capture_output=True, text=True, check=True, cwd=ROOT)
     said = again.stdout + again.stderr
     assert "plain: training" in said and "default: training" not in said
     assert (out / "default-0.json").read_bytes() == measured

@@ -6,17 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import fit_exact
-from measure import TIMES, measure
-from privacy import read_result
-from public import fit_public
-from reference import Bench
-from results import Record, SeedResult, Shares, presets_for
-from shares import Confused, PriorOnly, sampling_error, total_variation
-from targets import check_targets, interval, reference_gain
-from worlds import DATASETS, World, make_world
 
 from ddm.routers.base import posterior
+from examples.paper.privacy.experiment import read_result
+from examples.paper.privacy.families import fit_exact
+from examples.paper.privacy.measure import TIMES, measure
+from examples.paper.privacy.public import fit_public
+from examples.paper.privacy.reference import Bench
+from examples.paper.privacy.results import Record, SeedResult, Shares, presets_for
+from examples.paper.privacy.shares import Confused, PriorOnly, sampling_error, total_variation
+from examples.paper.privacy.targets import check_targets, interval, reference_gain
+from examples.paper.privacy.worlds import DATASETS, World, make_world
 
 
 @pytest.fixture(scope="module")

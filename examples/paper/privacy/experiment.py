@@ -14,21 +14,21 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from attacking import empirical_epsilons, reidentification_rates
-from families import Fitted, Terms, as_published, fit_exact, fit_family, fit_from_samples
-from figure import draw_figure
-from measure import TIMES, Measured, measure
-from public import PublicParts, fit_public
 from pydantic import ValidationError
-from reference import Bench
-from report import write_report
-from results import Presets, Record, SeedResult, commit, presets_for
-from shares import Sampler, train_experts
-from targets import BOTH, ELIGIBLE, REFERENCES, check_targets
-from worlds import DATASETS, World, make_world
 
 from ddm.protocol.base import sha256_hex
 from ddm.routers.base import Router
+from examples.paper.privacy.attacking import empirical_epsilons, reidentification_rates
+from examples.paper.privacy.families import Fitted, Terms, as_published, fit_exact, fit_family, fit_from_samples
+from examples.paper.privacy.figure import draw_figure
+from examples.paper.privacy.measure import TIMES, Measured, measure
+from examples.paper.privacy.public import PublicParts, fit_public
+from examples.paper.privacy.reference import Bench
+from examples.paper.privacy.report import write_report
+from examples.paper.privacy.results import Presets, Record, SeedResult, commit, presets_for
+from examples.paper.privacy.shares import Sampler, train_experts
+from examples.paper.privacy.targets import BOTH, ELIGIBLE, REFERENCES, check_targets
+from examples.paper.privacy.worlds import DATASETS, World, make_world
 
 Say = Callable[[str], None]
 
@@ -196,7 +196,3 @@ def sweep(
 
 def _mean(measured: Measured) -> float:
     return sum(measured.loss_T) / len(TIMES)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from results import Record, SeedResult
 from scipy.stats import t as student
+
+from examples.paper.privacy.results import Record, SeedResult
 
 REFERENCES = ("network, not private", "exact counts, not private")
 BOTH = "both, not private"

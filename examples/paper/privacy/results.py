@@ -3,8 +3,9 @@
 import subprocess
 from pathlib import Path
 
-from measure import Measured
 from pydantic import BaseModel, ConfigDict
+
+from examples.paper.privacy.measure import Measured
 
 
 class _Kept(BaseModel):

@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-from families import DELTA
-from measure import TIMES
-from results import Presets, Record, SeedResult
-from targets import Target, interval, reference_gain
 
 from ddm.system.console import UNBROKEN, table
+from examples.paper.privacy.families import DELTA
+from examples.paper.privacy.measure import TIMES
+from examples.paper.privacy.results import Presets, Record, SeedResult
+from examples.paper.privacy.targets import Target, interval, reference_gain
 
 ENCODERS = {
     "timm": "Public groups come from the features of a small timm network (test_resnet, images at 56 x 56) that was "
@@ -67,7 +67,7 @@ def write_report(
         f"# {'A QUICK RUN, WHOSE NUMBERS MEAN NOTHING. ' if quick else ''}Routers at a privacy budget: {dataset}",
         "![quality against epsilon](privacy.png)",
         _filled(
-            f"`python examples/paper/privacy.py --dataset {dataset} --seeds {len(results)}` on {platform.machine()}, "
+            f"`python -m examples.paper.privacy --dataset {dataset} --seeds {len(results)}` on {platform.machine()}, "
             f"{datetime.now(UTC):%Y-%m-%d}; seeds measured at commit {', '.join(sorted({r.commit for r in results}))}. "
             f"Means over t = {', '.join(f'{t:g}' for t in TIMES)}. Brackets: 95% interval over {len(results)} seeds, "
             "each a new split of the data, new clusters and new noise. Every epsilon is a plan's total, per image, "

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from worlds import World
 
 from ddm.diffusion.path import LinearPath
 from ddm.encoders import PcaEncoder
@@ -18,6 +17,7 @@ from ddm.partition.clustering import Clusters, fit_clustering
 from ddm.protocol.plan import DataSpec
 from ddm.routers.residual import PublicSketches
 from ddm.routers.sketch import Sketch
+from examples.paper.privacy.worlds import World
 
 TIMM_MODEL = "test_resnet"
 IMAGE_SIZE = (56, 56)

@@ -9,9 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from public import PublicParts
 from torch import Tensor, nn
-from worlds import World
 
 from ddm.diffusion.path import LinearPath
 from ddm.io.tensors import load_tensors
@@ -32,6 +30,8 @@ from ddm.routers.moments import MomentsRouter, moments_noise_std, moments_specs
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.routers.sketch import released_sketch_specs
+from examples.paper.privacy.public import PublicParts
+from examples.paper.privacy.worlds import World
 from silo.privacy.ledger import Ledger, make_ledger
 from silo.privacy.statistics import Source, draw
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from worlds import World
 
 from ddm.diffusion.path import LinearPath, x_t
 from ddm.routers.base import Router, posterior
+from examples.paper.privacy.worlds import World
 
 TIMES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 _BLOCK = 2500

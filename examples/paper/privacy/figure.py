@@ -9,8 +9,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from results import Record, SeedResult
-from targets import BOTH, REFERENCES, interval
+
+from examples.paper.privacy.results import Record, SeedResult
+from examples.paper.privacy.targets import BOTH, REFERENCES, interval
 
 COLOURS = {
     "counts": "#1b6ca8",

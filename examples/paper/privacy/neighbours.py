@@ -6,7 +6,6 @@ from math import cos, radians, sin, sqrt
 
 import numpy as np
 import torch
-from drawing import MAX_GROUPS, Released, images_of, make_plan, make_source, noise_of, public_sketch, release
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,6 +14,16 @@ from ddm.privacy.plan_cost import Kind
 from ddm.protocol.base import Unit
 from ddm.protocol.plan import Plan
 from ddm.routers.sketch import Sketch
+from examples.paper.privacy.drawing import (
+    MAX_GROUPS,
+    Released,
+    images_of,
+    make_plan,
+    make_source,
+    noise_of,
+    public_sketch,
+    release,
+)
 from silo.privacy.statistics import Source
 
 # Shape legend: N experiments, U units, R sketch dimensions.

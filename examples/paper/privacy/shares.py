@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from public import PublicParts
-from results import Shares
 from torch import Tensor, nn
-from worlds import World
 
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
@@ -22,6 +19,9 @@ from ddm.protocol.plan import Dit, Training, UniformT
 from ddm.routers.base import Router
 from ddm.sampling.strategies import Full, Lock, Strategy
 from ddm.training.loop import train
+from examples.paper.privacy.public import PublicParts
+from examples.paper.privacy.results import Shares
+from examples.paper.privacy.worlds import World
 
 STRATEGIES: dict[str, Strategy] = {"lock(.5)": Lock(0.5), "full": Full()}
 STEPS = 16

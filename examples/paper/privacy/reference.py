@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from worlds import World
 
 from ddm.diffusion.path import LinearPath, x_t
 from ddm.routers.base import Router
+from examples.paper.privacy.worlds import World
 
 VALIDATION_SHARE = 0.05
 MIN_T = 0.02

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 
-import neighbours
 import torch
-from attacks import epsilon_bound, reidentification
-from drawing import make_plan, make_source, noise_of, sketches_in_order
-from neighbours import Neighbours, with_quarter_noise
-from public import PublicParts
-from results import Empirical, Presets, Reidentification
-from worlds import World
+
+from examples.paper.privacy import neighbours
+from examples.paper.privacy.attacks import epsilon_bound, reidentification
+from examples.paper.privacy.drawing import make_plan, make_source, noise_of, sketches_in_order
+from examples.paper.privacy.neighbours import Neighbours, with_quarter_noise
+from examples.paper.privacy.public import PublicParts
+from examples.paper.privacy.results import Empirical, Presets, Reidentification
+from examples.paper.privacy.worlds import World
 
 CLAIM, DELTA = 1.0, 1e-2
 DEFAULT_EPSILON, DEFAULT_DELTA = 7.0, 1e-5

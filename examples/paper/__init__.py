@@ -1,0 +1,1 @@
+"""The experiments of the paper, each a command: `python -m examples.paper.NAME`."""

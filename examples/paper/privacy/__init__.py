@@ -1,0 +1,1 @@
+"""Routers and attacks at a privacy budget: `python -m examples.paper.privacy`."""

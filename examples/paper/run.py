@@ -1,0 +1,140 @@
+"""Trains, samples and evaluates what the paper's tables hold, and writes CSV, figures and a page.
+
+    python -m examples.paper.run --dataset fashion-mnist --data FOLDER --preset cpu --out DIR
+
+Everything done is kept in --out: the same command goes on where it was stopped, and more tables or seeds reuse the
+models that are there.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from ddm.errors import ArchipelagoError
+from ddm.system.console import EXIT_INTERRUPTED, fail, say
+from ddm.system.signals import stop_on_first_signal
+from examples.paper.tables.clock import Clock, OutOfTime
+from examples.paper.tables.contents import Table, tables
+from examples.paper.tables.data import DatasetName, read_world
+from examples.paper.tables.judging import Judge
+from examples.paper.tables.lab import Lab
+from examples.paper.tables.page import Report
+from examples.paper.tables.presets import PresetName, preset_for
+from examples.paper.tables.results import Cell, Choice
+
+EXIT_OUT_OF_TIME = 75  # EX_TEMPFAIL: the same command goes on
+_DEFAULT_TABLES = {"smoke": (1, 2, 3, 4, 7, 10), "cpu": (1, 2, 3, 4, 7), "gpu": (1, 2, 3, 4, 7, 10)}
+_PLANNED = range(1, 11)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    given = parse(words)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    command = shlex.join(["python", "-m", "examples.paper.run", *_without_paths(words)])
+    try:
+        with stop_on_first_signal() as stop:
+            clock = Clock(stop, given.minutes)
+            try:
+                run(given, clock, command)
+            except (KeyboardInterrupt, OutOfTime):
+                if clock.expired and not stop.is_set():
+                    say(
+                        f"The {given.minutes:g} minutes are over; the same command goes on from {given.out}.",
+                        error=True,
+                    )
+                    return EXIT_OUT_OF_TIME
+                say(f"Stopped; the same command goes on from {given.out}.", error=True)
+                return EXIT_INTERRUPTED
+    except ArchipelagoError as error:
+        return fail(error)
+    return 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        "python -m examples.paper.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dataset", choices=get_args(DatasetName), required=True)
+    parser.add_argument("--data", type=Path, help="its files; digits need none")
+    parser.add_argument("--preset", choices=get_args(PresetName), required=True, help="how large everything is")
+    parser.add_argument("--tables", type=_numbers, help="as in 1,3,7; default all that the preset has")
+    parser.add_argument("--out", type=Path, required=True, help="folder for models, cells, tables, figures and page")
+    parser.add_argument("--seeds", type=int, help="how many; default as the preset says")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of all training steps and samples; default 1")
+    parser.add_argument("--minutes", type=float, help=f"stop after so many, with status {EXIT_OUT_OF_TIME}")
+    parser.add_argument("--threads", type=int, help="of torch on a CPU")
+    given = parser.parse_args(words)
+    given.tables = given.tables or _DEFAULT_TABLES[given.preset]
+    if not 0 < given.scale <= 1:
+        parser.error("--scale: above 0, at most 1")
+    if any(number is not None and number < 1 for number in (given.seeds, given.threads)):
+        parser.error("--seeds and --threads: at least 1")
+    if given.minutes is not None and given.minutes <= 0:
+        parser.error("--minutes: above 0")
+    return given
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    known = _DEFAULT_TABLES["gpu"]
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not set(found) <= set(known):
+        raise argparse.ArgumentTypeError(f"some of {','.join(map(str, known))}, not {text!r}")
+    return found
+
+
+def _without_paths(words: list[str]) -> list[str]:
+    """Return the words that were typed, less where files lie on this machine."""
+    named = {"--data": "DATA", "--out": "DIR"}
+    return [named.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+
+
+def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
+    """Measure every row with every seed, and write the page after each table."""
+    world = read_world(given.dataset, given.data)
+    preset = preset_for(given.preset, world.data.shape).scaled(given.scale)
+    given.out.mkdir(parents=True, exist_ok=True)
+    judge = Judge.open(world, preset, given.out, clock)
+    lab = Lab(world, preset, given.out, judge, clock)
+    known = tables(preset)
+    wanted = [known[number] for number in given.tables]
+    rates = {kind: lab.rate(kind) for kind in ("monolith", "experts")}
+    num_seeds = given.seeds or preset.seeds
+    for seed in range(num_seeds):
+        for table in wanted:
+            for row in table.rows:
+                lab.cell(row, seed)
+            _report(lab, wanted, rates, command, num_seeds).write(given.out)
+    say(f"Tables {', '.join(str(table.number) for table in wanted)}: {given.out / 'README.md'}")
+
+
+def _report(lab: Lab, wanted: list[Table], rates: Mapping[str, Choice], command: str, num_seeds: int) -> Report:
+    """Gather what is there."""
+    found: dict[int, dict[str, dict[int, Cell]]] = {}
+    for table in wanted:
+        for row in table.rows:
+            cells = {seed: lab.kept.read(lab.key(row, seed), Cell) for seed in range(num_seeds)}
+            present = {seed: cell for seed, cell in cells.items() if cell is not None}
+            if present:
+                found.setdefault(table.number, {})[row.label] = present
+    missing = [f"table {number}" for number in _PLANNED if number not in found]
+    for table in (table for table in wanted if table.number in found):
+        measured = found[table.number]
+        if few := sum(len(measured.get(row.label, {})) < num_seeds for row in table.rows):
+            missing.append(f"{few} of {len(table.rows)} rows of table {table.number} with some seed")
+    return Report(lab.judge, lab.preset, wanted, found, rates, command, missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

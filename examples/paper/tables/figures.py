@@ -1,0 +1,112 @@
+"""One picture for each table."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from examples.paper.tables.contents import Table
+from examples.paper.tables.data import UNEQUAL
+from examples.paper.tables.results import Cell, over_seeds
+from examples.paper.tables.targets import Cells
+
+_BLUE, _RED, _GREY, _GREEN = "#1b6ca8", "#c8553d", "0.45", "#2e8b57"
+
+
+def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
+    """Draw a table's figure.
+
+    Args:
+        table: which.
+        cells: by label and seed; rows that were not measured are left out.
+        path: a PNG.
+        origin: data set, preset and seeds, for the title.
+    """
+    height = 0.3 * len(cells) + 1.4 if table.number in (1, 3, 7) else 4.2
+    panels = 2 if table.number in (1, 7) else 1
+    figure, axes = plt.subplots(1, panels, figsize=(9, height), constrained_layout=True, squeeze=False)
+    match table.number:
+        case 1:
+            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
+            _bars(axes[0, 1], cells, "share_error", "share error", names=False)
+        case 3:
+            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
+        case 7:
+            _bars(axes[0, 0], cells, "smallest_drawn", "samples in the smallest silo's region")
+            axes[0, 0].axvline(UNEQUAL[-1], color=_GREY, ls=":", lw=1)
+            _bars(axes[0, 1], cells, "smallest_recall", "recall of its test images", names=False)
+        case 2:
+            _lines(axes[0, 0], cells, lambda label: float(label.split(",")[0].split(" ")[0]), "experts")
+            axes[0, 0].set_xscale("log", base=2)
+        case 4:
+            _lines(axes[0, 0], cells, None, "training FLOPs, router included")
+            axes[0, 0].set(xscale="log", yscale="log")
+        case _:
+            _lines(axes[0, 0], cells, lambda label: float(label.rsplit(",", 1)[1]), "evaluations a sample")
+            axes[0, 0].set(xscale="log", yscale="log")
+    figure.suptitle(f"{table.title}: {origin}", fontsize=10)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _point(cells: Mapping[int, Cell], name: str) -> tuple[float, float, float] | None:
+    """Return a figure and how far its interval reaches down and up."""
+    found = over_seeds(cells, name)
+    if found is None:
+        return None
+    mean, low, high = found
+    return mean, max(mean - (mean if low is None else low), 0.0), max((mean if high is None else high) - mean, 0.0)
+
+
+def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool = True) -> None:
+    labels = list(cells)
+    for place, label in enumerate(labels):
+        point = _point(cells[label], name)
+        if point is None:
+            continue
+        colour = _RED if label == "monolith" else _GREY if "floor" in label or "oracle" in label else _BLUE
+        axis.barh(place, point[0], color=colour, height=0.7, alpha=0.85)
+        axis.errorbar(point[0], place, xerr=[[point[1]], [point[2]]], color="black", capsize=2, lw=1)
+        axis.text(point[0] + point[2], place, f" {point[0]:.3g}", va="center", fontsize=7)
+    axis.set_yticks(range(len(labels)), labels if names else [""] * len(labels), fontsize=8)
+    axis.invert_yaxis()
+    axis.margins(x=0.15)
+    axis.set_title(title, fontsize=9)
+    axis.grid(axis="x", alpha=0.25)
+
+
+def _lines(axis: Axes, cells: Cells, at: Callable[[str], float] | None, title: str) -> None:
+    lines: dict[str, list[tuple[float, tuple[float, float, float]]]] = {}
+    for label, by_seed in cells.items():
+        point = _point(by_seed, "fid")
+        if point is None:
+            continue
+        if at is not None:
+            x, name = float(at(label)), _series(label)
+        else:
+            flops = over_seeds(by_seed, "flops")
+            x, name = flops[0] if flops else 0.0, label.split(",")[0]
+        lines.setdefault(name, []).append((x, point))
+    for name, points in lines.items():
+        points.sort()
+        at_x, (y, down, up) = [place for place, _ in points], zip(*(each for _, each in points), strict=True)
+        style, colour = "--" if name.startswith("sample") else "-", _RED if "monolith" in name else None
+        axis.errorbar(
+            at_x, y, yerr=[down, up], label=name, marker="o", ms=4, capsize=2.5, lw=1.4, ls=style, color=colour
+        )
+    axis.set_xlabel(title)
+    axis.set_ylabel("FID (small classifier)")
+    axis.legend(fontsize=7, ncols=2)
+    axis.grid(alpha=0.25)
+
+
+def _series(label: str) -> str:
+    """Return the name of a line from the label of one of its points."""
+    first, *rest = (part.strip() for part in label.split(","))
+    if rest and not first[0].isdigit():
+        return ", ".join([first, *rest[:-1]])
+    return rest[0] if rest else "monolith"

@@ -1,0 +1,118 @@
+"""Judges samples: FID, KID, precision and recall in the features of a small classifier, FID in those of the encoder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddm.encoders.pca import PcaEncoder
+from ddm.evaluation.classifier import Classifier, train_classifier
+from ddm.evaluation.intervals import proportion
+from ddm.evaluation.metrics import Side, measure
+from ddm.protocol.base import Model, sha256_file
+from ddm.system.console import progress
+from examples.paper.tables.clock import Clock
+from examples.paper.tables.data import UNEQUAL, World
+from examples.paper.tables.presets import Preset
+from examples.paper.tables.results import Figure, Kept
+
+NEIGHBOURS = 5
+_SHOWN = ("fid", "kid", "precision", "recall")
+
+
+class Judged(Model):
+    """What judges.
+
+    Attributes:
+        digest: sha256 of the classifier's file.
+        accuracy: on the test images.
+    """
+
+    digest: str
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The reference, ready to judge samples.
+
+    Attributes:
+        world: the data set.
+        classifier: trained on the public images and their classes.
+        encoder: principal components of the public images.
+        about: the classifier.
+        test: the test images by the classifier's features.
+        test_pca: the same by the encoder's.
+        validation: the validation images by the classifier's.
+        silo_M: which of the unequal silos each test image lies in.
+    """
+
+    world: World
+    classifier: Classifier
+    encoder: PcaEncoder
+    about: Judged
+    test: Side
+    test_pca: Side
+    validation: Side
+    silo_M: Tensor
+
+    @classmethod
+    def open(cls, world: World, preset: Preset, out: Path, clock: Clock) -> "Judge":
+        """Train the classifier, or open the one that is there, and encode the reference."""
+        path = out / "classifier.safetensors"
+        if not path.exists():
+            with progress("training the classifier on public images") as tell:
+
+                def step(done: int, total: int) -> None:
+                    clock.check()
+                    tell(done, total)
+
+                part = world.public
+                train_classifier(
+                    part.images, part.label_N, world.data, num_steps=preset.classifier_steps, on_progress=step
+                ).save(path)
+        classifier, test = Classifier.load(path), world.test
+        encoder = PcaEncoder.fit(world.public.images, preset.pca_dim)
+        kept = Kept(out / "cells")
+        key = ("classifier", sha256_file(path), world.name)
+        about = kept.read(key, Judged)
+        if about is None:
+            about = Judged(digest=sha256_file(path), accuracy=classifier.accuracy(test.images, test.label_N))
+            kept.write(key, about)
+        return cls(
+            world,
+            classifier,
+            encoder,
+            about,
+            Side.of(classifier.encode(test.images), NEIGHBOURS),
+            Side.of(encoder.encode(test.images), NEIGHBOURS),
+            Side.of(classifier.encode(world.validation.images), NEIGHBOURS),
+            world.unequal(test.images),
+        )
+
+    def validation_fid(self, images: Tensor) -> float:
+        """Return the FID against the validation images, by which rates are chosen."""
+        return measure(Side.of(self.classifier.encode(images), NEIGHBOURS), self.validation)[0]["fid"].value
+
+    def figures(self, images: Tensor, *, of_silos: bool) -> dict[str, Figure]:
+        """Return all figures against the test images.
+
+        Args:
+            images: samples in the data's range.
+            of_silos: also the smallest unequal silo's share of what was drawn, and the recall of its test images.
+        """
+        metrics, both = measure(Side.of(self.classifier.encode(images), NEIGHBOURS), self.test)
+        found = {name: Figure.of(metrics[name]) for name in _SHOWN}
+        by_encoder = measure(Side.of(self.encoder.encode(images), NEIGHBOURS), self.test_pca)[0]
+        found["fid_pca"] = Figure.of(by_encoder["fid"])
+        if of_silos:
+            smallest = len(UNEQUAL) - 1
+            found["smallest_drawn"] = Figure.of(proportion(self.world.unequal(images) == smallest))
+            found["smallest_recall"] = Figure.of(proportion(both.recalled_M[self.silo_M == smallest]))
+        return found
+
+
+def clipped(images: Tensor) -> Tensor:
+    """Return samples in the data's range."""
+    return torch.as_tensor(images).clamp(-1.0, 1.0)

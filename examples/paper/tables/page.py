@@ -1,0 +1,203 @@
+"""The page: what was measured, by which command, with which seeds and on what; and what is missing."""
+
+import csv
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddm.system.console import human_flops, human_seconds
+from examples.paper.tables.contents import Table
+from examples.paper.tables.figures import draw_table
+from examples.paper.tables.judging import Judge
+from examples.paper.tables.presets import Preset
+from examples.paper.tables.results import Cell, Choice, over_seeds
+from examples.paper.tables.targets import Cells, Target, targets, write_targets
+
+_TITLES = {
+    "fid": "FID",
+    "fid_pca": "FID, encoder",
+    "kid": "KID",
+    "precision": "precision",
+    "recall": "recall",
+    "share_error": "share error",
+    "evaluations": "evaluations",
+    "images_per_s": "images/s",
+    "flops": "FLOPs",
+    "smallest_followed": "follow the smallest",
+    "smallest_drawn": "drawn in its region",
+    "smallest_recall": "recall of its test images",
+}
+_PLACES = {"fid": 1, "fid_pca": 1, "kid": 3, "evaluations": 1, "images_per_s": 0}
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that the page says.
+
+    Attributes:
+        judge: the reference.
+        preset: the sizes.
+        tables: in order.
+        found: cells by table, label and seed; what was not measured is not in it.
+        rates: how learning rates were chosen, by kind of model.
+        command: that was typed.
+        missing: what is not in it, in words.
+    """
+
+    judge: Judge
+    preset: Preset
+    tables: Sequence[Table]
+    found: Mapping[int, Cells]
+    rates: Mapping[str, Choice]
+    command: str
+    missing: Sequence[str]
+
+    def write(self, out: Path) -> None:
+        """Write README.md, a CSV and a PNG for each table, and targets.csv."""
+        shown = [table for table in self.tables if self.found.get(table.number)]
+        for table in shown:
+            cells = self.found[table.number]
+            _write_cells(out / f"table{table.number}.csv", cells)
+            draw_table(table, cells, out / f"table{table.number}.png", self._origin())
+        reached = targets(self.found)
+        write_targets(out / "targets.csv", reached)
+        parts = [self._head(), self._tuning(), *(self._section(table) for table in shown), self._targets(reached)]
+        (out / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", "utf-8")
+
+    def _cells(self) -> list[Cell]:
+        return [cell for cells in self.found.values() for by_seed in cells.values() for cell in by_seed.values()]
+
+    def _origin(self) -> str:
+        num = len({cell.seed for cell in self._cells()})
+        return f"{self.judge.world.name}, preset {self.preset.name}, {num} seed{'s' if num != 1 else ''}"
+
+    def _head(self) -> str:
+        world, cells, network = self.judge.world, self._cells(), self.preset.network
+        seeds = sorted({cell.seed for cell in cells})
+        commits = sorted({cell.commit for cell in cells})
+        hardware = sorted({cell.hardware.split(", load")[0] for cell in cells})
+        days = sorted({cell.utc[:10] for cell in cells})
+        interval = (
+            "Intervals are 95%, by Student's t over seeds."
+            if len(seeds) > 1
+            else "One seed: intervals are 95% over samples and test images alone, and say nothing of other seeds."
+        )
+        text = (
+            f"`{self.command}`; seeds {', '.join(map(str, seeds))}, {' to '.join(dict.fromkeys((days[0], days[-1])))}, "
+            f"commit {', '.join(commits)}, {'; '.join(hardware)}. Seconds were taken beside other work where the load "
+            f"in the CSV says so. {len(world.train)} training, {len(world.public)} public, {len(world.validation)} "
+            f"validation and {len(world.test)} test images. Monolith and experts are the same transformer (patch "
+            f"{network.patch}, width {network.hidden}, depth {network.depth}), trained by the same recipe for the same "
+            f"FLOPs: an expert of K takes as many steps of {self.preset.batch_size}/K images, and the monolith some "
+            f"steps more, which are those of the router. Samples are {self.preset.num_samples}, by "
+            f"{self.preset.sampling_steps} steps of midpoint, against the test images, which nothing was tuned on. "
+            f"FID, KID, precision and recall are by the 64 features of a small classifier trained on the public images "
+            f"(sha256 `{self.judge.about.digest[:16]}`, {self.judge.about.accuracy:.1%} of the test images right), FID "
+            f"also by the {self.preset.pca_dim} principal components of the public images. {interval}"
+        )
+        lines = [f"# The paper's tables: {self._origin()}", _filled(text)]
+        if self.missing:
+            lines.append(_filled("Not measured: " + "; ".join(self.missing) + "."))
+        return "\n\n".join(lines)
+
+    def _tuning(self) -> str:
+        if not self.rates:
+            return ""
+        rows = []
+        for kind, choice in self.rates.items():
+            tried = ", ".join(
+                f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in choice.tried.items()
+            )
+            rows.append((kind, f"{choice.rate:.3g}", tried, str(choice.steps)))
+        table = _markdown(("model", "rate", "FID on validation images by rate", "steps"), rows)
+        return f"## Learning rates\n\nChosen on the validation images, with a seed of their own.\n\n{table}"
+
+    def _section(self, table: Table) -> str:
+        cells = self.found[table.number]
+        rows = []
+        for label, by_seed in cells.items():
+            cost = next(iter(by_seed.values())).cost
+            values = [_shown(by_seed, name) for name in table.columns]
+            took = (
+                (f"{cost.steps} x {cost.batch_size}", human_flops(cost.flops), human_seconds(cost.seconds))
+                if cost
+                else ("",) * 3
+            )
+            rows.append((label, *values, *took, str(len(by_seed))))
+        titles = ("", *(_TITLES[name] for name in table.columns), "steps", "training", "time", "seeds")
+        number = table.number
+        return (
+            f"## Table {number}: {table.title}\n\n{_markdown(titles, rows)}\n\n"
+            f"![{table.title}](table{number}.png)\n\nEvery seed: [table{number}.csv](table{number}.csv)."
+        )
+
+    def _targets(self, reached: Sequence[Target]) -> str:
+        rows = []
+        for target in reached:
+            value = "" if target.value is None else f"{target.value:.3g}"
+            if target.low is not None and target.high is not None:
+                value += f" ({target.low:.3g} to {target.high:.3g})"
+            met = "not measured" if target.met is None else "yes" if target.met else "**no**"
+            rows.append((target.figure, target.target, value, str(target.seeds), met, target.note))
+        note = (
+            "A strategy is neutral where its share error is under .02, or no more than chance gives so many samples in "
+            "97.5 of 100 runs."
+        )
+        table = _markdown(("figure", "to reach", "measured", "seeds", "met", "of"), rows)
+        return f"## Targets\n\n{_filled(note)}\n\n{table}"
+
+
+def _shown(by_seed: Mapping[int, Cell], name: str) -> str:
+    found = over_seeds(by_seed, name)
+    if found is None:
+        return ""
+    mean, low, high = found
+    if name == "flops":
+        return human_flops(mean)
+    places = _PLACES.get(name, 3)
+    interval = "" if low is None or high is None else f" ({low:.{places}f} to {high:.{places}f})"
+    return f"{mean:.{places}f}{interval}"
+
+
+def _write_cells(path: Path, cells: Cells) -> None:
+    """Write every figure of every seed."""
+    with path.open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.writer(handle)
+        head = (
+            "row",
+            "seed",
+            "figure",
+            "value",
+            "low",
+            "high",
+            "samples",
+            "sampling_s",
+            "steps",
+            "batch",
+            "rate",
+            "flops",
+        )
+        writer.writerow((*head, "router_flops", "training_s", "commit", "hardware", "utc"))
+        for label, by_seed in cells.items():
+            for seed, cell in by_seed.items():
+                cost = cell.cost
+                spent: tuple[object, ...] = ("",) * 6
+                if cost:
+                    spent = (cost.steps, cost.batch_size, f"{cost.learning_rate:g}", f"{cost.flops:.6g}")
+                    spent += (f"{cost.router_flops:.6g}", f"{cost.seconds:.1f}")
+                for name, figure in cell.figures.items():
+                    numbers = [
+                        "" if each is None else f"{each:.6g}" for each in (figure.value, figure.low, figure.high)
+                    ]
+                    row = (label, seed, name, *numbers, cell.num_samples, f"{cell.sampling_seconds:.1f}", *spent)
+                    writer.writerow((*row, cell.commit, cell.hardware, cell.utc))
+
+
+def _markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [titles, ["---", *("---:" for _ in titles[1:])], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,120 @@
+"""How large everything is: a few seconds a model, a few minutes, or a data-centre GPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from ddm.planning.training import RATE_TIMES_WIDTH
+from ddm.protocol.base import Model
+from ddm.protocol.plan import Dit
+from ddm.protocol.routers import SamplesRouter
+
+PresetName = Literal["smoke", "cpu", "gpu"]
+
+
+class Preset(Model):
+    """All that decides on figures, beside data and seeds.
+
+    Attributes:
+        name: as on the command line.
+        network: of monolith and experts.
+        num_steps: training steps of budget 1, of all models.
+        batch_size: images in a step of the monolith; an expert of K has this over K.
+        rates: learning rates to choose among on validation images, each over the network's width.
+        tuning: share of the steps of budget 1 that a choice of the rate takes.
+        router: the transformer router of ensembles, with its steps at budget 1.
+        classifier_steps: of the network whose features FID is taken in.
+        num_islands: K of the ensembles whose strategies are compared.
+        other_islands: further K.
+        budgets: shares of budget 1 of which FID is shown.
+        num_samples: of every figure.
+        sampling_steps: of the midpoint rule, two evaluations each.
+        solver_evaluations: evaluations a sample at which solvers are compared.
+        pca_dim: dimensions of the second feature space, and of the plans' encoders.
+        chunk: samples that are evaluated together.
+        seeds: how many by default.
+    """
+
+    name: PresetName
+    network: Dit
+    num_steps: int
+    batch_size: int
+    rates: tuple[float, ...] = (RATE_TIMES_WIDTH / 2, RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH)
+    tuning: float = 0.25
+    router: SamplesRouter
+    classifier_steps: int
+    num_islands: int = 8
+    other_islands: tuple[int, ...] = (2, 4, 16)
+    budgets: tuple[float, ...] = (0.125, 0.25, 0.5)
+    num_samples: int
+    sampling_steps: int
+    solver_evaluations: tuple[int, ...] = (8, 16, 32)
+    pca_dim: int = 32
+    chunk: int = 128
+    seeds: int = 3
+
+    def scaled(self, share: float) -> "Preset":
+        """Return it with this share of all training steps and samples."""
+        router = self.router.model_copy(update={"num_steps": max(1, round(share * self.router.num_steps))})
+        num = {name: max(1, round(share * getattr(self, name))) for name in ("num_steps", "num_samples")}
+        return self.model_copy(update=num | {"router": router})
+
+
+def preset_for(name: PresetName, shape: Sequence[int]) -> Preset:
+    """Return a preset for images of this shape."""
+    return _PRESETS[name](2 if shape[-1] <= 16 else 4)
+
+
+def _smoke(patch: int) -> Preset:
+    return Preset(
+        name="smoke",
+        network=Dit(patch=patch, hidden=32, depth=2, heads=2),
+        num_steps=60,
+        batch_size=32,
+        rates=(RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH),
+        tuning=0.5,
+        router=SamplesRouter(patch=patch, hidden=16, depth=1, heads=2, num_steps=30, batch_size=32),
+        classifier_steps=150,
+        num_islands=4,
+        other_islands=(2,),
+        budgets=(0.25, 0.5),
+        num_samples=96,
+        sampling_steps=4,
+        solver_evaluations=(4, 8),
+        pca_dim=12,
+        seeds=1,
+    )
+
+
+def _cpu(patch: int) -> Preset:
+    return Preset(
+        name="cpu",
+        network=Dit(patch=patch, hidden=96, depth=3, heads=4),
+        num_steps=1500,
+        batch_size=64,
+        router=SamplesRouter(patch=patch, hidden=48, depth=2, heads=4, num_steps=800, batch_size=64, precision="auto"),
+        classifier_steps=1500,
+        num_samples=2000,
+        sampling_steps=10,
+    )
+
+
+def _gpu(patch: int) -> Preset:
+    return Preset(
+        name="gpu",
+        network=Dit(patch=patch // 2, hidden=256, depth=8, heads=8),
+        num_steps=20_000,
+        batch_size=256,
+        router=SamplesRouter(
+            patch=patch, hidden=128, depth=4, heads=4, num_steps=8000, batch_size=256, precision="auto"
+        ),
+        classifier_steps=3000,
+        budgets=(0.0625, 0.125, 0.25, 0.5),
+        num_samples=10_000,
+        sampling_steps=25,
+        solver_evaluations=(8, 16, 32, 64),
+        pca_dim=64,
+        chunk=2048,
+    )
+
+
+_PRESETS: Mapping[PresetName, Callable[[int], Preset]] = {"smoke": _smoke, "cpu": _cpu, "gpu": _gpu}

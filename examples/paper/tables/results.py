@@ -1,0 +1,148 @@
+"""What is kept: every measured row as one JSON, with all that a reader needs to know about how it came about."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum, sqrt
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from pydantic import ValidationError
+
+from ddm.evaluation.intervals import Estimate
+from ddm.io.files import write_atomic
+from ddm.protocol.base import Model, now_utc, sha256_hex
+
+Document = TypeVar("Document", bound=Model)
+
+
+class Figure(Model):
+    """A figure of one seed with its 95% interval over samples and reference images; none for counts and rates."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> "Figure":
+        """Return an estimate as a figure."""
+        return cls(value=estimate.value, low=estimate.low, high=estimate.high)
+
+
+class Cost(Model):
+    """What a model took.
+
+    Attributes:
+        steps: of the monolith, or of each expert.
+        batch_size: images in a step.
+        learning_rate: the highest.
+        flops: of all matrix products in training, router included.
+        router_flops: the router's part of them.
+        seconds: of training, one expert after the other, router included.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    flops: float
+    router_flops: float
+    seconds: float
+
+
+class Cell(Model):
+    """One row, measured with one seed.
+
+    Attributes:
+        seed: of weights, batches, partition and samples.
+        cost: of the model; None where there is none.
+        num_samples: drawn.
+        sampling_seconds: of drawing them.
+        figures: by name.
+        commit: of the code.
+        hardware: in words.
+        utc: when it was measured.
+    """
+
+    seed: int
+    cost: Cost | None
+    num_samples: int
+    sampling_seconds: float
+    figures: dict[str, Figure]
+    commit: str
+    hardware: str
+    utc: str
+
+
+class Choice(Model):
+    """How a learning rate was chosen: the FID on validation images by rate, None where training diverged."""
+
+    rate: float
+    tried: dict[str, float | None]
+    steps: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The folder of what was measured."""
+
+    path: Path
+
+    def file(self, key: object) -> Path:
+        """Return where a document with this key lies."""
+        return self.path / f"{sha256_hex(repr(key).encode())[:16]}.json"
+
+    def read(self, key: object, kind: type[Document]) -> Document | None:
+        """Read what was kept under a key; None where nothing was, or something else."""
+        try:
+            return kind.model_validate_json(self.file(key).read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
+
+    def write(self, key: object, document: Model) -> None:
+        """Keep a document, whole or not at all."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.file(key), document.model_dump_json(indent=1).encode() + b"\n")
+
+
+def spread(values: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Return the mean over seeds with its 95% interval by Student's t; without an interval for one seed."""
+    from scipy.stats import t as student
+
+    num, mean = len(values), fsum(values) / len(values)
+    if num == 1:
+        return mean, None, None
+    half = float(student.ppf(0.975, num - 1)) * sqrt(fsum((value - mean) ** 2 for value in values) / (num - 1) / num)
+    return mean, mean - half, mean + half
+
+
+def over_seeds(cells: Mapping[int, Cell], name: str) -> tuple[float, float | None, float | None] | None:
+    """Return a figure's mean over seeds with its interval; of one seed, with that of its images. None without one."""
+    figures = [cell.figures[name] for cell in cells.values() if name in cell.figures]
+    if len(figures) == 1:
+        return figures[0].value, figures[0].low, figures[0].high
+    return spread([figure.value for figure in figures]) if figures else None
+
+
+def hardware(device: torch.device) -> str:
+    """Name the machine's processor and threads, or its GPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = str(torch.cpu.get_capabilities().get("cpu_name") or platform.machine())
+    load = f"load {os.getloadavg()[0]:.0f}"
+    return f"{name}, {torch.get_num_threads()} threads on {os.cpu_count()} cores, {load}"
+
+
+def commit() -> str:
+    """Return the commit that is measured, with a mark where files differ from it."""
+    words = ["git", "describe", "--always", "--dirty"]
+    answer = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"
+
+
+def utc() -> str:
+    """Return the time."""
+    return now_utc().isoformat()

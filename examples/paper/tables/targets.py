@@ -1,0 +1,160 @@
+"""The figures that the tables are held against, from one run: value, interval over seeds, met or not."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+from examples.paper.tables.results import Cell, spread
+
+# The cells of a table, by label and then by seed.
+Cells = Mapping[str, Mapping[int, Cell]]
+_NEUTRAL = 0.02
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure to reach.
+
+    Attributes:
+        figure: what is measured.
+        target: what it should be.
+        value: its mean over seeds; None where it was not measured.
+        low: lower end of its 95% interval over seeds; None for one seed.
+        high: upper end.
+        seeds: how many.
+        met: whether the value reaches the target; None where it was not measured.
+        note: which row it is of.
+        commit: of the code.
+        hardware: in words.
+        utc: of the last of its cells.
+    """
+
+    figure: str
+    target: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    seeds: int = 0
+    met: bool | None = None
+    note: str = ""
+    commit: str = ""
+    hardware: str = ""
+    utc: str = ""
+
+
+def targets(found: Mapping[int, Cells]) -> list[Target]:
+    """Return every target; those whose tables were not measured without a value.
+
+    Args:
+        found: the cells by table.
+    """
+    first, budgets = found.get(1, {}), found.get(4, {})
+    best = _best_neutral(first)
+    rows = [
+        _ratio("FID of the best neutral strategy over the tuned monolith's", 0.5, first, best, "monolith"),
+        _flops(budgets),
+        _ratio("FID of sample over that of lock(1)", 1.1, first, "sample", "lock(1)"),
+        _ratio("FID of lock(.5) over that of top-1", 1.0, first, "lock(.5)", "top-1"),
+        _ratio("share error of lock(.5) over that of top-1", 0.2, first, "lock(.5)", "top-1", name="share_error"),
+    ]
+    rows += [
+        Target("FID with a router of epsilon 1 over the exact one's, full and lock(.5)", "at most 1.02"),
+        Target("FID of the student over the monolith's, at a quarter of the batch", "at most 1"),
+        Target("bytes of the one-shot ensemble over those of FedAvg; FID no worse", "under 0.01"),
+    ]
+    return rows
+
+
+def _best_neutral(cells: Cells) -> str | None:
+    """Return the strategy with the lowest mean FID whose share error is under .02, or is what chance alone gives."""
+    mean: dict[str, float] = {}
+    for label, seeds in cells.items():
+        each = [cell.figures for cell in seeds.values() if "share_error" in cell.figures]
+        if not each or "oracle" in label:
+            continue
+        error = sum(figures["share_error"].value for figures in each) / len(each)
+        chance = sum(figures["share_by_chance"].value for figures in each) / len(each)
+        if error < max(_NEUTRAL, chance):
+            mean[label] = sum(figures["fid"].value for figures in each) / len(each)
+    return min(mean, key=lambda label: mean[label]) if mean else None
+
+
+def _ratio(figure: str, most: float, cells: Cells, over: str | None, under: str, *, name: str = "fid") -> Target:
+    target = f"at most {most:g}"
+    if over is None or over not in cells or under not in cells:
+        return Target(figure, target)
+    seeds = sorted(cells[over].keys() & cells[under].keys())
+    pairs = [(cells[over][seed], cells[under][seed]) for seed in seeds]
+    values = [a.figures[name].value / b.figures[name].value for a, b in pairs if b.figures[name].value]
+    return _target(figure, target, values, most, [cell for pair in pairs for cell in pair], over)
+
+
+def _flops(cells: Cells) -> Target:
+    """How much of the FLOPs of the monolith's best FID an ensemble takes to reach the same."""
+    figure, most = "training FLOPs to the tuned monolith's best FID, over the monolith's own", 0.25
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in cells.values()))) if cells else []
+    values, notes = [], []
+    for seed in seeds:
+        curve = {kind: _curve(cells, kind, seed) for kind in ("monolith", "lock(1)")}
+        flops, fid = min(curve["monolith"], key=lambda point: point[1])
+        reached, how = flops_to(curve["lock(1)"], fid)
+        notes.append(how)
+        if reached is not None:
+            values.append(reached / flops)
+    used = [by_seed[seed] for by_seed in cells.values() for seed in seeds]
+    if seeds and len(values) < len(seeds):
+        met, note = False, f"not reached with {len(seeds) - len(values)} of {len(seeds)} seeds"
+        return Target(figure, f"at most {most:g}", seeds=len(seeds), met=met, note=note, **_origin(used))
+    return _target(figure, f"at most {most:g}", values, most, used, notes[0] if notes else "")
+
+
+def _curve(cells: Cells, kind: str, seed: int) -> list[tuple[float, float]]:
+    """Return FLOPs and FID of a kind of model, by FLOPs."""
+    points = [
+        (by_seed[seed].figures["flops"].value, by_seed[seed].figures["fid"].value)
+        for label, by_seed in cells.items()
+        if label.startswith(kind)
+    ]
+    return sorted(points)
+
+
+def flops_to(curve: Sequence[tuple[float, float]], fid: float) -> tuple[float | None, str]:
+    """Return the FLOPs at which a curve first reaches an FID, on straight lines between logarithms; None if never.
+
+    Where its first point is below already, its FLOPs are an upper bound, and the second value says so.
+    """
+    before: tuple[float, float] | None = None
+    for flops, found in curve:
+        if found <= fid:
+            if before is None or before[1] == found:
+                return flops, "upper bound: the smallest budget reaches it"
+            share = log(before[1] / fid) / log(before[1] / found)
+            return exp(log(before[0]) + share * log(flops / before[0])), "interpolated"
+        before = (flops, found)
+    return None, "not reached"
+
+
+def _target(figure: str, target: str, values: Sequence[float], most: float, cells: Sequence[Cell], note: str) -> Target:
+    if not values:
+        return Target(figure, target)
+    mean, low, high = spread(values)
+    return Target(figure, target, mean, low, high, len(values), mean <= most, note, **_origin(cells))
+
+
+def _origin(cells: Sequence[Cell]) -> dict[str, Any]:
+    last = max(cells, key=lambda cell: cell.utc)
+    return {"commit": last.commit, "hardware": last.hardware, "utc": last.utc}
+
+
+def write_targets(path: Path, rows: Sequence[Target]) -> None:
+    """Write targets.csv; a figure that was not measured has no value."""
+    with path.open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.writer(handle)
+        writer.writerow(("figure", "target", "value", "low", "high", "seeds", "met", "commit", "hardware", "utc"))
+        for row in rows:
+            numbers = ["" if number is None else f"{number:.4g}" for number in (row.value, row.low, row.high)]
+            met = "not measured" if row.met is None else "yes" if row.met else "no"
+            writer.writerow((row.figure, row.target, *numbers, row.seeds, met, row.commit, row.hardware, row.utc))
