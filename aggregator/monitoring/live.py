@@ -24,7 +24,7 @@ from aggregator.monitoring.labels import page_values
 from aggregator.monitoring.status import FederationStatus, gather
 from aggregator.pages.render import render
 from ddm.errors import ArchipelagoError, PolicyError, SetupError
-from ddm.pages.serving import HostFilter, listening, server_of
+from ddm.pages.serving import HostFilter, listening, run_server, server_of
 from ddm.protocol.base import now_utc
 
 REFRESH_S = 5
@@ -78,7 +78,7 @@ def serve(federation: Federation, host: str, port: int, on_listening: Callable[[
     """
     with listening(host, port) as (listener, url):
         on_listening(url)
-        server_of(make_app(federation)).run(sockets=[listener])
+        run_server(server_of(make_app(federation)), listener)
 
 
 def make_app(federation: Federation) -> Starlette:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ddm.errors import ArchipelagoError
-from ddm.pages.serving import CONNECTION_S, HostFilter, listening, server_of
+from ddm.pages.serving import CONNECTION_S, HostFilter, listening, run_server, server_of
 
 Handler = Callable[[Request], Awaitable[Response]]
 Routes = Callable[[Callable[[], None]], tuple[Sequence[Route], Mapping[str, Handler]]]
@@ -52,7 +52,7 @@ def serve_secret(make_routes: Routes, on_listening: Callable[[str], None], conne
         routes, changes = make_routes(end)
         servers.append(server_of(_app(routes, changes, url.rstrip("/"), token), connection_s))
         on_listening(f"{url}{token}/")
-        servers[0].run(sockets=[listener])
+        run_server(servers[0], listener)
 
 
 def static_routes(contents: Mapping[str, tuple[str, str, str]]) -> list[Route]:

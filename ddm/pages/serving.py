@@ -56,7 +56,7 @@ def listening(host: str, port: int) -> "Iterator[tuple[socket.socket, str]]":
 
 
 def server_of(app: ASGIApp, connection_s: float = CONNECTION_S) -> uvicorn.Server:
-    """Return a server, to be `run` with the sockets that it listens on; its `should_exit` ends it.
+    """Return a server for `run_server`; its `should_exit` ends it.
 
     Args:
         app: answers requests.
@@ -77,6 +77,19 @@ def server_of(app: ASGIApp, connection_s: float = CONNECTION_S) -> uvicorn.Serve
         timeout_graceful_shutdown=1,
     )
     return uvicorn.Server(config)
+
+
+def run_server(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Answer who connects until the server ends.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM, however early.
+    """
+    serving = server.serve(sockets=[listener])
+    try:
+        asyncio.run(serving)
+    finally:
+        serving.close()  # else Python warns, where Ctrl-C came before the server began, that it never did
 
 
 class BriefProtocol(H11Protocol):

@@ -8,7 +8,6 @@ token, hardly any can.
 """
 
 import argparse
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +15,12 @@ from pathlib import Path
 import torch
 from sklearn.datasets import load_sample_images
 from support.targets import Target, report_targets
+from support.training import train_expert
 from torch import Tensor
 
 from ddm.diffusion.path import LinearPath, velocity, x_t
 from ddm.models import build_expert
-from ddm.protocol.plan import Dit, Training, UniformT
-from ddm.training.config import Engine
-from ddm.training.loop import train
+from ddm.protocol.plan import Dit, Training
 
 ARCHITECTURE = Dit(patch=4, hidden=96, depth=4, heads=4)
 SIDE = 32
@@ -62,18 +60,7 @@ def recipe(num_steps: int, mask_ratio: float, unmasked_share: float) -> Training
 
 def trained(images: Tensor, settings: Training) -> tuple[Mapping[str, Tensor], float]:
     """Return averaged weights and seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = train(
-            build_expert(ARCHITECTURE, SHAPE),
-            images,
-            settings,
-            LinearPath(),
-            UniformT(),
-            checkpoint_dir=Path(folder),
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
-            engine=Engine(device="cpu"),
-        )
+    run, _ = train_expert(ARCHITECTURE, images, settings)
     return run.ema, run.seconds
 
 

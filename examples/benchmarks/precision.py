@@ -8,20 +8,15 @@ the figures are printed alone. Writes precision.csv.
 import argparse
 import csv
 import statistics
-import tempfile
-import time
 from pathlib import Path
 
 import torch
 from support.targets import Target, report_targets
+from support.training import train_expert
 from torch import Tensor
 
-from ddm.diffusion.path import LinearPath
-from ddm.models import build_expert
-from ddm.protocol.plan import Dit, Training, UniformT
+from ddm.protocol.plan import Dit, Training
 from ddm.system.devices import Precision, computes_in_bf16
-from ddm.training.config import Engine
-from ddm.training.loop import train
 
 SHAPE = (1, 28, 28)
 BATCH = 64
@@ -45,21 +40,7 @@ def rate(architecture: Dit, images: Tensor, precision: Precision, num_steps: int
         checkpoint_steps=num_steps,
         precision=precision,
     )
-    model = build_expert(architecture, SHAPE)
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        train(
-            model,
-            images,
-            settings,
-            LinearPath(),
-            UniformT(),
-            checkpoint_dir=Path(folder),
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
-            engine=Engine(device="cpu"),
-        )
-        return BATCH * num_steps / (time.perf_counter() - started)
+    return BATCH * num_steps / train_expert(architecture, images, settings)[1]
 
 
 def main() -> None:

@@ -7,19 +7,16 @@ slows both; the figure is the median of the rounds' ratios. Writes training_loop
 import argparse
 import csv
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 from support.targets import Target, report_targets
+from support.training import train_expert
 from torch import Tensor, nn
 
-from ddm.diffusion.path import LinearPath
 from ddm.models import build_expert, training_flops
-from ddm.protocol.plan import Dit, Training, UniformT
-from ddm.training.config import Engine
-from ddm.training.loop import train
+from ddm.protocol.plan import Dit, Training
 
 ARCHITECTURE = Dit(patch=2, hidden=96, depth=4, heads=4)
 SHAPE = (1, 8, 8)
@@ -36,21 +33,7 @@ def ours(images: Tensor, num_steps: int) -> float:
         ema_decay=0.995,
         checkpoint_steps=num_steps,
     )
-    model = build_expert(ARCHITECTURE, SHAPE)
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        train(
-            model,
-            images,
-            settings,
-            LinearPath(),
-            UniformT(),
-            checkpoint_dir=Path(folder),
-            on_progress=lambda progress: None,
-            should_stop=lambda: False,
-            engine=Engine(device="cpu"),
-        )
-        return time.perf_counter() - started
+    return train_expert(ARCHITECTURE, images, settings)[1]
 
 
 def bare(images: Tensor, num_steps: int) -> float:

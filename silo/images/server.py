@@ -19,6 +19,7 @@ from silo.images.viewer import View, Viewer
 SHOWN = 24  # pictures at once
 _FILES = {  # of the page: where they lie, and what they are
     "": ("silo", "images/page/review.html", "text/html"),
+    "ask.js": ("ddm", "pages/templates/ask.js", "text/javascript"),
     "review.js": ("silo", "images/page/review.js", "text/javascript"),
     "review.css": ("silo", "images/page/review.css", "text/css"),
     "live.css": ("ddm", "pages/templates/live.css", "text/css"),

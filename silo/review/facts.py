@@ -25,6 +25,10 @@ from silo.worker.state import load_state, state_path
 MOST_PREVIOUS, MOST_DECISIONS = 5, 12
 DRAFT = "draft.json"
 NO_DP = "no differential privacy"
+REHEARSAL = (
+    "This plan only tries the federation out: its experts draw noise, and nothing of it should be published. Weights "
+    "and statistics leave all the same, and what they cost is spent."
+)
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,11 @@ class Facts:
     def plan(self) -> Plan:
         """The draft's plan."""
         return self.accepted.plan
+
+    @property
+    def rehearsal(self) -> str:
+        """What a person must know where the plan is a rehearsal; else empty."""
+        return REHEARSAL if self.plan.rehearsal else ""
 
 
 def gather(site: Site) -> Facts:

@@ -22,6 +22,7 @@ from silo.worker.state import load_state, state_path
 
 _CONNECTION_S = 600.0  # a download of weights may take this long
 _FILES = {
+    "ask.js": ("ddm", "pages/templates/ask.js", "text/javascript"),
     "approve.js": ("silo", "review/page/approve.js", "text/javascript"),
     "approve.css": ("silo", "review/page/approve.css", "text/css"),
     "live.css": ("ddm", "pages/templates/live.css", "text/css"),

@@ -35,6 +35,7 @@ def _heading(facts: Facts) -> str:
         audit += f" until {waiver.expires_at:%Y-%m-%d} by {waiver.role}: {waiver.reason}"
     lines = [
         f"Submission {draft.sequence} of silo {draft.silo_id} for plan {draft.plan_id}",
+        *([f"  REHEARSAL       {facts.rehearsal}"] if facts.rehearsal else []),
         f"  statistics cost epsilon {spent.epsilon:g}, delta {spent.delta:g} per {spent.unit} ({spent.relation})",
         f"  budget          epsilon {budget.spent:.4g} of {budget.budget_epsilon:g} spent, {budget.left:.4g} left",
         f"  leak audit      {audit}",

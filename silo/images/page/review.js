@@ -1,33 +1,11 @@
 "use strict";
 // Draws what the server says is to be seen, and sends decisions back. All text is set as text, never as markup.
 
-const find = (id) => document.getElementById(id);
 const shown = { show: "waiting", flag: "", start: 0 };
 let state = null;
 let current = 0; // which picture of those shown has the keys
-let timer = 0;
 let large = null; // the number of the picture that is enlarged
 let whole = false;
-
-async function ask(path, content) {
-  const options = content === undefined ? {} : {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(content),
-  };
-  const answer = await fetch(path, { cache: "no-store", ...options }).catch(() => null);
-  if (answer === null) {
-    say("The program does not answer. If it ended, start it again: what was decided is kept.");
-    return null;
-  }
-  if (!answer.ok) {
-    say((await answer.text()).trim());
-    return null;
-  }
-  return answer.json();
-}
-
-function say(text) {
-  find("message").textContent = text;
-}
 
 async function refresh() {
   clearTimeout(timer);
@@ -269,13 +247,5 @@ find("large-close").addEventListener("click", () => find("large").close());
 find("large").addEventListener("close", () => {
   large = null;
   focusTile(current);
-});
-find("done").addEventListener("click", async () => {
-  clearTimeout(timer);
-  if (await ask("done", {}) !== null) {
-    document.querySelector("main").replaceChildren();
-    find("done").remove();
-    document.querySelector("h1").textContent = "Done. Close this page.";
-  }
 });
 refresh().then(() => focusTile(0));

@@ -1,33 +1,11 @@
 "use strict";
 // Shows samples as they are drawn, and sends a person's decision back. All text is set as text, never as markup.
 
-const find = (id) => document.getElementById(id);
 const digest = document.body.dataset.digest;
 const WORDS = {
   approve: ["Approve exactly these bytes?", "The worker signs them and sends them. What was sent cannot be called back.", "Approve", "ok"],
 };
 let asked = "";
-let timer = 0;
-
-async function ask(path, content) {
-  const options = content === undefined ? {} : {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(content),
-  };
-  const answer = await fetch(path, { cache: "no-store", ...options }).catch(() => null);
-  if (answer === null) {
-    say("The program does not answer. If it ended, start it again: silo review.");
-    return null;
-  }
-  if (!answer.ok) {
-    say((await answer.text()).trim());
-    return null;
-  }
-  return answer.json();
-}
-
-function say(text) {
-  find("message").textContent = text;
-}
 
 async function refresh() {
   clearTimeout(timer);
@@ -104,14 +82,6 @@ find("yes").addEventListener("click", async () => {
   say("");
   if (await ask(asked, { submission_digest: digest }) !== null) {
     await refresh();
-  }
-});
-find("done").addEventListener("click", async () => {
-  clearTimeout(timer);
-  if (await ask("done", {}) !== null) {
-    document.querySelector("main").replaceChildren();
-    find("done").remove();
-    document.querySelector("h1").textContent = "Done. Close this page.";
   }
 });
 refresh();

@@ -204,7 +204,7 @@ def test_nobody_without_the_secret_address_sees_or_changes_anything(one_page: Pa
 
 def test_every_answer_keeps_other_pages_and_caches_out(one_page: Page) -> None:
     wait_until(lambda: one_page.ask("GET", f"{one_page.path}picture/0")[0] == 200, "a drawn picture")
-    for path in ("", "state", "picture/0", "review.js", "live.css", "nothing"):
+    for path in ("", "state", "picture/0", "review.js", "ask.js", "live.css", "nothing"):
         _, headers, _ = one_page.ask("GET", one_page.path + path)
         assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'"), path
         assert headers["cache-control"] == "no-store" and headers["referrer-policy"] == "no-referrer"

@@ -7,7 +7,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
 from ddm.errors import ApprovalError, SetupError
+from ddm.pages.render import render
 from ddm.privacy.noise import discrete_laplace
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.submission import Submission, submission_path
@@ -27,12 +28,14 @@ from silo.decisions import DecisionLog
 from silo.review.contents import as_text
 from silo.review.facts import gather, laplace_std
 from silo.review.samples import MOST_SHOWN, Sheets
+from silo.review.text import review_text
 from silo.worker.approval import approval_path, approve
 from silo.worker.leaving import withdraw
 from silo.worker.state import load_state, save_state, state_path
 from tests.aggregator.monitoring.test_live import CONTRAST
 from tests.conftest import Planned
 from tests.support.browser import browser, one_browser, overflow, show_as
+from tests.support.case import case
 from tests.support.commands import command
 from tests.support.federation import POLICY, TinyFederation, write_policy
 from tests.support.seeded import Seeded
@@ -84,6 +87,18 @@ def test_every_file_that_leaves_was_shown_before_byte_for_byte(tiny: TinyFederat
     }
     final = Submission.parse(left[document], subject="sent")
     assert final.approval is not None and final.model_copy(update={"approval": None}).encode() == shown[document]
+
+
+def test_rehearsal_is_said_on_the_page_and_in_the_text_and_another_plan_is_called_none(site: Site) -> None:
+    facts = gather(site)
+    assert facts.plan.rehearsal
+    real = facts.plan.model_copy(update={"rehearsal": False})
+    for each, said in ((facts, True), (replace(facts, accepted=replace(facts.accepted, plan=real)), False)):
+        with case(said=said):
+            page = render("silo", "approve.html.jinja", facts=each, draft=each.draft)
+            text = review_text(site, each)
+            assert ('id="rehearsal"' in page) == ("experts draw noise" in page) == said
+            assert ("REHEARSAL" in text) == ("experts draw noise" in text) == said
 
 
 def leaves(value: object) -> Iterator[float]:
@@ -230,7 +245,7 @@ def test_only_the_page_itself_decides_and_only_about_the_draft_that_it_shows(tin
             assert page.decide("approve", wrong)[0] == 400, wrong
         assert page.ask("GET", page.path + "approve")[0] == 405
         assert page.ask("GET", page.path + "file/99")[0] == 404
-        for name in ("", "state", "file/1", "view/2", "approve.js"):
+        for name in ("", "state", "file/1", "view/2", "approve.js", "ask.js"):
             status, headers, _ = page.ask("GET", page.path + name)
             assert status == 200 and headers["cache-control"] == "no-store", name
             assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
