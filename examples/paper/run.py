@@ -101,7 +101,7 @@ def _without_paths(words: list[str]) -> list[str]:
 
 
 def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
-    """Measure every row with every seed, and write the page after each table."""
+    """Measure every row with every seed, and write the page."""
     world = read_world(given.dataset, given.data)
     preset = preset_for(given.preset, world.data.shape).scaled(given.scale)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -109,13 +109,15 @@ def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
     lab = Lab(world, preset, given.out, judge, clock)
     known = tables(preset)
     wanted = [known[number] for number in given.tables]
-    rates = {kind: lab.rate(kind) for kind in ("monolith", "experts")}
+    rates: dict[str, Choice] = {}
     num_seeds = given.seeds or preset.seeds
-    for seed in range(num_seeds):
-        for table in wanted:
-            for row in table.rows:
+    try:
+        rates |= {kind: lab.rate(kind) for kind in ("monolith", "experts")}
+        for seed in range(num_seeds):
+            for row in (row for table in wanted for row in table.rows):
                 lab.cell(row, seed)
-            _report(lab, wanted, rates, command, num_seeds).write(given.out)
+    finally:  # also where it was stopped: the page says what is missing
+        _report(lab, wanted, rates, command, num_seeds).write(given.out)
     say(f"Tables {', '.join(str(table.number) for table in wanted)}: {given.out / 'README.md'}")
 
 

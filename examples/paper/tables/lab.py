@@ -79,7 +79,12 @@ class Lab:
         return self._key(row.model_dump(exclude={"table", "label"}), row.table == _SILOS, seed)
 
     def rate(self, kind: str) -> Choice:
-        """Return the learning rate of monoliths, or of experts, that is best on validation images."""
+        """Return the learning rate of monoliths, or of experts, that is best on validation images.
+
+        A preset with one rate leaves nothing to choose.
+        """
+        if len(self.preset.rates) == 1:
+            return Choice(rate=self.preset.rates[0] / self.preset.network.hidden, tried={}, steps=0, flops=0.0)
         key = self._key("rate", kind)
         found = self.kept.read(key, Choice)
         if found is None:

@@ -38,7 +38,7 @@ class Preset(Model):
     network: Dit
     num_steps: int
     batch_size: int
-    rates: tuple[float, ...] = (RATE_TIMES_WIDTH / 2, RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH)
+    rates: tuple[float, ...] = (RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH, 4 * RATE_TIMES_WIDTH)
     tuning: float = 0.25
     router: SamplesRouter
     classifier_steps: int
