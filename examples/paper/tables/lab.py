@@ -25,7 +25,15 @@ from examples.paper.tables.results import Cell, Choice, Figure, Kept, commit, ha
 
 _TUNING_SEED = 1000  # none of the seeds that are reported
 _SILOS = 7  # the table whose rows say what becomes of the smallest silo
-_TRAINING = {"network", "num_steps", "batch_size", "router", "pca_dim", "num_islands"}  # what models depend on
+_TRAINING = {
+    "network",
+    "num_steps",
+    "batch_size",
+    "router",
+    "fit_images",
+    "pca_dim",
+    "num_islands",
+}  # what models depend on
 
 
 @dataclass(frozen=True)

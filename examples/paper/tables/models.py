@@ -42,6 +42,7 @@ from examples.paper.tables.results import Cost
 
 _PASSPHRASE = b"of a folder that is thrown away"
 _FINE, _GROUPS = 256, 64
+_HELD_OUT = 0.1  # of the images that a router is fitted on: judging it takes longer than fitting it
 _WEIGHTS, _RECORD = "model.safetensors", "cost.json"
 
 
@@ -205,14 +206,18 @@ class Workshop:
         recipe = IslandsRecipe.model_validate(
             {
                 "data": self.world.data.model_dump(),
-                "public": {"seed": seed},
+                "public": {"seed": seed, "holdout_share": _HELD_OUT},
                 "encoder": {"kind": "pca", "dim": self.preset.pca_dim},
                 "clustering": {"num_fine": num_fine, "num_coarse": num, "balanced": True},
                 "sketch": {"rank": self.preset.pca_dim},
                 "partition": {"kind": "silo_cluster", "min_images": 2},
                 "expert": {"architecture": self.preset.network.model_dump(), "training": training.model_dump()},
                 "router": self._router(source.budget),
-                "owner": {"name": "paper", "num_groups": max(num, min(_GROUPS, num_fine))},
+                "owner": {
+                    "name": "paper",
+                    "fit_images": self.preset.fit_images,
+                    "num_groups": max(num, min(_GROUPS, num_fine)),
+                },
             }
         )
         known = source.partition in ("clusters", "random")
