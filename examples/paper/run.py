@@ -17,7 +17,6 @@ import torch
 
 from ddm.errors import ArchipelagoError
 from ddm.system.console import EXIT_INTERRUPTED, fail, say
-from ddm.system.signals import stop_on_first_signal
 from examples.paper.tables.clock import Clock, OutOfTime
 from examples.paper.tables.contents import Table, tables
 from examples.paper.tables.data import DatasetName, read_world
@@ -40,19 +39,13 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(given.threads)
     command = shlex.join(["python", "-m", "examples.paper.run", *_without_paths(words)])
     try:
-        with stop_on_first_signal() as stop:
-            clock = Clock(stop, given.minutes)
-            try:
-                run(given, clock, command)
-            except (KeyboardInterrupt, OutOfTime):
-                if clock.expired and not stop.is_set():
-                    say(
-                        f"The {given.minutes:g} minutes are over; the same command goes on from {given.out}.",
-                        error=True,
-                    )
-                    return EXIT_OUT_OF_TIME
-                say(f"Stopped; the same command goes on from {given.out}.", error=True)
-                return EXIT_INTERRUPTED
+        run(given, Clock(given.minutes), command)
+    except OutOfTime:
+        say(f"The {given.minutes:g} minutes are over; the same command goes on from {given.out}.", error=True)
+        return EXIT_OUT_OF_TIME
+    except KeyboardInterrupt:
+        say(f"Stopped; the same command goes on from {given.out}.", error=True)
+        return EXIT_INTERRUPTED
     except ArchipelagoError as error:
         return fail(error)
     return 0

@@ -96,7 +96,7 @@ class Workshop:
         if not (folder / _RECORD).exists():
             folder.mkdir(parents=True, exist_ok=True)
             model = build_expert(self.preset.network, shape, seed=seed)
-            with progress(f"{name}: training") as tell:
+            with progress(f"{name}: training") as tell, self.clock.while_training() as is_over:
                 trained = train(
                     model,
                     self.world.train.images,
@@ -105,7 +105,7 @@ class Workshop:
                     LogitNormalT(),
                     checkpoint_dir=folder / "checkpoints",
                     on_progress=lambda done: tell(done.step, done.num_steps),
-                    should_stop=self.clock.is_over,
+                    should_stop=is_over,
                     engine=Engine(device="cuda" if self.device.type == "cuda" else "cpu"),
                 )
             save_tensors(folder / _WEIGHTS, trained.ema)
@@ -157,12 +157,12 @@ class Workshop:
         seconds = flops = 0.0
         settings = TrainingSettings(device="cuda" if self.device.type == "cuda" else "cpu")
         for number in range(num):
-            with progress(f"{name}: expert {number + 1} of {num}") as tell:
+            with progress(f"{name}: expert {number + 1} of {num}") as tell, self.clock.while_training() as is_over:
 
                 def show(done: Progress, tell: Callable[[int, int], None] = tell) -> None:
                     tell(done.step, done.num_steps)
 
-                done = train_island(islands, number, settings, on_progress=show, should_stop=self.clock.is_over)
+                done = train_island(islands, number, settings, on_progress=show, should_stop=is_over)
             if done is not None:
                 seconds, flops = seconds + done.training.seconds, flops + done.training.flops
         return seconds, flops
