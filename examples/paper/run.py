@@ -17,7 +17,6 @@ import torch
 
 from ddm.errors import ArchipelagoError
 from ddm.system.console import EXIT_INTERRUPTED, fail, say
-from ddm.system.signals import stop_on_first_signal
 from examples.paper.tables.clock import Clock, OutOfTime
 from examples.paper.tables.contents import Table, tables
 from examples.paper.tables.data import DatasetName, read_world
@@ -40,19 +39,13 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(given.threads)
     command = shlex.join(["python", "-m", "examples.paper.run", *_without_paths(words)])
     try:
-        with stop_on_first_signal() as stop:
-            clock = Clock(stop, given.minutes)
-            try:
-                run(given, clock, command)
-            except (KeyboardInterrupt, OutOfTime):
-                if clock.expired and not stop.is_set():
-                    say(
-                        f"The {given.minutes:g} minutes are over; the same command goes on from {given.out}.",
-                        error=True,
-                    )
-                    return EXIT_OUT_OF_TIME
-                say(f"Stopped; the same command goes on from {given.out}.", error=True)
-                return EXIT_INTERRUPTED
+        run(given, Clock(given.minutes), command)
+    except OutOfTime:
+        say(f"The {given.minutes:g} minutes are over; the same command goes on from {given.out}.", error=True)
+        return EXIT_OUT_OF_TIME
+    except KeyboardInterrupt:
+        say(f"Stopped; the same command goes on from {given.out}.", error=True)
+        return EXIT_INTERRUPTED
     except ArchipelagoError as error:
         return fail(error)
     return 0
@@ -101,7 +94,7 @@ def _without_paths(words: list[str]) -> list[str]:
 
 
 def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
-    """Measure every row with every seed, and write the page after each table."""
+    """Measure every row with every seed, and write the page."""
     world = read_world(given.dataset, given.data)
     preset = preset_for(given.preset, world.data.shape).scaled(given.scale)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -109,13 +102,15 @@ def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
     lab = Lab(world, preset, given.out, judge, clock)
     known = tables(preset)
     wanted = [known[number] for number in given.tables]
-    rates = {kind: lab.rate(kind) for kind in ("monolith", "experts")}
+    rates: dict[str, Choice] = {}
     num_seeds = given.seeds or preset.seeds
-    for seed in range(num_seeds):
-        for table in wanted:
-            for row in table.rows:
+    try:
+        rates |= {kind: lab.rate(kind) for kind in ("monolith", "experts")}
+        for seed in range(num_seeds):
+            for row in (row for table in wanted for row in table.rows):
                 lab.cell(row, seed)
-            _report(lab, wanted, rates, command, num_seeds).write(given.out)
+    finally:  # also where it was stopped: the page says what is missing
+        _report(lab, wanted, rates, command, num_seeds).write(given.out)
     say(f"Tables {', '.join(str(table.number) for table in wanted)}: {given.out / 'README.md'}")
 
 

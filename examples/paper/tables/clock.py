@@ -1,7 +1,10 @@
-"""When to stop: at the first Ctrl-C, or when the minutes that were given are over."""
+"""When to stop: when the minutes that were given are over; and training, at the first Ctrl-C, after a checkpoint."""
 
-import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ddm.system.signals import stop_on_first_signal
 
 
 class OutOfTime(Exception):
@@ -9,15 +12,13 @@ class OutOfTime(Exception):
 
 
 class Clock:
-    """Asked before every step of everything long.
+    """Asked in everything long.
 
     Args:
-        stop: set by the first Ctrl-C.
         minutes: after which to stop; None for no end.
     """
 
-    def __init__(self, stop: threading.Event, minutes: float | None = None) -> None:
-        self._stop = stop
+    def __init__(self, minutes: float | None = None) -> None:
         self._end = None if minutes is None else time.monotonic() + 60 * minutes
 
     @property
@@ -25,18 +26,28 @@ class Clock:
         """Whether the minutes are over."""
         return self._end is not None and time.monotonic() >= self._end
 
-    def is_over(self) -> bool:
-        """Whether to stop."""
-        return self._stop.is_set() or self.expired
-
     def check(self, *_: object) -> None:
         """Go on, or raise.
 
         Raises:
-            KeyboardInterrupt: stopped by a person.
             OutOfTime: the minutes are over.
         """
-        if self._stop.is_set():
-            raise KeyboardInterrupt
         if self.expired:
             raise OutOfTime
+
+    @contextmanager
+    def while_training(self) -> Iterator[Callable[[], bool]]:
+        """Yield what training asks before every step; it answers a first signal by a checkpoint.
+
+        Everything else that is long is whole or not there, so that a signal may end it anywhere.
+
+        Raises:
+            OutOfTime: training stopped because the minutes are over.
+        """
+        with stop_on_first_signal() as stop:
+            try:
+                yield lambda: stop.is_set() or self.expired
+            except KeyboardInterrupt:
+                if self.expired and not stop.is_set():
+                    raise OutOfTime from None
+                raise

@@ -14,7 +14,8 @@ from examples.paper.tables.data import UNEQUAL
 from examples.paper.tables.results import Cell, over_seeds
 from examples.paper.tables.targets import Cells
 
-_BLUE, _RED, _GREY, _GREEN = "#1b6ca8", "#c8553d", "0.45", "#2e8b57"
+_BLUE, _RED, _GREY = "#1b6ca8", "#c8553d", "0.45"
+_LINES = (_BLUE, "#2e8b57", "#7b5ea7", "#d98e04", "#4a4a4a", "#5ab4ac")
 
 
 def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
@@ -91,16 +92,19 @@ def _lines(axis: Axes, cells: Cells, at: Callable[[str], float] | None, title: s
             flops = over_seeds(by_seed, "flops")
             x, name = flops[0] if flops else 0.0, label.split(",")[0]
         lines.setdefault(name, []).append((x, point))
+    colours: dict[str, str] = {}
     for name, points in lines.items():
         points.sort()
         at_x, (y, down, up) = [place for place, _ in points], zip(*(each for _, each in points), strict=True)
-        style, colour = "--" if name.startswith("sample") else "-", _RED if "monolith" in name else None
+        kind = name.split(", ")[-1]
+        colours.setdefault(kind, _RED if kind == "monolith" else _LINES[len(colours) % len(_LINES)])
+        style, colour = "--" if name.startswith("sample") else "-", colours[kind]
         axis.errorbar(
             at_x, y, yerr=[down, up], label=name, marker="o", ms=4, capsize=2.5, lw=1.4, ls=style, color=colour
         )
     axis.set_xlabel(title)
     axis.set_ylabel("FID (small classifier)")
-    axis.legend(fontsize=7, ncols=2)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axis.grid(alpha=0.25)
 
 

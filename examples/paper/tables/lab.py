@@ -25,7 +25,15 @@ from examples.paper.tables.results import Cell, Choice, Figure, Kept, commit, ha
 
 _TUNING_SEED = 1000  # none of the seeds that are reported
 _SILOS = 7  # the table whose rows say what becomes of the smallest silo
-_TRAINING = {"network", "num_steps", "batch_size", "router", "pca_dim", "num_islands"}  # what models depend on
+_TRAINING = {
+    "network",
+    "num_steps",
+    "batch_size",
+    "router",
+    "fit_images",
+    "pca_dim",
+    "num_islands",
+}  # what models depend on
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,12 @@ class Lab:
         return self._key(row.model_dump(exclude={"table", "label"}), row.table == _SILOS, seed)
 
     def rate(self, kind: str) -> Choice:
-        """Return the learning rate of monoliths, or of experts, that is best on validation images."""
+        """Return the learning rate of monoliths, or of experts, that is best on validation images.
+
+        A preset with one rate leaves nothing to choose.
+        """
+        if len(self.preset.rates) == 1:
+            return Choice(rate=self.preset.rates[0] / self.preset.network.hidden, tried={}, steps=0, flops=0.0)
         key = self._key("rate", kind)
         found = self.kept.read(key, Choice)
         if found is None:

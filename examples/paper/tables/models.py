@@ -42,6 +42,7 @@ from examples.paper.tables.results import Cost
 
 _PASSPHRASE = b"of a folder that is thrown away"
 _FINE, _GROUPS = 256, 64
+_HELD_OUT = 0.1  # of the images that a router is fitted on: judging it takes longer than fitting it
 _WEIGHTS, _RECORD = "model.safetensors", "cost.json"
 
 
@@ -95,7 +96,7 @@ class Workshop:
         if not (folder / _RECORD).exists():
             folder.mkdir(parents=True, exist_ok=True)
             model = build_expert(self.preset.network, shape, seed=seed)
-            with progress(f"{name}: training") as tell:
+            with progress(f"{name}: training") as tell, self.clock.while_training() as is_over:
                 trained = train(
                     model,
                     self.world.train.images,
@@ -104,7 +105,7 @@ class Workshop:
                     LogitNormalT(),
                     checkpoint_dir=folder / "checkpoints",
                     on_progress=lambda done: tell(done.step, done.num_steps),
-                    should_stop=self.clock.is_over,
+                    should_stop=is_over,
                     engine=Engine(device="cuda" if self.device.type == "cuda" else "cpu"),
                 )
             save_tensors(folder / _WEIGHTS, trained.ema)
@@ -156,12 +157,12 @@ class Workshop:
         seconds = flops = 0.0
         settings = TrainingSettings(device="cuda" if self.device.type == "cuda" else "cpu")
         for number in range(num):
-            with progress(f"{name}: expert {number + 1} of {num}") as tell:
+            with progress(f"{name}: expert {number + 1} of {num}") as tell, self.clock.while_training() as is_over:
 
                 def show(done: Progress, tell: Callable[[int, int], None] = tell) -> None:
                     tell(done.step, done.num_steps)
 
-                done = train_island(islands, number, settings, on_progress=show, should_stop=self.clock.is_over)
+                done = train_island(islands, number, settings, on_progress=show, should_stop=is_over)
             if done is not None:
                 seconds, flops = seconds + done.training.seconds, flops + done.training.flops
         return seconds, flops
@@ -205,14 +206,18 @@ class Workshop:
         recipe = IslandsRecipe.model_validate(
             {
                 "data": self.world.data.model_dump(),
-                "public": {"seed": seed},
+                "public": {"seed": seed, "holdout_share": _HELD_OUT},
                 "encoder": {"kind": "pca", "dim": self.preset.pca_dim},
                 "clustering": {"num_fine": num_fine, "num_coarse": num, "balanced": True},
                 "sketch": {"rank": self.preset.pca_dim},
                 "partition": {"kind": "silo_cluster", "min_images": 2},
                 "expert": {"architecture": self.preset.network.model_dump(), "training": training.model_dump()},
                 "router": self._router(source.budget),
-                "owner": {"name": "paper", "num_groups": max(num, min(_GROUPS, num_fine))},
+                "owner": {
+                    "name": "paper",
+                    "fit_images": self.preset.fit_images,
+                    "num_groups": max(num, min(_GROUPS, num_fine)),
+                },
             }
         )
         known = source.partition in ("clusters", "random")

@@ -54,7 +54,9 @@ class Report:
     missing: Sequence[str]
 
     def write(self, out: Path) -> None:
-        """Write README.md, a CSV and a PNG for each table, and targets.csv."""
+        """Write README.md, a CSV and a PNG for each table, and targets.csv; nothing where nothing was measured."""
+        if not self._cells():
+            return
         shown = [table for table in self.tables if self.found.get(table.number)]
         for table in shown:
             cells = self.found[table.number]
@@ -102,7 +104,7 @@ class Report:
         return "\n\n".join(lines)
 
     def _tuning(self) -> str:
-        if not self.rates:
+        if not any(choice.tried for choice in self.rates.values()):
             return ""
         rows = []
         for kind, choice in self.rates.items():

@@ -22,6 +22,7 @@ class Preset(Model):
         rates: learning rates to choose among on validation images, each over the network's width.
         tuning: share of the steps of budget 1 that a choice of the rate takes.
         router: the transformer router of ensembles, with its steps at budget 1.
+        fit_images: most training images that encoder, clusters and router are fitted and judged on.
         classifier_steps: of the network whose features FID is taken in.
         num_islands: K of the ensembles whose strategies are compared.
         other_islands: further K.
@@ -38,9 +39,10 @@ class Preset(Model):
     network: Dit
     num_steps: int
     batch_size: int
-    rates: tuple[float, ...] = (RATE_TIMES_WIDTH / 2, RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH)
+    rates: tuple[float, ...] = (RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH, 4 * RATE_TIMES_WIDTH)
     tuning: float = 0.25
     router: SamplesRouter
+    fit_images: int = 12_000
     classifier_steps: int
     num_islands: int = 8
     other_islands: tuple[int, ...] = (2, 4, 16)
@@ -105,8 +107,16 @@ def _gpu(patch: int) -> Preset:
         num_steps=20_000,
         batch_size=256,
         router=SamplesRouter(
-            patch=patch, hidden=128, depth=4, heads=4, num_steps=8000, batch_size=256, precision="auto"
+            patch=patch,
+            hidden=128,
+            depth=4,
+            heads=4,
+            num_steps=8000,
+            batch_size=256,
+            images_per_expert=5000,
+            precision="auto",
         ),
+        fit_images=40_000,
         classifier_steps=3000,
         budgets=(0.0625, 0.125, 0.25, 0.5),
         num_samples=10_000,

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from ddm.diffusion.path import LinearPath, Velocity
 from ddm.errors import NumericalError, ShapeError
@@ -12,7 +13,7 @@ from ddm.protocol.plan import SamplesRouter as Settings
 from ddm.routers.base import Router, posterior
 from ddm.routers.evaluation import cross_entropy
 from ddm.routers.labelled import Labelled
-from ddm.routers.samples import SamplesRouter, draw_from_experts, fit_samples, samples_router_specs
+from ddm.routers.samples import SamplesRouter, draw_from_experts, fit_samples, samples_router_specs, training_flops
 from tests.support.gaussian_mixture import GaussianMixture, UninformedRouter, four_silos
 
 PATH = LinearPath()
@@ -132,3 +133,15 @@ def test_expert_that_draws_no_images_is_refused(drawn: Tensor) -> None:
         draw_from_experts([lambda x, t: -x, lambda x, t: x * math.nan], SHAPE, 4, 0, PATH, None)
     with pytest.raises(ShapeError, match="labelled images"):
         fit_samples(Labelled.drawn(drawn[:, :1]), SETTINGS, PATH, 0)
+
+
+def test_training_flops_are_those_that_twice_the_steps_take_more(drawn: Tensor) -> None:
+    counted = []
+    for num_steps in (10, 20):  # with as many checks of the loss, which are no training
+        settings = SETTINGS.model_copy(update={"num_steps": num_steps, "batch_size": 16})
+        with FlopCounterMode(display=False) as counter:
+            fit_samples(Labelled.drawn(drawn[:, :20]), settings, PATH, 0)
+        counted.append(counter.get_total_flops())
+    settings = SETTINGS.model_copy(update={"num_steps": 10, "batch_size": 16})
+    # Ahead of time, on tensors without memory, attention is counted a little differently.
+    assert training_flops(4, SHAPE, settings) == pytest.approx(counted[1] - counted[0], rel=0.02)

@@ -1,0 +1,216 @@
+"""The paper's tables: what is kept and taken up again, what models have alike, what a target takes as evidence."""
+
+import csv
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pytest import CaptureFixture, MonkeyPatch
+
+from examples.paper import run
+from examples.paper.tables.contents import tables
+from examples.paper.tables.data import UNEQUAL, World, read_world
+from examples.paper.tables.models import ExactRouter
+from examples.paper.tables.presets import Preset, preset_for
+from examples.paper.tables.results import Cell, Cost, Figure, Kept, spread
+from examples.paper.tables.targets import flops_to, targets
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+def tiny(name: str, shape: tuple[int, ...]) -> Preset:
+    small = {"num_steps": 6, "num_islands": 2, "other_islands": (), "rates": (0.5,), "num_samples": 24}
+    router = preset_for("smoke", shape).router.model_copy(update={"num_steps": 3})
+    return preset_for("smoke", shape).model_copy(
+        update=small | {"router": router, "classifier_steps": 10, "sampling_steps": 2}
+    )
+
+
+def words(out: Path, *more: str) -> list[str]:
+    return ["--dataset", "digits", "--preset", "smoke", "--tables", "2", "--out", str(out), *more]
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return read_world("digits", None)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tables") / "out"
+    with MonkeyPatch.context() as patch:
+        patch.setattr(run, "preset_for", tiny)
+        assert run.main(words(out)) == 0
+    return out
+
+
+def figures(out: Path, name: str) -> dict[str, float]:
+    with (out / "table2.csv").open(encoding="utf-8") as handle:
+        return {row["row"]: float(row["value"]) for row in csv.DictReader(handle) if row["figure"] == name}
+
+
+def test_page_names_what_it_was_made_from_and_what_is_missing(measured: Path) -> None:
+    page = (measured / "README.md").read_text("utf-8")
+    assert set(figures(measured, "fid")) == {"1 (monolith)", "2, lock(1)", "2, sample"}
+    assert "seeds 0," in page and "table 1;" in page and str(measured) not in page
+    assert (measured / "table2.png").read_bytes().startswith(b"\x89PNG")
+    with (measured / "targets.csv").open(encoding="utf-8") as handle:
+        rows = list(csv.DictReader(handle))
+    assert all(row["met"] == "not measured" and row["value"] == "" for row in rows)
+
+
+def test_monolith_takes_as_many_flops_as_experts_and_router_together(measured: Path) -> None:
+    with (measured / "table2.csv").open(encoding="utf-8") as handle:
+        rows = {row["row"]: row for row in csv.DictReader(handle)}
+    monolith, experts = (rows[name] for name in ("1 (monolith)", "2, lock(1)"))
+    one_step = float(monolith["flops"]) / int(monolith["steps"])
+    assert 0 <= float(monolith["flops"]) - float(experts["flops"]) <= one_step
+    assert int(monolith["steps"]) > int(experts["steps"])  # the router's part
+    assert (monolith["batch"], experts["batch"]) == ("32", "16")
+    assert 0 < float(experts["router_flops"]) < float(experts["flops"])
+    assert figures(measured, "evaluations") == {"1 (monolith)": 4, "2, lock(1)": 4, "2, sample": 4}
+
+
+def test_stopped_run_measures_only_what_is_missing(
+    measured: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "preset_for", tiny)
+    before = figures(measured, "fid")
+    cells = {path: path.read_text("utf-8") for path in (measured / "cells").iterdir()}
+    next(path for path, text in cells.items() if '"share_error"' in text).unlink()  # of one strategy of the experts
+    assert run.main(words(measured, "--minutes", "0.00001")) == run.EXIT_OUT_OF_TIME
+    assert capsys.readouterr().err.count("\n") == 1
+    assert len(figures(measured, "fid")) == 2 and "1 of 3 rows" in (measured / "README.md").read_text("utf-8")
+    kept = {path: path.stat().st_mtime_ns for path in (measured / "cells").iterdir()}
+    assert run.main(words(measured)) == 0
+    said = capsys.readouterr().out
+    assert "training" not in said and said.count("drawing") == 1
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert figures(measured, "fid") == before
+
+
+def test_wrong_words_are_refused_on_one_screen(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(words(tmp_path, "--tables", "1,5"))
+    assert "some of 1,2,3,4,7,10" in capsys.readouterr().err
+    wrong = ["--dataset", "fashion-mnist", "--preset", "smoke", "--out", str(tmp_path / "out")]
+    assert run.main(wrong) != 0
+    assert run.main([*wrong, "--data", str(tmp_path)]) != 0
+    said = capsys.readouterr().err
+    assert "train-images-idx3-ubyte.gz" in said and "Traceback" not in said
+
+
+def test_unequal_silos_have_their_shares_and_silos_of_classes_do_not_split_evenly(world: World) -> None:
+    share = torch.bincount(world.unequal(world.train.images), minlength=4) / len(world.train)
+    assert share.tolist() == pytest.approx(UNEQUAL, abs=0.005)
+    silo_N = world.silos(4, seed=0)
+    assert torch.equal(silo_N, world.silos(4, seed=0)) and not torch.equal(silo_N, world.silos(4, seed=1))
+    largest = [float((torch.bincount(silo_N[world.train.label_N == c], minlength=4)).max()) for c in range(10)]
+    assert sum(largest) / len(world.train) > 0.45  # an even split has a quarter
+
+
+def test_parts_of_the_data_set_share_no_image(world: World) -> None:
+    parts = (world.train, world.public, world.validation, world.test)
+    rows = torch.cat([part.images.flatten(1) for part in parts])
+    assert len(rows) == 1797 and len(rows.unique(dim=0)) >= 1797 - 1  # digits themselves may hold one twice
+
+
+def test_exact_router_agrees_with_the_posterior_computed_directly() -> None:
+    generator = torch.Generator().manual_seed(0)
+    images_K = [torch.randn(num, 1, 2, 2, generator=generator) for num in (5, 2)]
+    x_B, t_B = torch.randn(3, 1, 2, 2, generator=generator), torch.tensor([0.3, 0.6, 1.0])
+    found = torch.softmax(ExactRouter(images_K).log_likelihood(x_B, t_B), 1)
+    for x, t, answer in zip(x_B.double(), t_B.double(), found, strict=True):
+        density = torch.stack(
+            [(-0.5 * (x - (1 - t) * own.double()).square().sum((1, 2, 3)) / t**2).exp().mean() for own in images_K]
+        )
+        assert torch.allclose(density / density.sum(), answer.double(), atol=1e-5)
+    assert found[2].tolist() == pytest.approx([0.5, 0.5])
+
+
+def cell(seed: int, **values: float) -> Cell:
+    shown = {name: Figure(value=value) for name, value in values.items()}
+    cost = Cost(steps=1, batch_size=1, learning_rate=1.0, flops=1.0, router_flops=0.0, seconds=1.0)
+    return Cell(
+        seed=seed,
+        cost=cost,
+        num_samples=1,
+        sampling_seconds=1.0,
+        figures=shown,
+        commit="c",
+        hardware="h",
+        utc=f"{seed}",
+    )
+
+
+def test_target_takes_the_best_strategy_that_keeps_the_shares() -> None:
+    def row(fid: float, error: float) -> dict[int, Cell]:
+        return {seed: cell(seed, fid=fid + seed, share_error=error, share_by_chance=0.01) for seed in (0, 1)}
+
+    first = {
+        "monolith": {seed: cell(seed, fid=20.0 + 2 * seed) for seed in (0, 1)},
+        "sample, exact router (oracle)": row(1.0, 0.0),
+        "lock(1)": row(10.0, 0.015),
+        "sample": row(14.0, 0.01),
+        "lock(.5)": row(12.0, 0.04),
+        "top-1": row(4.0, 0.3),
+    }
+    best, budget, sample, _, shares = targets({1: first})[:5]
+    assert best.note == "lock(1)" and best.met and best.seeds == 2
+    assert best.value == pytest.approx((10 / 20 + 11 / 22) / 2)
+    assert sample.met is False and sample.low is not None and sample.low < sample.value < sample.high
+    assert shares.value == pytest.approx(0.04 / 0.3) and shares.met
+    assert budget.met is None and budget.value is None
+
+
+def test_flops_to_an_fid_lie_between_the_budgets_around_it() -> None:
+    curve = [(1.0, 40.0), (4.0, 10.0)]
+    assert flops_to(curve, 20.0)[0] == pytest.approx(2.0)
+    assert flops_to(curve, 40.0) == (1.0, "upper bound: the smallest budget reaches it")
+    assert flops_to(curve, 5.0)[0] is None
+
+
+def test_figures_of_one_seed_have_no_interval_over_seeds() -> None:
+    assert spread([2.0]) == (2.0, None, None)
+    mean, low, high = spread([1.0, 2.0, 3.0])
+    assert mean == 2.0 and low is not None and low == pytest.approx(2 - 4.3027 / 3**0.5, abs=1e-3)
+    assert high is not None and high - mean == pytest.approx(mean - low)
+
+
+def test_every_preset_has_rows_that_differ_and_batches_that_divide() -> None:
+    for name in ("smoke", "cpu", "gpu"):
+        preset = preset_for(name, (1, 28, 28))
+        assert all(preset.batch_size % num == 0 for num in (*preset.other_islands, preset.num_islands))
+        for table in tables(preset).values():
+            assert len({row.label for row in table.rows}) == len(table.rows)
+            assert len({row.model_dump_json(exclude={"label"}) for row in table.rows}) == len(table.rows)
+
+
+def test_damaged_cell_is_measured_again(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.write("a", cell(0, fid=1.0))
+    assert kept.read("a", Cell) == cell(0, fid=1.0) and kept.read("b", Cell) is None
+    kept.file("a").write_text(kept.file("a").read_text("utf-8")[:-9], "utf-8")
+    assert kept.read("a", Cell) is None
+
+
+@pytest.mark.slow
+def test_smoke_measures_every_table_and_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "examples.paper.run", "--dataset", "digits", "--preset", "smoke", "--out"]
+    first = subprocess.Popen([*line, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: any((tmp_path / "models").glob("experts-*/cost.json")), "an ensemble is trained")
+    first.send_signal(signal.SIGINT)
+    _, said = first.communicate(timeout=300)
+    assert first.returncode == 130 and re.fullmatch(r"Stopped; [^\n]*\n", said)
+    trained = {path: path.stat().st_mtime_ns for path in (tmp_path / "models").glob("*/cost.json")}
+    subprocess.run([*line, str(tmp_path)], cwd=ROOT, check=True, timeout=3600)
+    assert {path: path.stat().st_mtime_ns for path in trained} == trained
+    page = (tmp_path / "README.md").read_text("utf-8")
+    assert [f"## Table {number}:" in page for number in (1, 2, 3, 4, 7, 10)] == [True] * 6
+    assert len(list(tmp_path.glob("table*.png"))) == len(list(tmp_path.glob("table*.csv"))) == 6
+    assert "rows of table" not in page
