@@ -46,7 +46,7 @@ def effort_of(training: Training, num_units: int, most_samples: int, *, referenc
     control = min(max(round(_CONTROL * training.num_steps), _FEWEST_CONTROL), _MOST_CONTROL)
     total = SHARE * 3 * training.num_steps * training.batch_size
     left = total - 3 * (steps + control) * training.batch_size
-    each = 2 * CALLS * num_units
+    each = 3 * CALLS * num_units  # the expert, the reference and the overfitted copy
     images = min(max(int(left / 2 / each), 1), _MOST_IMAGES) if num_units else 1
     samples = int((left - images * each) / SAMPLE_STEPS)
     num = min(max(samples, _FEWEST_SAMPLES), most_samples)

@@ -1,5 +1,6 @@
 """The audit at a silo: who is held out, what it writes, what it shows, and what never leaves."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,16 +8,20 @@ import pytest
 import torch
 
 from ddm.errors import AuditError
+from ddm.pages.render import render
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import DataSpec
-from ddm.protocol.submission import Submission, submission_path
+from ddm.protocol.submission import Submission, expert_path, submission_path
 from silo.audit.holdout import held_out, num_held_out
 from silo.audit.report import AuditReport
 from silo.audit.worst import read_worst
 from silo.config import Policy
 from silo.data.cohort import Cohort, load_cohort
 from silo.plan.workspace import open_workspace
-from silo.worker.auditing import gather
+from silo.review.facts import gather as gather_facts
+from silo.review.leaks import findings
+from silo.review.text import review_text
+from silo.worker.auditing import audit_experts, gather
 from silo.worker.worker import Worker
 from tests.support.federation import POLICY, TinyFederation, cohort, recipe, waive, write_policy
 
@@ -63,6 +68,53 @@ def test_audit_leaves_the_worst_pairs_in_the_private_folder_and_no_other_trace(
     assert found is not None
     assert len(found[0].pair_images) == len(found[1]["images"]) == 12
     assert not list((open_workspace(tiny.sites[SILO], plan_id).folder / "experts").glob("audit-*/*/*"))
+
+
+def test_review_shows_figures_and_pairs_as_pictures_and_the_draft_has_none_of_them(
+    audited: tuple[TinyFederation, str], tmp_path: Path
+) -> None:
+    tiny = audited[0].copy(tmp_path / "copy")
+    site = tiny.sites[SILO]
+    tiny.work(SILO, until="awaiting_approval")
+    facts = gather_facts(site)
+    (found,) = findings(site, facts)
+    assert len(found.pairs) == 12 and all(
+        each.startswith("data:image/png") for pair in found.pairs for each in pair[:2]
+    )
+    page = render("silo", "approve.html.jinja", facts=facts, draft=facts.draft, findings=(found,))
+    assert page.count("data:image/png") == 24 and found.rows[0][0] in page
+    assert found.rows[0][0] in review_text(site, facts)
+    draft = json.loads(facts.draft.encode())
+    assert draft["audit"].keys() == {"verdict", "digest", "waiver"}
+    assert {file.path for file in facts.files} == {
+        "counts.safetensors", "sketch.safetensors", expert_path(SILO, SILO), submission_path(SILO)
+    }  # fmt: skip
+
+
+def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figures(
+    audited: tuple[TinyFederation, str], tmp_path: Path
+) -> None:
+    tiny, plan_id = audited[0].copy(tmp_path / "copy"), audited[1]
+    work = open_workspace(tiny.sites[SILO], plan_id)
+    report, scored = report_of(tiny, plan_id), []
+    work.audit_path.unlink()
+    worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
+    images = worker._cohort(worker._plan())
+    again = gather(tiny.sites[SILO], worker._plan(), work, worker.policy, images, worker._cohort_path)
+
+    def tell(done: int, total: int) -> None:
+        scored.append(done)
+        if any(work.audit_folder(SILO).rglob("scores-reference.safetensors")):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        audit_experts(again, tell, lambda: False)
+    (kept,) = work.audit_folder(SILO).rglob("reference.safetensors")
+    before = (kept.stat().st_mtime_ns, len(scored))
+    times = []
+    audit_experts(again, lambda done, total: times.append(kept.stat().st_mtime_ns), lambda: False)
+    assert set(times) == {before[0]} and scored[-1] > 0
+    assert report_of(tiny, plan_id).experts == report.experts
 
 
 def test_expert_learns_nothing_of_the_units_held_out(audited: tuple[TinyFederation, str]) -> None:
