@@ -155,10 +155,23 @@ class SizePolicy(Settings):
 
 
 class AuditPolicy(Settings):
-    """Whether a plan must require the leak audit, and the waiver of one that cannot tell; `silo waive` writes it."""
+    """The leak audit of this site.
+
+    Attributes:
+        required: whether a plan must require it.
+        waiver: of an audit that cannot tell; `silo waive` writes it.
+        holdout_share: of the units (patients or images), held out of every plan's training to compare with.
+        min_holdout_units: where the share is fewer, nothing is held out, and the audit cannot tell.
+        max_holdout_units: no more are held out.
+        num_samples: drawn of each expert, at most, to look for copies.
+    """
 
     required: bool = True
     waiver: Waiver | None = None
+    holdout_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
+    min_holdout_units: Annotated[int, Field(ge=2, le=10**6)] = 300
+    max_holdout_units: Annotated[int, Field(ge=2, le=10**6)] = 1000
+    num_samples: Annotated[int, Field(ge=1, le=10**6)] = 10_000
 
 
 class ApprovalPolicy(Settings):

@@ -9,7 +9,7 @@ Source:
 """
 
 # Shape legend: N samples, M reference features, B of one block, D values of one feature, K neighbours.
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +133,31 @@ def nearest(rows_ND: Tensor, others_MD: Tensor) -> tuple[Tensor, Tensor]:
         for start, product_BM in _products(rows_ND, others_MD)
     ]
     return torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])
+
+
+def nearest_few(rows_ND: Tensor, blocks: Iterable[tuple[int, Tensor]], k: int) -> tuple[Tensor, Tensor]:
+    """Find each row's k nearest among others that come in blocks and are never held together.
+
+    Args:
+        rows_ND: the rows.
+        blocks: the others, each block with the number of its first.
+        k: how many; of fewer others the rest is at infinity, with the number -1.
+
+    Returns:
+        Squared distances, ascending, and numbers of the others, each of shape (N, k).
+    """
+    energy_N = _energy(rows_ND)
+    apart_NK = torch.full((len(rows_ND), k), torch.inf, dtype=torch.float64)
+    which_NK = torch.full((len(rows_ND), k), -1, dtype=torch.int64)
+    for first, others_BD in blocks:
+        energy_B = _energy(others_BD)
+        for start, product_RB in _products(rows_ND, others_BD):
+            rows = slice(start, start + len(product_RB))
+            found = _squared(product_RB, energy_N[rows], energy_B).topk(min(k, len(others_BD)), dim=1, largest=False)
+            both = torch.cat([apart_NK[rows], found.values], 1), torch.cat([which_NK[rows], found.indices + first], 1)
+            kept = both[0].topk(k, dim=1, largest=False)
+            apart_NK[rows], which_NK[rows] = kept.values, both[1].gather(1, kept.indices)
+    return apart_NK, which_NK
 
 
 def _products(a_ND: Tensor, b_MD: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -8,19 +8,21 @@ from ddm.protocol.base import Model, NumBytes, NumImages
 
 
 class Audit(Model):
-    """The limits of the leak audit that gates what leaves a silo.
+    """The limits of the leak audit that gates what leaves a silo; see `ddm.audit.verdict` for what they decide.
 
     Attributes:
         required: whether the audit must pass, or be waived.
         min_holdout_units: fewest held-out units with which the audit is conclusive.
         max_near_copy_rate: largest share of samples that are nearly copies of a training image.
-        max_mia_auc: largest area under the curve of the membership attack.
+        max_mia_auc: largest area under the curve of any membership attack.
+        max_mia_tpr: largest share of members that any attack finds at 1% false positives; a document leaves out 0.1.
     """
 
     required: bool
-    min_holdout_units: NumImages
-    max_near_copy_rate: Annotated[float, Field(ge=0.0, le=1.0)]
-    max_mia_auc: Annotated[float, Field(ge=0.5, le=1.0)]
+    min_holdout_units: NumImages = 300
+    max_near_copy_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
+    max_mia_auc: Annotated[float, Field(ge=0.5, le=1.0)] = 0.6
+    max_mia_tpr: Annotated[float, Field(ge=0.0, le=1.0, exclude_if=lambda share: share == 0.1)] = 0.1
 
 
 class Limits(Model):

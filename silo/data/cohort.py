@@ -45,6 +45,7 @@ class Cohort:
         captions: each image's text, blank where it has none; None for a plan without texts. Never shown.
         text_NLD: the captions as vectors, the experts' text condition; see `silo.data.captions`.
         latent: whether `images` are latents that the site brings, not over the plan's `scale`.
+        rank_U: a secret random order of the units, float64, which is the same in every cohort of the same units.
     """
 
     images: Images
@@ -55,6 +56,7 @@ class Cohort:
     captions: tuple[str, ...] | None = field(default=None, repr=False)
     text_NLD: Tensor | None = field(default=None, repr=False)
     latent: bool = False
+    rank_U: Tensor = field(default_factory=lambda: torch.zeros(0), repr=False)
 
 
 def load_cohort(
@@ -117,7 +119,8 @@ def load_cohort(
         raise DataError("images", expected=f"at least {min_images}, as plan and policy require", got=f"{num}")
     if latent and latent_shape is None:
         raise DataError("data", expected="images: this plan's experts have no autoencoder", got="latents")
-    unit_N = _numbered(read_column(source, "patients")) if unit == "patient" else np.arange(num)
+    patient_N = read_column(source, "patients") if unit == "patient" else None
+    unit_N = np.arange(num) if patient_N is None else _numbered(patient_N)
     label_N = None if classes is None else class_numbers(read_column(source, "labels"), classes)
     texts = _captions(read_column(source, "captions")) if captions else None
     if int(unit_N.max()) < 1:
@@ -135,7 +138,22 @@ def load_cohort(
         label_N=None if label_N is None else torch.from_numpy(label_N),
         captions=texts,
         latent=latent,
+        rank_U=torch.from_numpy(_ranks(unit_N, patient_N, salt)),
     )
+
+
+def _ranks(unit_N: NDArray[np.int64], patient_N: NDArray[np.generic] | None, salt: bytes) -> NDArray[np.float64]:
+    """Return a random number for each unit: of a patient by the identifier, of an image by its place in the data.
+
+    It is keyed with the site's secret, so that nobody else can tell the order. Units that are added later change
+    nobody's number.
+    """
+    if patient_N is None:
+        key = hmac.new(salt, b"order of images", hashlib.sha256).digest()
+        return np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], np.uint64))).random(len(unit_N))
+    _, first_U = np.unique(unit_N, return_index=True)
+    keyed = (hmac.digest(salt, b"order of patients\0" + name.encode(), "sha256") for name in _names(patient_N[first_U]))
+    return np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in keyed])
 
 
 def _in_files(path: Path, settings: ImagesSettings | None) -> bool:
@@ -197,7 +215,7 @@ def _numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:
         expected = "whole numbers, floating point or text"
         raise DataError("patients", expected=expected, got=str(patient_N.dtype), remedy=_PATIENTS_REMEDY)
     if patient_N.dtype.kind in "US":
-        texts = [(p.decode("latin-1") if isinstance(p, bytes) else p).strip() for p in patient_N.tolist()]
+        texts = [_text(cell) for cell in patient_N.tolist()]
         missing_N = np.array([text.lower() in MISSING for text in texts])
         patient_N = np.array([canonical(text) for text in texts])
     else:
@@ -207,6 +225,17 @@ def _numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:
         raise DataError("patients", expected="a patient for each image", got=got, remedy=_PATIENTS_REMEDY)
     _, first_U, unit_N = np.unique(patient_N, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first_U))[unit_N].astype(np.int64)
+
+
+def _names(patient_N: NDArray[np.generic]) -> list[str]:
+    """Return identifiers as text, in one way of spelling."""
+    if patient_N.dtype.kind in "US":
+        return [canonical(_text(cell)) for cell in patient_N.tolist()]
+    return [f"{cell:.0f}" if float(cell).is_integer() else repr(cell) for cell in patient_N.tolist()]
+
+
+def _text(cell: str | bytes) -> str:
+    return (cell.decode("latin-1") if isinstance(cell, bytes) else cell).strip()
 
 
 def _captions(caption_N: NDArray[np.generic]) -> tuple[str, ...]:

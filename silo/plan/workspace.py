@@ -51,6 +51,15 @@ class Workspace:
         """The `AuditReport`."""
         return self.folder / "audit.json"
 
+    @property
+    def held_path(self) -> Path:
+        """Which images no expert of this plan learns; written before the first is trained."""
+        return self.folder / "held.safetensors"
+
+    def audit_folder(self, expert_id: str) -> Path:
+        """What the audit of one expert keeps on the site: its parts, and the worst that it found."""
+        return self.folder / "audit" / expert_id
+
     def clear(self) -> None:
         """Remove everything that was made for the plan; what the ledger paid for stays with the ledger."""
         for path in self.folder.iterdir():

@@ -1,1 +1,1 @@
-"""The ledger of a silo's privacy, the statistics it pays for, and the leak audit."""
+"""The ledger of a silo's privacy, and the statistics it pays for."""

@@ -12,12 +12,12 @@ from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_file
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedStatistic, submission_path
 from ddm.routers.moments import moments_noise_std
+from silo.audit.report import AuditReport
 from silo.config import Site
 from silo.decisions import DecisionLog, in_words
 from silo.plan.acceptance import AcceptedPlan, load_accepted
 from silo.plan.workspace import open_workspace
 from silo.privacy.account import Account, account
-from silo.privacy.audit import AuditReport
 from silo.worker.approval import load_draft, review_folder
 from silo.worker.stages import open_ledger
 from silo.worker.state import load_state, state_path

@@ -16,6 +16,7 @@ from ddm.protocol.base import Digest, Model, now_utc
 from silo.config import Site
 from silo.review.contents import as_text
 from silo.review.facts import Facts, Leaving
+from silo.review.leaks import findings
 from silo.review.samples import Sheets
 from silo.worker.approval import approve, find_approval
 from silo.worker.state import load_state, state_path
@@ -53,7 +54,7 @@ def serve_approval(site: Site, facts: Facts, sheets: Sheets, on_listening: Calla
 def _answers(
     site: Site, facts: Facts, sheets: Sheets, end: Callable[[], None]
 ) -> tuple[Sequence[Route], Mapping[str, Handler]]:
-    page = render("silo", "approve.html.jinja", facts=facts, draft=facts.draft)
+    page = render("silo", "approve.html.jinja", facts=facts, draft=facts.draft, findings=findings(site, facts))
 
     def chosen(request: Request) -> Leaving | None:
         number = request.path_params["number"]

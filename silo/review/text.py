@@ -4,6 +4,7 @@ from ddm.protocol.submission import Submission, SubmittedExpert
 from ddm.system.console import human_bytes, human_seconds, table
 from silo.config import Site
 from silo.review.facts import Facts, Leaving
+from silo.review.leaks import figure_rows
 from silo.worker.approval import review_folder
 
 _CARRY_OVER = {
@@ -20,6 +21,7 @@ def review_text(site: Site, facts: Facts) -> str:
         _files(facts.files),
         _noise(facts),
         _without_dp(draft),
+        _leaks(facts),
         _news(facts),
         _next_step(site, draft),
     ]
@@ -76,6 +78,20 @@ def _without_dp(draft: Submission) -> str:
         ("software", ", ".join(f"{name} {number}" for name, number in sorted(draft.software.items()))),
     ]
     return "Leaves without differential privacy:\n" + table(rows, ("what", "value"))
+
+
+def _leaks(facts: Facts) -> str:
+    audits = facts.audit.experts if facts.audit else ()
+    rows = [
+        (audit.expert_id, name, f"{figure.value:.3f}", f"{figure.low:.3f} to {figure.high:.3f}")
+        for audit in audits
+        for name, figure in figure_rows(audit)
+    ]
+    if not rows:
+        return ""
+    return "Measured by the leak audit; none of it leaves:\n" + table(
+        rows, ("expert", "figure", "value", "95% interval")
+    )
 
 
 def _training(expert: SubmittedExpert) -> str:

@@ -33,10 +33,10 @@ from ddm.protocol.submission import (
 )
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
+from silo.audit.report import check_waiver
 from silo.config import Isolation, Site
 from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import TrainingRecord, Workspace
-from silo.privacy.audit import check_waiver
 from silo.privacy.ledger import Ledger
 from silo.privacy.statistics import STATISTIC_NAMES
 from silo.worker.training import find_parts
@@ -94,11 +94,11 @@ def draft(
 def _submitted_expert(
     record: TrainingRecord, cluster: int | None, work: Workspace, silo_id: str, *, with_images: bool
 ) -> SubmittedExpert:
-    """Describe one expert, with its number of images only where that is the silo's public number of units."""
+    """Describe one expert, with a number of images only where it is the silo's public number of units."""
     return SubmittedExpert(
         expert_id=record.expert_id,
         cluster=cluster,
-        num_images=record.num_images if with_images else None,
+        num_images=record.num_units if with_images else None,
         steps=record.steps,
         file=File.of(expert_path(silo_id, record.expert_id), work.expert_path(record.expert_id)),
         training=SubmittedTraining(seconds=record.training.seconds, flops=record.training.flops),

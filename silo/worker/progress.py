@@ -22,7 +22,7 @@ NOTE_S = 2.0  # time between two notes
 _MAX_BYTES = 4096
 _MOST = 1e12
 Rate = Annotated[float, Field(ge=0.0, le=_MOST)]
-Stage = Literal["reading images", "assigning images", "encoding images", "encoding captions", "training"]
+Stage = Literal["reading images", "assigning images", "encoding images", "encoding captions", "training", "auditing"]
 
 
 class Note(Document):

@@ -1,6 +1,6 @@
-"""The worker's stages from an accepted plan to a draft: scan, assign, audit, draw statistics.
+"""The worker's stages from an accepted plan to a draft: scan, assign, draw statistics.
 
-Training itself: `silo.worker.training`.
+Training itself: `silo.worker.training`; the audit: `silo.worker.auditing`.
 """
 
 import io
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from ddm.errors import DataError, PolicyError
-from ddm.io.files import read_bounded, write_atomic
+from ddm.io.files import write_atomic
 from ddm.io.images import Images, Selected
 from ddm.loading.plan import PlanFiles
 from ddm.privacy.plan_cost import Kind, mechanisms
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, now_utc, sha256_hex
+from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Autoencoder, ClassCondition, TextCondition
-from ddm.protocol.submission import AuditVerdict
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort, load_cohort
 from silo.data.declared import check_declared
@@ -28,7 +27,6 @@ from silo.data.transformed import Advance
 from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import Workspace
 from silo.privacy import holder
-from silo.privacy.audit import AuditReport, gate, measure
 from silo.privacy.holder import note_site
 from silo.privacy.ledger import Ledger
 from silo.privacy.statistics import Source, draw
@@ -36,7 +34,6 @@ from silo.worker.training import num_classes
 
 _GIVE_UP = "Restore private/ from backup, or give the plan up: silo withdraw."
 _AT_ONCE = 1 << 14  # images whose features are in memory; every encoder's own block divides it
-NUM_HOLDOUT_UNITS = 0  # every image of the cohort is trained on
 
 
 def open_ledger(site: Site, policy: Policy) -> Ledger:
@@ -174,34 +171,6 @@ def read_assignment(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> Tens
 def _fingerprint(files: PlanFiles) -> str:
     """Return the digest of the centroids that images are assigned to."""
     return sha256_hex(files.clusters.centroids_FD.numpy().tobytes())
-
-
-def check_auditable(accepted: AcceptedPlan, policy: Policy) -> None:
-    """Refuse, before days of training, a plan whose experts could not pass the audit afterwards.
-
-    Raises:
-        AuditError: too little held-out data to measure leakage, and no waiver for this plan.
-    """
-    audit = accepted.plan.audit
-    if audit.min_holdout_units > NUM_HOLDOUT_UNITS:
-        report = measure(accepted.plan.plan_id, audit, num_holdout_units=NUM_HOLDOUT_UNITS)
-        gate(report, policy.audit, plan_digest=accepted.digest, now=now_utc())
-
-
-def audit_experts(accepted: AcceptedPlan, work: Workspace) -> None:
-    """Audit all experts together, and keep the report."""
-    report = measure(accepted.plan.plan_id, accepted.plan.audit, num_holdout_units=NUM_HOLDOUT_UNITS)
-    write_atomic(work.audit_path, report.encode())
-
-
-def verdict(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> AuditVerdict:
-    """Return the verdict under which the experts may leave now.
-
-    Raises:
-        AuditError: the audit was inconclusive and the policy holds no waiver for this plan.
-    """
-    report = AuditReport.parse(read_bounded(work.audit_path, MAX_DOCUMENT_BYTES), subject="audit.json")
-    return gate(report, policy.audit, plan_digest=accepted.digest, now=now_utc())
 
 
 def draw_statistics(

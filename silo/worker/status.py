@@ -104,7 +104,7 @@ class Status:
             lines.append(f"  {stops} {self.pause.since}")
         if done := [words for name, words in _DONE.items() if _reached(state.state, name)]:
             lines.append(f"  done     {'; '.join(done)}")
-        if state.state == "training":
+        if state.state == "training" and not (self.note and self.note.stage == "auditing"):
             lines.append(f"  step     {_steps(state, self.note)}")
         elif self.note:
             lines.append(f"  {self.note.stage}: {_counted(self.note)}")
@@ -132,7 +132,7 @@ def look(site: Site) -> Status:
     # What an earlier stage, plan or process left behind says nothing about now.
     at_work = running and state.state in _WORK and note is not None and note.plan_id == state.plan_id
     fresh = at_work and note is not None and (now_utc() - note.at).total_seconds() <= _OLD_S
-    ours = note is not None and (note.stage == "training") == (state.state == "training")
+    ours = note is not None and (note.stage in ("training", "auditing")) == (state.state == "training")
     return Status(
         site.settings().silo_id,
         str(site.path),

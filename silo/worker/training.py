@@ -6,7 +6,7 @@ it out would reveal the true count; to keep it from memorising a handful of imag
 nearest to the cluster, up to the fewest images that plan and policy allow for an expert.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -82,6 +82,7 @@ def train_experts(
     bundle: Path | None = None,
     own: Mapping[str, Base] = _NO_EXPERTS,
     engine: TrainingSettings = TrainingSettings(),
+    held_N: Tensor | None = None,
 ) -> None:
     """Train every expert of this silo and write it with its record, resuming exactly where an earlier process stopped.
 
@@ -98,6 +99,7 @@ def train_experts(
         bundle: the folder with the plan's files, for a plan whose experts start from a public one.
         own: this silo's experts of an earlier plan, by name, for a plan that trains them on.
         engine: how this site trains.
+        held_N: which images no expert learns; None for none.
 
     Raises:
         PolicyError: the experts together took longer than the plan's limit.
@@ -105,7 +107,7 @@ def train_experts(
         KeyboardInterrupt: `should_stop` returned true; the last checkpoint stays.
     """
     parts = find_parts(plan, files, work, silo_id)
-    part_N = part_of_images(plan.partition, parts, files.clusters.group_F[fine_N], plan.expert.training.seed)
+    learned = images_of_parts(plan, files, parts, fine_N, policy, held_N)
     num_steps, seconds = plan.expert.training.num_steps, 0.0
     public, jobs = public_base(plan, bundle), jobs_of(engine, silo_id)
     if jobs:
@@ -121,14 +123,25 @@ def train_experts(
                     replace(progress, step=number * num_steps + progress.step, num_steps=len(parts) * num_steps)
                 )
 
-            fewest = fewest_images(plan, policy)
-            chosen = images_of_part(part, part_N == number, fine_N, files.clusters, fewest)
             expert = PlannedExpert(plan, silo_id, number, own.get(part.expert_id, public), engine.engine, stops=False)
-            wanted = _wanted(expert, cohort, chosen, folder)
+            wanted = wanted_job(expert, cohort, learned[number], folder)
             _train_expert(wanted, cohort, part.expert_id, work, folder, engine, watch, should_stop)
         discard(folder, keep_checkpoints=plan.expert.training.ema_snapshots > 0)
         seconds += work.record(part.expert_id).training.seconds
         _check_time(plan, seconds)  # again: with several processes, one may write the record before `watch` stops them
+
+
+def images_of_parts(
+    plan: Plan, files: PlanFiles, parts: Sequence[Part], fine_N: Tensor, policy: Policy, held_N: Tensor | None = None
+) -> list[Tensor]:
+    """Return the images that each expert learns, as `images_of_part` does, none of them held out."""
+    part_N = part_of_images(plan.partition, parts, files.clusters.group_F[fine_N], plan.expert.training.seed)
+    held_N = torch.zeros(len(fine_N), dtype=torch.bool) if held_N is None else held_N
+    fewest, open_N = fewest_images(plan, policy), torch.nonzero(~held_N)[:, 0]
+    return [
+        open_N[images_of_part(part, part_N[open_N] == number, fine_N[open_N], files.clusters, fewest)]
+        for number, part in enumerate(parts)
+    ]
 
 
 def images_of_part(part: Part, own_N: Tensor, fine_N: Tensor, clusters: Clusters, fewest: int) -> Tensor:
@@ -172,7 +185,8 @@ def labels_of(plan: Plan, cohort: Cohort, chosen: Tensor, folder: Path) -> Tenso
     return condition_N[chosen] if by_class else some_texts(condition_N, chosen, folder)
 
 
-def _wanted(expert: PlannedExpert, cohort: Cohort, chosen: Tensor, folder: JobFolder) -> Wanted:
+def wanted_job(expert: PlannedExpert, cohort: Cohort, chosen: Tensor, folder: JobFolder) -> Wanted:
+    """Say what a job trains on: the chosen images, int64, ascending, with their conditions."""
     inputs: dict[str, Images] = {"images": select(cohort.images, chosen)}
     labels = labels_of(expert.plan, cohort, chosen, folder.path)
     if labels is not None:

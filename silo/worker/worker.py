@@ -22,10 +22,9 @@ from silo.data.latents import keep_latents, pixels_of, training_inputs
 from silo.decisions import DecisionLog, PlanAccepted
 from silo.plan.acceptance import AcceptedPlan, bundle_mark, load_accepted, receive_plan, waiting_plans
 from silo.plan.consent import is_accepted, may_begin
-from silo.plan.own_experts import own_experts
 from silo.plan.succession import Looked, successor
 from silo.plan.workspace import Workspace, open_workspace
-from silo.worker import outbox, stages
+from silo.worker import auditing, outbox, stages
 from silo.worker import training as experts
 from silo.worker.approval import approval_path, approved, find_approval, load_draft, review_folder
 from silo.worker.life import AT_WORK, IDLE, Event
@@ -207,9 +206,9 @@ class Worker:
 
     def _scan(self) -> None:
         accepted = self._plan()
-        stages.check_auditable(accepted, self.policy)
         check_encoder(accepted.plan, self.settings)
         cohort = stages.scan(self.site, accepted, self.policy, self._counting("reading images"))
+        auditing.check_auditable(accepted, self.policy, cohort)
         stages.check_agreed(accepted, cohort, self.settings.silo_id)
         check_room(self.site, accepted.plan, cohort, self._work())
         stages.check_budget(accepted, cohort, stages.open_ledger(self.site, self.policy))
@@ -226,37 +225,38 @@ class Worker:
         self._go("assign", step=0, num_steps=accepted.plan.expert.training.num_steps)
 
     def _begin_training(self) -> None:
-        accepted, silo_id = self._plan(), self.settings.silo_id
-        plan = accepted.plan
-        if experts.counts_define_experts(plan):
+        accepted = self._plan()
+        if experts.counts_define_experts(accepted.plan):
             self._draw(accepted, ("counts",))
-        parts = experts.find_parts(plan, accepted.files(), self._work(), silo_id)
-        self._go("begin", num_steps=len(parts) * plan.expert.training.num_steps)
+        parts = experts.find_parts(accepted.plan, accepted.files(), self._work(), self.settings.silo_id)
+        self._go("begin", num_steps=len(parts) * accepted.plan.expert.training.num_steps)
 
     def _train_and_audit(self) -> None:
         accepted, work = self._plan(), self._work()
         cohort = self._cohort(accepted)
         check_room(self.site, accepted.plan, cohort, work)
+        audited = auditing.gather(self.site, accepted, work, self.policy, cohort, self._cohort_path)
         try:
             experts.train_experts(
                 accepted.plan,
                 accepted.files(),
-                training_inputs(cohort, accepted.plan, self.site.private),
-                stages.read_assignment(cohort, accepted.files(), self._cohort_path),
+                audited.inputs,
+                audited.fine_N,
                 work,
                 self.policy,
                 self.settings.silo_id,
                 on_progress=lambda told: self._progress(told, accepted.plan.expert.training.batch_size),
                 should_stop=self._should_stop,
                 bundle=accepted.folder,
-                own=own_experts(self.site, accepted.plan, self.settings.silo_id),
+                own=audited.own,
                 engine=self.settings.training,
+                held_N=audited.held_N,
             )
+            auditing.audit_experts(audited, self._counting("auditing"), self._should_stop)
         except KeyboardInterrupt:
             self._check_in_force()
             raise
-        stages.audit_experts(accepted, work)
-        stages.verdict(accepted, work, self.policy)
+        auditing.verdict(accepted, work, self.policy)
         self._go("train", step=self.state.num_steps)
 
     def _draw_statistics(self) -> None:
@@ -281,7 +281,7 @@ class Worker:
             work,
             accepted.files(),
             stages.open_ledger(self.site, self.policy),
-            stages.verdict(accepted, work, self.policy),
+            auditing.verdict(accepted, work, self.policy),
             silo_id=self.settings.silo_id,
             sequence=self.state.sequence,
             isolation=self.isolation,

@@ -12,10 +12,10 @@ from ddm.errors import ApprovalError, AuditError, DocumentError, SetupError
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.plan import Audit
 from ddm.protocol.submission import Responsible, Submission, Waiver, submission_path
+from silo.audit.report import AuditReport, cannot_tell, gate
 from silo.config import AuditPolicy, Policy
 from silo.plan.waiver import end_of, with_waiver, write_waiver
-from silo.privacy.audit import AuditReport, gate, measure
-from silo.worker import stages
+from silo.worker import auditing
 from silo.worker.approval import approve
 from tests.support.case import case
 from tests.support.commands import command
@@ -178,10 +178,12 @@ def test_waiver_that_ends_while_the_draft_waits_must_be_given_again(planned_once
 def test_failed_audit_leaves_only_with_a_person_for_that_draft(
     planned_once, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(plan_id: str, audit: Audit, *, num_holdout_units: int) -> AuditReport:
-        return measure(plan_id, audit, num_holdout_units=num_holdout_units).model_copy(update={"verdict": "fail"})
+    def failing(plan_id: str, audit: Audit, num_holdout_units: int) -> AuditReport:
+        found = cannot_tell(plan_id, audit, num_holdout_units)
+        assert found
+        return found.model_copy(update={"verdict": "fail"})
 
-    monkeypatch.setattr(stages, "measure", failing)
+    monkeypatch.setattr(auditing, "cannot_tell", failing)
     tiny: TinyFederation = planned_once[0].copy(tmp_path / "copy")
     site = tiny.sites[SILO]
     digest = str(tiny.work(SILO, until="awaiting_approval").submission_digest)  # although the policy approves

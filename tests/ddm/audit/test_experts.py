@@ -1,0 +1,206 @@
+"""The whole measurement on experts whose memory is known: two in closed form, and trained ones as slow tests."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddm.audit.attacks import CALLS, Target, names
+from ddm.audit.copies import NEIGHBOURS, Scale, duplicates, share_of_copies
+from ddm.audit.effort import SAMPLE_STEPS, SHARE, effort_of
+from ddm.audit.membership import Membership, Scored, membership, unseen
+from ddm.audit.running import draw_samples, score_images
+from ddm.audit.verdict import Findings, judge
+from ddm.diffusion.path import LinearPath
+from ddm.evaluation.neighbours import nearest_few
+from ddm.models import build_expert
+from ddm.protocol.plan import Audit, Dit, Training, UniformT
+from ddm.training.loop import train
+
+SHAPE = (1, 6, 6)
+CPU = torch.device("cpu")
+
+
+class Memoriser(nn.Module):
+    """The velocity of the training images themselves: the expert that training without end leads to."""
+
+    def __init__(self, images: Tensor) -> None:
+        super().__init__()
+        self.images = nn.Parameter(images.clone())
+
+    def forward(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        t, known = t_B.clamp(min=1e-3).view(-1, 1), self.images.flatten(1)
+        apart_BN = (x_B.flatten(1)[:, None] - (1 - t)[:, :, None] * known).square().sum(2)
+        weight_BN = torch.softmax(-apart_BN / (2 * t**2), 1)
+        x_0 = (weight_BN @ known).view_as(x_B)
+        return (x_B - x_0) / t.view(-1, 1, 1, 1)
+
+
+class Population(nn.Module):
+    """The velocity of standard normal images: an expert that learned the population and nobody in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.variance = nn.Parameter(torch.ones(()))
+
+    def forward(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        t = t_B.view(-1, 1, 1, 1)
+        alpha, sigma = 1 - t, t
+        return x_B * (sigma - alpha * self.variance) / (alpha**2 * self.variance + sigma**2)
+
+
+def normal(num: int, seed: int) -> Tensor:
+    return torch.randn(num, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def scored(network: nn.Module, learned: Tensor, held: Tensor) -> Scored:
+    target = Target(network.eval(), LinearPath(), "velocity", CPU)
+    sides = [
+        score_images(target, side, torch.arange(len(side)), None, seed, lambda num: None)
+        for seed, side in enumerate((learned, held))
+    ]
+    return Scored(*sides, torch.arange(len(learned)), torch.arange(len(held)))
+
+
+def samples(network: nn.Module, shape: tuple[int, ...], num: int) -> Tensor:
+    target = Target(network.eval(), LinearPath(), "velocity", CPU)
+    return torch.cat(list(draw_samples(target, LinearPath(), shape, None, num, 0, lambda num: None)))
+
+
+def near(rows: Tensor, learned: Tensor) -> Tensor:
+    return nearest_few(rows.flatten(1), [(0, learned.flatten(1))], NEIGHBOURS)[0]
+
+
+LEARNED, HELD = normal(60, 0), normal(100, 1)
+
+
+def by_attack(found: Membership) -> Mapping[str, float]:
+    best = dict.fromkeys((name.partition(" ")[0] for name in names()), 0.0)
+    for each in found.attacks:
+        kind = each.name.partition(" ")[0]
+        best[kind] = max(best[kind], each.auc.value)
+    return best
+
+
+def test_every_attack_sees_an_expert_that_is_its_training_images() -> None:
+    found = by_attack(membership(scored(Memoriser(LEARNED), LEARNED, HELD)))
+    assert min(found.values()) > 0.95, found
+
+
+def test_no_attack_sees_members_in_an_expert_that_knows_the_population_alone() -> None:
+    plain = scored(Population(), normal(150, 2), normal(150, 3))
+    assert unseen(plain)
+    assert membership(plain).worst.auc.value < 0.6
+
+
+def test_samples_of_the_memoriser_are_copies_and_those_of_the_population_are_not() -> None:
+    scale = Scale.of(near(HELD, LEARNED))
+    assert share_of_copies(scale, near(samples(Memoriser(LEARNED), SHAPE, 100), LEARNED)).value > 0.9
+    assert share_of_copies(scale, near(samples(Population(), SHAPE, 300), LEARNED)).value <= 0.01
+
+
+def test_noise_of_an_image_does_not_depend_on_the_expert_and_so_cancels_in_the_calibration() -> None:
+    one = scored(Population(), LEARNED, HELD)
+    again = scored(Population(), LEARNED, HELD)
+    assert torch.equal(one.member_IA, again.member_IA) and torch.equal(one.other_IA, again.other_IA)
+    assert {each.auc.value for each in membership(one, again).attacks if "calibrated" in each.name} == {0.5}
+
+
+def test_attacks_leave_the_expert_as_it_was() -> None:
+    expert = Population().requires_grad_(False)
+    scored(expert, LEARNED[:3], HELD[:3])
+    assert not any(weight.requires_grad or weight.grad is not None for weight in expert.parameters())
+
+
+@pytest.mark.parametrize("num_steps", [20_000, 200_000])
+def test_audit_of_a_long_training_costs_a_tenth_of_it(num_steps: int) -> None:
+    recipe = settings(num_steps, batch_size=128)
+    found = effort_of(recipe, num_units=2000, most_samples=10_000, reference=True)
+    cost = 3 * 128 * (found.reference_steps + found.control_steps)
+    cost += 3 * CALLS * 2000 * found.images_per_unit + SAMPLE_STEPS * found.num_samples
+    assert cost <= 1.01 * SHARE * 3 * 128 * num_steps
+    assert found.num_samples >= 500 and (num_steps < 200_000 or found.num_samples == 10_000)
+
+
+def settings(num_steps: int, **changes: object) -> Training:
+    recipe = {"num_steps": num_steps, "batch_size": 32, "learning_rate": 0.003, "weight_decay": 0.0}
+    recipe |= {"ema_decay": 0.99, "precision": "fp32", "checkpoint_steps": num_steps, "warmup_steps": 20}
+    return Training.model_validate(recipe | changes)
+
+
+def trained(images: Tensor, recipe: Training, folder: Path, start: nn.Module | None = None) -> nn.Module:
+    network = Dit.model_validate({"kind": "dit", "patch": 2, "hidden": 48, "depth": 2, "heads": 4})
+    shape = images.shape[1:]
+    expert = build_expert(network, shape, seed=0)
+    if start is not None:
+        expert.load_state_dict(start.state_dict())
+    done = train(
+        expert.requires_grad_(True),
+        images,
+        recipe,
+        LinearPath(),
+        UniformT(),
+        checkpoint_dir=folder,
+        on_progress=lambda progress: None,
+        should_stop=lambda: False,
+    )
+    expert.load_state_dict(done.ema)
+    return expert.eval().requires_grad_(False)
+
+
+def audited(learned: Tensor, held: Tensor, num_steps: int, folder: Path) -> tuple[str, str]:
+    """Train an expert and audit it as a site does."""
+    recipe, num = settings(num_steps), min(len(held), len(learned) // 2)
+    found = effort_of(recipe, num + len(held), 10_000, reference=True)
+    expert = trained(learned, recipe, folder / "expert")
+    short = settings(found.reference_steps, ema_decay=0.9, warmup_steps=found.reference_steps // 5)
+    reference = trained(learned[num:], short, folder / "reference")
+    few = learned[: found.control_units]
+    control = trained(few, settings(found.control_steps, ema_decay=0.5, warmup_steps=0), folder / "control", expert)
+    beside = scored(reference, learned[:num], held)
+    held_HK = near(held, learned)
+    scale = Scale.of(held_HK)
+    blurred = learned[:100] + 0.05 * torch.randn(learned[:100].shape, generator=torch.Generator().manual_seed(0))
+    findings = Findings(
+        num_holdout=int((~duplicates(held_HK)).sum()),
+        membership=membership(scored(expert, learned[:num], held), beside),
+        control=membership(
+            scored(control, few, held),
+            Scored(beside.member_IA[: len(few)], beside.other_IA, beside.member_I[: len(few)], beside.other_I),
+        ),
+        unseen=unseen(beside),
+        copies={"pixels": share_of_copies(scale, near(samples(expert, learned.shape[1:], 500), learned))},
+        control_copies={"pixels": float(scale.near_copies(near(blurred, learned)).double().mean())},
+    )
+    return judge(findings, Audit(required=True))
+
+
+def digits() -> Tensor:
+    """1,797 real digits in -1 to 1, shuffled."""
+    from sklearn.datasets import load_digits
+
+    images = torch.from_numpy(load_digits().images / 8.0 - 1.0).float()[:, None]
+    return images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
+
+
+@pytest.mark.slow
+def test_expert_of_64_digits_and_3000_steps_fails(tmp_path: Path) -> None:
+    images = digits()
+    verdict, reason = audited(images[400:464], images[:400], 3000, tmp_path)
+    assert verdict == "fail", reason
+
+
+@pytest.mark.slow
+def test_expert_of_1397_digits_and_few_steps_passes(tmp_path: Path) -> None:
+    images = digits()
+    verdict, reason = audited(images[400:], images[:400], 600, tmp_path)
+    assert verdict == "pass", reason
+
+
+@pytest.mark.slow
+def test_hundred_held_out_digits_are_too_few(tmp_path: Path) -> None:
+    images = digits()
+    verdict, reason = audited(images[100:200], images[:100], 60, tmp_path)
+    assert verdict == "inconclusive" and "100 held-out units" in reason

@@ -1,0 +1,206 @@
+"""The audit at a silo: who is held out, what it writes, what it shows, and what never leaves."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ddm.errors import AuditError
+from ddm.pages.render import render
+from ddm.protocol.base import sha256_hex
+from ddm.protocol.plan import DataSpec
+from ddm.protocol.submission import Submission, expert_path, submission_path
+from silo.audit.holdout import held_out, num_held_out
+from silo.audit.report import AuditReport
+from silo.audit.worst import read_worst
+from silo.config import Policy
+from silo.data.cohort import Cohort, load_cohort
+from silo.plan.workspace import open_workspace
+from silo.review.facts import gather as gather_facts
+from silo.review.leaks import findings
+from silo.review.text import review_text
+from silo.worker.auditing import audit_experts, gather
+from silo.worker.worker import Worker
+from tests.support.federation import POLICY, TinyFederation, cohort, recipe, waive, write_policy
+
+SILO = "north"
+LOOSE = {"required": True, "min_holdout_units": 10, "max_near_copy_rate": 1.0, "max_mia_auc": 1.0, "max_mia_tpr": 1.0}
+HOLDS = {"holdout_share": 0.25, "min_holdout_units": 10, "num_samples": 40}
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, str]:
+    """A site that holds 20 of 80 images out; its experts have been audited."""
+    tiny = TinyFederation.create(tmp_path_factory.mktemp("audit"), {SILO: 80})
+    plan_id = tiny.sign(recipe(audit=LOOSE))
+    tiny.deliver_plan(SILO, plan_id)
+    write_policy(tiny.sites[SILO], POLICY | {"audit": {"required": True, **HOLDS}, "approval": {"kind": "person"}})
+    bundle = tiny.federation.bundle(plan_id)
+    waive(tiny.sites[SILO], sha256_hex((bundle / "targets" / plan_id / "plan.json").read_bytes()))
+    tiny.work(SILO, until="audited")
+    return tiny, plan_id
+
+
+def report_of(tiny: TinyFederation, plan_id: str) -> AuditReport:
+    path = open_workspace(tiny.sites[SILO], plan_id).audit_path
+    return AuditReport.parse(path.read_bytes(), subject="audit.json")
+
+
+def test_audit_attacks_as_many_members_as_are_held_out_and_keeps_every_figure(
+    audited: tuple[TinyFederation, str],
+) -> None:
+    report = report_of(*audited)
+    (expert,) = report.experts
+    assert (report.num_holdout_units, expert.num_members, expert.num_samples) == (20, 20, 40)
+    assert len(expert.auc) == len(expert.tpr) > 20 and {each.name for each in expert.copies} == {"pixels", "features"}
+    assert expert.control is not None and report.reason
+
+
+def test_audit_leaves_the_worst_pairs_in_the_private_folder_and_no_other_trace(
+    audited: tuple[TinyFederation, str],
+) -> None:
+    tiny, plan_id = audited
+    folder = open_workspace(tiny.sites[SILO], plan_id).audit_folder(SILO)
+    assert sorted(path.name for path in folder.iterdir()) == ["pairs.safetensors", "worst.json"]
+    found = read_worst(folder)
+    assert found is not None
+    assert len(found[0].pair_images) == len(found[1]["images"]) == 12
+    assert not list((open_workspace(tiny.sites[SILO], plan_id).folder / "experts").glob("audit-*/*/*"))
+
+
+def test_review_shows_figures_and_pairs_as_pictures_and_the_draft_has_none_of_them(
+    audited: tuple[TinyFederation, str], tmp_path: Path
+) -> None:
+    tiny = audited[0].copy(tmp_path / "copy")
+    site = tiny.sites[SILO]
+    tiny.work(SILO, until="awaiting_approval")
+    facts = gather_facts(site)
+    (found,) = findings(site, facts)
+    assert len(found.pairs) == 12 and all(
+        each.startswith("data:image/png") for pair in found.pairs for each in pair[:2]
+    )
+    page = render("silo", "approve.html.jinja", facts=facts, draft=facts.draft, findings=(found,))
+    assert page.count("data:image/png") == 24 and found.rows[0][0] in page
+    assert found.rows[0][0] in review_text(site, facts)
+    draft = json.loads(facts.draft.encode())
+    assert draft["audit"].keys() == {"verdict", "digest", "waiver"}
+    assert {file.path for file in facts.files} == {
+        "counts.safetensors", "sketch.safetensors", expert_path(SILO, SILO), submission_path(SILO)
+    }  # fmt: skip
+
+
+def test_killed_audit_goes_on_behind_the_last_part_and_ends_with_the_same_figures(
+    audited: tuple[TinyFederation, str], tmp_path: Path
+) -> None:
+    tiny, plan_id = audited[0].copy(tmp_path / "copy"), audited[1]
+    work = open_workspace(tiny.sites[SILO], plan_id)
+    report, scored = report_of(tiny, plan_id), []
+    work.audit_path.unlink()
+    worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
+    images = worker._cohort(worker._plan())
+    again = gather(tiny.sites[SILO], worker._plan(), work, worker.policy, images, worker._cohort_path)
+
+    def tell(done: int, total: int) -> None:
+        scored.append(done)
+        if any(work.audit_folder(SILO).rglob("scores-reference.safetensors")):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        audit_experts(again, tell, lambda: False)
+    (kept,) = work.audit_folder(SILO).rglob("reference.safetensors")
+    before = (kept.stat().st_mtime_ns, len(scored))
+    times = []
+    audit_experts(again, lambda done, total: times.append(kept.stat().st_mtime_ns), lambda: False)
+    assert set(times) == {before[0]} and scored[-1] > 0
+    assert report_of(tiny, plan_id).experts == report.experts
+
+
+def test_expert_learns_nothing_of_the_units_held_out(audited: tuple[TinyFederation, str]) -> None:
+    tiny, plan_id = audited
+    worker = Worker(tiny.sites[SILO], tiny.key(SILO), lambda state: None)
+    accepted, images = worker._plan(), worker._cohort(worker._plan())
+    found = gather(tiny.sites[SILO], accepted, worker._work(), worker.policy, images, worker._cohort_path)
+    assert int(found.held_N.sum()) == 20
+    assert torch.equal(found.held_N, held_out(images, worker.policy))
+    assert worker._work().record(SILO).num_images == 60
+
+
+def test_same_figures_have_another_digest_whenever_they_are_written_down(audited: tuple[TinyFederation, str]) -> None:
+    report = report_of(*audited)
+    figures = report.model_dump(exclude={"salt", "format"})
+    again = AuditReport.model_validate(figures)
+    assert again.model_dump(exclude={"salt"}) == report.model_dump(exclude={"salt"})
+    assert again.digest != report.digest
+
+
+def test_statistics_and_number_of_units_count_the_units_held_out(
+    audited: tuple[TinyFederation, str], tmp_path: Path
+) -> None:
+    tiny = audited[0].copy(tmp_path / "copy")
+    site = tiny.sites[SILO]
+    path = open_workspace(site, audited[1]).audit_path
+    path.write_bytes(report_of(tiny, audited[1]).model_copy(update={"verdict": "pass"}).encode())
+    write_policy(site, POLICY | {"audit": {"required": True, **HOLDS}})
+    tiny.work(SILO)
+    (sent,) = site.outbox.glob(f"*/1/{submission_path(SILO)}")
+    submission = Submission.parse(sent.read_bytes(), subject="submission.json")
+    assert (submission.num_units, submission.experts[0].num_images) == (80, 80)
+    assert submission.audit.verdict == "pass" and submission.audit.waiver is None
+    names = {each.name for each in (site.outbox / audited[1]).rglob("*") if each.is_file()}
+    assert not names & {"worst.json", "pairs.safetensors", "audit.json"}
+
+
+def cohort_of(tmp_path: Path, num: int, *, patients: bool = False, salt: bytes = b"s" * 32) -> Cohort:
+    np.savez(tmp_path / "data.npz", **cohort(num, 0.5, seed=0, patients=patients))  # type: ignore[arg-type]
+    return load_cohort(
+        tmp_path / "data.npz",
+        DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0)),
+        min_images=1,
+        salt=salt,
+        unit="patient" if patients else "image",
+        num_classes=None,
+    )
+
+
+def policy(**audit: float) -> Policy:
+    return Policy.model_validate({"audit": HOLDS | audit, "training": {"min_images": 10}})
+
+
+def test_holdout_is_secret_and_the_same_whenever_it_is_drawn(tmp_path: Path) -> None:
+    first, again = held_out(cohort_of(tmp_path, 80), policy()), held_out(cohort_of(tmp_path, 80), policy())
+    other = held_out(cohort_of(tmp_path, 80, salt=b"t" * 32), policy())
+    assert torch.equal(first, again) and not torch.equal(first, other) and int(first.sum()) == 20
+
+
+def test_all_images_of_a_patient_are_held_out_or_none(tmp_path: Path) -> None:
+    found = cohort_of(tmp_path, 200, patients=True)
+    held_N = held_out(found, policy())
+    held = set(found.unit_N[held_N].tolist())
+    assert not held & set(found.unit_N[~held_N].tolist()) and len(held) == found.num_units // 4
+
+
+@pytest.mark.parametrize(
+    ("num", "terms", "expected"),
+    [
+        (3000, {}, 300),
+        (2999, {}, 0),
+        (50_000, {}, 1000),
+        (3000, {"holdout_share": 0.0}, 0),
+        (400, {"holdout_share": 0.5, "min_holdout_units": 50}, 0),  # fewer than 300 would be left
+        (700, {"holdout_share": 0.5, "min_holdout_units": 50}, 350),
+    ],
+)
+def test_small_sites_hold_nothing_out(num: int, terms: dict[str, float], expected: int) -> None:
+    assert num_held_out(num, Policy.model_validate({"audit": terms})) == expected
+
+
+def test_plan_that_a_site_holds_too_little_out_for_is_refused_before_training(tmp_path: Path) -> None:
+    tiny = TinyFederation.create(tmp_path, {SILO: 80})
+    plan_id = tiny.sign(recipe(audit=LOOSE | {"min_holdout_units": 21}))
+    tiny.deliver_plan(SILO, plan_id)
+    write_policy(tiny.sites[SILO], POLICY | {"audit": {"required": True, **HOLDS}})
+    with pytest.raises(AuditError, match="20 held-out units; the plan needs 21"):
+        tiny.work(SILO, until="assigned")
+    assert not (open_workspace(tiny.sites[SILO], plan_id).folder / "experts").exists()
