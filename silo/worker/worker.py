@@ -225,12 +225,11 @@ class Worker:
         self._go("assign", step=0, num_steps=accepted.plan.expert.training.num_steps)
 
     def _begin_training(self) -> None:
-        accepted, silo_id = self._plan(), self.settings.silo_id
-        plan = accepted.plan
-        if experts.counts_define_experts(plan):
+        accepted = self._plan()
+        if experts.counts_define_experts(accepted.plan):
             self._draw(accepted, ("counts",))
-        parts = experts.find_parts(plan, accepted.files(), self._work(), silo_id)
-        self._go("begin", num_steps=len(parts) * plan.expert.training.num_steps)
+        parts = experts.find_parts(accepted.plan, accepted.files(), self._work(), self.settings.silo_id)
+        self._go("begin", num_steps=len(parts) * accepted.plan.expert.training.num_steps)
 
     def _train_and_audit(self) -> None:
         accepted, work = self._plan(), self._work()
@@ -250,6 +249,7 @@ class Worker:
                 bundle=accepted.folder,
                 own=own_experts(self.site, accepted.plan, self.settings.silo_id),
                 engine=self.settings.training,
+                paid=stages.pay(self.site, self.policy, accepted, cohort),
             )
         except KeyboardInterrupt:
             self._check_in_force()
