@@ -256,6 +256,8 @@ def noise_multiplier_for(epsilon: float, delta: float, rate: float, steps: int) 
     """
 
     def over(multiplier: float, *, coarse: bool = True) -> float:
+        if 2 * steps * (rate / multiplier) ** 2 > _MAX_COMPOSED + 4 * epsilon:
+            return math.inf  # about its mean loss, of which a distribution would fill the memory
         tried = DpSgdMechanism(noise_multiplier=multiplier, rate=rate, steps=steps)
         loss = _dp_sgd_loss(tried, 1e-3 if coarse else _dp_sgd_interval(tried))
         return math.log(min(float(loss.get_epsilon_for_delta(delta)), 1e6) + 1e-9) - math.log(epsilon)
@@ -270,7 +272,11 @@ def noise_multiplier_for(epsilon: float, delta: float, rate: float, steps: int) 
             got = f"epsilon {epsilon:g} and delta {delta:g} for {steps} steps at rate {rate:.4g}"
             remedy = "Ask for fewer steps, fewer units per step, or a higher epsilon."
             raise NumericalError("private training", expected=expected, got=got, remedy=remedy)
-    found = low if over(low) <= 0 else float(brentq(over, low, high, xtol=5e-4, rtol=1e-4))
+    while over(low) == math.inf and high - low > 1 / _NOISE_GRID:
+        low, high = (low, (low + high) / 2) if over((low + high) / 2) <= 0 else ((low + high) / 2, high)
+    found = low if over(low) <= 0 else high
+    if 0 < over(low) < math.inf:
+        found = float(brentq(over, low, high, xtol=5e-4, rtol=1e-4))
     cells = math.ceil(found * _NOISE_GRID)
     while over(cells / _NOISE_GRID, coarse=False) > 0:  # the root may be below by its tolerance
         cells += 1

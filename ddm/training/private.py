@@ -29,7 +29,7 @@ from ddm.training.augmentation import augmented
 from ddm.training.batches import Examples, draw_times, hide, rows
 from ddm.training.config import Engine
 from ddm.training.state import State
-from ddm.training.unit_gradients import UnitBatch, UnitLoss, by_copies, by_loop, by_vmap, takes_copies
+from ddm.training.unit_gradients import UnitBatch, UnitLoss, by_copies, by_loop, takes_copies
 
 STEPS_PER_CLIP = 2**24  # of the grid: float32 holds every whole number up to it
 # Of float32: a clipped gradient's norm is off by 2^-22, and the gradients of a step's other units differ by about 2^-22
@@ -160,8 +160,7 @@ class PrivateSteps:
             raise DataError("privacy units", expected=expected, got=f"{len(private.unit_N)}")
         self._state, self._private, self._examples, self._distribution = state, private, examples, distribution
         self._loss = UnitLoss(state.model, state.settings, path, prediction, state.in_bf16)
-        on_gpu = state.machine.device.type == "cuda"
-        self._gradients = by_copies if takes_copies(state.model) else by_vmap if on_gpu else by_loop
+        self._gradients = by_copies if takes_copies(state.model) else by_loop
         self._num_weights = sum(weight.numel() for weight in state.weights)
 
     def draw(self, step: int) -> list[UnitBatch]:

@@ -2,17 +2,16 @@
 
 Two ways, exact both; docs/adr/0057-how-gradients-of-single-units-are-computed.md holds the measurements. Factors of a
 LoRA are few, so every unit computes with a copy of its own, and the backward pass leaves a gradient in each copy. For
-other weights torch's `vmap` maps the gradient over units, or a loop takes one backward pass a unit.
+other weights a loop takes one backward pass a unit.
 """
 
 # Shape legend: U units, S samples of each unit (images times draws, padded), ... all data dimensions.
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.func import functional_call
 
 from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.models.adaptation import LoraLinear
@@ -20,7 +19,6 @@ from ddm.protocol.plan import Training
 from ddm.training.weighting import loss_weights
 
 Weights = Mapping[str, Tensor]
-UnitGradients = Callable[[Weights, "UnitBatch"], tuple[dict[str, Tensor], Tensor]]
 _COPIED = frozenset({"down_RI", "up_OR"})
 
 
@@ -96,20 +94,6 @@ def by_copies(loss: UnitLoss, weights: Weights, batch: UnitBatch) -> tuple[dict[
     loss_B = loss.of_samples(copies, [each.flatten(0, 1) for each in batch.fields])
     gradients = torch.autograd.grad(loss_B.sum(), list(copies.values()))
     return dict(zip(copies, gradients, strict=True)), loss_B.detach().view(len(batch), -1).sum(1)
-
-
-def by_vmap(loss: UnitLoss, weights: Weights, batch: UnitBatch) -> tuple[dict[str, Tensor], Tensor]:
-    """Return each unit's gradient and loss: torch maps one unit's gradient over all of them."""
-    plain = {name: value.detach() for name, value in weights.items()}
-
-    def of_unit(named: Weights, *fields: Tensor) -> Tensor:
-        return loss.of_samples(named, fields).sum()
-
-    fields = batch.fields
-    mapped = vmap(grad_and_value(of_unit), in_dims=(None, *[0] * len(fields)))
-    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no rule for vmap, which would call them one by one
-        gradients, loss_U = mapped(plain, *fields)
-    return gradients, loss_U
 
 
 def by_loop(loss: UnitLoss, weights: Weights, batch: UnitBatch) -> tuple[dict[str, Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""A federation whose experts are trained privately, from the plan to a release that says how private each of them is."""
+"""A federation whose experts are trained privately, up to a release that says how private each of them is."""
 
 from pathlib import Path
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import signal, stats
 
 from ddm.errors import MissingFileError, NumericalError
 from ddm.privacy.accounting import (
@@ -24,7 +24,7 @@ from tests.support.case import case
 
 def brute_delta(noise: float, rate: float, steps: int, epsilon: float, *, replaced: bool = True) -> float:
     """Convolve the privacy losses of single steps on a fine grid of outputs, without dp-accounting."""
-    y, cell = np.linspace(-40 * noise, 40 * noise, 400_001, retstep=True)
+    y, cell = np.linspace(-9 * noise - 1, 9 * noise + 1, 400_001, retstep=True)
     hidden, one, other = (stats.norm.pdf(y, mean, noise) * cell for mean in (0.0, 1.0, -1.0))
     first = (1 - rate) * hidden + rate * one
     second = (1 - rate) * hidden + rate * (other if replaced else hidden)
@@ -34,14 +34,9 @@ def brute_delta(noise: float, rate: float, steps: int, epsilon: float, *, replac
     mass = np.bincount(np.rint(loss / width).astype(np.int64) - low, weights=first[kept])
     total, least = np.ones(1), 0
     for _ in range(steps):
-        total, least = np.convolve(total, mass) if len(mass) < 2000 else _fft(total, mass), least + low
+        total, least = np.clip(signal.fftconvolve(total, mass), 0, None), least + low
     losses = (np.arange(len(total)) + least) * width
     return float((total * -np.expm1(np.minimum(0.0, epsilon - losses)))[losses > epsilon].sum())
-
-
-def _fft(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    size = len(left) + len(right) - 1
-    return np.clip(np.fft.irfft(np.fft.rfft(left, size) * np.fft.rfft(right, size), size), 0, None)
 
 
 @pytest.mark.parametrize(("noise", "rate", "steps"), [(1.0, 0.1, 3), (0.8, 0.02, 8), (2.0, 0.5, 4)])
@@ -79,7 +74,7 @@ def test_least_noise_meets_the_epsilon_and_a_little_less_does_not() -> None:
 
 def test_noise_that_no_training_could_bear_is_refused() -> None:
     with pytest.raises(NumericalError, match="private training"):
-        noise_multiplier_for(1e-4, 1e-12, 1.0, 1_000_000)
+        noise_multiplier_for(1e-4, 1e-12, 1.0, 1_000_000_000)
 
 
 def test_expert_and_statistics_cost_less_together_than_their_sum_and_more_than_each() -> None:
