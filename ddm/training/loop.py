@@ -30,7 +30,7 @@ from ddm.training.config import Engine
 from ddm.training.distributed import Machine, machine_of
 from ddm.training.masking import first_whole_step, num_kept, tokens_of
 from ddm.training.prefetch import drawing_threads, drawn_ahead
-from ddm.training.private import Private, PrivateSteps
+from ddm.training.private import Private, PrivateSteps, check_engine
 from ddm.training.state import State
 
 PROGRESS_STEPS = 10
@@ -131,6 +131,8 @@ def train(
     if isinstance(images, Tensor):
         images = images.detach().to("cpu", torch.float32).contiguous()
     examples = Examples(images, None if labels is None else labels.detach().cpu().contiguous(), drop)
+    if private:
+        check_engine(engine)
     machine, num_tokens = _machine(engine, settings), tokens_of(model, settings)
     added = [teach.digest] if teach else private.recipe if private else []
     recipe = [settings.model_dump(), repr(path), t_distribution.model_dump(), prediction, *added]
@@ -144,7 +146,7 @@ def train(
     started, first, before = time.monotonic(), state.step, state.seconds
 
     steps: _Stepping = (
-        PrivateSteps(state, private, examples, path, prediction, t_distribution, engine)
+        PrivateSteps(state, private, examples, path, prediction, t_distribution)
         if private
         else _Steps(state, examples, path, prediction, t_distribution, num_tokens, teach)
     )

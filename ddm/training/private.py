@@ -140,7 +140,6 @@ class PrivateSteps:
         distribution: of the times.
 
     Raises:
-        SetupError: this machine's settings ask for what private training cannot do.
         DataError: not one unit per image.
     """
 
@@ -152,9 +151,7 @@ class PrivateSteps:
         path: Path,
         prediction: Prediction,
         distribution: TDistribution,
-        engine: Engine,
     ) -> None:
-        _check_engine(engine)
         if len(private.unit_N) != len(examples.images):
             expected = f"one unit for each of {len(examples.images)} images"
             raise DataError("privacy units", expected=expected, got=f"{len(private.unit_N)}")
@@ -257,7 +254,7 @@ def _joined(units: Sequence[UnitBatch]) -> UnitBatch:
     )
 
 
-def _check_engine(engine: Engine) -> None:
+def check_engine(engine: Engine) -> None:
     """Refuse settings under which a unit's gradient is not at hand.
 
     Raises:

@@ -25,12 +25,12 @@ from ddm.diffusion.path import path_named
 from ddm.models import build_expert
 from ddm.models.adaptation import LoraLinear, adapt
 from ddm.privacy.secret_stream import SecretStream
-from ddm.protocol.plan import Dit, FullAdaptation, LoraAdaptation, Training, Unet
+from ddm.protocol.plan import Architecture, Dit, FullAdaptation, LoraAdaptation, Training, Unet
 from ddm.training.private import clipped, noise_of
 from ddm.training.unit_gradients import UnitBatch, UnitLoss, by_copies, by_loop, takes_copies
 
 SHAPE = (1, 28, 28)
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, Architecture] = {
     "dit": Dit(patch=4, hidden=128, depth=6, heads=4),
     "unet": Unet(channels=(32, 64), num_res_blocks=1, attention=(False, True), norm_groups=16, head_channels=32),
 }

@@ -46,7 +46,9 @@ def test_epsilon_of_private_training_is_that_of_the_replaced_unit_by_brute_force
     delta = 1e-5
     found = total_epsilon([DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=steps)], delta)
     assert brute_delta(noise, rate, steps, found) == pytest.approx(delta, rel=0.03)
-    assert brute_delta(noise, rate, steps, found, replaced=False) < delta / 2, "control: add-or-remove is another bound"
+    assert brute_delta(noise, rate, steps, found, replaced=False) < 0.9 * delta, (
+        "control: add-or-remove is another bound"
+    )
 
 
 def test_known_case_costs_what_replace_one_costs_and_not_half_of_it() -> None:
@@ -74,7 +76,7 @@ def test_least_noise_meets_the_epsilon_and_a_little_less_does_not() -> None:
 
 def test_noise_that_no_training_could_bear_is_refused() -> None:
     with pytest.raises(NumericalError, match="private training"):
-        noise_multiplier_for(1e-4, 1e-12, 1.0, 1_000_000_000)
+        noise_multiplier_for(1e-4, 1e-12, 1.0, 1000)
 
 
 def test_expert_and_statistics_cost_less_together_than_their_sum_and_more_than_each() -> None:

@@ -33,7 +33,7 @@ NOISE = 0.8
 def wanted(noise: float = NOISE, unit_N: Tensor = UNIT_N, **training: object) -> Wanted:
     """An expert to train privately; patients have up to three images, of which a step takes two."""
     document = plan_document(data={"shape": list(SHAPE), "range": [-1.0, 1.0]})
-    changed = RECIPE | {"num_steps": 40, "checkpoint_steps": 5} | training
+    changed = RECIPE | {"num_steps": 30, "checkpoint_steps": 5} | training
     document["expert"] |= {"architecture": ARCHITECTURES["dit"], "training": changed}
     document["expert"]["privacy"] = {"kind": "dp_sgd"} | TERMS
     document["statistics"]["unit"] = "patient"
@@ -109,19 +109,18 @@ def test_plan_that_trains_privately_is_never_trained_without_its_noise(tmp_path:
         expert.train(run.wanted.inputs, run.expert, run.folder.checkpoints, print, lambda: False)
 
 
-def test_expert_is_a_function_of_secret_and_images_and_its_noise_is_that_of_the_multiplier(tmp_path: Path) -> None:
+def test_expert_is_a_function_of_secret_images_and_noise_multiplier(tmp_path: Path) -> None:
     runs = {
-        "one": trial(tmp_path / "one"),
-        "again": trial(tmp_path / "again"),
-        "other": trial(tmp_path / "other", secret=bytes(32)),
-        "quiet": trial(tmp_path / "quiet", noise=0.001),
-        "quiet, other": trial(tmp_path / "quiet other", noise=0.001, secret=bytes(32)),
+        "one": trial(tmp_path / "one", num_steps=5),
+        "again": trial(tmp_path / "again", num_steps=5),
+        "other": trial(tmp_path / "other", secret=bytes(32), num_steps=5),
+        "quiet": trial(tmp_path / "quiet", noise=0.001, num_steps=5),
     }
     for run in runs.values():
         run()
     experts = {name: run.expert.read_bytes() for name, run in runs.items()}
     assert experts["one"] == experts["again"]
-    assert len(set(experts.values())) == 4
+    assert len(set(experts.values())) == 3
 
 
 def test_secret_is_made_for_its_owner_alone_where_there_is_none(tmp_path: Path) -> None:
@@ -211,7 +210,7 @@ def test_what_a_unit_goes_through_depends_on_no_other_unit(tmp_path: Path) -> No
         model = build_expert(plan.expert.architecture, SHAPE, seed=0)
         state = State(model, plan.expert.training, machine_of(engine), 1)
         source = private(unit_N=unit_N, units_per_step=14)
-        steps = PrivateSteps(state, source, Examples(images), path_named("linear"), "velocity", UniformT(), engine)
+        steps = PrivateSteps(state, source, Examples(images), path_named("linear"), "velocity", UniformT())
         batches = steps.draw(3)
         drawn.append({batch.x_0.numpy().tobytes(): batch for batch in batches})
     shared = drawn[0].keys() & drawn[1].keys()

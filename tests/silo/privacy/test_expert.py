@@ -110,7 +110,7 @@ def test_plan_asks_for_no_private_training_that_would_promise_too_much() -> None
     expert = document["expert"] | {"privacy": PRIVACY}
     own = {"kind": "own", "plan_id": "digits-3f9a1c2f", "submissions": {}}
     refused = {
-        "starts from": {"expert": expert | {"adaptation": own}},
+        "cannot start from": {"expert": expert | {"adaptation": own}},
         "chance alone": {"expert": expert | {"training": expert["training"] | {"order": "epochs"}}},
         "at once": {"expert": expert | {"privacy": PRIVACY | {"images_per_unit": 64}}},
         "one expert per silo": {"expert": expert, "partition": {"kind": "random", "min_images": 20, "num_parts": 2}},
