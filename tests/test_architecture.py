@@ -35,7 +35,7 @@ ROOMS = {
         "ensemble": "diffusion encoders errors protocol routers sampling",
         "sampling": "diffusion errors io protocol routers",
         "routers": "diffusion encoders errors io models partition privacy protocol system training",
-        "training": "diffusion errors io models protocol system",
+        "training": "diffusion errors io models privacy protocol system",
         "encoders": "errors io protocol system",
         "models": "errors io protocol",
         "partition": "errors io protocol system",
@@ -110,7 +110,6 @@ DOORS = {
     "transformers": {"ddm/encoders/text.py", "ddm/encoders/vision.py"},
     "tokenizers": {"ddm/encoders/text.py"},
     "torchvision": {"ddm/encoders/timm.py"},
-    "opacus": {"silo/dp_sgd.py"},
 }
 
 

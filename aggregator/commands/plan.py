@@ -106,10 +106,29 @@ def costs(draft: "Draft") -> str:
         ("total, stated", f"epsilon {statistics.total.epsilon:g}, delta {statistics.total.delta:g} {per_unit}"),
         ("total, composed", f"epsilon {cost.epsilon:.4g} at that delta"),
         *_statistics(draft),
-        ("without privacy", "expert weights (no DP-SGD), number of units, losses"),
+        *_weights(made),
         ("valid until", made.expires_at.isoformat()),
     ]
     return f"Plan {made.plan_id}\n" + table(rows, ("what", "value"))
+
+
+def _weights(made: "Plan") -> list[tuple[str, str]]:
+    """Return how private the experts' weights are, and what has no privacy."""
+    from ddm.privacy.accounting import noise_multiplier_for  # takes seconds
+
+    private = made.expert.privacy
+    if private is None:
+        return [("without privacy", "expert weights (no DP-SGD), number of units")]
+    terms = f"epsilon {private.epsilon:g}, delta {private.delta:g} per {made.statistics.unit}, replace-one"
+    most = max(agreed.units(made.statistics.unit) or 1 for agreed in made.agreed.values())
+    rate, steps = private.rate(most), made.expert.training.num_steps
+    noise = noise_multiplier_for(private.epsilon, private.delta, rate, steps)
+    return [
+        ("expert weights", f"DP-SGD: {terms}"),
+        ("its noise", f"{noise:.3g} x clip of {private.clip:g} for {most} {made.statistics.unit}s, more for fewer"),
+        ("all together", f"epsilon {made.spends.epsilon:g}, delta {made.spends.delta:g} at most"),
+        ("without privacy", "number of units"),
+    ]
 
 
 def _network(draft: "Draft") -> list[tuple[str, str]]:

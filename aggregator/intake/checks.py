@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aggregator.intake.limits import submission_entries
 from aggregator.intake.plausibility import check_statistics
+from aggregator.intake.private_experts import check_privacy
 from ddm.errors import AbsentFileError, DigestError, FormatError, PolicyError, ReplayError, UnlistedFileError
 from ddm.io.files import read_bounded
 from ddm.io.tensors import check_file
@@ -191,7 +192,7 @@ def _check_experts_listed(submission: Submission, listed: Mapping[str, tuple[int
 def _check_terms(submission: Submission, expected: Expectation) -> None:
     """Check the submission against the plan: its statistics and their cost, its number of units, its file sizes."""
     plan, required, spent = expected.plan, expected.plan.statistics, submission.spent
-    terms = {**statistic_terms(required), "all together": (required.total.epsilon, required.total.delta)}
+    terms = {**statistic_terms(required), "all together": (plan.spends.epsilon, plan.spends.delta)}
     reported: dict[str, tuple[float, float]] = {each.kind: (each.epsilon, each.delta) for each in submission.statistics}
     reported["all together"] = (spent.epsilon, spent.delta)
     if reported.keys() != terms.keys():
@@ -249,6 +250,7 @@ def _check_experts(submission: Submission, expected: Expectation, noisy_G: Tenso
         if expert.steps != plan.expert.training.num_steps:
             steps = f"{plan.expert.training.num_steps}"
             raise PolicyError("submission, training steps", expected=steps, got=f"{expert.steps}")
+        check_privacy(plan, expert, submission.num_units)
 
 
 def _check_weights(submission: Submission, files: Mapping[str, Path], plan: Plan) -> None:

@@ -10,13 +10,31 @@ from ddm.protocol.plan import Plan, SamplesRouter
 from ddm.protocol.submission import Submission
 from ddm.publishing.pictured import Pictured
 
-LIMITS = (  # for readers of a release
+_NOT_PRIVATE = (
     "The experts' weights were trained without DP-SGD: they are not private and may memorise single images. Epsilon "
-    "covers only the statistics from which the router was made.",
+    "covers only the statistics from which the router was made."
+)
+_PRIVATE = (
+    "The experts' weights were trained with DP-SGD. Their epsilon bounds what they tell about one unit; it says "
+    "nothing about what many units have in common."
+)
+_LIMITS = (  # for readers of a release
     "It is not a diagnostic device. Its images are synthetic and show no patient's findings.",
     "It cannot combine attributes that no silo holds together: an image resembles the data of some silo.",
     "A signature proves who sent an expert, not that it is good.",
 )
+
+
+def limits(manifest: Manifest) -> tuple[str, ...]:
+    """Return what readers of a release must know it is not."""
+    if not manifest.private_experts:
+        return _NOT_PRIVATE, *_LIMITS
+    if len(manifest.private_experts) == len(manifest.experts):
+        return _PRIVATE, *_LIMITS
+    mixed = f"{manifest.weights_in_words}: the others are not private and may memorise single images."
+    return mixed, *_LIMITS
+
+
 FLAG_WORDS: Mapping[Flag, str] = {
     "alike_images": "its images are nearly one image",
     "answers_zero": "answers 0 to every input",

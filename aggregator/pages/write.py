@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aggregator.intake.inventory import Inventory
-from aggregator.pages.content import LIMITS, ReportContent, silo_parts
+from aggregator.pages.content import ReportContent, limits, silo_parts
 from aggregator.pages.render import render
 from aggregator.router.report import RouterReport
 from ddm.ensemble import Ensemble
@@ -64,7 +64,7 @@ def write_pages(content: PageInput, targets: Path, on_progress: Progress | None 
 
 def pages(content: ReportContent) -> Mapping[str, str]:
     """Fill the templates and return each page by its name."""
-    values = {"content": content, "limits": LIMITS, "root_file": "1.root.json"}
+    values = {"content": content, "limits": limits(content.manifest), "root_file": "1.root.json"}
     values |= {"members": content.silos, "router": content.router}
     values |= content.pictured.values(content.manifest, content.plan)
     return {CARD_NAME: render("card.md.jinja", **values), REPORT_NAME: render("report.html.jinja", **values)}

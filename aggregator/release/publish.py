@@ -23,6 +23,7 @@ from ddm.protocol.growth import standing_of
 from ddm.protocol.manifest import Manifest, PublishedExpert, PublishedRouter, PublishedSilo
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import class_counts_path, submission_path
+from ddm.protocol.weight_privacy import DpSgdPrivacy
 from ddm.publishing.publish import lay_out_plan, next_version, with_pages
 from ddm.publishing.version import Version, memory_for, sign_version
 from ddm.publishing.versions import is_current, manifest_digest, manifest_path, newest_version, timestamp_expiry
@@ -184,6 +185,7 @@ def _manifest(source: _Source, targets: Path, version: int) -> Manifest:
                 prior=prior,
                 file=expert.file,
                 flags=inventory.silos[silo_id].flags.get(expert.expert_id, ()),
+                privacy=expert.privacy if isinstance(expert.privacy, DpSgdPrivacy) else None,
             )
             for (silo_id, expert), prior in zip(experts, report.expert_priors, strict=True)
         ),

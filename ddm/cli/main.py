@@ -111,8 +111,15 @@ def info(
     _say_grown(opened)
     _say_lowered(opened)
     _say_calibration(opened)
-    covered = "epsilon covers the router's inputs only" if plan.statistics.private else "one owner had all of the data"
-    say(f"\nThe experts' weights were trained without differential privacy; {covered}.")
+    if manifest.private_experts:
+        covered = "a silo's epsilon covers these and the router's inputs, together"
+    elif plan.statistics.private:
+        covered = "epsilon covers the router's inputs only"
+    else:
+        covered = "one owner had all of the data"
+    say(f"\n{manifest.weights_in_words}; {covered}.")
+    for expert in manifest.private_experts:
+        say(f"  expert {expert.expert_id}: {expert.privacy}, replace-one")
     warn_if_expired(opened)
 
 

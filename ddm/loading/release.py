@@ -21,6 +21,7 @@ from ddm.protocol.island import Island
 from ddm.protocol.manifest import Manifest, PublishedSilo, Standing
 from ddm.protocol.plan import Plan, SiloClusterPartition
 from ddm.protocol.submission import Submission, class_counts_path, is_expert_path, submission_path
+from ddm.protocol.weight_privacy import DpSgdPrivacy
 from ddm.trust.log.memory import LogMemory
 from ddm.trust.log.proof import MAX_CONSISTENCY_BYTES, MAX_PROOF_BYTES
 from ddm.trust.log.witness import Witnesses
@@ -322,6 +323,13 @@ def _check_experts(plan: Plan, manifest: Manifest, submissions: Mapping[str, Sub
     total = sum(units.values())
     for silo_id, submission in submissions.items():
         published = [expert for expert in manifest.experts if expert.silo_id == silo_id]
+        privately = {e.expert_id: e.privacy for e in submission.experts if isinstance(e.privacy, DpSgdPrivacy)}
+        for each in published:
+            if each.privacy != (signed := privately.get(each.expert_id)):
+                subject, none = f"manifest.json, expert {each.expert_id}, privacy", "no guarantee"
+                raise TrustError(
+                    subject, expected=f"{signed or none}, as the silo signed", got=f"{each.privacy or none}"
+                )
         if {(e.expert_id, e.cluster, e.file) for e in published} != {
             (e.expert_id, e.cluster, e.file) for e in submission.experts
         }:

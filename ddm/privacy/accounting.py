@@ -15,7 +15,8 @@ from scipy.special import log_ndtr
 
 from ddm.diffusion.path import Path
 from ddm.errors import NumericalError
-from ddm.protocol.base import Epsilon, Model
+from ddm.protocol.base import Epsilon, Model, NumSteps
+from ddm.protocol.weight_privacy import MAX_NOISE_MULTIPLIER, NoiseMultiplier, SamplingRate
 
 if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
@@ -25,6 +26,8 @@ COUNTS_SENSITIVITY = 2  # replacing a unit takes one from a cell and adds one to
 _MIN_MU, _MAX_MU = 1e-9, 200.0
 _CELLS = 20_000  # a privacy loss distribution's cells up to about its epsilon; finer than 1e-4 is never needed
 _MAX_COMPOSED = 300.0  # beyond it exp(epsilon) leaves the range of floating point within dp-accounting
+_COARSE = 0.01  # a step's privacy loss has about the standard deviation of the rate over the noise multiplier
+_LEAST_NOISE, _NOISE_GRID = 0.25, 1024
 _T_STEP = 2.0**-20  # a public grid for t_release, so that a decimal in a document represents it exactly
 
 
@@ -42,7 +45,22 @@ class DiscreteLaplaceMechanism(Model):
     epsilon: Epsilon
 
 
-Mechanism = GaussianMechanism | DiscreteLaplaceMechanism
+class DpSgdMechanism(Model):
+    """Steps of DP-SGD: each unit enters a step by chance, with one clipped gradient, and Gaussian noise hides the sum.
+
+    Attributes:
+        noise_multiplier: the noise's standard deviation over the largest norm of a unit's clipped gradient.
+        rate: the probability with which each unit enters a step, independently of all others (Poisson sampling).
+        steps: how many.
+    """
+
+    kind: Literal["dp_sgd"] = "dp_sgd"
+    noise_multiplier: NoiseMultiplier
+    rate: SamplingRate
+    steps: NumSteps
+
+
+Mechanism = GaussianMechanism | DiscreteLaplaceMechanism | DpSgdMechanism
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -97,13 +115,17 @@ def privacy_curve(mechanisms: Iterable[Mechanism]) -> Curve:
     listed = list(mechanisms)
     laplace = sorted(m.epsilon for m in listed if isinstance(m, DiscreteLaplaceMechanism))
     mu = math.sqrt(math.fsum(m.mu**2 for m in listed if isinstance(m, GaussianMechanism)))
+    trained = sorted((m for m in listed if isinstance(m, DpSgdMechanism)), key=lambda m: m.model_dump_json())
+    num_shares = max(1, (mu > 0) + len(trained))  # of delta, which histograms do not need
 
     def basic(delta: float) -> float:
-        return math.fsum(laplace) + _gaussian_epsilon(mu, delta)
+        share = delta / num_shares
+        return math.fsum([*laplace, _gaussian_epsilon(mu, share), *(_dp_sgd_epsilon(each, share) for each in trained)])
 
-    if len(laplace) + (mu > 0) <= 1 or math.fsum(laplace) > _MAX_COMPOSED:
+    too_much = math.fsum(laplace) > _MAX_COMPOSED or (trained and _mean_loss(mu) > _MAX_COMPOSED)
+    if len(laplace) + (mu > 0) + len(trained) <= 1 or too_much:
         return basic
-    composed = _composed_loss(tuple(laplace), mu)
+    composed = _composed_loss(tuple(laplace), mu, tuple(trained))
     return lambda delta: min(basic(delta), float(composed.get_epsilon_for_delta(delta))) if delta > 0 else basic(delta)
 
 
@@ -155,7 +177,9 @@ def gaussian_mu_within(total_epsilon: float, delta: float, counts_epsilon: float
 
 
 @lru_cache(maxsize=8)  # a silo weighs the same plan before every draw
-def _composed_loss(laplace: tuple[float, ...], mu: float) -> "PrivacyLossDistribution":
+def _composed_loss(
+    laplace: tuple[float, ...], mu: float, trained: tuple[DpSgdMechanism, ...] = ()
+) -> "PrivacyLossDistribution":
     """Compose histograms and a Gaussian on a grid that does not depend on delta, so that the curve is monotone.
 
     Replacing a unit lowers one cell of a histogram by one and raises another one, or changes nothing. The noise of
@@ -164,7 +188,9 @@ def _composed_loss(laplace: tuple[float, ...], mu: float) -> "PrivacyLossDistrib
     """
     from dp_accounting.pld import privacy_loss_distribution as pld  # takes seconds, and sampling does not need it
 
-    step = max(1e-4, (math.fsum(laplace) + mu * (mu / 2 + 6)) / _CELLS)
+    step = max(1e-4, (math.fsum(laplace) + _mean_loss(mu)) / _CELLS)
+    if trained:  # its steps add up their discretisation errors
+        step = min(_dp_sgd_interval(each) for each in trained)
     parts = []
     for epsilon in sorted(set(laplace)):
         one = pld.from_discrete_laplace_mechanism(
@@ -176,7 +202,85 @@ def _composed_loss(laplace: tuple[float, ...], mu: float) -> "PrivacyLossDistrib
         parts.append(one.self_compose(2 * laplace.count(epsilon)))
     if mu > 0:
         parts.append(pld.from_gaussian_mechanism(1 / mu, value_discretization_interval=step))
+    parts += [_dp_sgd_loss(each, step) for each in trained]
     return reduce(lambda left, right: left.compose(right), parts)
+
+
+def _mean_loss(mu: float) -> float:
+    """Return about the largest privacy loss of a Gaussian mechanism that matters."""
+    return mu * (mu / 2 + 6)
+
+
+@lru_cache(maxsize=8)
+def _dp_sgd_loss(mechanism: DpSgdMechanism, interval: float) -> "PrivacyLossDistribution":
+    """Compose the steps of private training, under replace-one.
+
+    With x among its units a step's sum of clipped gradients, over the clip norm, is ``N(0, s^2)`` plus, with
+    probability q, a vector g of norm at most 1; with x' in its place, plus a vector g'. The pair
+    ``(1-q) N(0, s^2) + q N(1, s^2)`` and ``(1-q) N(0, s^2) + q N(-1, s^2)`` on the line dominates it, which is how
+    dp-accounting reads REPLACE_ONE; one of add-or-remove, whose epsilon is about half, would not. The proof is in
+    docs/adr/0056-private-training-hides-one-unit-for-another.md.
+
+    Source:
+        Balle, Barthe and Gaboardi 2018, Theorem 2 (advanced joint convexity); Choquette-Choo et al. 2024, arXiv
+        2310.15526, on mixtures of Gaussians; Zhu, Dong and Wang 2022, on dominating pairs under composition.
+    """
+    from dp_accounting import NeighboringRelation
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    one = pld.from_gaussian_mechanism(
+        mechanism.noise_multiplier,
+        value_discretization_interval=interval,
+        sampling_prob=mechanism.rate,
+        neighboring_relation=NeighboringRelation.REPLACE_ONE,
+    )
+    return one.self_compose(mechanism.steps)
+
+
+def _dp_sgd_interval(mechanism: DpSgdMechanism) -> float:
+    """Return cells of the privacy loss that are fine beside the loss of one step; the bound holds with any."""
+    return 1e-3 if mechanism.rate >= _COARSE * mechanism.noise_multiplier else 1e-4
+
+
+def _dp_sgd_epsilon(mechanism: DpSgdMechanism, delta: float) -> float:
+    loss = _dp_sgd_loss(mechanism, _dp_sgd_interval(mechanism))
+    return float(loss.get_epsilon_for_delta(delta)) if delta > 0 else math.inf
+
+
+@lru_cache(maxsize=64)
+def noise_multiplier_for(epsilon: float, delta: float, rate: float, steps: int) -> float:
+    """Return the least noise multiplier, to 1/1024, with which private training is (epsilon, delta) private.
+
+    Raises:
+        NumericalError: no noise multiplier up to 2^14 is enough.
+    """
+
+    def over(multiplier: float, *, coarse: bool = True) -> float:
+        if 2 * steps * (rate / multiplier) ** 2 > _MAX_COMPOSED + 4 * epsilon:
+            return math.inf  # about its mean loss, of which a distribution would fill the memory
+        tried = DpSgdMechanism(noise_multiplier=multiplier, rate=rate, steps=steps)
+        loss = _dp_sgd_loss(tried, 1e-3 if coarse else _dp_sgd_interval(tried))
+        return math.log(min(float(loss.get_epsilon_for_delta(delta)), 1e6) + 1e-9) - math.log(epsilon)
+
+    low = high = 1.0
+    while over(low) <= 0 and low > _LEAST_NOISE:
+        low, high = low / 2, low
+    while over(high) > 0:
+        low, high = high, 2 * high
+        if high > MAX_NOISE_MULTIPLIER:
+            expected = f"an epsilon that a noise multiplier of at most {MAX_NOISE_MULTIPLIER:g} reaches"
+            got = f"epsilon {epsilon:g} and delta {delta:g} for {steps} steps at rate {rate:.4g}"
+            remedy = "Ask for fewer steps, fewer units per step, or a higher epsilon."
+            raise NumericalError("private training", expected=expected, got=got, remedy=remedy)
+    while over(low) == math.inf and high - low > 1 / _NOISE_GRID:
+        low, high = (low, (low + high) / 2) if over((low + high) / 2) <= 0 else ((low + high) / 2, high)
+    found = low if over(low) <= 0 else high
+    if 0 < over(low) < math.inf:
+        found = float(brentq(over, low, high, xtol=5e-4, rtol=1e-4))
+    cells = math.ceil(found * _NOISE_GRID)
+    while over(cells / _NOISE_GRID, coarse=False) > 0:  # the root may be below by its tolerance
+        cells += 1
+    return cells / _NOISE_GRID
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:

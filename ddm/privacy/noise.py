@@ -18,15 +18,19 @@ from ddm.privacy.accounting import COUNTS_SENSITIVITY
 _MAX_STD = 2.0**49  # 13 standard deviations stay below 2^53, so that a float64 represents the noise exactly
 
 
-class Noise(Protocol):
+class Octets(Protocol):
+    """A source of random bytes."""
+
+    def octets(self, num: int) -> bytes:
+        """Return `num` uniform bytes."""
+        ...
+
+
+class Noise(Octets, Protocol):
     """A source of random bits: `OS_NOISE`, except in tests."""
 
     def below(self, bound: int) -> int:
         """Return a uniform integer in [0, bound)."""
-        ...
-
-    def octets(self, num: int) -> bytes:
-        """Return `num` uniform bytes."""
         ...
 
 
@@ -75,7 +79,7 @@ def _bernoulli_exp(numerator: int, denominator: int, noise: Noise) -> bool:
     return k % 2 == 1
 
 
-def rounded_gaussian(shape: tuple[int, ...], std: float, noise: Noise = OS_NOISE) -> NDArray[np.int64]:
+def rounded_gaussian(shape: tuple[int, ...], std: float, noise: Octets = OS_NOISE) -> NDArray[np.int64]:
     """Draw Gaussian noise of standard deviation `std`, rounded to whole numbers.
 
     Added to integers it is the Gaussian mechanism followed by rounding, so the low bits of a floating-point sum reveal

@@ -4,10 +4,19 @@ from collections.abc import Mapping
 from typing import Literal
 
 from ddm.errors import PolicyError
-from ddm.privacy.accounting import DiscreteLaplaceMechanism, GaussianMechanism, Mechanism, gaussian_mu, total_epsilon
+from ddm.privacy.accounting import (
+    DiscreteLaplaceMechanism,
+    DpSgdMechanism,
+    GaussianMechanism,
+    Mechanism,
+    gaussian_mu,
+    noise_multiplier_for,
+    total_epsilon,
+)
 from ddm.protocol.plan import Plan, Statistics
 
 Kind = Literal["counts", "sketch", "moments", "class_counts"]
+Paid = Kind | Literal["expert"]  # what a debit may cover: statistics, and the private training of an expert
 _SLACK = 1 + 1e-9  # admits parts that add up to exactly the total
 _MIN_EPSILON = 1e-6  # below it a statistic is pure noise, which 64-bit integers may not hold
 
@@ -37,6 +46,27 @@ def _mechanisms(statistics: Statistics, subject: str) -> Mapping[Kind, Mechanism
         drawn["moments"] = GaussianMechanism(mu=gaussian_mu(statistics.moments.epsilon, statistics.moments.delta))
     if statistics.sketch:
         drawn["sketch"] = GaussianMechanism(mu=gaussian_mu(statistics.sketch.epsilon, statistics.sketch.delta))
+    return drawn
+
+
+def paid_mechanisms(plan: Plan, num_units: int | None = None) -> Mapping[Paid, Mechanism]:
+    """Return all that a plan draws from a silo's data: its statistics and, if it is trained privately, the expert.
+
+    Args:
+        plan: the plan.
+        num_units: of the silo, from which the noise of private training follows; None for as many as any silo of the
+            plan agreed to bring at most, which tells about what it costs.
+
+    Raises:
+        PolicyError: see `mechanisms`.
+        NumericalError: no noise is enough.
+    """
+    drawn: dict[Paid, Mechanism] = dict(mechanisms(plan).items())
+    if terms := plan.expert.privacy:
+        num = num_units or max(agreed.units(plan.statistics.unit) or 1 for agreed in plan.agreed.values())
+        rate, steps = terms.rate(num), plan.expert.training.num_steps
+        noise = noise_multiplier_for(terms.epsilon, terms.delta, rate, steps)
+        drawn["expert"] = DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=steps)
     return drawn
 
 

@@ -6,6 +6,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from ddm.protocol.architecture import Architecture, Dit
 from ddm.protocol.base import Digest, Model, NaturalInt, NumSteps, PlanId, RelativePath, SiloId
+from ddm.protocol.weight_privacy import DpSgd
 
 
 class ExpertObjective(Model):
@@ -154,14 +155,15 @@ class Training(Model):
 
     Attributes:
         num_steps: training steps.
-        batch_size: images in a step.
+        batch_size: images in a step; in private training how many are computed at once, and what `ema_half_life`
+            counts.
         learning_rate: the highest of the run.
         schedule: how the learning rate falls: not at all, to `final_rate` along half a cosine, or along a line.
         warmup_steps: steps over which it rises from 0 first; the fall has begun by then.
         final_rate: the share of the learning rate that is left at the end; not for the schedule constant.
         betas: decay per step of AdamW's means of the gradient and of its square.
         weight_decay: AdamW's weight decay.
-        max_gradient_norm: gradients with a larger norm are scaled down to it.
+        max_gradient_norm: gradients with a larger norm are scaled down to it; private training has its own `clip`.
         ema_decay: decay per step of the averaged weights, which are the ones published.
         ema_half_life: the average's half-life in images, in place of `ema_decay`.
         ema_width: the average's width as a share of the run, in place of both, so that it grows with the run (Karras et
@@ -233,12 +235,15 @@ class Expert(Model):
 
     Attributes:
         dtype: type of the weights that leave.
+        privacy: private training, so that the weights that leave hide each unit; none by default.
+        dp_sgd: always null; plans of version 1 carry it.
     """
 
     architecture: Architecture
     adaptation: Adaptation = FullAdaptation()
     dtype: Literal["float32"] = "float32"
     training: Training
+    privacy: Annotated[DpSgd | None, Field(exclude_if=lambda asked: asked is None)] = None
     dp_sgd: None = None
 
     @model_validator(mode="after")
@@ -246,6 +251,24 @@ class Expert(Model):
         if self.training.mask_ratio and not isinstance(self.architecture, Dit):
             wanted = "a mask_ratio above 0 needs the architecture dit"
             raise ValueError(f"{wanted}, not {self.architecture.kind}")
+        return self
+
+    @model_validator(mode="after")
+    def _private_training_is_possible(self) -> "Expert":
+        if self.privacy is None:
+            return self
+        if isinstance(self.adaptation, OwnAdaptation):
+            raise ValueError(
+                "private training cannot start from the silo's own expert, which was trained on its images"
+            )
+        if self.training.mask_ratio or self.training.order != "drawn":
+            raise ValueError(
+                'private training needs mask_ratio 0 and the order "drawn": chance alone chooses its units'
+            )
+        if (most := self.privacy.images_per_unit * self.privacy.draws) > self.training.batch_size:
+            raise ValueError(
+                f"private training computes images_per_unit * draws = {most} at once: raise batch_size to it"
+            )
         return self
 
     @property

@@ -21,6 +21,7 @@ from ddm.protocol.base import (
     SiloId,
     Time,
 )
+from ddm.protocol.weight_privacy import DpSgdPrivacy
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 MOST_SILOS, MOST_EXPERTS = 1024, 16384
@@ -72,7 +73,10 @@ class PublishedSilo(Model):
 
 
 class PublishedExpert(Model):
-    """One expert, and the screening rules that it violates. The order of experts is the router's class order."""
+    """One expert, and the screening rules that it violates. The order of experts is the router's class order.
+
+    `privacy` repeats what its silo signed where it was trained privately; without, the field is left out.
+    """
 
     expert_id: ExpertId
     silo_id: SiloId
@@ -80,6 +84,7 @@ class PublishedExpert(Model):
     prior: Probability
     file: File
     flags: Annotated[tuple[Flag, ...], Field(max_length=16)] = ()
+    privacy: Annotated[DpSgdPrivacy | None, Field(exclude_if=lambda stated: stated is None)] = None
 
 
 class PublishedRouter(Model):
@@ -120,6 +125,21 @@ class Manifest(Document):
     router: PublishedRouter
     evaluation: Annotated[tuple[Evaluation, ...], Field(max_length=1024)]
     files: Annotated[tuple[File, ...], Field(max_length=1024)]
+
+    @property
+    def private_experts(self) -> tuple[PublishedExpert, ...]:
+        """The experts whose weights hide each unit of their silo."""
+        return tuple(expert for expert in self.experts if expert.privacy)
+
+    @property
+    def weights_in_words(self) -> str:
+        """How private the experts' weights are, in a sentence; each private expert's guarantee is in its entry."""
+        num, private = len(self.experts), len(self.private_experts)
+        if not private:
+            return "The experts' weights were trained without differential privacy"
+        if private == num:
+            return "The experts' weights were trained with differential privacy (DP-SGD)"
+        return f"{private} of {num} experts were trained with differential privacy (DP-SGD), the others without"
 
     @model_validator(mode="after")
     def _consistent(self) -> "Manifest":

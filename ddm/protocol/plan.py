@@ -64,6 +64,7 @@ from ddm.protocol.routers import MomentsRouter as MomentsRouter
 from ddm.protocol.routers import Router as Router
 from ddm.protocol.routers import SamplesRouter as SamplesRouter
 from ddm.protocol.transform import TransformSpec as TransformSpec
+from ddm.protocol.weight_privacy import DpSgd as DpSgd
 
 EXACT = 1000.0  # what an epsilon without noise reads: the largest that the format has, and a promise of nothing
 
@@ -255,7 +256,21 @@ class Plan(Document):
         if self.expires_at <= self.created_at:
             raise ValueError("expires_at must be later than created_at")
         _check_routing(self.statistics, self.router, self.sketch, self.clustering, self.partition)
+        if self.expert.privacy:
+            if not isinstance(self.partition, SiloPartition) or not self.statistics.private:
+                raise ValueError(
+                    'private training needs the partition "silo", and noised statistics: one expert per silo'
+                )
+            self.spends  # noqa: B018  # a sum that no document can hold is refused
         return self
+
+    @property
+    def spends(self) -> Budget:
+        """The most that the plan costs a unit: its statistics and, with private training, the expert, added up."""
+        total, private = self.statistics.total, self.expert.privacy
+        if private is None:
+            return total
+        return Budget(epsilon=total.epsilon + private.epsilon, delta=total.delta + private.delta)
 
     @property
     def parts(self) -> tuple[str, ...]:

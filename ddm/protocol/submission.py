@@ -30,6 +30,8 @@ from ddm.protocol.base import (
     Unit,
 )
 from ddm.protocol.plan import Statistics
+from ddm.protocol.weight_privacy import NoWeightPrivacy as NoWeightPrivacy
+from ddm.protocol.weight_privacy import WeightPrivacy
 
 MAX_LOSS = 1e30
 
@@ -65,22 +67,21 @@ def statistic_terms(statistics: Statistics) -> Mapping[str, tuple[float, float]]
 
 
 class SubmittedTraining(Model):
-    """How long the training took. Its loss stays on the site: it is a function of private images and of a plan."""
+    """How long the training took. Its loss stays on the site: it is a function of private images and of a plan.
 
-    seconds: Seconds
+    Of private training `seconds` stays there too, since it grows with the number of images of the units that entered;
+    `flops` are what the plan implies.
+    """
+
+    seconds: Seconds | None
     flops: Annotated[float, Field(ge=0.0, le=1e36)]
 
 
 class ExpertTraining(SubmittedTraining):
     """How the training went, for whoever trained."""
 
+    seconds: Seconds
     loss: Annotated[float, Field(ge=0.0, le=MAX_LOSS)]
-
-
-class NoWeightPrivacy(Model):
-    """The weights carry no differential privacy guarantee."""
-
-    kind: Literal["none"] = "none"
 
 
 class SubmittedExpert(Model):
@@ -96,7 +97,7 @@ class SubmittedExpert(Model):
     steps: NumSteps
     file: File
     training: SubmittedTraining
-    privacy: NoWeightPrivacy
+    privacy: WeightPrivacy
 
 
 class SubmittedCounts(Model):
@@ -140,7 +141,9 @@ SubmittedStatistic = SubmittedCounts | SubmittedSketch | SubmittedMoments | Subm
 
 
 class Spent(Model):
-    """The plan's total budget, an upper bound on the cost of this submission's statistics; independent of the data."""
+    """The plan's budget: an upper bound on the cost of this submission's statistics and, where it was trained
+    privately, its expert; independent of the data.
+    """
 
     epsilon: Epsilon
     delta: Delta

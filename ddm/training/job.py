@@ -32,6 +32,7 @@ from ddm.protocol.base import (
 )
 from ddm.protocol.data import DataSpec
 from ddm.protocol.plan import Plan
+from ddm.protocol.weight_privacy import NoiseMultiplier
 from ddm.training.config import Engine
 
 MAX_JOB_BYTES = 4 << 20
@@ -101,6 +102,8 @@ class Job(Document):
         stops: whether a gradient that is not finite ends the training.
         images: float32 (N, ...).
         labels: each image's condition; None for an unconditional expert.
+        units: each image's privacy unit, int64 (N,), for a plan that trains privately.
+        noise_multiplier: of private training, as the ledger paid for it.
     """
 
     format: Literal["archipelago/job/1"] = "archipelago/job/1"
@@ -114,6 +117,8 @@ class Job(Document):
     stops: bool = True
     images: Input
     labels: Input | None = None
+    units: Input | None = None
+    noise_multiplier: NoiseMultiplier | None = None
 
 
 class Launch(Document):
@@ -266,6 +271,11 @@ class JobFolder:
     def checkpoints(self) -> Path:
         """From where training goes on."""
         return self.path / "checkpoints"
+
+    @property
+    def secret(self) -> Path:
+        """What decides whom private training draws, and its noise; goes with this folder."""
+        return self.path / "secret"
 
     @property
     def launch(self) -> Path:

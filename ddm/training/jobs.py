@@ -23,6 +23,7 @@ from ddm.io.images import Images
 from ddm.io.tensors import check_file, stored_bytes
 from ddm.io.untrusted import open_regular
 from ddm.models import MAX_WEIGHT, expected_tensors
+from ddm.privacy.secret_stream import make_secret
 from ddm.protocol.base import File
 from ddm.training.config import TrainingSettings
 from ddm.training.distributed import num_processes
@@ -44,7 +45,7 @@ class Wanted:
 
     Attributes:
         expert: as the plan says.
-        inputs: `images` and, for a conditional expert, `labels`.
+        inputs: `images`, for a conditional expert `labels`, and for private training `units`.
         data: the digest of whatever names these inputs; other inputs have another.
         files: npy files that hold some of the inputs exactly, by name.
     """
@@ -85,6 +86,8 @@ def train_job(
             `DigestError`, `TensorFileError` or `DocumentError` where what they left is not an expert of the plan.
     """
     folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if wanted.expert.plan.expert.privacy:
+        make_secret(folder.secret)
     result = finished(folder, wanted.work) or _resumed(wanted, folder, settings, on_progress, should_stop)
     if result is None and settings.launcher == "local" and num_processes(settings) == 1:
         result = _train_in_this_process(wanted, folder, on_progress, should_stop)
@@ -198,6 +201,8 @@ def _prepare(wanted: Wanted, folder: JobFolder, settings: TrainingSettings) -> N
         stops=expert.stops,
         images=inputs["images"],
         labels=inputs.get("labels"),
+        units=inputs.get("units"),
+        noise_multiplier=expert.noise_multiplier,
     )
     write_atomic(folder.job, job.encode())
 

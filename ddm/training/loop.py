@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from ddm.training.config import Engine
 from ddm.training.distributed import Machine, machine_of
 from ddm.training.masking import first_whole_step, num_kept, tokens_of
 from ddm.training.prefetch import drawing_threads, drawn_ahead
+from ddm.training.private import Private, PrivateSteps, check_engine
 from ddm.training.state import State
 
 PROGRESS_STEPS = 10
@@ -92,6 +94,7 @@ def train(
     engine: Engine = Engine(),
     stops: bool = True,
     teach: Teach | None = None,
+    private: Private | None = None,
 ) -> Trained:
     """Train a model to predict the velocity (or eps) of the images, from the last checkpoint where there is one.
 
@@ -112,6 +115,7 @@ def train(
         engine: this machine's.
         stops: see `ddm.training.state.State`.
         teach: replaces the target at a step's x_t, as in `ddm.distillation.distill`; None trains on the images' own.
+        private: trains privately, see `ddm.training.private`; without a teacher.
 
     Returns:
         The finished run.
@@ -127,29 +131,34 @@ def train(
     if isinstance(images, Tensor):
         images = images.detach().to("cpu", torch.float32).contiguous()
     examples = Examples(images, None if labels is None else labels.detach().cpu().contiguous(), drop)
+    if private:
+        check_engine(engine)
     machine, num_tokens = _machine(engine, settings), tokens_of(model, settings)
-    taught = [teach.digest] if teach else []
-    recipe = [settings.model_dump(), repr(path), t_distribution.model_dump(), prediction, *taught]
+    added = [teach.digest] if teach else private.recipe if private else []
+    recipe = [settings.model_dump(), repr(path), t_distribution.model_dump(), prediction, *added]
     checkpoints = Checkpoints(checkpoint_dir, _run_digest(recipe, examples, model))
-    flops = _flops(model, examples, settings, num_tokens)
+    # Of private training as the plan implies it: how many images a unit has stays hidden.
+    num_samples = private.terms.units_per_step * private.terms.draws if private else settings.batch_size
+    flops = num_samples * _flops(model, examples, settings, num_tokens)
     state = State(model, settings, machine, engine.accumulate, stops=stops)
     state.restore(checkpoints)
     kept = kept_steps(settings)
     started, first, before = time.monotonic(), state.step, state.seconds
 
-    def draw(step: int) -> Batch:
-        batch = draw_batch(examples, settings, step, t_distribution, num_tokens)
-        return batch.pinned() if machine.device.type == "cuda" else batch
-
+    steps: _Stepping = (
+        PrivateSteps(state, private, examples, path, prediction, t_distribution)
+        if private
+        else _Steps(state, examples, path, prediction, t_distribution, num_tokens, teach)
+    )
     threads = drawing_threads(machine.device, machine.num_processes)
-    with drawn_ahead(draw, first, settings.num_steps, threads) as next_batch:
+    with drawn_ahead(steps.draw, first, settings.num_steps, threads) as next_batch:
         while state.step < settings.num_steps:
             if _stopped(machine, state.step, should_stop):
                 if state.step > first:
                     state.save(checkpoints)
                 raise KeyboardInterrupt
             try:
-                state.advance(next_batch(), path, prediction, teach)
+                steps.advance(next_batch())
             except torch.OutOfMemoryError as error:
                 raise _too_large(engine) from error
             state.seconds = before + time.monotonic() - started
@@ -167,6 +176,38 @@ def train(
     if (num_lost := int(state.num_lost)) and machine.rank == 0:
         _log.warning("%d of %d steps had no finite gradient and took none", num_lost, state.step - first)
     return Trained(state.averaged(), state.step, state.finite_loss(), state.seconds, flops)
+
+
+class _Stepping(Protocol):
+    """Draws what each step learns from, and takes it."""
+
+    def draw(self, step: int) -> Any:
+        """Return what step number `step` learns from."""
+        ...
+
+    def advance(self, drawn: Any) -> None:
+        """Take the step."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Draws the batch of each step, and takes it."""
+
+    state: State
+    examples: Examples
+    path: Path
+    prediction: Prediction
+    distribution: TDistribution
+    num_tokens: int
+    teach: Teach | None
+
+    def draw(self, step: int) -> Batch:
+        batch = draw_batch(self.examples, self.state.settings, step, self.distribution, self.num_tokens)
+        return batch.pinned() if self.state.machine.device.type == "cuda" else batch
+
+    def advance(self, drawn: Batch) -> None:
+        self.state.advance(drawn, self.path, self.prediction, self.teach)
 
 
 def _machine(engine: Engine, settings: Training) -> Machine:
@@ -211,13 +252,13 @@ def _run_digest(recipe: Sequence[object], examples: Examples, model: nn.Module) 
 
 
 def _flops(model: nn.Module, examples: Examples, settings: Training, num_tokens: int) -> float:
-    """Count the operations of the whole run, forward and backward."""
+    """Count the operations of a run of one image a step, forward and backward."""
     masked = first_whole_step(settings)
     total = (settings.num_steps - masked) * _flops_per_image(model, examples, None)
     if masked:
         kept_BM = torch.zeros(1, num_kept(num_tokens, settings.mask_ratio), dtype=torch.int64, device="meta")
         total += masked * _flops_per_image(model, examples, kept_BM)
-    return float(total * settings.batch_size)
+    return float(total)
 
 
 def _flops_per_image(model: nn.Module, examples: Examples, kept_BM: Tensor | None) -> int:

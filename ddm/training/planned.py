@@ -4,18 +4,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from ddm.diffusion.path import path_named
-from ddm.errors import MissingFileError
+from ddm.errors import MissingFileError, SetupError
 from ddm.io.images import Images
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert, load_expert
 from ddm.models.adaptation import adapt, merged
+from ddm.privacy.secret_stream import read_secret
 from ddm.protocol.base import File
 from ddm.protocol.plan import NoCondition, Plan
 from ddm.training.config import Engine
 from ddm.training.loop import Progress, Trained, train
+from ddm.training.private import Private
 
 _MAX_SEED = 2**63
 
@@ -54,6 +57,7 @@ class PlannedExpert:
         engine: how this machine trains.
         stops: whether a gradient that is not finite ends the training, see `ddm.training.state.State`. At a silo it
             does not: the plan's weights may overflow for one image, and a stop would show it.
+        noise_multiplier: of private training, as it was paid for.
     """
 
     plan: Plan
@@ -62,6 +66,7 @@ class PlannedExpert:
     base: Base | None
     engine: Engine
     stops: bool = True
+    noise_multiplier: float | None = None
 
     @property
     def seed(self) -> int:
@@ -88,8 +93,12 @@ class PlannedExpert:
         checkpoints: Path,
         on_progress: Callable[[Progress], None],
         should_stop: Callable[[], bool],
+        *,
+        secret: Path | None = None,
     ) -> Trained | None:
-        """Train on `images` and, for a conditional expert, `labels`, and write the whole expert to `path`.
+        """Train on `images`, for a conditional expert `labels`, and write the whole expert to `path`.
+
+        A plan that trains privately needs `units` as well, and the file of the training's `secret`.
 
         Returns:
             The finished run; None in all processes but the one that wrote the expert.
@@ -97,6 +106,7 @@ class PlannedExpert:
         Raises:
             KeyboardInterrupt: `should_stop` returned true; a checkpoint was written first.
             SetupError, NumericalError, DataError: see `ddm.training.loop.train`.
+            MissingFileError: private training without its secret.
         """
         plan, objective, condition = self.plan, self.plan.objective.of(self.silo_id), self.plan.condition
         labels = tensors.get("labels")
@@ -114,8 +124,25 @@ class PlannedExpert:
             drop=0.0 if isinstance(condition, NoCondition) else condition.drop,
             engine=self.engine,
             stops=self.stops,
+            private=self._private(tensors.get("units"), secret),
         )
         if not trained.ema:
             return None
         save_tensors(path, merged(trained.ema, plan.expert.adaptation))
         return trained
+
+    def _private(self, unit_N: Images | None, secret: Path | None) -> Private | None:
+        """Return what private training needs; None for a plan that does not ask for it.
+
+        Raises:
+            SetupError: the plan asks for it, and not everything is given.
+        """
+        terms = self.plan.expert.privacy
+        if terms is None:
+            return None
+        if unit_N is None or secret is None or self.noise_multiplier is None:
+            remedy = "Only a silo's worker, whose ledger pays for it, can train such an expert."
+            expected = "each image's unit, a secret and a noise multiplier"
+            raise SetupError("private training", expected=expected, got="not all of these", remedy=remedy)
+        units = unit_N if isinstance(unit_N, Tensor) else unit_N[torch.arange(len(unit_N))]
+        return Private(terms, self.noise_multiplier, units.long(), read_secret(secret))

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
-from ddm.training.batches import Batch
-
+BatchT = TypeVar("BatchT")
 _MOST_THREADS = 4
 _AHEAD = 2  # batches for each thread
 
@@ -34,7 +34,7 @@ def drawing_threads(device: torch.device, num_processes: int) -> int:
 
 
 @contextmanager
-def drawn_ahead(draw: Callable[[int], Batch], first: int, last: int, threads: int) -> Iterator[Callable[[], Batch]]:
+def drawn_ahead(draw: Callable[[int], BatchT], first: int, last: int, threads: int) -> Iterator[Callable[[], BatchT]]:
     """Yield a function that returns the batches of the steps from `first` to before `last`, one a call.
 
     Args:
@@ -47,13 +47,13 @@ def drawn_ahead(draw: Callable[[int], Batch], first: int, last: int, threads: in
         steps = iter(range(first, last))
         yield lambda: draw(next(steps))
         return
-    pool, pending, ahead = ThreadPoolExecutor(threads, "batches"), deque[Future[Batch]](), iter(range(first, last))
+    pool, pending, ahead = ThreadPoolExecutor(threads, "batches"), deque[Future[BatchT]](), iter(range(first, last))
 
     def submit() -> None:
         if (step := next(ahead, None)) is not None:
             pending.append(pool.submit(draw, step))
 
-    def take() -> Batch:
+    def take() -> BatchT:
         batch = pending.popleft().result()
         submit()
         return batch

@@ -83,7 +83,8 @@ def _train(
     os.environ |= tell_torch(member, os.environ)
     base = Base(folder.path, job.base) if job.base else None
     engine = job.engine.model_copy(update={"processes": member.num})
-    expert = PlannedExpert(plan, job.silo_id, job.number, base, engine, stops=job.stops)
+    noise = job.noise_multiplier
+    expert = PlannedExpert(plan, job.silo_id, job.number, base, engine, stops=job.stops, noise_multiplier=noise)
     with ExitStack() as stack:
         stack.enter_context(_scratch())
         if member.rank == 0:
@@ -91,8 +92,9 @@ def _train(
         if member.num > 1:
             join_group(member, run.path)
         inputs: dict[str, Images] = {"images": open_input(job.images, folder)}
-        if job.labels is not None:
-            inputs["labels"] = open_input(job.labels, folder)
+        for name, given in (("labels", job.labels), ("units", job.units)):
+            if given is not None:
+                inputs[name] = open_input(given, folder)
         with _saying_who_waits(member):
             train_here(folder, expert, inputs, job.data, report, stop.is_set)
 
@@ -110,7 +112,7 @@ def train_here(
     Raises:
         KeyboardInterrupt, ArchipelagoError: see `ddm.training.loop.train`.
     """
-    trained = expert.train(inputs, folder.expert, folder.checkpoints, on_progress, should_stop)
+    trained = expert.train(inputs, folder.expert, folder.checkpoints, on_progress, should_stop, secret=folder.secret)
     if trained is None:  # another process has it
         return
     result = Result(

@@ -75,6 +75,15 @@ class State:
         norm = whole(nn.utils.clip_grad_norm_(self.weights, self.settings.max_gradient_norm))
         if not self.stops:
             share = self._without_lost(norm, share)
+        # A gradient that is not finite makes the loss NaN for good, so checking the loss now and then is enough.
+        self.take_step(share + (0.0 * norm if self.stops else 0.0))
+
+    def take_step(self, share: Tensor) -> None:
+        """Move the weights along the gradients that they hold, and the averages after them.
+
+        Args:
+            share: this process's share of the step's loss.
+        """
         self.optimizer.param_groups[0]["lr"] = learning_rate(self.settings, self.step)
         self.optimizer.step()
         self.step += 1
@@ -82,8 +91,7 @@ class State:
             torch._foreach_lerp_(self.ema, self.weights, newest_weight(self.settings, self.step))
             for width, average in self.kept.items():
                 torch._foreach_lerp_(average, self.weights, power_weight(exponent_of(width), self.step))
-            # A gradient that is not finite makes the loss NaN for good, so checking the loss now and then is enough.
-            self.loss.lerp_(share + (0.0 * norm if self.stops else 0.0), averaging_weight(LOSS_DECAY, self.step))
+            self.loss.lerp_(share, averaging_weight(LOSS_DECAY, self.step))
 
     def _without_lost(self, norm: Tensor, share: Tensor) -> Tensor:
         """Make a gradient that is not finite 0, and return the loss to average; the device is not waited for."""

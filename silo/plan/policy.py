@@ -85,14 +85,14 @@ def _above(subject: str, required: float, most: float, name: str) -> Iterator[tu
 
 
 def _privacy_rules(plan: Plan, policy: Policy) -> Iterator[tuple[str, str, str]]:
-    statistics, total = plan.statistics, plan.statistics.total
+    statistics, total = plan.statistics, plan.spends
     if not statistics.private:
         yield "relation of the statistics", "replace_one", "none: a plan of one owner's islands, for no silo"
     if (policy.privacy.unit, statistics.unit) == ("patient", "image"):
         got = "image; image-level statistics say nothing about a patient, who may have many images"
         yield "privacy unit", "patient", got
-    yield from _above("epsilon of all statistics", total.epsilon, policy.privacy.max_epsilon, "privacy.max_epsilon")
-    yield from _above("delta of all statistics", total.delta, policy.privacy.max_delta, "privacy.max_delta")
+    yield from _above("epsilon of the plan", total.epsilon, policy.privacy.max_epsilon, "privacy.max_epsilon")
+    yield from _above("delta of the plan", total.delta, policy.privacy.max_delta, "privacy.max_delta")
     try:
         check_total(plan)
     except PolicyError as error:

@@ -21,7 +21,7 @@ from ddm.errors import BudgetError, LedgerError
 from ddm.io import chain
 from ddm.io.locks import lock_file
 from ddm.privacy.accounting import Mechanism, adaptive_epsilon
-from ddm.privacy.plan_cost import Kind
+from ddm.privacy.plan_cost import Paid
 from ddm.protocol.base import Digest, PlanId, Unit, now_utc, sha256_hex
 from ddm.protocol.plan import Budget
 from silo.privacy.anchor import Guard
@@ -40,7 +40,7 @@ class Debit(chain.Link):
     relation: Literal["replace_one"] = "replace_one"
     plan_id: PlanId
     plan_digest: Digest
-    mechanisms: Annotated[dict[Kind, Annotated[Mechanism, Field(discriminator="kind")]], Field(min_length=1)]
+    mechanisms: Annotated[dict[Paid, Annotated[Mechanism, Field(discriminator="kind")]], Field(min_length=1)]
     dataset_digest: Digest
 
 
@@ -49,7 +49,7 @@ class Draw(chain.Link):
 
     record: Literal["draw"] = "draw"
     debit: Digest
-    kind: Kind
+    kind: Paid
     draw_digest: Digest
 
 
@@ -92,7 +92,7 @@ class Ledger:
         self._chain = chain.Chain(path, _FORM, self.draws, self)
 
     def spend(
-        self, plan_id: str, plan_digest: str, dataset_digest: str, unit: Unit, mechanisms: Mapping[Kind, Mechanism]
+        self, plan_id: str, plan_digest: str, dataset_digest: str, unit: Unit, mechanisms: Mapping[Paid, Mechanism]
     ) -> Entry:
         """Debit all that a plan draws; call it before the first noise is drawn.
 
@@ -133,7 +133,7 @@ class Ledger:
             )
             return self._append(debit)
 
-    def check_affordable(self, plan_digest: str, dataset_digest: str, mechanisms: Mapping[Kind, Mechanism]) -> None:
+    def check_affordable(self, plan_digest: str, dataset_digest: str, mechanisms: Mapping[Paid, Mechanism]) -> None:
         """Refuse a plan that would go over the budget, long before it is debited.
 
         Args:
@@ -149,7 +149,7 @@ class Ledger:
             if not _debit_of(entries, plan_digest, dataset_digest):
                 self._check_budget(entries, mechanisms)
 
-    def record_draw(self, debit: Entry, kind: Kind, draw_digest: str) -> Entry:
+    def record_draw(self, debit: Entry, kind: Paid, draw_digest: str) -> Entry:
         """Record that `kind` was drawn for `debit`; call it once the draw is durable and before it is used.
 
         Raises:
@@ -171,7 +171,7 @@ class Ledger:
             )
             return self._append(draw)
 
-    def draw_of(self, debit: Entry, kind: Kind) -> str | None:
+    def draw_of(self, debit: Entry, kind: Paid) -> str | None:
         """Return the digest of what was drawn of `kind` for `debit`, or None if nothing was."""
         with self._locked() as entries:
             return _draw_of(entries, debit, kind)
@@ -214,7 +214,7 @@ class Ledger:
         with lock_file(self.path.with_suffix(".drawing.lock")):
             yield
 
-    def _check_budget(self, entries: tuple[Entry, ...], mechanisms: Mapping[Kind, Mechanism]) -> None:
+    def _check_budget(self, entries: tuple[Entry, ...], mechanisms: Mapping[Paid, Mechanism]) -> None:
         if len(entries) + 1 + len(mechanisms) > MAX_RECORDS:
             expected = f"room for a debit and {len(mechanisms)} draws within {MAX_RECORDS} records"
             raise LedgerError("ledger", expected=expected, got=f"{len(entries)} records")
@@ -275,10 +275,10 @@ def _debit_of(entries: tuple[Entry, ...], plan_digest: str, dataset_digest: str)
     return next((pair for pair in _debits(entries) if (pair[1].plan_digest, pair[1].dataset_digest) == key), None)
 
 
-def _step(mechanisms: Mapping[Kind, Mechanism]) -> tuple[Mechanism, ...]:
+def _step(mechanisms: Mapping[Paid, Mechanism]) -> tuple[Mechanism, ...]:
     return tuple(mechanisms[kind] for kind in sorted(mechanisms))
 
 
-def _draw_of(entries: tuple[Entry, ...], debit: Entry, kind: Kind) -> str | None:
+def _draw_of(entries: tuple[Entry, ...], debit: Entry, kind: Paid) -> str | None:
     draws = (entry.record for entry in entries if isinstance(entry.record, Draw))
     return next((draw.draw_digest for draw in draws if (draw.debit, draw.kind) == (debit.digest, kind)), None)

@@ -23,7 +23,7 @@ from ddm.io.images import Images, blocks, rows_of
 from ddm.io.tensors import save_tensors
 from ddm.privacy.accounting import GRID, gaussian_mu, moments_sensitivity, t_release
 from ddm.privacy.noise import OS_NOISE, Noise, discrete_laplace, one_per_unit, rounded_gaussian, shuffled
-from ddm.privacy.plan_cost import Kind, mechanisms
+from ddm.privacy.plan_cost import Kind, mechanisms, paid_mechanisms
 from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import ClassCountsStatistic, CountsStatistic, MomentsStatistic, Plan, SketchStatistic
 from ddm.routers.sketch import Sketch
@@ -237,7 +237,11 @@ def _draw_once(
                 remedy="Restore the newest ledger with its draws from backup; nothing is drawn until then.",
             )
         debit = ledger.spend(
-            plan.plan_id, source.plan_digest, source.dataset_digest, plan.statistics.unit, mechanisms(plan)
+            plan.plan_id,
+            source.plan_digest,
+            source.dataset_digest,
+            plan.statistics.unit,
+            paid_mechanisms(plan, int(source.unit_N.max()) + 1),
         )
         kept = ledger.draws / f"{debit.digest}.{STATISTIC_NAMES[kind]}"
         recorded = ledger.draw_of(debit, kind)

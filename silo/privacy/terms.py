@@ -4,11 +4,12 @@ import math
 from collections.abc import Mapping
 
 from ddm.errors import LedgerError
-from ddm.privacy.accounting import GaussianMechanism, Mechanism
-from ddm.privacy.plan_cost import Kind
+from ddm.privacy.accounting import DpSgdMechanism, GaussianMechanism, Mechanism
+from ddm.privacy.plan_cost import Paid
 from ddm.protocol.base import Unit
 
 _SAME = 1e-9
+_SAME_NOISE = 1e-2  # of a noise multiplier, which is searched for; what was paid for is what is drawn
 
 
 def check_unit(subject: str, unit: Unit, counted: Unit) -> None:
@@ -26,18 +27,21 @@ def check_unit(subject: str, unit: Unit, counted: Unit) -> None:
         )
 
 
-def alike(paid: Mapping[Kind, Mechanism], requested: Mapping[Kind, Mechanism]) -> bool:
+def alike(paid: Mapping[Paid, Mechanism], requested: Mapping[Paid, Mechanism]) -> bool:
     """Whether these are the same statistics; mu is computed, and machines may round it differently."""
 
     def same(first: Mechanism, second: Mechanism) -> bool:
         if isinstance(first, GaussianMechanism) and isinstance(second, GaussianMechanism):
             return math.isclose(first.mu, second.mu, rel_tol=_SAME)
+        if isinstance(first, DpSgdMechanism) and isinstance(second, DpSgdMechanism):
+            near = math.isclose(first.noise_multiplier, second.noise_multiplier, rel_tol=_SAME_NOISE)
+            return near and (first.rate, first.steps) == (second.rate, second.steps)
         return first == second
 
     return paid.keys() == requested.keys() and all(same(paid[kind], requested[kind]) for kind in paid)
 
 
-def in_words(unit: Unit, mechanisms: Mapping[Kind, Mechanism]) -> str:
+def in_words(unit: Unit, mechanisms: Mapping[Paid, Mechanism]) -> str:
     """Name the statistics with their cost; only numbers of the plan, nothing of the data."""
     costs = {kind: each.model_dump(exclude={"kind"}) for kind, each in mechanisms.items()}
     terms = (f"{kind} ({name} {value:g})" for kind, cost in costs.items() for name, value in cost.items())

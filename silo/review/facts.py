@@ -11,6 +11,7 @@ from ddm.privacy.accounting import gaussian_mu
 from ddm.protocol.base import MAX_DOCUMENT_BYTES, sha256_file
 from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedStatistic, submission_path
+from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
 from ddm.routers.moments import moments_noise_std
 from silo.audit.report import AuditReport
 from silo.config import Site
@@ -158,7 +159,7 @@ def _files(site: Site, draft: Submission) -> Iterator[Leaving]:
     path = submission_path(draft.silo_id)
     what = "the document below; the approval and its time are added to it"
     yield Leaving(path, folder / DRAFT, len(data), draft.digest, what, "see each number")
-    listed = [(each.file, f"weights of expert {each.expert_id}", _weights(each.privacy.kind)) for each in draft.experts]
+    listed = [(each.file, f"weights of expert {each.expert_id}", _weights(each.privacy)) for each in draft.experts]
     listed += [(each.file, f"statistic {each.kind}", _cost(each.epsilon, each.delta)) for each in draft.statistics]
     for file, what, privacy in listed:
         local = folder / file.path
@@ -169,8 +170,10 @@ def _files(site: Site, draft: Submission) -> Iterator[Leaving]:
         yield Leaving(file.path, local, file.bytes, file.digest, what, privacy)
 
 
-def _weights(kind: str) -> str:
-    return f"{NO_DP}: they may memorise single images" if kind == "none" else "DP-SGD"
+def _weights(privacy: NoWeightPrivacy | DpSgdPrivacy) -> str:
+    if isinstance(privacy, DpSgdPrivacy):
+        return f"trained privately: {privacy}"
+    return f"{NO_DP}: they may memorise single images"
 
 
 def _cost(epsilon: float, delta: float) -> str:
@@ -193,8 +196,14 @@ def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
     yield "submission", (str(document.sequence), public)
     yield "drafted at", (f"{document.created_at:%Y-%m-%d %H:%M:%S}Z", "tells when the training ended")
     yield f"number of {spent.unit}s", (str(document.num_units), f"{NO_DP}: exact")
-    yield "epsilon, all statistics", (f"{spent.epsilon:g} per {spent.unit}, {spent.relation}", "the plan's")
-    yield "delta, all statistics", (f"{spent.delta:g}", "the plan's")
+    yield (
+        "epsilon, all that leaves" if _private(document) else "epsilon, all statistics",
+        (f"{spent.epsilon:g} per {spent.unit}, {spent.relation}", "the plan's"),
+    )
+    yield (
+        "delta, all that leaves" if _private(document) else "delta, all statistics",
+        (f"{spent.delta:g}", "the plan's"),
+    )
     for expert in document.experts:
         name = f"expert {expert.expert_id}: "
         if expert.cluster is not None:
@@ -202,7 +211,8 @@ def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
         if expert.num_images is not None:
             yield f"{name}images", (str(expert.num_images), f"{NO_DP}: exact")
         yield f"{name}steps", (str(expert.steps), "the plan's")
-        yield f"{name}seconds", (f"{expert.training.seconds:.6g}", NO_DP)
+        if expert.training.seconds is not None:
+            yield f"{name}seconds", (f"{expert.training.seconds:.6g}", NO_DP)
         yield f"{name}operations", (f"{expert.training.flops:.6g}", "the plan's")
         yield f"{name}bytes", (str(expert.file.bytes), "the plan's")
     for each in document.statistics:
@@ -221,6 +231,10 @@ def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
     yield "later plans", ("may carry it over" if document.carry_over else "may not carry it over", public)
     for name, version in sorted(document.software.items()):
         yield f"software {name}", (version, public)
+
+
+def _private(document: Submission) -> bool:
+    return any(isinstance(expert.privacy, DpSgdPrivacy) for expert in document.experts)
 
 
 def _noise(statistic: SubmittedStatistic, draft: Submission, plan: Plan) -> Noise:

@@ -1,6 +1,6 @@
 """Describes a draft for its approver as text: every file that would leave, and what no privacy guarantee covers."""
 
-from ddm.protocol.submission import Submission, SubmittedExpert
+from ddm.protocol.submission import NoWeightPrivacy, Submission, SubmittedExpert
 from ddm.system.console import human_bytes, human_seconds, table
 from silo.config import Site
 from silo.review.facts import Facts, Leaving
@@ -38,7 +38,7 @@ def _heading(facts: Facts) -> str:
     lines = [
         f"Submission {draft.sequence} of silo {draft.silo_id} for plan {draft.plan_id}",
         *([f"  REHEARSAL       {facts.rehearsal}"] if facts.rehearsal else []),
-        f"  statistics cost epsilon {spent.epsilon:g}, delta {spent.delta:g} per {spent.unit} ({spent.relation})",
+        f"  it costs        epsilon {spent.epsilon:g}, delta {spent.delta:g} per {spent.unit} ({spent.relation})",
         f"  budget          epsilon {budget.spent:.4g} of {budget.budget_epsilon:g} spent, {budget.left:.4g} left",
         f"  leak audit      {audit}",
         f"  isolation       {draft.isolation}" + _isolation_note(draft.isolation),
@@ -70,8 +70,10 @@ def _news(facts: Facts) -> str:
 
 
 def _without_dp(draft: Submission) -> str:
+    exposed = sum(isinstance(expert.privacy, NoWeightPrivacy) for expert in draft.experts)
+    weights = f"{exposed} expert(s), trained without DP-SGD: they may memorise single images"
     rows = [
-        ("expert weights", f"{len(draft.experts)} expert(s), trained without DP-SGD: they may memorise single images"),
+        *([("expert weights", weights)] if exposed else []),
         (f"number of {draft.spent.unit}s", f"{draft.num_units}"),
         *((f"training of {expert.expert_id}", _training(expert)) for expert in draft.experts),
         ("audit", draft.audit.verdict),
@@ -95,7 +97,8 @@ def _leaks(facts: Facts) -> str:
 
 
 def _training(expert: SubmittedExpert) -> str:
-    return f"{expert.steps} steps, {human_seconds(expert.training.seconds)}"
+    seconds = expert.training.seconds
+    return f"{expert.steps} steps" + ("" if seconds is None else f", {human_seconds(seconds)}")
 
 
 def _next_step(site: Site, draft: Submission) -> str:

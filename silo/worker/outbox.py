@@ -31,12 +31,14 @@ from ddm.protocol.submission import (
     statistic_terms,
     submission_path,
 )
+from ddm.protocol.weight_privacy import DpSgdPrivacy
 from ddm.trust.keys import SigningKey
 from ddm.trust.silo_role import sign_silo_metadata
 from silo.audit.report import check_waiver
 from silo.config import Isolation, Site
 from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import TrainingRecord, Workspace
+from silo.privacy.expert import stated_privacy
 from silo.privacy.ledger import Ledger
 from silo.privacy.statistics import STATISTIC_NAMES
 from silo.worker.training import find_parts
@@ -67,6 +69,7 @@ def draft(
     records = [work.record(part.expert_id) for part in parts]
     with_images = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
     head_digest, num_entries, chain = ledger.head
+    privacy = stated_privacy(plan, ledger, accepted.digest, records[0].num_units)
     return Submission(
         plan_id=plan.plan_id,
         plan_digest=accepted.digest,
@@ -76,13 +79,11 @@ def draft(
         num_units=records[0].num_units,
         isolation=isolation,
         experts=tuple(
-            _submitted_expert(record, part.cluster, work, silo_id, with_images=with_images)
+            _submitted_expert(record, part.cluster, work, silo_id, privacy, with_images=with_images)
             for record, part in zip(records, parts, strict=True)
         ),
         statistics=tuple(_submitted_statistic(kind, plan, files, work) for kind in mechanisms(plan)),
-        spent=Spent(
-            epsilon=plan.statistics.total.epsilon, delta=plan.statistics.total.delta, unit=plan.statistics.unit
-        ),
+        spent=Spent(epsilon=plan.spends.epsilon, delta=plan.spends.delta, unit=plan.statistics.unit),
         ledger=LedgerHead(head_digest=head_digest, num_entries=num_entries, chain=chain),
         audit=verdict,
         approval=None,
@@ -92,7 +93,13 @@ def draft(
 
 
 def _submitted_expert(
-    record: TrainingRecord, cluster: int | None, work: Workspace, silo_id: str, *, with_images: bool
+    record: TrainingRecord,
+    cluster: int | None,
+    work: Workspace,
+    silo_id: str,
+    privacy: NoWeightPrivacy | DpSgdPrivacy,
+    *,
+    with_images: bool,
 ) -> SubmittedExpert:
     """Describe one expert, with a number of images only where it is the silo's public number of units."""
     return SubmittedExpert(
@@ -101,8 +108,11 @@ def _submitted_expert(
         num_images=record.num_units if with_images else None,
         steps=record.steps,
         file=File.of(expert_path(silo_id, record.expert_id), work.expert_path(record.expert_id)),
-        training=SubmittedTraining(seconds=record.training.seconds, flops=record.training.flops),
-        privacy=NoWeightPrivacy(),
+        training=SubmittedTraining(
+            seconds=record.training.seconds if isinstance(privacy, NoWeightPrivacy) else None,
+            flops=record.training.flops,
+        ),
+        privacy=privacy,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ddm.errors import ApprovalError, BudgetError, DataError
 from ddm.io.locks import locked
 from ddm.privacy.accounting import adaptive_epsilon
-from ddm.privacy.plan_cost import mechanisms
+from ddm.privacy.plan_cost import paid_mechanisms
 from ddm.transport.messages import MAX_SUBMISSIONS
 from silo.config import Site
 from silo.data.cohort import Cohort
@@ -57,7 +57,7 @@ def price_of(accepted: AcceptedPlan, ledger: Ledger, dataset_digest: str | None 
     spent, paid = adaptive_epsilon(steps, delta), (accepted.digest, dataset_digest)
     more = 0.0
     if not any((debit.plan_digest, debit.dataset_digest) == paid for debit in debits):
-        more = adaptive_epsilon([*steps, tuple(mechanisms(accepted.plan).values())], delta) - spent
+        more = adaptive_epsilon([*steps, tuple(paid_mechanisms(accepted.plan).values())], delta) - spent
     num_steps = accepted.plan.expert.training.num_steps
     return Price(more, max(ledger.budget.epsilon - spent, 0.0), num_steps)
 

@@ -17,7 +17,7 @@ from ddm.errors import DataError, PolicyError
 from ddm.io.files import write_atomic
 from ddm.io.images import Images, Selected
 from ddm.loading.plan import PlanFiles
-from ddm.privacy.plan_cost import Kind, mechanisms
+from ddm.privacy.plan_cost import Kind, paid_mechanisms
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Autoencoder, ClassCondition, TextCondition
 from silo.config import Policy, Site
@@ -27,6 +27,7 @@ from silo.data.transformed import Advance
 from silo.plan.acceptance import AcceptedPlan
 from silo.plan.workspace import Workspace
 from silo.privacy import holder
+from silo.privacy.expert import PaidTraining, pay_for_training
 from silo.privacy.holder import note_site
 from silo.privacy.ledger import Ledger
 from silo.privacy.statistics import Source, draw
@@ -102,7 +103,19 @@ def check_budget(accepted: AcceptedPlan, cohort: Cohort, ledger: Ledger) -> None
     Raises:
         BudgetError: nothing was debited and no noise was drawn.
     """
-    ledger.check_affordable(accepted.digest, cohort.digest, mechanisms(accepted.plan))
+    ledger.check_affordable(accepted.digest, cohort.digest, paid_mechanisms(accepted.plan, cohort.num_units))
+
+
+def pay(site: Site, policy: Policy, accepted: AcceptedPlan, cohort: Cohort) -> PaidTraining | None:
+    """Debit the plan before its expert is trained privately; None where it is not.
+
+    Raises:
+        BudgetError: nothing was debited.
+    """
+    if accepted.plan.expert.privacy is None:
+        return None
+    ledger = open_ledger(site, policy)
+    return pay_for_training(accepted.plan, accepted.digest, cohort.digest, cohort.num_units, ledger)
 
 
 def assign(

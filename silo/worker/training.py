@@ -34,6 +34,7 @@ from silo.config import Policy
 from silo.data.captions import some_texts
 from silo.data.cohort import Cohort
 from silo.plan.workspace import TrainingRecord, Workspace
+from silo.privacy.expert import PaidTraining
 from silo.privacy.statistics import STATISTIC_NAMES
 from silo.worker.jobs import discard_others, jobs_of
 
@@ -83,6 +84,7 @@ def train_experts(
     own: Mapping[str, Base] = _NO_EXPERTS,
     engine: TrainingSettings = TrainingSettings(),
     held_N: Tensor | None = None,
+    paid: PaidTraining | None = None,
 ) -> None:
     """Train every expert of this silo and write it with its record, resuming exactly where an earlier process stopped.
 
@@ -100,8 +102,10 @@ def train_experts(
         own: this silo's experts of an earlier plan, by name, for a plan that trains them on.
         engine: how this site trains.
         held_N: which images no expert learns; None for none.
+        paid: the debit of a plan that trains privately.
 
     Raises:
+        LedgerError: another expert was trained for that debit.
         PolicyError: the experts together took longer than the plan's limit.
         DataError: the plan's experts are conditioned on classes or texts that this site's images lack.
         KeyboardInterrupt: `should_stop` returned true; the last checkpoint stays.
@@ -123,9 +127,11 @@ def train_experts(
                     replace(progress, step=number * num_steps + progress.step, num_steps=len(parts) * num_steps)
                 )
 
-            expert = PlannedExpert(plan, silo_id, number, own.get(part.expert_id, public), engine.engine, stops=False)
+            noise = paid.noise_multiplier if paid else None
+            base = own.get(part.expert_id, public)
+            expert = PlannedExpert(plan, silo_id, number, base, engine.engine, stops=False, noise_multiplier=noise)
             wanted = wanted_job(expert, cohort, learned[number], folder)
-            _train_expert(wanted, cohort, part.expert_id, work, folder, engine, watch, should_stop)
+            _train_expert(wanted, cohort, part.expert_id, work, folder, engine, watch, should_stop, paid)
         discard(folder, keep_checkpoints=plan.expert.training.ema_snapshots > 0)
         seconds += work.record(part.expert_id).training.seconds
         _check_time(plan, seconds)  # again: with several processes, one may write the record before `watch` stops them
@@ -191,6 +197,8 @@ def wanted_job(expert: PlannedExpert, cohort: Cohort, chosen: Tensor, folder: Jo
     labels = labels_of(expert.plan, cohort, chosen, folder.path)
     if labels is not None:
         inputs["labels"] = labels
+    if expert.plan.expert.privacy:
+        inputs["units"] = cohort.unit_N[chosen]
     return Wanted(expert, inputs, sha256_hex(cohort.digest.encode() + chosen.numpy().tobytes()))
 
 
@@ -203,10 +211,15 @@ def _train_expert(
     settings: TrainingSettings,
     on_progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
+    paid: PaidTraining | None,
 ) -> None:
     """Train one expert, and write it and its record into the plan's folder, where only the worker writes."""
     path = work.expert_path(expert_id)
+    if paid and not path.exists():
+        paid.check_undrawn()
     result = train_job(wanted, folder, settings, path, on_progress=on_progress, should_stop=should_stop)
+    if paid:
+        paid.record(path)
     record = TrainingRecord(
         plan_id=wanted.expert.plan.plan_id,
         expert_id=expert_id,

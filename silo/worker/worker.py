@@ -251,6 +251,7 @@ class Worker:
                 own=audited.own,
                 engine=self.settings.training,
                 held_N=audited.held_N,
+                paid=stages.pay(self.site, self.policy, accepted, cohort),
             )
             auditing.audit_experts(audited, self._counting("auditing"), self._should_stop)
         except KeyboardInterrupt:

@@ -1,0 +1,102 @@
+"""Pays for the private training of an expert, and sees to it that one debit pays for one expert.
+
+The debit is on disk before the first step, and covers the plan's statistics too. A training that was killed goes on
+with the noise of its secret, so it spends nothing again. The expert's digest is recorded as the debit's draw before the
+secret goes: from then on no other expert may leave for this debit.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddm.errors import LedgerError
+from ddm.privacy.accounting import DpSgdMechanism
+from ddm.privacy.plan_cost import paid_mechanisms
+from ddm.protocol.base import sha256_file
+from ddm.protocol.plan import Plan
+from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
+from silo.privacy.ledger import Debit, Entry, Ledger
+
+
+@dataclass(frozen=True)
+class PaidTraining:
+    """The private training that a debit pays for.
+
+    Attributes:
+        ledger: of this site.
+        debit: on disk.
+    """
+
+    ledger: Ledger
+    debit: Entry
+
+    @property
+    def noise_multiplier(self) -> float:
+        """What was paid for, also where this machine would have found another."""
+        return _paid(self.debit).noise_multiplier
+
+    def check_undrawn(self) -> None:
+        """Refuse to train where an expert was trained for this debit already.
+
+        Raises:
+            LedgerError: another expert of the same debit would spend its epsilon twice.
+        """
+        if self.ledger.draw_of(self.debit, "expert") is not None:
+            raise LedgerError(
+                "private training",
+                expected="a debit for which no expert was trained",
+                got="one whose expert was trained, and is gone",
+                remedy="Restore private/ from backup, or give the plan up: silo withdraw. Another expert needs another "
+                "debit, so a new plan.",
+            )
+
+    def record(self, expert: Path) -> None:
+        """Record the trained expert as the debit's one draw; a second call with the same file changes nothing.
+
+        Raises:
+            LedgerError: another one was recorded.
+        """
+        with self.ledger.drawing():
+            if self.ledger.draw_of(self.debit, "expert") != (digest := sha256_file(expert)):
+                self.ledger.record_draw(self.debit, "expert", digest)
+
+
+def pay_for_training(plan: Plan, plan_digest: str, dataset_digest: str, num_units: int, ledger: Ledger) -> PaidTraining:
+    """Debit all that a plan draws that trains privately, before the first step; a second call finds the first debit.
+
+    Raises:
+        BudgetError: the ledger would go over; nothing was debited and nothing is trained.
+        LedgerError: the ledger is damaged.
+    """
+    mechanisms = paid_mechanisms(plan, num_units)
+    debit = ledger.spend(plan.plan_id, plan_digest, dataset_digest, plan.statistics.unit, mechanisms)
+    return PaidTraining(ledger, debit)
+
+
+def stated_privacy(plan: Plan, ledger: Ledger, plan_digest: str, num_units: int) -> NoWeightPrivacy | DpSgdPrivacy:
+    """Return what a submission says of its experts' weights, from the newest debit of the plan.
+
+    Raises:
+        LedgerError: the plan trains privately, and nothing was debited for it.
+    """
+    terms = plan.expert.privacy
+    if terms is None:
+        return NoWeightPrivacy()
+    debits = [each for each in ledger.entries if isinstance(each.record, Debit)]
+    own = [each for each in debits if isinstance(each.record, Debit) and each.record.plan_digest == plan_digest]
+    if not own:
+        raise LedgerError("private training", expected="a debit for this plan", got="no such debit")
+    return DpSgdPrivacy(
+        epsilon=terms.epsilon,
+        delta=terms.delta,
+        unit=plan.statistics.unit,
+        noise_multiplier=_paid(own[-1]).noise_multiplier,
+        rate=terms.rate(num_units),
+    )
+
+
+def _paid(debit: Entry) -> DpSgdMechanism:
+    record = debit.record
+    mechanism = record.mechanisms.get("expert") if isinstance(record, Debit) else None
+    if not isinstance(mechanism, DpSgdMechanism):
+        raise LedgerError("private training", expected="a debit that covers an expert", got="one of statistics alone")
+    return mechanism

@@ -1,0 +1,220 @@
+"""Private training as a whole: who enters a step, what is added to it, and runs that are killed or shared."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ddm.errors import DataError, SetupError
+from ddm.protocol.plan import DpSgd, Plan
+from ddm.training.config import TrainingSettings
+from ddm.training.jobs import Wanted
+from ddm.training.planned import PlannedExpert
+from ddm.training.private import STEPS_PER_CLIP, Private, noise_of, sensitivity
+from ddm.training.unit_gradients import UnitBatch
+from tests.support.case import case
+from tests.support.documents import plan_document, to_bytes
+from tests.support.jobs import ARCHITECTURES, NUM, RECIPE, SHAPE, Trial
+from tests.support.seeded import Seeded
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+UNIT_N = torch.arange(NUM) // 3  # the last of 14 patients has one image
+TERMS = {"epsilon": 8.0, "delta": 1e-5, "units_per_step": 4, "images_per_unit": 2, "draws": 2}
+NOISE = 0.8
+
+
+def wanted(noise: float = NOISE, unit_N: Tensor = UNIT_N, **training: object) -> Wanted:
+    """An expert to train privately; patients have up to three images, of which a step takes two."""
+    document = plan_document(data={"shape": list(SHAPE), "range": [-1.0, 1.0]})
+    changed = RECIPE | {"num_steps": 30, "checkpoint_steps": 5} | training
+    document["expert"] |= {"architecture": ARCHITECTURES["dit"], "training": changed}
+    document["expert"]["privacy"] = {"kind": "dp_sgd"} | TERMS
+    document["statistics"]["unit"] = "patient"
+    plan = Plan.parse(to_bytes(document), subject="plan")
+    images = torch.rand(NUM, *SHAPE, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    engine = TrainingSettings(device="cpu").engine
+    expert = PlannedExpert(plan, "north", 0, None, engine, stops=False, noise_multiplier=noise)
+    return Wanted(expert, {"images": images, "units": unit_N}, "d" * 64)
+
+
+def trial(folder: Path, secret: bytes = bytes(range(32)), **changes: object) -> Trial:
+    """A run in a folder, whose secret a test knows."""
+    run = Trial(folder, wanted=wanted(**changes))  # type: ignore[arg-type]
+    run.folder.path.mkdir(parents=True)
+    run.folder.secret.write_bytes(secret)
+    return run
+
+
+def private(secret: bytes = b"s" * 32, unit_N: Tensor = UNIT_N, **terms: object) -> Private:
+    return Private(DpSgd.model_validate(TERMS | terms), NOISE, unit_N, secret)
+
+
+def test_units_enter_a_step_by_chance_alone_each_with_the_rate() -> None:
+    """The secret is fixed, so in no run or in all; the bounds are those of a chance of one in a million."""
+    source, num_steps = private(), 4000
+    entered = np.stack([np.bincount(source.sampled(step), minlength=14) for step in range(num_steps)])
+    assert entered.max() == 1
+    rate, mean = 4 / 14, entered.mean(0)
+    assert np.abs(mean - rate).max() < 5.5 * np.sqrt(rate * (1 - rate) / num_steps)
+    sizes = entered.sum(1)
+    assert sizes.var() == pytest.approx(14 * rate * (1 - rate), rel=0.15), (
+        "the number of units varies, as Poisson's does"
+    )
+    assert np.abs(np.corrcoef(entered.T) - np.eye(14)).max() < 0.1
+    assert not np.array_equal(
+        entered[:50], [np.bincount(private(b"t" * 32).sampled(n), minlength=14) for n in range(50)]
+    )
+    assert private(units_per_step=99).sampled(0).tolist() == list(range(14))
+
+
+def test_noise_has_the_standard_deviation_that_was_paid_for_and_covers_the_rounding() -> None:
+    num, std = 300_000, 3.0 * sensitivity(1000)
+    blocks = list(noise_of(num, std, Seeded(1)))
+    assert [start for start, _ in blocks] == [0]
+    noise = blocks[0][1].double()
+    assert len(noise) == num
+    assert float(noise.std()) == pytest.approx(3.0 * STEPS_PER_CLIP, rel=0.01)
+    assert abs(float(noise.mean())) < 5 * std / num**0.5
+
+
+def test_units_must_be_numbered_without_a_gap_and_one_for_each_image(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="privacy units"):
+        private(unit_N=torch.tensor([0, 2]))
+    with pytest.raises(DataError, match="one unit for each of 40 images"):
+        trial(tmp_path, unit_N=UNIT_N[:-1])()
+
+
+def test_machine_that_cannot_tell_units_apart_is_told_which_setting_to_change(tmp_path: Path) -> None:
+    for name in ("compile", "recompute", "shard"):
+        run = trial(tmp_path / name)
+        engine = run.wanted.expert.engine.model_copy(update={name: True})
+        expert = PlannedExpert(run.wanted.expert.plan, "north", 0, None, engine, noise_multiplier=NOISE)
+        with case(name), pytest.raises(SetupError, match=f"training.{name}"):
+            expert.train(
+                run.wanted.inputs, run.expert, run.folder.checkpoints, print, lambda: False, secret=run.folder.secret
+            )
+
+
+def test_plan_that_trains_privately_is_never_trained_without_its_noise(tmp_path: Path) -> None:
+    run = trial(tmp_path)
+    expert = PlannedExpert(run.wanted.expert.plan, "north", 0, None, run.wanted.expert.engine)
+    with pytest.raises(SetupError, match="private training"):
+        expert.train(run.wanted.inputs, run.expert, run.folder.checkpoints, print, lambda: False)
+
+
+def test_expert_is_a_function_of_secret_images_and_noise_multiplier(tmp_path: Path) -> None:
+    runs = {
+        "one": trial(tmp_path / "one", num_steps=5),
+        "again": trial(tmp_path / "again", num_steps=5),
+        "other": trial(tmp_path / "other", secret=bytes(32), num_steps=5),
+        "quiet": trial(tmp_path / "quiet", noise=0.001, num_steps=5),
+    }
+    for run in runs.values():
+        run()
+    experts = {name: run.expert.read_bytes() for name, run in runs.items()}
+    assert experts["one"] == experts["again"]
+    assert len(set(experts.values())) == 3
+
+
+def test_secret_is_made_for_its_owner_alone_where_there_is_none(tmp_path: Path) -> None:
+    run = Trial(tmp_path, wanted=wanted())
+    run()
+    assert stat.S_IMODE(run.folder.secret.stat().st_mode) == 0o600
+    assert run.folder.secret.read_bytes() not in run.expert.read_bytes()
+
+
+def test_checkpoint_of_another_secret_is_not_gone_on_with(tmp_path: Path) -> None:
+    run = trial(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda told: run.stop.set())
+    run.stop.clear()
+    run.folder.secret.write_bytes(bytes(32))
+    with pytest.raises(SetupError, match="another training"):
+        run()
+
+
+def train_until_killed(folder: str) -> None:
+    """What the child process runs: it cannot finish before it is killed."""
+    run = Trial(Path(folder), wanted=wanted())
+    torch.set_num_threads(1)
+
+    def wait(told: object) -> None:
+        if run.told[-1].step == 20:
+            print("now", flush=True)
+            sys.stdin.read()
+
+    run(wait)
+
+
+def test_training_that_was_killed_ends_in_the_same_bytes_with_no_second_draw(tmp_path: Path) -> None:
+    whole, killed = trial(tmp_path / "whole"), trial(tmp_path / "killed")
+    whole()
+    code = "import sys; from tests.ddm.training.test_private import train_until_killed; train_until_killed(sys.argv[1])"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(killed.path)],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout
+    assert child.stdin
+    with child.stdout, child.stdin:
+        assert child.stdout.readline() == b"now\n"
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    secret = killed.folder.secret.read_bytes()
+    killed()
+    assert killed.told[0].step > 15, "it went on from a checkpoint"
+    assert killed.expert.read_bytes() == whole.expert.read_bytes()
+    assert killed.folder.secret.read_bytes() == secret
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_units_and_add_the_noise_once(tmp_path: Path) -> None:
+    """The sum of the grid is exact, so only the gradients' own rounding differs; noise added twice would show."""
+    from safetensors.torch import load_file
+
+    alone, together = trial(tmp_path / "alone"), trial(tmp_path / "together")
+    together.settings = TrainingSettings(device="cpu", processes=2)
+    noisier = trial(tmp_path / "noisier", noise=NOISE * 2**0.5)
+    for run in (alone, together, noisier):
+        run()
+    one, two, more = (load_file(run.expert) for run in (alone, together, noisier))
+    apart = max(float((one[name] - two[name]).abs().max()) for name in one)
+    assert apart < 1e-4 < 0.01 * max(float((one[name] - more[name]).abs().max()) for name in one) * 100
+
+
+def test_what_a_unit_goes_through_depends_on_no_other_unit(tmp_path: Path) -> None:
+    """Replacing a patient by one of other images, and of another number of them, changes no other patient's draws."""
+    from ddm.diffusion.path import path_named
+    from ddm.models import build_expert
+    from ddm.protocol.plan import UniformT
+    from ddm.training.batches import Examples
+    from ddm.training.config import Engine
+    from ddm.training.distributed import machine_of
+    from ddm.training.private import PrivateSteps
+    from ddm.training.state import State
+
+    plan = wanted().expert.plan
+    drawn: list[dict[bytes, UnitBatch]] = []
+    for unit_N in (UNIT_N, torch.cat([torch.tensor([0]), UNIT_N[3:]])):  # the first patient has 3 images, or 1
+        images = torch.rand(NUM, *SHAPE, generator=torch.Generator().manual_seed(0))[-len(unit_N) :]
+        engine = Engine(device="cpu")
+        model = build_expert(plan.expert.architecture, SHAPE, seed=0)
+        state = State(model, plan.expert.training, machine_of(engine), 1)
+        source = private(unit_N=unit_N, units_per_step=14)
+        steps = PrivateSteps(state, source, Examples(images), path_named("linear"), "velocity", UniformT())
+        batches = steps.draw(3)
+        drawn.append({batch.x_0.numpy().tobytes(): batch for batch in batches})
+    shared = drawn[0].keys() & drawn[1].keys()
+    assert len(shared) >= 13
+    for key in shared:
+        one, other = drawn[0][key], drawn[1][key]
+        assert all(torch.equal(a, b) for a, b in zip(one.fields, other.fields, strict=True))
