@@ -15,8 +15,8 @@ from scipy.special import log_ndtr
 
 from ddm.diffusion.path import Path
 from ddm.errors import NumericalError
-from ddm.protocol.base import Epsilon, Model, NumSteps
-from ddm.protocol.weight_privacy import MAX_NOISE_MULTIPLIER, NoiseMultiplier, SamplingRate
+from ddm.protocol.base import Epsilon, Model
+from ddm.protocol.weight_privacy import MAX_NOISE_MULTIPLIER, DpSgdMechanism
 
 if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
@@ -43,21 +43,6 @@ class DiscreteLaplaceMechanism(Model):
 
     kind: Literal["discrete_laplace"] = "discrete_laplace"
     epsilon: Epsilon
-
-
-class DpSgdMechanism(Model):
-    """Steps of DP-SGD: each unit enters a step by chance, with one clipped gradient, and Gaussian noise hides the sum.
-
-    Attributes:
-        noise_multiplier: the noise's standard deviation over the largest norm of a unit's clipped gradient.
-        rate: the probability with which each unit enters a step, independently of all others (Poisson sampling).
-        steps: how many.
-    """
-
-    kind: Literal["dp_sgd"] = "dp_sgd"
-    noise_multiplier: NoiseMultiplier
-    rate: SamplingRate
-    steps: NumSteps
 
 
 Mechanism = GaussianMechanism | DiscreteLaplaceMechanism | DpSgdMechanism

@@ -6,7 +6,6 @@ from typing import Literal
 from ddm.errors import PolicyError
 from ddm.privacy.accounting import (
     DiscreteLaplaceMechanism,
-    DpSgdMechanism,
     GaussianMechanism,
     Mechanism,
     gaussian_mu,
@@ -14,6 +13,7 @@ from ddm.privacy.accounting import (
     total_epsilon,
 )
 from ddm.protocol.plan import Plan, Statistics
+from ddm.protocol.weight_privacy import DpSgdMechanism
 
 Kind = Literal["counts", "sketch", "moments", "class_counts"]
 Paid = Kind | Literal["expert"]  # what a debit may cover: statistics, and the private training of an expert

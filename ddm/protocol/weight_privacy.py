@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddm.protocol.base import Epsilon, Model, Unit
+from ddm.protocol.base import Epsilon, Model, NumSteps, Unit
 
 MAX_NOISE_MULTIPLIER = 2.0**14
 NoiseMultiplier = Annotated[float, Field(gt=0.0, le=MAX_NOISE_MULTIPLIER)]
@@ -39,6 +39,21 @@ class DpSgd(Model):
     def rate(self, num_units: int) -> float:
         """Return the probability with which each of so many units enters a step."""
         return min(1.0, self.units_per_step / num_units)
+
+
+class DpSgdMechanism(Model):
+    """Steps of DP-SGD: each unit enters a step by chance, with one clipped gradient, and Gaussian noise hides the sum.
+
+    Attributes:
+        noise_multiplier: the noise's standard deviation over the largest norm of a unit's clipped gradient.
+        rate: the probability with which each unit enters a step, independently of all others (Poisson sampling).
+        steps: how many.
+    """
+
+    kind: Literal["dp_sgd"] = "dp_sgd"
+    noise_multiplier: NoiseMultiplier
+    rate: SamplingRate
+    steps: NumSteps
 
 
 class NoWeightPrivacy(Model):

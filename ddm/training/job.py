@@ -32,7 +32,7 @@ from ddm.protocol.base import (
 )
 from ddm.protocol.data import DataSpec
 from ddm.protocol.plan import Plan
-from ddm.protocol.weight_privacy import NoiseMultiplier
+from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.config import Engine
 
 MAX_JOB_BYTES = 4 << 20
@@ -103,7 +103,7 @@ class Job(Document):
         images: float32 (N, ...).
         labels: each image's condition; None for an unconditional expert.
         units: each image's privacy unit, int64 (N,), for a plan that trains privately.
-        noise_multiplier: of private training, as the ledger paid for it.
+        paid: private training, as the ledger paid for it.
     """
 
     format: Literal["archipelago/job/1"] = "archipelago/job/1"
@@ -118,7 +118,7 @@ class Job(Document):
     images: Input
     labels: Input | None = None
     units: Input | None = None
-    noise_multiplier: NoiseMultiplier | None = None
+    paid: DpSgdMechanism | None = None
 
 
 class Launch(Document):

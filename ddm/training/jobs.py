@@ -202,7 +202,7 @@ def _prepare(wanted: Wanted, folder: JobFolder, settings: TrainingSettings) -> N
         images=inputs["images"],
         labels=inputs.get("labels"),
         units=inputs.get("units"),
-        noise_multiplier=expert.noise_multiplier,
+        paid=expert.paid,
     )
     write_atomic(folder.job, job.encode())
 

@@ -16,6 +16,7 @@ from ddm.models.adaptation import adapt, merged
 from ddm.privacy.secret_stream import read_secret
 from ddm.protocol.base import File
 from ddm.protocol.plan import NoCondition, Plan
+from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.config import Engine
 from ddm.training.loop import Progress, Trained, train
 from ddm.training.private import Private
@@ -57,7 +58,7 @@ class PlannedExpert:
         engine: how this machine trains.
         stops: whether a gradient that is not finite ends the training, see `ddm.training.state.State`. At a silo it
             does not: the plan's weights may overflow for one image, and a stop would show it.
-        noise_multiplier: of private training, as it was paid for.
+        paid: private training, as the ledger paid for it.
     """
 
     plan: Plan
@@ -66,7 +67,7 @@ class PlannedExpert:
     base: Base | None
     engine: Engine
     stops: bool = True
-    noise_multiplier: float | None = None
+    paid: DpSgdMechanism | None = None
 
     @property
     def seed(self) -> int:
@@ -140,9 +141,9 @@ class PlannedExpert:
         terms = self.plan.expert.privacy
         if terms is None:
             return None
-        if unit_N is None or secret is None or self.noise_multiplier is None:
+        if unit_N is None or secret is None or self.paid is None:
             remedy = "Only a silo's worker, whose ledger pays for it, can train such an expert."
-            expected = "each image's unit, a secret and a noise multiplier"
+            expected = "each image's unit, a secret and what was paid for"
             raise SetupError("private training", expected=expected, got="not all of these", remedy=remedy)
         units = unit_N if isinstance(unit_N, Tensor) else unit_N[torch.arange(len(unit_N))]
-        return Private(terms, self.noise_multiplier, units.long(), read_secret(secret))
+        return Private(terms, self.paid, units.long(), read_secret(secret))

@@ -25,6 +25,7 @@ from ddm.errors import DataError, SetupError
 from ddm.privacy.noise import Octets, rounded_gaussian
 from ddm.privacy.secret_stream import SecretStream, name_of_secret, secret_generator
 from ddm.protocol.plan import DpSgd, TDistribution
+from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.augmentation import augmented
 from ddm.training.batches import Examples, draw_times, hide, rows
 from ddm.training.config import Engine
@@ -45,13 +46,14 @@ class Private:
 
     Attributes:
         terms: the plan's.
-        noise_multiplier: the noise's standard deviation over the largest norm of a unit's gradient.
+        paid: noise and sampling, as the ledger paid for them. Where units of the data are held out from training, the
+            rate is still that of all units together, which is public.
         unit_N: each image's unit, from 0 without a gap.
         secret: of this training, see `ddm.privacy.secret_stream`.
     """
 
     terms: DpSgd
-    noise_multiplier: float
+    paid: DpSgdMechanism
     unit_N: Tensor
     secret: bytes
 
@@ -63,13 +65,8 @@ class Private:
 
     @property
     def num_units(self) -> int:
-        """How many units there are; public."""
+        """How many units are trained on."""
         return int(self.unit_N.max()) + 1
-
-    @property
-    def rate(self) -> float:
-        """The probability with which a unit enters a step."""
-        return self.terms.rate(self.num_units)
 
     @cached_property
     def images_of(self) -> list[NDArray[np.int64]]:
@@ -81,12 +78,12 @@ class Private:
     @property
     def recipe(self) -> list[object]:
         """What a checkpoint must agree with: one of another secret would not be gone on with to the byte."""
-        return [self.terms.model_dump(), self.noise_multiplier, self.num_units, name_of_secret(self.secret)]
+        return [self.terms.model_dump(), self.paid.model_dump(), self.num_units, name_of_secret(self.secret)]
 
     def sampled(self, step: int) -> NDArray[np.int64]:
-        """Return the units of a step: each by itself, with the probability `rate` rounded down to 2^-64."""
+        """Return the units of a step: each by itself, with the paid probability rounded down to 2^-64."""
         octets = SecretStream(self.secret, "sampling", step).octets(8 * self.num_units)
-        threshold = int(self.rate * 2.0**64)
+        threshold = int(self.paid.rate * 2.0**64)
         if threshold >= 2**64:
             return np.arange(self.num_units)
         return np.flatnonzero(np.frombuffer(octets, dtype="<u8") < np.uint64(threshold)).astype(np.int64)
@@ -181,7 +178,7 @@ class PrivateSteps:
             losses.append(loss_U)
         flat_P = torch.cat([each.flatten() for each in sums])
         if state.machine.rank == 0:
-            std = private.noise_multiplier * sensitivity(self._num_weights)
+            std = private.paid.noise_multiplier * sensitivity(self._num_weights)
             for start, noise in noise_of(len(flat_P), std, SecretStream(private.secret, "noise", state.step)):
                 flat_P[start : start + len(noise)] += noise.to(flat_P)
         flat_P = state.machine.total(flat_P) * (private.terms.clip / STEPS_PER_CLIP / private.terms.units_per_step)

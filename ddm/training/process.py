@@ -83,8 +83,7 @@ def _train(
     os.environ |= tell_torch(member, os.environ)
     base = Base(folder.path, job.base) if job.base else None
     engine = job.engine.model_copy(update={"processes": member.num})
-    noise = job.noise_multiplier
-    expert = PlannedExpert(plan, job.silo_id, job.number, base, engine, stops=job.stops, noise_multiplier=noise)
+    expert = PlannedExpert(plan, job.silo_id, job.number, base, engine, stops=job.stops, paid=job.paid)
     with ExitStack() as stack:
         stack.enter_context(_scratch())
         if member.rank == 0:

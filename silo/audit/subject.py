@@ -169,8 +169,9 @@ class Subject:
                 "mask_ratio": 0.0,
             }
         )
-        expert = self.plan.expert.model_copy(update={"training": training})
-        return replace(self.expert, plan=self.plan.model_copy(update={"expert": expert}), base=base)
+        # What it trains stays here, so that no ledger pays for it.
+        expert = self.plan.expert.model_copy(update={"training": training, "privacy": None})
+        return replace(self.expert, plan=self.plan.model_copy(update={"expert": expert}), base=base, paid=None)
 
     def target(self, folder: Path, file: File) -> Target:
         """Open an expert for attacks, where this machine computes.

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import LedgerError
-from ddm.privacy.accounting import DpSgdMechanism
 from ddm.privacy.plan_cost import paid_mechanisms
 from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import Plan
-from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
+from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy, NoWeightPrivacy
 from silo.privacy.ledger import Debit, Entry, Ledger
 
 
@@ -30,9 +29,9 @@ class PaidTraining:
     debit: Entry
 
     @property
-    def noise_multiplier(self) -> float:
-        """What was paid for, also where this machine would have found another."""
-        return _paid(self.debit).noise_multiplier
+    def mechanism(self) -> DpSgdMechanism:
+        """What was paid for, also where this machine would have found another noise."""
+        return _paid(self.debit)
 
     def check_undrawn(self) -> None:
         """Refuse to train where an expert was trained for this debit already.

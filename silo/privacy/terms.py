@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 
 from ddm.errors import LedgerError
-from ddm.privacy.accounting import DpSgdMechanism, GaussianMechanism, Mechanism
+from ddm.privacy.accounting import GaussianMechanism, Mechanism
 from ddm.privacy.plan_cost import Paid
 from ddm.protocol.base import Unit
+from ddm.protocol.weight_privacy import DpSgdMechanism
 
 _SAME = 1e-9
 _SAME_NOISE = 1e-2  # of a noise multiplier, which is searched for; what was paid for is what is drawn

@@ -127,9 +127,8 @@ def train_experts(
                     replace(progress, step=number * num_steps + progress.step, num_steps=len(parts) * num_steps)
                 )
 
-            noise = paid.noise_multiplier if paid else None
-            base = own.get(part.expert_id, public)
-            expert = PlannedExpert(plan, silo_id, number, base, engine.engine, stops=False, noise_multiplier=noise)
+            base, private = own.get(part.expert_id, public), paid.mechanism if paid else None
+            expert = PlannedExpert(plan, silo_id, number, base, engine.engine, stops=False, paid=private)
             wanted = wanted_job(expert, cohort, learned[number], folder)
             _train_expert(wanted, cohort, part.expert_id, work, folder, engine, watch, should_stop, paid)
         discard(folder, keep_checkpoints=plan.expert.training.ema_snapshots > 0)
@@ -198,7 +197,7 @@ def wanted_job(expert: PlannedExpert, cohort: Cohort, chosen: Tensor, folder: Jo
     if labels is not None:
         inputs["labels"] = labels
     if expert.plan.expert.privacy:
-        inputs["units"] = cohort.unit_N[chosen]
+        inputs["units"] = torch.unique(cohort.unit_N[chosen], return_inverse=True)[1]
     return Wanted(expert, inputs, sha256_hex(cohort.digest.encode() + chosen.numpy().tobytes()))
 
 

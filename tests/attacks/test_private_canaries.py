@@ -18,6 +18,7 @@ from scipy import optimize, stats
 from ddm.privacy.accounting import noise_multiplier_for
 from ddm.privacy.secret_stream import SecretStream
 from ddm.protocol.plan import DpSgd
+from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.private import STEPS_PER_CLIP, Private, noise_of, sensitivity
 from tests.support.case import case
 
@@ -37,7 +38,8 @@ def scores(epsilon: float, rate: float, share: float) -> tuple[NDArray[np.float6
     noise = noise_multiplier_for(epsilon, DELTA, rate, STEPS)
     terms = DpSgd(epsilon=epsilon, delta=DELTA, units_per_step=round(rate * CANARIES))
     secret = bytes(range(32))  # known, so that the figures are the same in every run
-    source = Private(terms, noise, torch.arange(CANARIES), secret)
+    paid = DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=STEPS)
+    source = Private(terms, paid, torch.arange(CANARIES), secret)
     coins = np.where(np.random.default_rng(0).random(CANARIES) < 0.5, 1.0, -1.0)
     ratio, largest = np.zeros(CANARIES), sensitivity(CANARIES)
     for step in range(STEPS):

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from ddm.loading.release import Release, open_release
-from ddm.privacy.accounting import DpSgdMechanism, total_epsilon
+from ddm.privacy.accounting import total_epsilon
 from ddm.privacy.plan_cost import mechanisms
-from ddm.protocol.weight_privacy import DpSgdPrivacy
+from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy
 from silo.config import Site
 from silo.privacy.holder import open_ledger
 from silo.privacy.ledger import Debit, Draw

@@ -11,7 +11,6 @@ from scipy import signal, stats
 from ddm.errors import MissingFileError, NumericalError
 from ddm.privacy.accounting import (
     DiscreteLaplaceMechanism,
-    DpSgdMechanism,
     GaussianMechanism,
     gaussian_delta,
     noise_multiplier_for,
@@ -19,6 +18,7 @@ from ddm.privacy.accounting import (
 )
 from ddm.privacy.noise import rounded_gaussian
 from ddm.privacy.secret_stream import SecretStream, make_secret, name_of_secret, read_secret, secret_generator
+from ddm.protocol.weight_privacy import DpSgdMechanism
 from tests.support.case import case
 
 

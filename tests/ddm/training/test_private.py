@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddm.errors import DataError, SetupError
 from ddm.protocol.plan import DpSgd, Plan
+from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.config import TrainingSettings
 from ddm.training.jobs import Wanted
 from ddm.training.planned import PlannedExpert
@@ -27,10 +28,14 @@ from tests.support.seeded import Seeded
 REPOSITORY = Path(__file__).resolve().parents[3]
 UNIT_N = torch.arange(NUM) // 3  # the last of 14 patients has one image
 TERMS = {"epsilon": 8.0, "delta": 1e-5, "units_per_step": 4, "images_per_unit": 2, "draws": 2}
-NOISE = 0.8
+PAID = DpSgdMechanism(noise_multiplier=0.8, rate=4 / 14, steps=30)
 
 
-def wanted(noise: float = NOISE, unit_N: Tensor = UNIT_N, **training: object) -> Wanted:
+def paid(noise: float) -> DpSgdMechanism:
+    return PAID.model_copy(update={"noise_multiplier": noise})
+
+
+def wanted(noise: float = PAID.noise_multiplier, unit_N: Tensor = UNIT_N, **training: object) -> Wanted:
     """An expert to train privately; patients have up to three images, of which a step takes two."""
     document = plan_document(data={"shape": list(SHAPE), "range": [-1.0, 1.0]})
     changed = RECIPE | {"num_steps": 30, "checkpoint_steps": 5} | training
@@ -40,7 +45,7 @@ def wanted(noise: float = NOISE, unit_N: Tensor = UNIT_N, **training: object) ->
     plan = Plan.parse(to_bytes(document), subject="plan")
     images = torch.rand(NUM, *SHAPE, generator=torch.Generator().manual_seed(0)) * 2 - 1
     engine = TrainingSettings(device="cpu").engine
-    expert = PlannedExpert(plan, "north", 0, None, engine, stops=False, noise_multiplier=noise)
+    expert = PlannedExpert(plan, "north", 0, None, engine, stops=False, paid=paid(noise))
     return Wanted(expert, {"images": images, "units": unit_N}, "d" * 64)
 
 
@@ -53,7 +58,7 @@ def trial(folder: Path, secret: bytes = bytes(range(32)), **changes: object) -> 
 
 
 def private(secret: bytes = b"s" * 32, unit_N: Tensor = UNIT_N, **terms: object) -> Private:
-    return Private(DpSgd.model_validate(TERMS | terms), NOISE, unit_N, secret)
+    return Private(DpSgd.model_validate(TERMS | terms), PAID, unit_N, secret)
 
 
 def test_units_enter_a_step_by_chance_alone_each_with_the_rate() -> None:
@@ -95,7 +100,7 @@ def test_machine_that_cannot_tell_units_apart_is_told_which_setting_to_change(tm
     for name in ("compile", "recompute", "shard"):
         run = trial(tmp_path / name)
         engine = run.wanted.expert.engine.model_copy(update={name: True})
-        expert = PlannedExpert(run.wanted.expert.plan, "north", 0, None, engine, noise_multiplier=NOISE)
+        expert = PlannedExpert(run.wanted.expert.plan, "north", 0, None, engine, paid=PAID)
         with case(name), pytest.raises(SetupError, match=f"training.{name}"):
             expert.train(
                 run.wanted.inputs, run.expert, run.folder.checkpoints, print, lambda: False, secret=run.folder.secret
@@ -183,7 +188,7 @@ def test_two_processes_share_the_units_and_add_the_noise_once(tmp_path: Path) ->
 
     alone, together = trial(tmp_path / "alone"), trial(tmp_path / "together")
     together.settings = TrainingSettings(device="cpu", processes=2)
-    noisier = trial(tmp_path / "noisier", noise=NOISE * 2**0.5)
+    noisier = trial(tmp_path / "noisier", noise=PAID.noise_multiplier * 2**0.5)
     for run in (alone, together, noisier):
         run()
     one, two, more = (load_file(run.expert) for run in (alone, together, noisier))

@@ -6,12 +6,11 @@ import pytest
 
 from aggregator.intake.private_experts import check_privacy
 from ddm.errors import BudgetError, LedgerError, PolicyError
-from ddm.privacy.accounting import DpSgdMechanism
 from ddm.privacy.plan_cost import paid_mechanisms
 from ddm.protocol.base import File, now_utc
 from ddm.protocol.plan import Budget, Plan
 from ddm.protocol.submission import NoWeightPrivacy, SubmittedExpert, SubmittedTraining
-from ddm.protocol.weight_privacy import DpSgdPrivacy
+from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy
 from silo.config import Policy, PrivacyPolicy
 from silo.plan.policy import broken_rules
 from silo.privacy.account import account
@@ -60,7 +59,7 @@ def test_training_that_starts_again_spends_nothing_again(tmp_path: Path) -> None
     first = paid(ledger)
     spent = ledger.spent()
     again = paid(ledger)
-    assert (again.debit, again.noise_multiplier) == (first.debit, first.noise_multiplier)
+    assert (again.debit, again.mechanism) == (first.debit, first.mechanism)
     assert len(ledger.entries) == 1
     assert ledger.spent() == spent
     assert 4.0 < spent[0] <= PLAN.spends.epsilon
@@ -136,7 +135,7 @@ def test_intake_refuses_an_expert_with_less_noise_or_another_guarantee_than_the_
     training = paid(ledger)
     stated = stated_privacy(PLAN, ledger, PLAN.digest, NUM_UNITS)
     assert isinstance(stated, DpSgdPrivacy)
-    assert stated.noise_multiplier == training.noise_multiplier
+    assert stated.noise_multiplier == training.mechanism.noise_multiplier
     check_privacy(PLAN, submitted(stated), NUM_UNITS)
     lies = {
         "no guarantee": submitted(NoWeightPrivacy()),
