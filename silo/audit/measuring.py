@@ -32,7 +32,7 @@ from silo.audit.worst import keep_worst
 
 # Shape legend: N images learned, H held out, S samples, B of a block, K neighbours.
 
-_BLURRED, _BLUR = 128, 0.05
+_BLURRED, _BLUR = 128, 0.01  # of the range
 _SPACES = ("pixels", "features")
 
 
@@ -219,7 +219,7 @@ def _neighbours(subject: Subject, parts: Parts, meter: _Meter) -> Mapping[str, T
         picked = torch.randperm(len(subject.learned_N), generator=random)[:_BLURRED]
         blurred = images[torch.sort(subject.learned_N[picked]).values]
         low, high = plan.data.range
-        blurred = blurred + _BLUR * (high - low) / 2 * torch.randn(blurred.shape, generator=random)
+        blurred = blurred + _BLUR * (high - low) * torch.randn(blurred.shape, generator=random)
         sampled = list(_samples(subject, parts, meter))
         held = [images[rows] for rows in torch.split(subject.held.image_I, CHUNK)]
         asked = {

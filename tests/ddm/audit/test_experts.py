@@ -61,7 +61,7 @@ def scored(network: nn.Module, learned: Tensor, held: Tensor) -> Scored:
         score_images(target, side, torch.arange(len(side)), None, seed, lambda num: None)
         for seed, side in enumerate((learned, held))
     ]
-    return Scored(*sides, torch.arange(len(learned)), torch.arange(len(held)))
+    return Scored(sides[0], sides[1], torch.arange(len(learned)), torch.arange(len(held)))
 
 
 def samples(network: nn.Module, shape: tuple[int, ...], num: int) -> Tensor:
@@ -162,7 +162,7 @@ def audited(learned: Tensor, held: Tensor, num_steps: int, folder: Path) -> tupl
     beside = scored(reference, learned[:num], held)
     held_HK = near(held, learned)
     scale = Scale.of(held_HK)
-    blurred = learned[:100] + 0.05 * torch.randn(learned[:100].shape, generator=torch.Generator().manual_seed(0))
+    blurred = learned[:100] + 0.02 * torch.randn(learned[:100].shape, generator=torch.Generator().manual_seed(0))
     findings = Findings(
         num_holdout=int((~duplicates(held_HK)).sum()),
         membership=membership(scored(expert, learned[:num], held), beside),

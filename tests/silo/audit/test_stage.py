@@ -204,3 +204,33 @@ def test_plan_that_a_site_holds_too_little_out_for_is_refused_before_training(tm
     with pytest.raises(AuditError, match="20 held-out units; the plan needs 21"):
         tiny.work(SILO, until="assigned")
     assert not (open_workspace(tiny.sites[SILO], plan_id).folder / "experts").exists()
+
+
+@pytest.mark.slow
+def test_every_expert_of_a_cluster_is_audited_with_held_out_units_of_its_own_and_by_class(tmp_path: Path) -> None:
+    tiny = TinyFederation.create(tmp_path, {SILO: 200}, patients=True)
+    plan_id = tiny.sign(
+        recipe(
+            audit=LOOSE | {"min_holdout_units": 4},
+            partition={"kind": "silo_cluster", "min_images": 2},
+            condition={"kind": "class", "num_classes": 2, "drop": 0.1},
+            statistics={
+                "unit": "patient",
+                "total": {"epsilon": 16.0, "delta": 0.0},
+                "counts": {"epsilon": 8.0, "num_groups": 4},
+                "class_counts": {"epsilon": 8.0, "num_classes": 2},
+            },
+            router={"kind": "counts"},
+        )
+    )
+    tiny.deliver_plan(SILO, plan_id)
+    terms = {"required": True, "holdout_share": 0.4, "min_holdout_units": 10, "num_samples": 20}
+    privacy = {"unit": "patient", "max_epsilon": 20.0, "budget_epsilon": 20.0}
+    write_policy(tiny.sites[SILO], POLICY | {"audit": terms, "privacy": privacy})
+    bundle = tiny.federation.bundle(plan_id)
+    waive(tiny.sites[SILO], sha256_hex((bundle / "targets" / plan_id / "plan.json").read_bytes()))
+    tiny.work(SILO, until="audited")
+    report = report_of(tiny, plan_id)
+    assert [each.expert_id for each in report.experts] == [f"{SILO}-0", f"{SILO}-1"]
+    measured = [each for each in report.experts if each.auc]
+    assert measured and all(4 <= each.num_holdout_units < report.num_holdout_units for each in measured)

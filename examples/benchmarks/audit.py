@@ -1,0 +1,85 @@
+"""What the leak audit costs beside the training that it follows: seconds of this process, for one small expert.
+
+    python examples/benchmarks/audit.py --steps 4000
+
+Training, reference, overfitted copy, attacks and samples run one after the other on one thread, with the numbers that
+`ddm.audit.effort` gives a site of as many units.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from support.plan import small_plan
+
+from ddm.audit.attacks import Target
+from ddm.audit.effort import effort_of
+from ddm.audit.running import draw_samples, score_images
+from ddm.diffusion.path import path_named
+from ddm.models import build_expert
+from ddm.training.config import Engine
+from ddm.training.loop import train
+
+HELD, MEMBERS = 300, 300
+
+
+def main() -> None:
+    """Print a line for each part, and the share of the training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--side", type=int, default=8, help="of the made-up grey images")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    plan, device = small_plan((1, asked.side, asked.side), asked.steps), torch.device(asked.device)
+    images = torch.from_numpy(np.random.default_rng(0).standard_normal((3000, *plan.expert_shape), dtype=np.float32))
+    effort = effort_of(plan.expert.training, HELD + MEMBERS, 10_000, reference=True)
+    path, seconds = path_named(plan.objective.path), {}
+
+    def trained(name: str, num_steps: int, learned: torch.Tensor) -> torch.nn.Module:
+        recipe = plan.expert.training.model_copy(update={"num_steps": num_steps, "checkpoint_steps": num_steps})
+        network = build_expert(plan.expert.architecture, plan.expert_shape, seed=0)
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            train(
+                network,
+                learned,
+                recipe,
+                path,
+                plan.t_distribution,
+                checkpoint_dir=Path(folder),
+                on_progress=lambda told: None,
+                should_stop=lambda: False,
+                engine=Engine(device=asked.device),
+            )
+        seconds[name] = time.monotonic() - started
+        return network.eval().requires_grad_(False).to(device)
+
+    experts = [
+        trained("training", asked.steps, images[HELD:]),
+        trained("reference", effort.reference_steps, images[HELD + MEMBERS :]),
+        trained("overfitted copy", effort.control_steps, images[HELD : HELD + effort.control_units]),
+    ]
+    started = time.monotonic()
+    for expert in experts:
+        target = Target(expert, path, "velocity", device)
+        rows = torch.arange(HELD + MEMBERS).repeat_interleave(effort.images_per_unit)
+        score_images(target, images, rows, None, 0, lambda num: None)
+    seconds["attacks"], started = time.monotonic() - started, time.monotonic()
+    target = Target(experts[0], path, "velocity", device)
+    for _ in draw_samples(target, path, plan.expert_shape, None, effort.num_samples, 0, lambda num: None):
+        pass
+    seconds["samples"] = time.monotonic() - started
+    whole = seconds.pop("training")
+    print(effort)
+    print(f"{'training':16} {whole:8.1f} s, {asked.steps} steps of {plan.expert.training.batch_size} images")
+    for name, each in seconds.items():
+        print(f"{name:16} {each:8.1f} s")
+    print(f"{'audit':16} {sum(seconds.values()):8.1f} s, {sum(seconds.values()) / whole:.1%} of the training")
+
+
+if __name__ == "__main__":
+    main()
