@@ -58,7 +58,9 @@ def trial(folder: Path, secret: bytes = bytes(range(32)), **changes: object) -> 
 
 
 def private(secret: bytes = b"s" * 32, unit_N: Tensor = UNIT_N, **terms: object) -> Private:
-    return Private(DpSgd.model_validate(TERMS | terms), PAID, unit_N, secret)
+    found = DpSgd.model_validate(TERMS | terms)
+    rate = found.rate(int(unit_N.max()) + 1)
+    return Private(found, PAID.model_copy(update={"rate": rate}), unit_N, secret)
 
 
 def test_units_enter_a_step_by_chance_alone_each_with_the_rate() -> None:
