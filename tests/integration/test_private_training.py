@@ -8,6 +8,7 @@ from ddm.loading.release import Release, open_release
 from ddm.privacy.accounting import total_epsilon
 from ddm.privacy.plan_cost import mechanisms
 from ddm.protocol.weight_privacy import DpSgdMechanism, DpSgdPrivacy
+from silo.audit.holdout import num_held_out
 from silo.config import Site
 from silo.privacy.holder import open_ledger
 from silo.privacy.ledger import Debit, Draw
@@ -31,6 +32,7 @@ STATISTICS = {
     "total": {"epsilon": 2.0, "delta": 1e-6},
     "counts": {"epsilon": 2.0, "num_groups": 4},
 }
+HELD_OUT = {"holdout_share": 0.1, "min_holdout_units": 2}
 PRIVATE = recipe(expert=EXPERT | {"privacy": PRIVACY}, statistics=STATISTICS, router={"kind": "counts"})
 
 
@@ -45,9 +47,14 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyFederation, 
     tiny = TinyFederation.create(folder / "tiny", SIZES, patients=True)
     for site in tiny.sites.values():
         declared = site.policy().data.model_copy(update={"min_images": 40}).model_dump(exclude_none=True)
-        write_policy(site, POLICY | {"privacy": {"unit": "patient"}, "data": declared})
+        changed = {"privacy": {"unit": "patient"}, "data": declared, "audit": POLICY["audit"] | HELD_OUT}
+        write_policy(site, POLICY | changed)
     tiny.complete(folder / "release", PRIVATE)
     return tiny, folder / "release"
+
+
+def sites(released: tuple[TinyFederation, Path]) -> list[tuple[str, Site]]:
+    return list(released[0].sites.items())
 
 
 def opened(released: tuple[TinyFederation, Path]) -> Release:
@@ -68,6 +75,8 @@ def test_release_states_the_epsilon_of_each_expert_as_its_silo_signed_it(
         assert (silo.epsilon, silo.delta) == pytest.approx((2.0 + EPSILON, 1e-6 + DELTA))
     rates = {expert.silo_id: expert.privacy.rate for expert in release.manifest.experts if expert.privacy}
     assert rates == {"east": 6 / 24, "north": 6 / 36}, "of 24 and 36 patients"
+    held = {silo_id: num_held_out(24 if silo_id == "east" else 36, site.policy()) for silo_id, site in sites(released)}
+    assert held == {"east": 2, "north": 3}, "who is held out from training counts in the rate, whose sum is public"
 
 
 def test_card_and_info_say_epsilon_delta_and_unit_of_each_expert(released: tuple[TinyFederation, Path]) -> None:
