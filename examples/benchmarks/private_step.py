@@ -5,8 +5,8 @@
 A way is `plain` (one backward pass, no unit's own gradient), `copies` (LoRA only), `hooks` (LoRA only: products of what
 forward and backward hooks saw, as opacus keeps them), `vmap`, or `loop`. Clipping and the grid's rounding are timed
 with every way but the plain one; the noise by itself, for a number of weights. Ratios are medians over repeats, each of
-which runs all ways one after another, so that another load of the machine hits all of them. On a CPU the time is that of one
-thread's processor.
+which runs all ways one after another, so that another load of the machine hits all of them. On a CPU the time is that
+of one thread's processor.
 """
 
 import argparse
