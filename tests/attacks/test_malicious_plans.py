@@ -97,12 +97,12 @@ REFUSED: dict[str, tuple[UnsignedPlan, type[ArchipelagoError], tuple[str, ...]]]
     "epsilon so large that hardly any noise is left": (
         asking(total={"epsilon": 990.0, "delta": DELTA}, sketch=SKETCH | {"epsilon": 900.0}),
         PolicyError,
-        ("epsilon of all statistics", "at most 8", "990"),
+        ("epsilon of the plan", "at most 8", "990"),
     ),
     "delta so large that anything may leak": (
         asking(total={"epsilon": 8.0, "delta": 0.5}, sketch=SKETCH | {"delta": 0.5}),
         PolicyError,
-        ("delta of all statistics", "at most 1e-05", "0.5"),
+        ("delta of the plan", "at most 1e-05", "0.5"),
     ),
     "total below one of its parts": (
         asking(total={"epsilon": 1.0, "delta": DELTA}),
