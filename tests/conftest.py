@@ -17,6 +17,8 @@ from tests.support.federation import TinyFederation
 from tests.support.submissions import SILO, Arrival, arrive
 from tests.support.threads import THREADS
 
+# What tests start computes with as many threads; two runs of OpenMP on one processor spend most of it waiting.
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 hypothesis.settings.register_profile("any machine", deadline=None)  # where others run beside it a test takes longer
 hypothesis.settings.load_profile("any machine")
 

@@ -135,6 +135,7 @@ def test_setup_installs_by_hash_alone_and_ci_names_packages_by_version() -> None
     assert packages and all(re.fullmatch(r"[a-z0-9-]+=[0-9][^=]*", line) for line in packages)
 
 
+@pytest.mark.slow
 def test_bill_of_materials_lists_what_is_installed(tmp_path: Path) -> None:
     bill = tmp_path / "sbom.cdx.json"
     words = [

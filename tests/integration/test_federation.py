@@ -22,7 +22,7 @@ from tests.support.processes import alive
 
 SILOS = {"north": 60, "south": 40}
 PERSON = "north"
-SHARD_BYTES = 65536
+SHARD_BYTES = 150_000
 LIMIT_S = 600.0
 PRIVATE_FILES = ("counts.safetensors", "sketch.safetensors")
 

@@ -95,7 +95,7 @@ def test_rehearsal_is_said_on_the_page_and_in_the_text_and_another_plan_is_calle
     real = facts.plan.model_copy(update={"rehearsal": False})
     for each, said in ((facts, True), (replace(facts, accepted=replace(facts.accepted, plan=real)), False)):
         with case(said=said):
-            page = render("silo", "approve.html.jinja", facts=each, draft=each.draft)
+            page = render("silo", "approve.html.jinja", facts=each, draft=each.draft, findings=())
             text = review_text(site, each)
             assert ('id="rehearsal"' in page) == ("experts draw noise" in page) == said
             assert ("REHEARSAL" in text) == ("experts draw noise" in text) == said
