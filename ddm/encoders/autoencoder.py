@@ -8,7 +8,6 @@ autoencoder is one of MONAI, or a published one of diffusers (`ddm.encoders.publ
 
 # Shape legend: N samples, B samples of one block, ... sample dimensions (C, H, W) or (C, D, H, W).
 
-import warnings
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -19,12 +18,13 @@ from torch import Tensor, nn
 
 from ddm.encoders import Progress
 from ddm.encoders.lost import fill_lost
-from ddm.errors import NumericalError, SetupError, ShapeError
+from ddm.errors import NumericalError, ShapeError
 from ddm.io.tensors import load_tensors, spec_of
 from ddm.protocol.base import File
 from ddm.protocol.latent import AutoencoderKlLatent, AutoencoderSize, DiffusersKlLatent, IdentityLatent
 from ddm.protocol.latent import Latent as Spec
 from ddm.system.devices import device_named
+from ddm.system.monai import monai_networks
 
 if TYPE_CHECKING:
     from ddm.encoders.public_autoencoder import PublicAutoencoder
@@ -231,17 +231,8 @@ def _open(
 def _build(size: AutoencoderSize, shape: tuple[int, ...]) -> nn.Module:
     if misfit := size.misfit(shape):
         raise ShapeError("autoencoder", expected=misfit, got=str(shape))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # from third-party imports
-            from monai.networks.nets import AutoencoderKL
-    except ImportError as error:
-        remedy = "Install it: pip install 'monai[einops,nibabel]>=1.4'."
-        raise SetupError(
-            "latent autoencoder_kl", expected="an installed MONAI", got="no module monai", remedy=remedy
-        ) from error
     innermost = size.attention[-1]
-    net: nn.Module = AutoencoderKL(
+    net: nn.Module = monai_networks("latent autoencoder_kl").AutoencoderKL(
         spatial_dims=len(shape) - 1,
         in_channels=shape[0],
         out_channels=shape[0],

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddm.errors import SetupError, ShapeError
+from ddm.errors import ShapeError
 from ddm.models.conditions import check_text, class_rows
 from ddm.models.layers import check_fit, check_input
 from ddm.protocol.architecture import ClassCondition, Condition, NoCondition, TextCondition, Unet
+from ddm.system.monai import monai_networks
 
 TIME_SCALE = 1000.0  # MONAI's embedding of the time is made for steps 0 to 999
 
@@ -96,14 +97,8 @@ class UNet(nn.Module):
 
 
 def _monai_unet(architecture: Unet, shape: tuple[int, ...], condition: Condition) -> nn.Module:
-    try:
-        from monai.networks.nets import DiffusionModelUNet
-    except ImportError as error:
-        remedy = "Install it: pip install 'monai[einops]>=1.4'."
-        got = "no module monai"
-        raise SetupError("architecture unet", expected="an installed MONAI", got=got, remedy=remedy) from error
     text = condition if isinstance(condition, TextCondition) else None
-    net: nn.Module = DiffusionModelUNet(
+    net: nn.Module = monai_networks("architecture unet").DiffusionModelUNet(
         spatial_dims=len(shape) - 1,
         in_channels=shape[0],
         out_channels=shape[0],

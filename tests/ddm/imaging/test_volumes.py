@@ -4,7 +4,6 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
-from monai.transforms import Orientation
 from nibabel.testing import data_path
 
 from ddm.imaging.arrays import read_arrays
@@ -30,6 +29,7 @@ def reason_of(path: Path, limits: Limits | None = None) -> Reason:
 
 def turned_by_monai(image: nibabel.Nifti1Image) -> np.ndarray:
     from monai.data import MetaTensor
+    from monai.transforms import Orientation
 
     values = np.asanyarray(image.dataobj)
     values = values[None] if values.ndim == 3 else np.moveaxis(values, -1, 0)

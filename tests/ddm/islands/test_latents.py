@@ -27,7 +27,6 @@ def published(folder: Path) -> str:
 
 def own(folder: Path) -> str:
     """Write an autoencoder of MONAI, and return its table."""
-    pytest.importorskip("monai")
     size = AutoencoderSize(
         channels=(8, 8), attention=(False, False), latent_channels=4, num_res_blocks=1, norm_groups=4
     )

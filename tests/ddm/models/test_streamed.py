@@ -53,6 +53,5 @@ def test_streamed_transformer_answers_as_the_loaded_one_and_keeps_next_to_nothin
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 8, 8, 4)], ids=["2D", "3D"])
 def test_streamed_unet_answers_as_the_loaded_one(shape: tuple[int, ...], tmp_path: Path) -> None:
-    pytest.importorskip("monai")
     unet = Unet(channels=(8, 16), attention=(False, True), num_res_blocks=1, head_channels=8, norm_groups=4)
     check(unet, NoCondition(), tmp_path / "expert.safetensors", shape, share=1.01)

@@ -1,0 +1,31 @@
+"""MONAI's networks, imported without the packages that importing MONAI reaches and its networks never call."""
+
+import sys
+import warnings
+from importlib import import_module
+from types import ModuleType
+
+from ddm.errors import SetupError
+
+# MONAI tries these and goes on where they are missing. They are two thirds of the seconds that its import takes.
+_UNNEEDED = ("transformers", "jsonschema")
+
+
+def monai_networks(where: str) -> ModuleType:
+    """Return monai.networks.nets; `where` is what an error says is at fault.
+
+    Raises:
+        SetupError: MONAI is not installed.
+    """
+    absent = [name for name in _UNNEEDED if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type] # None: as if it were not installed
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # from third-party imports
+            return import_module("monai.networks.nets")
+    except ImportError as error:
+        remedy = "Install it: pip install 'monai[einops,nibabel]>=1.4'."
+        raise SetupError(where, expected="an installed MONAI", got="no module monai", remedy=remedy) from error
+    finally:
+        for name in absent:
+            del sys.modules[name]
