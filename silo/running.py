@@ -12,6 +12,7 @@ from ddm.trust.keys import SigningKey
 from silo.config import Site
 from silo.courier.service import CourierWatch, make_courier
 from silo.courier.supernode import Courier
+from silo.worker.progress import read_note
 from silo.worker.sentences import now as said
 from silo.worker.state import State
 from silo.worker.worker import Worker
@@ -21,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class Narrator:
-    """Logs each state once, and training progress at most every few seconds."""
+    """Logs each state once, and how far training and audit are at most every few seconds."""
 
-    def __init__(self, silo_id: str, every_s: float = 5.0) -> None:
-        self._silo_id, self._every_s = silo_id, every_s
+    def __init__(self, site: Site, every_s: float = 5.0) -> None:
+        self._silo_id, self._private, self._every_s = site.settings().silo_id, site.private, every_s
         self._last_state = ""
         self._last_at = 0.0
 
@@ -37,7 +38,7 @@ class Narrator:
             return
         last, self._last_state, self._last_at = self._last_state, seen, now
         plan = f" plan {state.plan_id}" if state.state == "plan_accepted" else ""
-        steps = f" {state.step}/{state.num_steps} steps" if in_training else ""
+        steps = f" {self._steps(state)}" if in_training else ""
         first = "; waiting for the next plan" if state.state in ("accepted", "withdrawn") and not last else ""
         told = f": {said(state)}" if state.held or state.state == "superseded" else ""
         _log.info("[%s] %s%s%s%s%s", self._silo_id, state.state, plan, steps, told, first)
@@ -47,10 +48,18 @@ class Narrator:
             _log.warning("[%s] %s - %s", self._silo_id, state.problem.message, state.problem.remedy)
 
 
+    def _steps(self, state: State) -> str:
+        """Say how far it is; an audit counts evaluations of the experts."""
+        note = read_note(self._private)
+        if note is None or note.stage == "training":
+            return f"{state.step}/{state.num_steps} steps"
+        return f"({note.stage} {note.done / max(note.total, 1):.0%})"
+
+
 def run_worker(site: Site, key: SigningKey) -> State:
     """Run the worker alone, as a service of its own user."""
     with stop_on_signals() as stop:
-        return Worker(site, key, Narrator(site.settings().silo_id), site.isolation, stop).run()
+        return Worker(site, key, Narrator(site), site.isolation, stop).run()
 
 
 def run_both(site: Site, key: SigningKey) -> State:
@@ -62,7 +71,7 @@ def run_both(site: Site, key: SigningKey) -> State:
         watch.start()
         try:
             # In one process tree there is no boundary, whoever owns the folders.
-            state = Worker(site, key, Narrator(site.settings().silo_id), "none", stop).run()
+            state = Worker(site, key, Narrator(site), "none", stop).run()
             stop.wait(LINGER_S)
         finally:
             watch.close()

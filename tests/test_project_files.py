@@ -125,10 +125,11 @@ def test_everything_installed_is_in_a_lock() -> None:
 
 
 def test_setup_installs_by_hash_alone_and_ci_names_packages_by_version() -> None:
-    commands = [line for line in MAKEFILE.splitlines() if "$(INSTALL)" in line or "pip install" in line]
-    assert sum("--require-hashes -r" in line for line in commands) == 2
+    commands = [line for line in MAKEFILE.splitlines() if "pip install" in line or "_INSTALL)" in line]
+    assert sum("--require-hashes -r $(1)" in line for line in commands) == 1
     assert all(
-        re.search(r"^INSTALL = .*--no-deps$|--require-hashes -r|--no-build-isolation -e \.$", line) for line in commands
+        re.search(r"^(PIP|UV)_INSTALL = .*--no-deps$|--require-hashes -r|--no-build-isolation -e \.$", line)
+        for line in commands
     )
     lists = (ROOT / ".ci" / name for name in ("packages", "packages.slow"))
     packages = [line for each in lists for line in each.read_text().splitlines() if not line.startswith("#")]
