@@ -1,0 +1,97 @@
+"""Trains and audits silos of several sizes in several ways; what a hospital should choose.
+
+    python -m examples.paper.leaks --dataset fashion-mnist --data FOLDER --out build/leaks
+
+Everything measured is kept in OUT and not measured again, so an interrupted run goes on where it stopped.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from ddm.system.console import say
+from examples.paper.leaks.choices import CHOICES
+from examples.paper.leaks.results import Cell, write_report
+from examples.paper.leaks.site import Data, Silo, Workshop
+from examples.paper.tables.data import read_world
+from examples.paper.tables.results import Figure, Kept, commit, hardware, utc
+from silo.audit.report import ExpertAudit
+
+# Those that a silo has; the public expert sees the others. Pneumonia among chest X-rays; shoes, shirts, bags.
+PRIVATE_CLASSES = {"fashion-mnist": (5, 6, 7, 8, 9), "cxr": (1,)}
+NUM_IMAGES = (100, 300, 1000, 3000)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", choices=tuple(PRIVATE_CLASSES), required=True)
+    parser.add_argument("--data", type=Path, required=True, help="as examples.paper.run takes it")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--images", type=int, nargs="+", default=NUM_IMAGES, help="of the silos; default 100 to 3,000")
+    parser.add_argument("--choices", nargs="+", choices=tuple(CHOICES), default=tuple(CHOICES))
+    parser.add_argument("--samples", type=int, default=2000, help="for FID; default 2000")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of all training steps; default 1")
+    parser.add_argument("--threads", type=int, default=1)
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    data = Data.of(read_world(asked.dataset, asked.data), PRIVATE_CLASSES[asked.dataset])
+    asked.out.mkdir(parents=True, exist_ok=True)
+    workshop = Workshop(data, read_world(asked.dataset, asked.data), asked.out / "work", asked.scale)
+    base = workshop.base
+    of_base = workshop.judge(workshop.public_expert, base.folder / base.file.path, asked.samples)
+    kept, cells = Kept(asked.out / "cells"), list[Cell]()
+    words = [word for word in sys.argv[1:] if word not in (str(asked.out), "--out", str(asked.data), "--data")]
+    command = shlex.join(["python", "-m", "examples.paper.leaks", *words, "--data", "PATH", "--out", "DIR"])
+    for num in sorted({min(num, len(data.learned)) for num in asked.images}):
+        for choice in asked.choices:
+            key = (asked.dataset, choice, num, asked.scale, asked.samples)
+            cell = kept.read(key, Cell)
+            if cell is None:
+                cell = measured(Silo(workshop, CHOICES[choice], num), choice, asked.samples)
+                kept.write(key, cell)
+            cells.append(cell)
+            say(
+                f"{num} images, {CHOICES[choice].label}: {cell.verdict}, AUC {cell.figures['auc'].value:.3f}, "
+                f"FID {cell.figures['fid'].value:.1f}, {cell.training_s:.0f} s and {cell.audit_s:.0f} s of audit"
+            )
+            write_report(asked.out, asked.dataset, cells, of_base, command, asked.scale)
+    say(f"Written: {asked.out / 'README.md'}")
+
+
+def measured(silo: Silo, choice: str, num_samples: int) -> Cell:
+    """Train, audit and judge one expert."""
+    started = time.monotonic()
+    silo.train()
+    trained = time.monotonic()
+    audit = silo.audit()
+    audited = time.monotonic()
+    paid = silo.expert.paid
+    return Cell(
+        choice=choice,
+        images=silo.num,
+        steps=silo.expert.plan.expert.training.num_steps,
+        verdict=audit.verdict,
+        reason=audit.reason,
+        figures=_strongest(audit) | {name: Figure.of(each) for name, each in silo.judge(num_samples).items()},
+        noise_multiplier=paid.noise_multiplier if paid else None,
+        training_s=trained - started,
+        audit_s=audited - trained,
+        commit=commit(),
+        hardware=hardware(torch.device("cpu")),
+        utc=utc(),
+    )
+
+
+def _strongest(audit: ExpertAudit) -> dict[str, Figure]:
+    named = {"auc": audit.auc, "tpr": audit.tpr, "copies": audit.copies}
+    worst = {name: max(figures, key=lambda each: each.value) for name, figures in named.items()}
+    return {name: Figure(value=each.value, low=each.low, high=each.high) for name, each in worst.items()}
+
+
+if __name__ == "__main__":
+    main()

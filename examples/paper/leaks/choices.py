@@ -1,0 +1,75 @@
+"""The rows: how an expert is trained, and the plan that says so."""
+
+from dataclasses import dataclass
+
+from ddm.protocol.learning import LoraAdaptation
+from ddm.protocol.plan import Dit, DpSgd, LogitNormalT, Plan
+from examples.benchmarks.support.plan import small_plan
+
+HELD_OUT = 300
+DELTA = 1e-5
+_PATCHES = 4  # along either side, whatever the resolution: 16 tokens
+_DRAWS = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to train.
+
+    Attributes:
+        label: as the table names it.
+        steps: of training.
+        rate: the highest learning rate.
+        lora: whether a public expert is adapted, by factors of rank 8, or all weights are trained.
+        epsilon: of DP-SGD, for each image, replace-one; None without.
+    """
+
+    label: str
+    steps: int
+    rate: float
+    lora: bool = False
+    epsilon: float | None = None
+
+
+PUBLIC = Choice("the public expert", 1500, 0.004)
+CHOICES = {
+    "whole": Choice("all weights", 1500, 0.004),
+    "fewer": Choice("all weights, a fifth of the steps", 300, 0.004),
+    "lora": Choice("LoRA", 300, 0.004, lora=True),
+    "lora-8": Choice("LoRA, DP-SGD epsilon 8", 300, 0.004, lora=True, epsilon=8.0),
+    "lora-2": Choice("LoRA, DP-SGD epsilon 2", 300, 0.004, lora=True, epsilon=2.0),
+}
+
+
+def plan_of(shape: tuple[int, ...], choice: Choice, num_units: int, share: float = 1.0) -> Plan:
+    """Return the plan of one choice.
+
+    Args:
+        shape: of an image.
+        choice: how experts are trained.
+        num_units: of the silo, those held out included; sets how many enter a private step.
+        share: of the choice's steps.
+    """
+    steps = max(round(choice.steps * share), 2)
+    plan = small_plan(shape, steps)
+    training = plan.expert.training.model_copy(
+        update={"learning_rate": choice.rate, "schedule": "cosine", "warmup_steps": steps // 20, "ema_decay": 0.99}
+    )
+    privacy = None
+    if choice.epsilon is not None:
+        privacy = DpSgd(
+            epsilon=choice.epsilon,
+            delta=DELTA,
+            units_per_step=min(num_units // 4, 256),
+            images_per_unit=1,
+            draws=_DRAWS,
+        )
+    expert = plan.expert.model_copy(
+        update={
+            "architecture": Dit(patch=shape[-1] // _PATCHES, hidden=96, depth=4, heads=4),
+            "adaptation": LoraAdaptation(rank=8, alpha=8.0) if choice.lora else plan.expert.adaptation,
+            "training": training,
+            "privacy": privacy,
+        }
+    )
+    return plan.model_copy(update={"expert": expert, "t_distribution": LogitNormalT()})

@@ -1,0 +1,148 @@
+"""What was measured, and what is written of it: leaks.csv, leaks.png, README.md."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ddm.evaluation.intervals import Estimate
+from ddm.protocol.base import Model
+from ddm.system.console import UNBROKEN, table
+from examples.paper.leaks.choices import CHOICES, HELD_OUT
+from examples.paper.tables.results import Figure
+
+_SHOWN = ("auc", "tpr", "copies", "fid", "kid")
+_COLOURS = {"whole": "#c8553d", "fewer": "#e0a458", "lora": "#1b6ca8", "lora-8": "#2e8b57", "lora-2": "#7b5ea7"}
+
+
+class Cell(Model):
+    """One silo's expert, measured.
+
+    Attributes:
+        choice: a name of `CHOICES`.
+        images: that it learned.
+        steps: of training.
+        verdict: of the audit.
+        reason: for it.
+        figures: `auc` and `tpr` (at 1% false positives) of the strongest attack, `copies` (the larger share of near
+            copies, by pixels or features), `fid` and `kid`.
+        noise_multiplier: of private training.
+        training_s: seconds of training.
+        audit_s: seconds of the audit.
+        commit: of the code.
+        hardware: in words.
+        utc: when it was measured.
+    """
+
+    choice: str
+    images: int
+    steps: int
+    verdict: str
+    reason: str
+    figures: dict[str, Figure]
+    noise_multiplier: float | None
+    training_s: float
+    audit_s: float
+    commit: str
+    hardware: str
+    utc: str
+
+
+def write_report(
+    out: Path, dataset: str, cells: Sequence[Cell], base: Mapping[str, Estimate], command: str, share: float
+) -> None:
+    """Write everything that was measured by now."""
+    with (out / "leaks.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        bounds = [f"{name}{end}" for name in _SHOWN for end in ("", "_low", "_high")]
+        last = ("noise_multiplier", "training_s", "audit_s", "commit", "hardware", "utc")
+        writer.writerow(["dataset", "choice", "images", "steps", "verdict", *bounds, *last])
+        for cell in cells:
+            found = [cell.figures[name] for name in _SHOWN]
+            values = [_number(value) for each in found for value in (each.value, each.low, each.high)]
+            ends = [_number(cell.noise_multiplier), f"{cell.training_s:.1f}", f"{cell.audit_s:.1f}"]
+            about = [cell.commit, cell.hardware, cell.utc]
+            writer.writerow([dataset, cell.choice, cell.images, cell.steps, cell.verdict, *values, *ends, *about])
+    _draw(out / "leaks.png", dataset, cells, base)
+    head = ("images", "trained by", "verdict", "AUC", "found at 1% false", "near copies", "FID", "KID")
+    rows = [
+        (
+            f"{cell.images:,}",
+            CHOICES[cell.choice].label,
+            cell.verdict,
+            *(_shown(cell.figures[name]) for name in ("auc", "tpr", "copies")),
+            _shown(cell.figures["fid"], digits=1),
+            _shown(cell.figures["kid"], digits=1),
+        )
+        for cell in sorted(cells, key=lambda each: (each.images, list(CHOICES).index(each.choice)))
+    ]
+    page = [
+        f"# What an expert remembers: {dataset}",
+        "",
+        _METHOD.format(held=HELD_OUT),
+        "",
+        f"    {command}",
+        "",
+        *([f"All trainings took {share:g} of their steps.", ""] if share != 1 else []),
+        f"The public expert alone: FID {base['fid'].value:.1f}, KID {base['kid'].value:.4f}.",
+        "",
+        "```text",
+        table(rows, head, width=UNBROKEN),
+        "```",
+        "",
+        "![AUC of the strongest attack, share of near copies and FID against images](leaks.png)",
+        "",
+    ]
+    (out / "README.md").write_text("\n".join(page), "utf-8")
+
+
+_METHOD = """One silo learns some classes of the data set; the public expert, from which LoRA starts, saw the others.
+Each expert is audited by the code that a worker runs, with {held} units held out: AUC and the share of members found
+are those of the strongest attack, near copies the larger share by pixels or by features. FID and KID are taken in the
+features of a small classifier, against test images of the silo's classes. Brackets: 95% intervals over units, samples
+and reference images, of one training each. `leaks.csv` has every figure, with times and commits."""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _shown(figure: Figure, digits: int = 3) -> str:
+    bounds = "" if figure.low is None else f" [{figure.low:.{digits}f}, {figure.high:.{digits}f}]"
+    return f"{figure.value:.{digits}f}{bounds}"
+
+
+def _draw(path: Path, dataset: str, cells: Sequence[Cell], base: Mapping[str, Estimate]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.4), constrained_layout=True)
+    for axis, (name, label) in zip(
+        axes, (("auc", "AUC of the strongest attack"), ("copies", "near copies"), ("fid", "FID")), strict=True
+    ):
+        for choice, colour in _COLOURS.items():
+            found = sorted((each for each in cells if each.choice == choice), key=lambda each: each.images)
+            if found:
+                values = [each.figures[name] for each in found]
+                low = [max(each.value - (each.value if each.low is None else each.low), 0) for each in values]
+                high = [max((each.value if each.high is None else each.high) - each.value, 0) for each in values]
+                axis.errorbar(
+                    [each.images for each in found],
+                    [each.value for each in values],
+                    yerr=[low, high],
+                    color=colour,
+                    label=CHOICES[choice].label,
+                    marker="o",
+                    ms=4,
+                    capsize=2.5,
+                )
+        axis.set(xlabel="images of the silo", ylabel=label, xscale="log")
+        axis.grid(alpha=0.25)
+    axes[0].axhline(0.5, color="grey", lw=1, ls=":")
+    axes[2].axhline(base["fid"].value, color="grey", lw=1, ls=":", label="the public expert")
+    handles, labels = axes[2].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=3)
+    figure.suptitle(f"What an expert remembers: {dataset}")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)

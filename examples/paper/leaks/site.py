@@ -1,0 +1,242 @@
+"""A silo of the table: its images, those held out, and an expert trained and audited as a site does.
+
+The audit is the one that a worker runs, `silo.audit.measuring.audit_expert`, with the plan's recipe and the same
+jobs; only Flower and the federation's documents are left out.
+"""
+
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddm.audit.attacks import Target
+from ddm.audit.running import draw_samples
+from ddm.diffusion.path import path_named
+from ddm.encoders.pca import PcaEncoder
+from ddm.evaluation.classifier import Classifier, train_classifier
+from ddm.evaluation.intervals import Estimate
+from ddm.evaluation.metrics import Side, measure
+from ddm.loading.plan import PlanFiles
+from ddm.models import load_expert
+from ddm.partition.clustering import fit_clustering
+from ddm.privacy.plan_cost import paid_mechanisms
+from ddm.protocol.base import File, sha256_hex
+from ddm.protocol.weight_privacy import DpSgdMechanism
+from ddm.routers.sketch import Sketch
+from ddm.system.console import progress
+from ddm.training.config import Engine, TrainingSettings
+from ddm.training.job import JobFolder, discard
+from ddm.training.jobs import Wanted, train_job
+from ddm.training.planned import Base, PlannedExpert
+from examples.paper.leaks.choices import CHOICES, HELD_OUT, PUBLIC, Choice, plan_of
+from examples.paper.tables.data import Part, World
+from silo.audit.measuring import audit_expert
+from silo.audit.report import ExpertAudit
+from silo.audit.subject import Subject
+from silo.data.cohort import Cohort
+from silo.worker.training import wanted_job
+
+# Shape legend: N images of the silo, the last of them held out.
+
+NEIGHBOURS = 5
+_GROUPS, _DIMS, _RANK = 16, 32, 8
+_MOST_SAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set's parts.
+
+    Attributes:
+        learned: what silos learn; the first images are those of the smaller silos.
+        held: units held out, of the same classes.
+        public: images of other classes, which the public expert learns.
+            test: images of the silo's classes, which nothing was trained on.
+    """
+
+    learned: Tensor
+    held: Tensor
+    public: Tensor
+    test: Tensor
+
+    @classmethod
+    def of(cls, world: World, private_classes: tuple[int, ...]) -> "Data":
+        """Divide a data set: the silo has some of its classes, the public expert has seen the others alone."""
+
+        def private(part: Part) -> Tensor:
+            return torch.isin(part.label_N, torch.tensor(private_classes))
+
+        public, train, test = world.public, world.train, world.test
+        held = world.validation.images[private(world.validation)][:HELD_OUT]
+        return cls(train.images[private(train)], held, public.images[~private(public)], test.images[private(test)])
+
+
+def cohort_of(images: Tensor) -> Cohort:
+    """Return images as a cohort in which each is a unit of its own."""
+    return Cohort(images, sha256_hex(images.numpy().tobytes()), torch.arange(len(images)), len(images), None)
+
+
+@dataclass(frozen=True)
+class Silo:
+    """A silo of one size, and one way to train.
+
+    Attributes:
+        workshop: what all silos of the data set share.
+        choice: how its expert is trained.
+        num: how many images it learns.
+    """
+
+    workshop: "Workshop"
+    choice: Choice
+    num: int
+
+    @cached_property
+    def cohort(self) -> Cohort:
+        """Its images, those held out last; an image is a unit."""
+        data = self.workshop.data
+        return cohort_of(torch.cat([data.learned[: self.num], data.held]))
+
+    @property
+    def folder(self) -> Path:
+        """Of everything that is kept of it."""
+        named = {choice: name for name, choice in CHOICES.items()}
+        return self.workshop.folder / f"{named[self.choice]}-{self.num}"
+
+    @property
+    def file(self) -> Path:
+        """The trained expert."""
+        return self.folder / "expert.safetensors"
+
+    @cached_property
+    def expert(self) -> PlannedExpert:
+        """What the plan says of its expert."""
+        units = self.cohort.num_units
+        plan = plan_of(self.workshop.world.data.shape, self.choice, units, self.workshop.share)
+        paid = None
+        if plan.expert.privacy:
+            found = paid_mechanisms(plan, units)["expert"]
+            paid = found if isinstance(found, DpSgdMechanism) else None
+        base = self.workshop.base if self.choice.lora else None
+        return PlannedExpert(plan, "north", 0, base, Engine(), stops=False, paid=paid)
+
+    def train(self) -> None:
+        """Train the expert, unless it is there."""
+        self.workshop.train(self.expert, self.cohort, torch.arange(self.num), self.file, self.choice.label)
+
+    def audit(self) -> ExpertAudit:
+        """Audit the expert as its site would."""
+        subject = Subject(
+            expert_id="north",
+            expert=self.expert,
+            file=self.file,
+            files=self.workshop.files,
+            inputs=self.cohort,
+            pixels=self.cohort.images,
+            learned_N=torch.arange(self.num),
+            held_N=torch.arange(self.num, self.cohort.num_units),
+            public=self.expert.base,
+            secret=b"a table has no secrets",
+            num_samples=_MOST_SAMPLES,
+            settings=TrainingSettings(),
+            folder=self.folder / "audit",
+            job=lambda name: JobFolder(self.folder / f"job-{name}"),
+            wanted=self._wanted,
+        )
+        with progress(f"auditing {self.choice.label}, {self.num} images") as tell:
+            found = audit_expert(subject, tell, lambda: False)
+        shutil.rmtree(subject.folder, ignore_errors=True)
+        return found
+
+    def judge(self, num_samples: int) -> dict[str, Estimate]:
+        """Return FID and KID of the expert's samples against test images."""
+        return self.workshop.judge(self.expert, self.file, num_samples)
+
+    def _wanted(self, expert: PlannedExpert, chosen: Tensor, folder: JobFolder) -> Wanted:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        return wanted_job(expert, self.cohort, chosen, folder)
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What all silos of one data set share.
+
+    Attributes:
+        data: the parts.
+        world: the data set.
+        folder: of everything that is kept.
+        share: of all steps.
+    """
+
+    data: Data
+    world: World
+    folder: Path
+    share: float
+
+    @cached_property
+    def files(self) -> PlanFiles:
+        """Encoder, clusters and sketch of public images; the audit looks at the encoder's features alone."""
+        images = self.world.public.images
+        encoder = PcaEncoder.fit(images, _DIMS)
+        features = encoder.encode(images)
+        clusters = fit_clustering(features, _GROUPS, 1, _GROUPS, seed=0)
+        return PlanFiles(encoder, clusters, Sketch.fit(images, clusters.groups(features), _RANK, _GROUPS))
+
+    @cached_property
+    def classifier(self) -> Classifier:
+        """The classifier whose features judge samples, trained once on public images of all classes."""
+        path = self.folder / "classifier.safetensors"
+        if not path.exists():
+            with progress("training the classifier on public images") as tell:
+                part = self.world.public
+                train_classifier(part.images, part.label_N, self.world.data, on_progress=tell).save(path)
+        return Classifier.load(path)
+
+    @cached_property
+    def reference(self) -> Side:
+        """The test images, as the classifier sees them."""
+        return Side.of(self.classifier.encode(self.data.test), NEIGHBOURS)
+
+    @cached_property
+    def base(self) -> Base:
+        """The public expert, trained once."""
+        path, images = self.folder / "base" / "expert.safetensors", self.data.public
+        self.train(self.public_expert, cohort_of(images), torch.arange(len(images)), path, PUBLIC.label)
+        return Base(path.parent, File.of(path.name, path))
+
+    @cached_property
+    def public_expert(self) -> PlannedExpert:
+        """What is trained on the public images."""
+        plan = plan_of(self.world.data.shape, PUBLIC, len(self.data.public), self.share)
+        return PlannedExpert(plan, "public", 0, None, Engine())
+
+    def train(self, expert: PlannedExpert, cohort: Cohort, chosen: Tensor, path: Path, label: str) -> None:
+        """Train an expert as a job, from its last checkpoint where there is one; does nothing if it is there."""
+        if path.exists():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = JobFolder(path.parent / "job")
+        folder.path.mkdir(exist_ok=True)
+        with progress(f"training {label}, {len(chosen)} images") as tell:
+            train_job(
+                wanted_job(expert, cohort, chosen, folder),
+                folder,
+                TrainingSettings(),
+                path,
+                on_progress=lambda told: tell(told.step, told.num_steps),
+                should_stop=lambda: False,
+            )
+        discard(folder)
+
+    def judge(self, expert: PlannedExpert, file: Path, num_samples: int) -> dict[str, Estimate]:
+        """Return FID and KID of an expert's samples against test images."""
+        plan = expert.plan
+        network = load_expert(plan.expert.architecture, plan.expert_shape, file.parent, File.of(file.name, file))
+        path = path_named(plan.objective.ensemble_path)
+        target = Target(network, path, "velocity", torch.device("cpu"))
+        blocks = draw_samples(target, path, plan.expert_shape, None, num_samples, 0, lambda num: None)
+        images = torch.cat(list(blocks)).clamp(-1.0, 1.0)
+        found, _ = measure(Side.of(self.classifier.encode(images), NEIGHBOURS), self.reference)
+        return {name: found[name] for name in ("fid", "kid")}
