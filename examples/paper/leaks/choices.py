@@ -9,7 +9,7 @@ from examples.benchmarks.support.plan import small_plan
 HELD_OUT = 300
 DELTA = 1e-5
 _PATCHES = 4  # along either side, whatever the resolution: 16 tokens
-_DRAWS = 4
+_DRAWS = 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def plan_of(shape: tuple[int, ...], choice: Choice, num_units: int, share: float
         privacy = DpSgd(
             epsilon=choice.epsilon,
             delta=DELTA,
-            units_per_step=min(num_units // 4, 256),
+            units_per_step=min(num_units // 4, 128),
             images_per_unit=1,
             draws=_DRAWS,
         )
