@@ -1,0 +1,94 @@
+"""The table of what experts remember: who learns what, what is kept, and what is written."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddm.evaluation.intervals import Estimate
+from examples.paper.leaks import __main__ as leaks
+from examples.paper.leaks.choices import CHOICES, plan_of
+from examples.paper.leaks.results import Cell, write_report
+from examples.paper.leaks.site import Data, Silo, Workshop
+from examples.paper.tables.data import Part, World
+from examples.paper.tables.results import Figure
+
+SHAPE = (1, 8, 8)
+
+
+def part(num: int, seed: int) -> Part:
+    images = torch.randn((num, *SHAPE), generator=torch.Generator().manual_seed(seed)).clamp(-1, 1)
+    return Part(images, torch.arange(num) % 4)
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World("made", part(400, 0), part(300, 1), part(800, 2), part(200, 3))
+
+
+def cell(choice: str, images: int, auc: float) -> Cell:
+    found = Figure(value=auc, low=auc - 0.05, high=auc + 0.05)
+    figures = dict.fromkeys(("auc", "tpr", "copies", "fid", "kid"), found)
+    return Cell(
+        choice=choice,
+        images=images,
+        steps=3,
+        verdict="pass",
+        reason="made",
+        figures=figures,
+        noise_multiplier=None,
+        training_s=1.0,
+        audit_s=2.0,
+        commit="0",
+        hardware="made",
+        utc="2026-01-01",
+    )
+
+
+def test_public_expert_sees_no_class_of_the_silo_and_nobody_learns_the_units_held_out(world: World) -> None:
+    data = Data.of(world, (1, 2))
+    assert len(data.learned) == 200 and len(data.held) == 300 and len(data.public) == 150 and len(data.test) == 100
+    silo = Silo(Workshop(data, world, Path("unused"), 1.0), CHOICES["whole"], 50)
+    assert torch.equal(silo.cohort.images[:50], data.learned[:50]) and torch.equal(silo.cohort.images[50:], data.held)
+
+
+def test_private_choices_are_paid_for_all_units_and_half_the_epsilon_takes_more_noise(world: World) -> None:
+    data = Data.of(world, (1, 2))
+    whole = Workshop(data, world, Path("unused"), 1.0)
+    plans = {name: plan_of(SHAPE, choice, 350) for name, choice in CHOICES.items()}
+    assert {name for name, plan in plans.items() if plan.expert.privacy} == {"lora-8", "lora-2"}
+    whole.__dict__["base"] = None
+    paid = [Silo(whole, CHOICES[name], 50).expert.paid for name in ("lora-8", "lora-2")]
+    assert paid[0] and paid[1] and paid[1].noise_multiplier > 2 * paid[0].noise_multiplier
+    assert paid[0].rate == pytest.approx((350 // 4) / 350)
+
+
+def test_page_and_figures_show_every_row_in_the_order_of_images(tmp_path: Path) -> None:
+    estimate = {"fid": Estimate(9.0, 8.0, 10.0), "kid": Estimate(1.0, 0.5, 1.5)}
+    write_report(tmp_path, "made", [cell("lora", 300, 0.6), cell("whole", 100, 0.9)], estimate, "the command", 0.5)
+    page = (tmp_path / "README.md").read_text("utf-8")
+    assert page.index("all weights") < page.index("LoRA  ") and "the command" in page and "0.5 of their steps" in page
+    assert "0.900 [0.850, 0.950]" in page
+    with (tmp_path / "leaks.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["choice"], float(row["auc"])) for row in rows] == [("lora", 0.6), ("whole", 0.9)]
+    assert (tmp_path / "leaks.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_a_run_measures_each_expert_once_and_an_overfitted_one_is_found(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(leaks, "read_world", lambda name, path: world)
+    words = ["leaks", "--dataset", "fashion-mnist", "--data", "x", "--out", str(tmp_path), "--images", "60"]
+    monkeypatch.setitem(leaks.PRIVATE_CLASSES, "fashion-mnist", (1, 2))
+    monkeypatch.setattr("sys.argv", [*words, "--choices", "whole", "lora-2", "--samples", "300"])
+    leaks.main()
+    page = (tmp_path / "README.md").read_text("utf-8")
+    whole, private = (float(found) for found in re.findall(r"(?:fail|pass|inconclusive) +(\d\.\d+)", page))
+    assert whole > 0.9 > 0.7 > private
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
+    leaks.main()
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
