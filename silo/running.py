@@ -47,7 +47,6 @@ class Narrator:
         if state.problem:
             _log.warning("[%s] %s - %s", self._silo_id, state.problem.message, state.problem.remedy)
 
-
     def _steps(self, state: State) -> str:
         """Say how far it is; an audit counts evaluations of the experts."""
         note = read_note(self._private)

@@ -9,7 +9,6 @@ from math import nan
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -147,6 +146,8 @@ def assign(
         fine_N[rows_B] = files.clusters.assign(files.encoder.encode(Selected(images, rows_B), tell, lost=nan))
         tell(len(rows_B), num)
     coarse_N, group_N = files.clusters.coarse_F[fine_N], files.clusters.group_F[fine_N]
+    import pandas as pd  # takes a second, which most starts need not wait
+
     frame = pd.DataFrame(
         {
             "index": np.arange(len(cohort.images)),
@@ -168,6 +169,8 @@ def read_assignment(cohort: Cohort, files: PlanFiles, cohort_path: Path) -> Tens
     Raises:
         DataError: no table, or one of other images or of another plan's centroids.
     """
+    import pandas as pd
+
     expected = f"the assignment of {len(cohort.images)} images to this plan's centroids"
     sources = {"dataset_digest": cohort.digest, "centroids": _fingerprint(files)}
     try:
