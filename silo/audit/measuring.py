@@ -25,8 +25,9 @@ from ddm.protocol.base import File
 from ddm.training.job import discard
 from ddm.training.jobs import train_job
 from ddm.training.loop import Progress
+from silo.audit.document import ExpertAudit
 from silo.audit.parts import CHUNK, Parts
-from silo.audit.report import ExpertAudit, cannot_judge, expert_audit
+from silo.audit.report import cannot_judge, expert_audit
 from silo.audit.subject import Side, Subject
 from silo.audit.worst import keep_worst
 
