@@ -20,6 +20,7 @@ from ddm.training.config import TrainingSettings
 
 _CONTAINER = "container"  # in the environment of every container that follows systemd's container interface
 LEDGER = "ledger.jsonl"
+AUDIT_REPORT = "audit.json"
 _INBOX_SLACK_BYTES = 128 * 1024**2  # metadata of plans that do not verify yet, receipts
 
 
@@ -211,6 +212,10 @@ class Site:
     def private(self) -> Path:
         """Keys, ledger, state, checkpoints, trust: the worker's alone."""
         return self.path / "private"
+
+    def work_folder(self, plan_id: str) -> Path:
+        """Where it works on a plan; there from acceptance on, also after the work is done."""
+        return self.private / "checkpoints" / plan_id
 
     @property
     def courier(self) -> Path:

@@ -187,7 +187,7 @@ def make_card(
     patients: int | None = None,
     advance: Callable[[int], None] = lambda done: None,
 ) -> bytes:
-    """Return this silo's public keys and agreed size, sealed with its own signing key; the site keeps a copy.
+    """Return this silo's public keys, agreed size and most epsilon, sealed with its signing key; the site keeps a copy.
 
     Args:
         site: the silo's folder.
@@ -203,6 +203,7 @@ def make_card(
     """
     card = Card(
         agreed=_agreed(site, images, patients, advance),
+        max_epsilon=site.policy().privacy.max_epsilon,
         silo_id=site.settings().silo_id,
         signing_key=str(key.public),
         node_key=(site.courier / "node.pub").read_text("utf-8").strip(),

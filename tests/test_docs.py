@@ -155,7 +155,9 @@ def test_commands_page_names_exactly_the_flags_of_a_verb() -> None:
 
 def test_commands_page_names_exactly_what_status_prints_for_scripts() -> None:
     (row,) = (line for line in section(COMMANDS, "### silo status").splitlines() if line.startswith("| `--json`"))
-    told = Status("north", "/srv/north", State(), False, False, pause=None, approved=False, note=None, waiting=None)
+    told = Status(
+        "north", "/srv/north", State(), False, False, None, approved=False, note=None, waiting=None, audit=None
+    )
     assert re.findall(r"`(\w+)`", row) == list(told.as_json())
 
 

@@ -114,6 +114,7 @@ def costs(draft: "Draft") -> str:
 
 def _weights(made: "Plan") -> list[tuple[str, str]]:
     """Return how private the experts' weights are, and what has no privacy."""
+    from aggregator.planning.cost import private_step
     from ddm.privacy.accounting import noise_multiplier_for  # takes seconds
 
     private = made.expert.privacy
@@ -123,9 +124,16 @@ def _weights(made: "Plan") -> list[tuple[str, str]]:
     most = max(agreed.units(made.statistics.unit) or 1 for agreed in made.agreed.values())
     rate, steps = private.rate(most), made.expert.training.num_steps
     noise = noise_multiplier_for(private.epsilon, private.delta, rate, steps)
+    step = private_step(made)
     return [
         ("expert weights", f"DP-SGD: {terms}"),
         ("its noise", f"{noise:.3g} x clip of {private.clip:g} for {most} {made.statistics.unit}s, more for fewer"),
+        ("its sampling", f"{round(rate * most)} of {most} a step, each by chance, with probability {rate:.3g}"),
+        (
+            "a private step",
+            f"about {step.samples:.4g} samples, each {step.slower:g} times as slow as in a plain step: "
+            f"{step.factor:.3g} times a plain step of {made.expert.training.batch_size}",
+        ),
         ("all together", f"epsilon {made.spends.epsilon:g}, delta {made.spends.delta:g} at most"),
         ("without privacy", "number of units"),
     ]

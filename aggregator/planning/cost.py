@@ -14,12 +14,15 @@ from ddm.loading.plan import sketch_noise_level
 from ddm.models import build_expert, count_flops, empty_expert, num_parameters
 from ddm.privacy.plan_cost import plan_epsilon
 from ddm.protocol.footprint import expert_size, training_bytes
-from ddm.protocol.plan import Plan, TextCondition, most_experts
+from ddm.protocol.plan import LoraAdaptation, Plan, TextCondition, most_experts
 from ddm.routers.sketch import Sketch
 from ddm.training.config import Engine
 from ddm.training.loop import train
 
 TIMED_STEPS = 12
+# A sample of a private step beside one of a plain step: gradients of single units by copies of LoRA factors, else by a
+# loop, the slowest that ADR 0057 measured of each.
+_COPIES, _LOOP = 1.1, 2.3
 MOST_TIMED_FLOPS = 10**13  # about two minutes of one thread: a larger expert need not even fit this machine's memory
 
 
@@ -37,7 +40,7 @@ class Cost:
         training_bytes: estimated memory of a training step, weights and optimiser included.
         sampling_bytes: estimated memory of evaluating one sample, weights included.
         num_experts: most experts that a silo may have.
-        train_s: seconds that training all of these would take here, one thread.
+        train_s: seconds that training all of these would take here, one thread; of private training about.
         timed: whether a few training steps were measured for it; else it follows from the operations, and from the
             rate of this machine's matrix products.
     """
@@ -78,9 +81,39 @@ def cost_of(plan: Plan, sketch: Sketch, seen: Tensor) -> Cost:
         training_bytes=training_bytes(plan),
         sampling_bytes=size.bytes + size.forward_bytes(1),
         num_experts=num_experts,
-        train_s=num_experts * one_s,
+        train_s=num_experts * one_s * (private_step(plan).factor if plan.expert.privacy else 1.0),
         timed=timed,
     )
+
+
+@dataclass(frozen=True)
+class PrivateStep:
+    """What a step of private training computes, beside a plain one of `batch_size` samples.
+
+    Attributes:
+        samples: in a step, on average: units, times images, times draws.
+        slower: how many times as long a sample takes as in a plain step, by the table of ADR 0057.
+        factor: how many times as long a step takes.
+    """
+
+    samples: float
+    slower: float
+    factor: float
+
+
+def private_step(plan: Plan) -> PrivateStep:
+    """Return what a step of a plan that trains privately computes at the silo whose units have most images.
+
+    Raises:
+        ValueError: the plan does not.
+    """
+    if (terms := plan.expert.privacy) is None:
+        raise ValueError("the plan does not train privately")
+    units = max(each.units(plan.statistics.unit) for each in plan.agreed.values())
+    images = max(each.images / each.units(plan.statistics.unit) for each in plan.agreed.values())
+    samples = min(units, terms.units_per_step) * min(images, terms.images_per_unit) * terms.draws
+    slower = _COPIES if isinstance(plan.expert.adaptation, LoraAdaptation) else _LOOP
+    return PrivateStep(samples, slower, slower * samples / plan.expert.training.batch_size)
 
 
 def _rate() -> float:

@@ -78,8 +78,9 @@ def draft_plan(
         remedy = "Enroll the silo that joins (aggregator enroll), or let one train again: --replace SILO."
         got = f"{', '.join(enrolled)}, all carried over"
         raise SetupError("plan", expected="at least one silo that trains", got=got, remedy=remedy)
-    agreed = {silo_id: card.agreed for silo_id, card in cards_for_next_plan(federation, silos).items()}
-    check_feasible(recipe, agreed)
+    stated = cards_for_next_plan(federation, silos)
+    agreed = {silo_id: card.agreed for silo_id, card in stated.items()}
+    check_feasible(recipe, agreed, {silo_id: card.max_epsilon for silo_id, card in stated.items()})
     if isinstance(public, Carrying):
         kept = kept_columns(federation, public.plan.plan_id)
         check_carried(kept, recipe)

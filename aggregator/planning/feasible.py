@@ -18,26 +18,28 @@ Broken = tuple[str, str, str, str]
 """Subject, what was expected, what was found, what to do."""
 
 
-def check_feasible(recipe: Recipe, agreed: Mapping[str, Agreed]) -> None:
+def check_feasible(recipe: Recipe, agreed: Mapping[str, Agreed], max_epsilon: Mapping[str, float | None]) -> None:
     """Refuse a recipe whose plan every silo, or intake, would refuse later.
 
     Args:
         recipe: what the operator asks for.
         agreed: the most that each silo which trains may bring, as its card states.
+        max_epsilon: the most that a plan may spend there, where a card states it.
 
     Raises:
         SetupError: names the field, what it must be and what to do.
         PolicyError: the statistics cost more than the total that the recipe states.
     """
     check_statistics(recipe.statistics, "recipe, statistics")
-    for subject, expected, got, remedy in broken(recipe, agreed):
+    for subject, expected, got, remedy in broken(recipe, agreed, max_epsilon):
         raise SetupError(f"recipe, {subject}", expected=expected, got=got, remedy=remedy)
 
 
-def broken(recipe: Recipe, agreed: Mapping[str, Agreed]) -> Iterator[Broken]:
+def broken(recipe: Recipe, agreed: Mapping[str, Agreed], max_epsilon: Mapping[str, float | None]) -> Iterator[Broken]:
     """Yield every rule that a recipe breaks."""
     yield from _too_few_steps(recipe)
     yield from _too_few_images(recipe, agreed)
+    yield from _too_much_epsilon(recipe, max_epsilon)
     yield from _too_small_limits(recipe)
 
 
@@ -83,6 +85,24 @@ def _too_few_images(recipe: Recipe, agreed: Mapping[str, Agreed]) -> Iterator[Br
             "Lower partition.min_images; or agree on more images with these silos (silo enroll --images, then "
             "aggregator enroll); or take them out (aggregator remove).",
         )
+
+
+def _too_much_epsilon(recipe: Recipe, max_epsilon: Mapping[str, float | None]) -> Iterator[Broken]:
+    """Find silos whose policy lets a plan spend less on router and experts together."""
+    router, private = recipe.statistics.total.epsilon, recipe.expert.privacy
+    spends = router + (private.epsilon if private else 0.0)
+    stated = {silo_id: most for silo_id, most in max_epsilon.items() if most is not None}
+    if not (short := {silo_id: most for silo_id, most in stated.items() if most < spends}):
+        return
+    yield (
+        "statistics.total.epsilon" + " and expert.privacy.epsilon" * (private is not None),
+        f"at most what every silo lets a plan spend by its card: {min(short.values()):g}",
+        f"{spends:g}"
+        + (f", {router:g} for the router and {private.epsilon:g} for the experts" if private else "")
+        + f"; by their cards {', '.join(f'{name} allows {most:g}' for name, most in short.items())}"[:400],
+        "Spend less; or agree on more with these silos (privacy.max_epsilon in their policy.toml, then silo enroll and "
+        "aggregator enroll); or take them out (aggregator remove).",
+    )
 
 
 def _too_small_limits(recipe: Recipe) -> Iterator[Broken]:

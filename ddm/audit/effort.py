@@ -10,7 +10,7 @@ SHARE = 0.1
 SAMPLE_STEPS = 20
 _REFERENCE, _FEWEST_REFERENCE = 0.03, 50
 _CONTROL, _FEWEST_CONTROL, _MOST_CONTROL = 0.01, 60, 2000
-_MOST_IMAGES, _FEWEST_SAMPLES = 4, 500
+MOST_IMAGES, _FEWEST_SAMPLES = 4, 500
 _CONTROL_UNITS = 16
 
 
@@ -47,7 +47,7 @@ def effort_of(training: Training, num_units: int, most_samples: int, *, referenc
     total = SHARE * 3 * training.num_steps * training.batch_size
     left = total - 3 * (steps + control) * training.batch_size
     each = 3 * CALLS * num_units  # the expert, the reference and the overfitted copy
-    images = min(max(int(left / 2 / each), 1), _MOST_IMAGES) if num_units else 1
+    images = min(max(int(left / 2 / each), 1), MOST_IMAGES) if num_units else 1
     samples = int((left - images * each) / SAMPLE_STEPS)
     num = min(max(samples, _FEWEST_SAMPLES), most_samples)
     return Effort(steps, control, _CONTROL_UNITS, images, num)

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from ddm.audit.membership import Membership
 from ddm.evaluation.intervals import Estimate
-from ddm.protocol.plan import Audit
+from ddm.protocol.limits import Audit, Verdict
 
-Verdict = Literal["pass", "fail", "inconclusive"]
 _ENOUGH_COPIES = 0.9
 
 

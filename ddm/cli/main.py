@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ddm.cli.assemble import assemble
+from ddm.cli.audits import audit_lines, audits_as_json
 from ddm.cli.distill import distill
 from ddm.cli.evaluate import evaluate
 from ddm.cli.log import log
@@ -61,6 +62,7 @@ def verify(
         by = "by the key you pinned" if silo_id in pinned else "by the key that targets enrolled for this silo"
         say(f"  silo {silo_id:<9} signed {by}: {fingerprint}")
     _say_lowered(opened)
+    _say_audits(opened)
     warn_if_expired(opened)
 
 
@@ -75,7 +77,8 @@ def info(
     """Show what a release holds: silos, experts, privacy, router; verifies first."""
     opened = verification.open(release)
     if as_json:
-        say(json.dumps(opened.manifest.model_dump(mode="json"), indent=2))
+        whole = opened.manifest.model_dump(mode="json") | {"audits": audits_as_json(opened)}
+        say(json.dumps(whole, indent=2))
         warn_if_expired(opened)
         return
     manifest, plan = opened.manifest, opened.plan
@@ -110,6 +113,7 @@ def info(
     say(table(rows, (who, f"{plan.statistics.unit}s", "experts", "prior", "epsilon", "delta", "audit", "isolation")))
     _say_grown(opened)
     _say_lowered(opened)
+    _say_audits(opened)
     _say_calibration(opened)
     if manifest.private_experts:
         covered = "a silo's epsilon covers these and the router's inputs, together"
@@ -161,6 +165,12 @@ def _say_calibration(opened: Release) -> None:
     if rows := calibration_rows(calibration_bands(manifest.evaluation)):
         heads = (f"router {manifest.router.kind}", "expected calibration error, 95%", "at temperature 1")
         say("\n" + table(rows, heads))
+
+
+def _say_audits(opened: Release) -> None:
+    """Say what each silo's audit found, and who answers for experts that leave without a pass."""
+    for line in audit_lines(opened):
+        say(f"  {line}")
 
 
 def _say_lowered(opened: Release) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from ddm.protocol.base import Digest, Document, KeyText, Model, PositiveInt, ShortText, SiloId, Time, Unit
+from ddm.protocol.base import Digest, Document, Epsilon, KeyText, Model, PositiveInt, ShortText, SiloId, Time, Unit
 
 Agreement = Annotated[int, Field(ge=2, lt=2**53)]
 # The verifier key of a signed note: name+hash+key.
@@ -49,13 +49,18 @@ class Agreed(Model):
 
 
 class Card(Document):
-    """A silo's public keys and its agreed size, sealed with its signing key as proof of possession."""
+    """A silo's public keys and its agreed size, sealed with its signing key as proof of possession.
+
+    `max_epsilon` is the most that its policy lets one plan spend, when the card was made; a silo still holds each plan
+    against its policy. Cards of before leave it out.
+    """
 
     format: Literal["archipelago/card/1"] = "archipelago/card/1"
     silo_id: SiloId
     signing_key: KeyText
     node_key: Annotated[str, StringConstraints(pattern=r"^ecdsa-sha2-nistp(256|384) [A-Za-z0-9+/=]{1,400}$")]
     agreed: Agreed
+    max_epsilon: Annotated[Epsilon | None, Field(exclude_if=lambda most: most is None)] = None
     created_at: Time
 
 

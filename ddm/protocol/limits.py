@@ -1,10 +1,13 @@
 """What a plan demands of the leak audit, and bounds on what a silo's part may take. A part of the plan."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ddm.protocol.base import Model, NumBytes, NumImages
+
+Verdict = Literal["pass", "fail", "inconclusive"]
+"""What an audit says of an expert, before anybody answers for it."""
 
 
 class Audit(Model):

@@ -65,7 +65,7 @@ class PublishedSilo(Model):
     key_fingerprint: Digest
     epsilon: Annotated[Epsilon | None, Field(exclude_if=lambda epsilon: epsilon is None)] = None
     delta: Annotated[Delta | None, Field(exclude_if=lambda delta: delta is None)] = None
-    audit: Literal["pass", "waived", "fail", "none"]
+    audit: Literal["pass", "waived", "fail", "bounded", "none"]
     isolation: Literal["none", "users", "containers"]
     admitted: bool = False
     units: PositiveInt

@@ -183,16 +183,23 @@ class Waiver(Responsible):
 
 
 class AuditVerdict(Model):
-    """The verdict of the leak audit; one that was inconclusive is `waived`, or nothing leaves."""
+    """The verdict of the leak audit; one that was inconclusive is `waived`, or nothing leaves.
 
-    verdict: Literal["pass", "waived", "fail"]
-    digest: Digest
+    Of privately trained experts nothing that was measured leaves, not even a digest: `bounded` says that their epsilon
+    stands in its place.
+    """
+
+    verdict: Literal["pass", "waived", "fail", "bounded"]
+    digest: Annotated[Digest | None, Field(exclude_if=lambda digest: digest is None)] = None
     waiver: Waiver | None = None
 
     @model_validator(mode="after")
     def _waived_means_waiver(self) -> "AuditVerdict":
         if (self.verdict == "waived") != (self.waiver is not None):
             needed = "a waiver" if self.waiver is None else "no waiver"
+            raise ValueError(f"the verdict {self.verdict} needs {needed}")
+        if (self.verdict == "bounded") != (self.digest is None):
+            needed = "the report's digest" if self.digest is None else "no digest"
             raise ValueError(f"the verdict {self.verdict} needs {needed}")
         return self
 
@@ -255,6 +262,14 @@ class Submission(Document):
             raise ValueError(f"approval.despite_fail stands beside a failed audit alone: {needed}")
         if leaves and released and leaves.kind != "person":
             raise ValueError(f"a failed audit needs the approval of a person, got {leaves.kind}")
+        return self
+
+    @model_validator(mode="after")
+    def _verdict_says_no_more_than_epsilon(self) -> "Submission":
+        private = {not isinstance(expert.privacy, NoWeightPrivacy) for expert in self.experts}
+        if private != {self.audit.verdict == "bounded"}:
+            expected = "bounded where experts were trained privately, all of them, and only there"
+            raise ValueError(f"audit.verdict must be {expected}, got {self.audit.verdict}")
         return self
 
     @model_validator(mode="after")

@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 
 from aggregator.config import Federation
 from aggregator.intake.inventory import Inventory, take_inventory
 from ddm.system.console import human_bytes, table
+from silo.audit.document import read_report
+from silo.config import AUDIT_REPORT, Site
 
 SILOS = ("north", "east", "west")
 
@@ -34,9 +37,20 @@ def _left(out: Path, inventory: Inventory, silo: str) -> dict[str, object]:
         "delta": submission.spent.delta,
         "bytes_left": sum(path.stat().st_size for path in sent),
         "audit": submission.audit.verdict,
+        "audit_found": _found(Site(out / silo), inventory.plan.plan_id),
         "isolation": submission.isolation,
         "approval": submission.approval.kind if submission.approval else None,
     }
+
+
+def _found(site: Site, plan_id: str) -> str:
+    """Return the verdict of the site's own audit and its reason; of one that holds nothing out, how many would do."""
+    report, terms = read_report(site.work_folder(plan_id) / AUDIT_REPORT), site.policy().audit
+    found = f"{report.verdict}: {report.reason}"
+    if report.num_holdout_units == 0:
+        enough = ceil(terms.min_holdout_units / terms.holdout_share)
+        found += f"; a share of {terms.holdout_share:g} is held out from {enough} images on"
+    return found
 
 
 def _text(summary: dict[str, object]) -> str:
@@ -56,6 +70,9 @@ def _text(summary: dict[str, object]) -> str:
     parts.append(
         "What left each silo\n" + table(rows, ("silo", "images", "epsilon", "bytes left", "audit", "approved by"))
     )
+
+    found = [(silo, row["audit_found"]) for silo, row in silos.items()]
+    parts.append("What the leak audit found, which stays at each site\n" + table(found, ("silo", "verdict")))
 
     seconds: dict[str, float] = summary["seconds"]  # type: ignore[assignment]
     parts.append("Seconds\n" + table([(name, f"{value:.1f}") for name, value in seconds.items()], ("stage", "s")))

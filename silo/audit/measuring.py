@@ -25,14 +25,15 @@ from ddm.protocol.base import File
 from ddm.training.job import discard
 from ddm.training.jobs import train_job
 from ddm.training.loop import Progress
+from silo.audit.document import ExpertAudit
 from silo.audit.parts import CHUNK, Parts
-from silo.audit.report import ExpertAudit, cannot_judge, expert_audit
+from silo.audit.report import cannot_judge, expert_audit
 from silo.audit.subject import Side, Subject
 from silo.audit.worst import keep_worst
 
 # Shape legend: N images learned, H held out, S samples, B of a block, K neighbours.
 
-_BLURRED, _BLUR = 128, 0.01  # of the range
+BLURRED, _BLUR = 128, 0.01  # of the range
 _SPACES = ("pixels", "features")
 
 
@@ -216,7 +217,7 @@ def _neighbours(subject: Subject, parts: Parts, meter: _Meter) -> Mapping[str, T
     def make() -> Mapping[str, Tensor]:
         images, encoder, plan = subject.pixels, subject.files.encoder, subject.plan
         random = torch.Generator().manual_seed(subject.seed + 3)
-        picked = torch.randperm(len(subject.learned_N), generator=random)[:_BLURRED]
+        picked = torch.randperm(len(subject.learned_N), generator=random)[:BLURRED]
         blurred = images[torch.sort(subject.learned_N[picked]).values]
         low, high = plan.data.range
         blurred = blurred + _BLUR * (high - low) * torch.randn(blurred.shape, generator=random)

@@ -1,82 +1,19 @@
-"""The audit's report and gate: experts leave with a pass, a waiver where it cannot tell, or a person after a fail."""
+"""The audit's report and gate: experts leave with a pass, a waiver where it cannot tell, or a person after a fail.
 
-import secrets
+No gate stands before privately trained experts: whether they leave, and the word that leaves with them, would depend on
+the images beyond their epsilon. Their report is for the people of the site.
+"""
+
 from datetime import datetime
-from typing import Annotated, Literal
-
-from pydantic import Field
 
 from ddm.audit.membership import Membership
-from ddm.audit.verdict import Findings, Verdict, judge, too_few
+from ddm.audit.verdict import Findings, judge, too_few
 from ddm.errors import AuditError
-from ddm.evaluation import intervals
-from ddm.protocol.base import Digest, Document, ExpertId, Model, NaturalInt, PlanId, ShortText
-from ddm.protocol.plan import Audit
+from ddm.evaluation.intervals import Estimate
+from ddm.protocol.limits import Audit, Verdict
 from ddm.protocol.submission import AuditVerdict, Waiver
+from silo.audit.document import AuditReport, ExpertAudit, Figure
 from silo.config import AuditPolicy
-
-_Share = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Figure(Model):
-    """A measured share, with its 95% interval."""
-
-    name: ShortText
-    value: _Share
-    low: _Share
-    high: _Share
-
-    @classmethod
-    def of(cls, name: str, estimate: intervals.Estimate) -> "Figure":
-        """Write an estimate down."""
-        return cls(name=name, value=estimate.value, low=estimate.low, high=estimate.high)
-
-
-class ExpertAudit(Model):
-    """What was measured on one expert.
-
-    Attributes:
-        verdict: on it.
-        reason: for it.
-        num_members: units trained on that were attacked.
-        num_holdout_units: units held out that are no duplicates of training images.
-        auc: of each attack.
-        tpr: share of members that each attack finds at 1% false positives.
-        copies: share of samples that are near copies, by space.
-        control: the largest AUC on the overfitted copy.
-        unseen: whether an expert that learned neither side takes them for the same.
-        num_samples: drawn.
-    """
-
-    expert_id: ExpertId
-    verdict: Verdict
-    reason: ShortText
-    num_members: NaturalInt = 0
-    num_holdout_units: NaturalInt
-    auc: Annotated[tuple[Figure, ...], Field(max_length=256)] = ()
-    tpr: Annotated[tuple[Figure, ...], Field(max_length=256)] = ()
-    copies: Annotated[tuple[Figure, ...], Field(max_length=16)] = ()
-    control: Figure | None = None
-    unseen: bool | None = None
-    num_samples: NaturalInt = 0
-
-
-class AuditReport(Document):
-    """The measurement and its verdict. Stays on the site; only its digest leaves, which `salt` makes a blank number.
-
-    Attributes:
-        num_holdout_units: of the site.
-        salt: random, so that nobody can try reports against the digest.
-        experts: each expert's audit, where there was one.
-    """
-
-    format: Literal["archipelago/audit/1"] = "archipelago/audit/1"
-    plan_id: PlanId
-    verdict: Verdict
-    num_holdout_units: NaturalInt
-    reason: ShortText
-    salt: Digest = Field(default_factory=lambda: secrets.token_hex(32))
-    experts: Annotated[tuple[ExpertAudit, ...], Field(max_length=4096)] = ()
 
 
 def cannot_tell(plan_id: str, audit: Audit, num_holdout_units: int) -> AuditReport | None:
@@ -84,6 +21,16 @@ def cannot_tell(plan_id: str, audit: Audit, num_holdout_units: int) -> AuditRepo
     if not (reason := too_few(num_holdout_units, audit)):
         return None
     return AuditReport(plan_id=plan_id, verdict="inconclusive", num_holdout_units=num_holdout_units, reason=reason)
+
+
+def could_not_measure(plan_id: str, num_holdout_units: int, error: Exception) -> AuditReport:
+    """Return the report of an audit that broke off, where that must not show."""
+    return AuditReport(
+        plan_id=plan_id,
+        verdict="inconclusive",
+        num_holdout_units=num_holdout_units,
+        reason=f"the audit broke off: {error or type(error).__name__}".encode("utf-8", "replace").decode()[:400],
+    )
 
 
 def cannot_judge(expert_id: str, num_holdout_units: int, audit: Audit) -> ExpertAudit:
@@ -116,17 +63,21 @@ def expert_audit(expert_id: str, found: Findings, limits: Audit, num_samples: in
         reason=reason[:400],
         num_members=found.membership.num_members,
         num_holdout_units=found.num_holdout,
-        auc=tuple(Figure.of(each.name, each.auc) for each in attacks),
-        tpr=tuple(Figure.of(each.name, each.tpr) for each in attacks),
-        copies=tuple(Figure.of(space, share) for space, share in found.copies.items()),
+        auc=tuple(_figure(each.name, each.auc) for each in attacks),
+        tpr=tuple(_figure(each.name, each.tpr) for each in attacks),
+        copies=tuple(_figure(space, share) for space, share in found.copies.items()),
         control=_control(found.control),
         unseen=found.unseen,
         num_samples=num_samples,
     )
 
 
+def _figure(name: str, estimate: Estimate) -> Figure:
+    return Figure(name=name, value=estimate.value, low=estimate.low, high=estimate.high)
+
+
 def _control(control: Membership) -> Figure:
-    return Figure.of(control.worst.name, control.worst.auc)
+    return _figure(control.worst.name, control.worst.auc)
 
 
 def gate(report: AuditReport, policy: AuditPolicy, *, plan_digest: str, now: datetime) -> AuditVerdict:

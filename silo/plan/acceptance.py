@@ -61,7 +61,7 @@ def plan_folder(site: Site, plan_id: str) -> Path:
 def waiting_plans(site: Site) -> list[str]:
     """List the plans with a complete bundle in the inbox on which this site has never worked, oldest first."""
     found = [path.parent for path in site.inbox.glob("*/bundle") if re.fullmatch(PLAN_ID_PATTERN, path.parent.name)]
-    new = [path for path in found if not workspace_folder(site, path.name).exists()]
+    new = [path for path in found if not site.work_folder(path.name).exists()]
     return [path.name for path in sorted(new, key=lambda path: bundle_mark(site, path.name) or (0, 0))]
 
 
@@ -75,11 +75,6 @@ def bundle_mark(site: Site, plan_id: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return info.st_mtime_ns, info.st_ino
-
-
-def workspace_folder(site: Site, plan_id: str) -> Path:
-    """Where the site works on a plan; it exists from acceptance on, also after the work is done."""
-    return site.private / "checkpoints" / plan_id
 
 
 def receive_plan(

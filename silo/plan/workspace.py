@@ -7,8 +7,7 @@ from pathlib import Path
 from ddm.protocol.base import Document, ExpertId, NaturalInt, PlanId, PositiveInt
 from ddm.protocol.submission import ExpertTraining
 from ddm.training.job import JobFolder
-from silo.config import Site
-from silo.plan.acceptance import workspace_folder
+from silo.config import AUDIT_REPORT, Site
 
 
 class TrainingRecord(Document):
@@ -49,7 +48,7 @@ class Workspace:
     @property
     def audit_path(self) -> Path:
         """The `AuditReport`."""
-        return self.folder / "audit.json"
+        return self.folder / AUDIT_REPORT
 
     @property
     def held_path(self) -> Path:
@@ -73,6 +72,6 @@ class Workspace:
 
 def open_workspace(site: Site, plan_id: str) -> Workspace:
     """Return the folder in which this site works on `plan_id`, made if need be."""
-    folder = workspace_folder(site, plan_id)
+    folder = site.work_folder(plan_id)
     folder.mkdir(parents=True, exist_ok=True)
     return Workspace(folder)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from ddm.protocol.plan import Plan
 from ddm.protocol.submission import Submission, SubmittedStatistic, submission_path
 from ddm.protocol.weight_privacy import DpSgdPrivacy, NoWeightPrivacy
 from ddm.routers.moments import moments_noise_std
-from silo.audit.report import AuditReport
+from silo.audit.document import AuditReport, read_report
 from silo.config import Site
 from silo.decisions import DecisionLog, in_words
 from silo.plan.acceptance import AcceptedPlan, load_accepted
@@ -134,11 +135,8 @@ def gather(site: Site) -> Facts:
     accepted = load_accepted(site, draft.plan_id, state.plan_digest or "")
     previous = tuple(_previous(site, draft))
     report = None
-    try:
-        path = open_workspace(site, draft.plan_id).audit_path
-        report = AuditReport.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject="audit.json")
-    except ArchipelagoError:
-        pass  # the verdict stands in the draft
+    with suppress(ArchipelagoError):  # the verdict stands in the draft
+        report = read_report(open_workspace(site, draft.plan_id).audit_path)
     decisions = in_words(DecisionLog(site).entries)[: -MOST_DECISIONS - 1 : -1]
     return Facts(
         draft=draft,
@@ -221,8 +219,9 @@ def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
             yield "noise level of sketches, t", (f"{each.t_release:.6g}", "the plan's")
     waiver = document.audit.waiver
     words = f" by {waiver.role}: {waiver.reason}" if waiver else ""
-    yield "leak audit", (document.audit.verdict + words, "published")
-    yield "audit report, sha256", (document.audit.digest, "a digest")
+    yield "leak audit", (document.audit.verdict + words, "published" if document.audit.digest else "the plan's")
+    if document.audit.digest:
+        yield "audit report, sha256", (document.audit.digest, "a digest")
     yield (
         "ledger",
         (f"{document.ledger.num_entries} records, head {document.ledger.head_digest[:16]}", "a digest of each"),

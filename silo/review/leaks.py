@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ddm.evaluation.copies import SIDE
 from ddm.pages.pictures import inline
-from silo.audit.report import ExpertAudit, Figure
+from silo.audit.document import ExpertAudit, Figure
 from silo.audit.worst import read_worst
 from silo.config import Site
 from silo.plan.workspace import open_workspace

@@ -35,12 +35,16 @@ def _heading(facts: Facts) -> str:
     if draft.audit.waiver:
         waiver = draft.audit.waiver
         audit += f" until {waiver.expires_at:%Y-%m-%d} by {waiver.role}: {waiver.reason}"
+    elif draft.audit.verdict == "bounded":
+        audit += ", the epsilon of the experts, is all that leaves of it"
+    measured = f"{facts.audit.verdict}: {facts.audit.reason}" if facts.audit else "the report cannot be read"
     lines = [
         f"Submission {draft.sequence} of silo {draft.silo_id} for plan {draft.plan_id}",
         *([f"  REHEARSAL       {facts.rehearsal}"] if facts.rehearsal else []),
         f"  it costs        epsilon {spent.epsilon:g}, delta {spent.delta:g} per {spent.unit} ({spent.relation})",
         f"  budget          epsilon {budget.spent:.4g} of {budget.budget_epsilon:g} spent, {budget.left:.4g} left",
         f"  leak audit      {audit}",
+        f"  measured here   {measured}",
         f"  isolation       {draft.isolation}" + _isolation_note(draft.isolation),
         f"  later plans     {_CARRY_OVER[draft.carry_over]}",
         f"  ledger          {draft.ledger.num_entries} entries, head {draft.ledger.head_digest[:16]}",

@@ -8,21 +8,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddm.io.files import read_bounded, write_atomic
+from ddm.io.files import write_atomic
 from ddm.io.images import Images
 from ddm.io.tensors import TensorSpec, load_tensors, save_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.partition.layout import part_of_images
-from ddm.protocol.base import MAX_DOCUMENT_BYTES, now_utc
+from ddm.protocol.base import now_utc
 from ddm.protocol.plan import RandomPartition
 from ddm.protocol.submission import AuditVerdict
 from ddm.training.job import JobFolder
 from ddm.training.jobs import Wanted
 from ddm.training.planned import Base, PlannedExpert, public_base
+from silo.audit.document import ExpertAudit, read_report
 from silo.audit.holdout import held_out, num_held_out
 from silo.audit.measuring import audit_expert
 from silo.audit.parts import discard_parts
-from silo.audit.report import AuditReport, ExpertAudit, cannot_tell, gate, whole_report
+from silo.audit.report import cannot_tell, could_not_measure, gate, whole_report
 from silo.audit.subject import Subject
 from silo.config import Policy, Site
 from silo.data.cohort import Cohort
@@ -67,10 +68,14 @@ class Audited:
 def check_auditable(accepted: AcceptedPlan, policy: Policy, cohort: Cohort) -> None:
     """Refuse, before days of training, a plan whose experts could not pass the audit afterwards.
 
+    Privately trained experts need not pass it.
+
     Raises:
         AuditError: too little held-out data to measure leakage, and no waiver for this plan.
     """
     plan = accepted.plan
+    if plan.expert.privacy:
+        return
     if report := cannot_tell(plan.plan_id, plan.audit, num_held_out(cohort.num_units, policy)):
         gate(report, policy.audit, plan_digest=accepted.digest, now=now_utc())
 
@@ -103,6 +108,8 @@ def gather(
 def audit_experts(audited: Audited, tell: Callable[[int, int], None], should_stop: Callable[[], bool]) -> None:
     """Audit all experts together, from the last part that was measured, and keep the report.
 
+    Where experts were trained privately, an audit that breaks off stops nothing: that, too, would show.
+
     Args:
         audited: experts and data.
         tell: called with evaluations done and in all, of one expert after the other; what it raises stops the work.
@@ -112,30 +119,39 @@ def audit_experts(audited: Audited, tell: Callable[[int, int], None], should_sto
         KeyboardInterrupt: `should_stop` said yes, or `tell` raised it.
     """
     accepted, work = audited.accepted, audited.work
-    if work.audit_path.exists() and _report(work).plan_id == accepted.plan.plan_id:
+    if work.audit_path.exists() and read_report(work.audit_path).plan_id == accepted.plan.plan_id:
         return  # another salt would give the same report another digest
     num_held = len(torch.unique(audited.cohort.unit_N[audited.held_N]))
-    report = cannot_tell(accepted.plan.plan_id, accepted.plan.audit, num_held)
-    if report is None:
-        experts: list[ExpertAudit] = []
-        for subject in _subjects(audited):
-            experts.append(audit_expert(subject, tell, should_stop))
-            discard_parts(subject.folder / "parts")
-        report = whole_report(accepted.plan.plan_id, num_held, tuple(experts))
+    try:
+        report = cannot_tell(accepted.plan.plan_id, accepted.plan.audit, num_held) or whole_report(
+            accepted.plan.plan_id, num_held, _measured(audited, tell, should_stop)
+        )
+    except Exception as error:
+        if accepted.plan.expert.privacy is None:
+            raise
+        report = could_not_measure(accepted.plan.plan_id, num_held, error)
     write_atomic(work.audit_path, report.encode())
 
 
+def _measured(
+    audited: Audited, tell: Callable[[int, int], None], should_stop: Callable[[], bool]
+) -> tuple[ExpertAudit, ...]:
+    experts: list[ExpertAudit] = []
+    for subject in _subjects(audited):
+        experts.append(audit_expert(subject, tell, should_stop))
+        discard_parts(subject.folder / "parts")
+    return tuple(experts)
+
+
 def verdict(accepted: AcceptedPlan, work: Workspace, policy: Policy) -> AuditVerdict:
-    """Return the verdict under which the experts may leave now.
+    """Return the verdict under which the experts may leave now; of privately trained ones, whatever was measured.
 
     Raises:
         AuditError: the audit was inconclusive and the policy holds no waiver for this plan.
     """
-    return gate(_report(work), policy.audit, plan_digest=accepted.digest, now=now_utc())
-
-
-def _report(work: Workspace) -> AuditReport:
-    return AuditReport.parse(read_bounded(work.audit_path, MAX_DOCUMENT_BYTES), subject="audit.json")
+    if accepted.plan.expert.privacy:
+        return AuditVerdict(verdict="bounded")
+    return gate(read_report(work.audit_path), policy.audit, plan_digest=accepted.digest, now=now_utc())
 
 
 def _subjects(audited: Audited) -> list[Subject]:

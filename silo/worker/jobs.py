@@ -6,7 +6,6 @@ from pathlib import Path
 from ddm.training.config import TrainingSettings
 from ddm.training.job import JobFolder, Launch, discard, read_word
 from silo.config import Site
-from silo.plan.acceptance import workspace_folder
 
 
 def jobs_of(settings: TrainingSettings, silo_id: str) -> Path | None:
@@ -18,7 +17,7 @@ def end_jobs(site: Site, plan_id: str) -> None:
     """Let the processes of a plan's jobs end wherever they run, and remove the images that were copied for them."""
     settings = site.settings()
     shared = jobs_of(settings.training, settings.silo_id)
-    for folder in _folders(workspace_folder(site, plan_id) / "experts", "*/training"):
+    for folder in _folders(site.work_folder(plan_id) / "experts", "*/training"):
         if (launch := read_word(Launch, folder.launch)) and launch.by == "command":
             folder.run(launch.launch_id).path.mkdir(parents=True, exist_ok=True)
             folder.run(launch.launch_id).stop.touch()

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddm.errors import ArchipelagoError
 from ddm.io.locks import is_locked
 from ddm.protocol.base import now_utc
 from ddm.system.console import human_seconds
-from silo.config import Site
+from silo.audit.document import read_report
+from silo.config import AUDIT_REPORT, Site
 from silo.plan.consent import WaitingPlan, read_waiting
 from silo.worker.approval import approval_path
 from silo.worker.pause import Request, halted, paused
@@ -24,6 +26,7 @@ _DONE: Mapping[StateName, str] = {
     "released": "statistics drawn and debited",
 }
 _STAGES = ("images", "clusters", "training", "audit", "statistics", "approval", "receipt")
+_AUDITED: tuple[StateName, ...] = ("audited", "released", "awaiting_approval", "in_outbox", "accepted", "refused")
 _AHEAD: Mapping[StateName, int] = {
     "plan_accepted": 1,
     "scanned": 2,
@@ -49,6 +52,7 @@ class Status:
         approved: whether a person's approval waits for the worker.
         note: of the present stage; None where there is no fresh one.
         waiting: a plan that waits for a person.
+        audit: what the leak audit of the plan in work found: its verdict and the reason; None before it did.
     """
 
     silo_id: str
@@ -60,6 +64,7 @@ class Status:
     approved: bool
     note: Note | None
     waiting: WaitingPlan | None
+    audit: tuple[str, str] | None
 
     @property
     def next_command(self) -> str | None:
@@ -91,6 +96,7 @@ class Status:
             "halted": self.halted,
             "paused": pause,
             "progress": note,
+            "audit": {"verdict": self.audit[0], "reason": self.audit[1]} if self.audit else None,
             "next": self.next_command,
         }
         return self.state.model_dump(mode="json", exclude={"format"}) | beside
@@ -108,6 +114,8 @@ class Status:
             lines.append(f"  step     {_steps(state, self.note)}")
         elif self.note:
             lines.append(f"  {self.note.stage}: {_counted(self.note)}")
+        if self.audit:
+            lines.append(f"  leak audit: {self.audit[0]}: {self.audit[1]}")
         if state.submission_digest:
             lines.append(f"  submission {state.sequence}, digest {state.submission_digest}")
         if state.state in _AHEAD:
@@ -143,7 +151,19 @@ def look(site: Site) -> Status:
         approved=approval_path(site).exists(),
         note=note if fresh and ours else None,
         waiting=read_waiting(site),
+        audit=_audit(site, state),
     )
+
+
+def _audit(site: Site, state: State) -> tuple[str, str] | None:
+    """Read what the audit found; nothing where the plan is gone or the report cannot be read."""
+    if state.plan_id is None or state.state not in _AUDITED:
+        return None
+    try:
+        report = read_report(site.work_folder(state.plan_id) / AUDIT_REPORT)
+    except (ArchipelagoError, OSError):
+        return None
+    return report.verdict, report.reason
 
 
 def _reached(state: StateName, name: StateName) -> bool:

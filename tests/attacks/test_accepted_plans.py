@@ -14,7 +14,7 @@ from ddm.protocol.plan import Budget
 from examples.paper.privacy import neighbours
 from examples.paper.privacy.attacks import epsilon_bound
 from examples.paper.privacy.drawing import Released, release
-from silo.plan.acceptance import AcceptedPlan, load_accepted, waiting_plans, workspace_folder
+from silo.plan.acceptance import AcceptedPlan, load_accepted, waiting_plans
 from silo.privacy.ledger import Ledger, make_ledger
 from silo.privacy.statistics import STATISTIC_NAMES, Source, draw
 from tests.support.dishonest_aggregator import DELTA, PUBLIC, Aggregator, UnsignedPlan, clusters_around, pictures
@@ -138,7 +138,7 @@ def test_plan_under_the_id_of_an_accepted_one_is_not_looked_at_and_would_pay_aga
     aggregator: Aggregator, tmp_path: Path
 ) -> None:
     first = aggregator.offer(singling_out(1.0), plan_id="digits-aaaaaaaa")
-    workspace_folder(aggregator.site, first.plan.plan_id).mkdir(parents=True)
+    aggregator.site.work_folder(first.plan.plan_id).mkdir(parents=True)
     other = singling_out(1.0, moved=0.01)
     aggregator.deliver(other, plan_id=first.plan.plan_id)
     assert first.plan.plan_id not in waiting_plans(aggregator.site)

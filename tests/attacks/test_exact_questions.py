@@ -6,6 +6,7 @@ the aggregator sees of the sites may differ.
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,33 @@ def test_encoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path) -> 
         held = torch.from_numpy(np.load(tmp_path / name / "data.npz")["images"])
         fired = ~torch.isfinite(files.encoder.encode(held)).all(1)
         assert fired.nonzero().flatten().tolist() == ([7] if with_target else [])  # the question does tell them apart
+    assert seen[0] == seen[1]
+
+
+def overflowing_network(folder: Path) -> None:
+    """Let the first layer of timm's network exceed float32 for an image that is bright all over, and for no other."""
+    path = folder / "plan" / "encoder.safetensors"
+    tensors = dict(load_tensors(path, None, max_bytes=1 << 24))
+    spoiled = {name: torch.zeros_like(each) if each.dim() == 4 else each for name, each in tensors.items()}
+    first = tensors["conv1.0.weight"]  # sees 1 everywhere in the target, and at most 0.5 in any other image
+    spoiled["conv1.0.weight"] = torch.full_like(first, 3.4e38 / first[0].numel() / 0.7)
+    save_tensors(path, spoiled)
+
+
+@pytest.mark.slow
+def test_network_of_timm_that_overflows_for_one_person_shows_nothing(tmp_path: Path) -> None:
+    seen = []
+    network = {"kind": "timm", "model": "test_resnet", "random_weights": True, "image_size": [32, 32]}
+    for name, with_target in (("with", True), ("without", False)):
+        tiny = world(tmp_path / name, with_target=with_target)
+        plan_id = signed(tiny, overflowing_network, encoder=network)
+        seen.append(seen_of(tiny, plan_id))
+        files = acceptance.load_accepted(tiny.sites[SILO], plan_id, str(tiny.state_of(SILO).plan_digest)).files()
+        held = torch.from_numpy(np.load(tmp_path / name / "data.npz")["images"])
+        with pytest.raises(DataError) if with_target else nullcontext():
+            files.encoder.encode(held)
+        fired = ~torch.isfinite(files.encoder.encode(held, lost=torch.nan)).all(1)
+        assert fired.nonzero().flatten().tolist() == ([7] if with_target else [])
     assert seen[0] == seen[1]
 
 

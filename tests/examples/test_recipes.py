@@ -15,9 +15,13 @@ from PIL import Image
 
 from aggregator.planning.recipe import Recipe
 from ddm.io.settings import load_settings
-from ddm.privacy.accounting import adaptive_epsilon
+from ddm.io.tensors import save_tensors
+from ddm.models import build_expert
+from ddm.privacy.accounting import adaptive_epsilon, noise_multiplier_for
 from ddm.privacy.plan_cost import mechanisms
+from ddm.protocol.plan import Dit
 from ddm.protocol.submission import Submission, submission_path
+from ddm.protocol.weight_privacy import DpSgdMechanism
 from silo.config import Policy
 from tests.support.autoencoders import SD, write_autoencoder
 from tests.support.canary_files import dicom
@@ -28,6 +32,7 @@ from tests.support.federation import PASSPHRASE, POLICY, TinyFederation
 FOLDER = Path(__file__).parents[2] / "examples" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
 NUM, PUBLIC, PLANS = 24, 100, 5
+OF_PATIENTS = ("patients", "private")
 TINY = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
 # What a test changes of a recipe so that it takes a second: sizes alone.
 SMALL: dict[str, dict[str, Any]] = {
@@ -35,6 +40,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "rgb": {"data.shape": [3, 8, 8], "router.size": None, "router.patch": 4, "router.hidden": 16, "router.depth": 1,
             "router.heads": 2, "router.num_steps": 4},
     "patients": {"data.shape": [1, 8, 8]},
+    "private": {"data.shape": [1, 8, 8], "expert.privacy.units_per_step": 4, "expert.privacy.draws": 1},
     "classes": {"data.shape": [1, 8, 8]},
     "volumes": {"data.shape": [1, 8, 8, 8], "expert.architecture.channels": [8, 8],
                 "expert.architecture.attention": [False, True], "expert.architecture.head_channels": 8,
@@ -42,6 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "latents": {"data.shape": [3, 16, 16]},
 }  # fmt: skip
 ALWAYS = {
+    "rehearsal": True,  # so few steps teach nothing
     "encoder.dim": 4, "clustering.num_fine": 8, "clustering.num_coarse": 2, "sketch.rank": 4, "partition.min_images": 4,
     "expert.training.num_steps": 3, "expert.training.batch_size": 4, "statistics.counts.num_groups": 4,
 }  # fmt: skip
@@ -106,7 +113,7 @@ def brought(name: str, folder: Path) -> Path:
             return pictures(folder, NUM, 3, (24, 20))
         case "classes":
             return table(pictures(folder, NUM, 1, (24, 20)), "label", lambda n: ("Normal", " pneumonia", "2")[n % 3])
-        case "patients":
+        case "patients" | "private":
             folder.mkdir()
             for number in range(NUM):
                 dicom(folder / f"{number}.dcm", pixels(number, 24, 20), number // 2)
@@ -116,7 +123,7 @@ def brought(name: str, folder: Path) -> Path:
 
 def policy(name: str) -> dict[str, Any]:
     """The usual policy, with what the recipe says that sites have to write; and the waiver of every site of today."""
-    written = POLICY | {"privacy": {"unit": "patient"}} if name == "patients" else dict(POLICY)
+    written = POLICY | {"privacy": {"unit": "patient"}} if name in OF_PATIENTS else dict(POLICY)
     if name == "classes":
         written["data"] = {"kind": "pictures", "classes": ["normal", "pneumonia", "effusion"]}
     return written | {"training": {"architectures": ["dit", "unet"], "min_images": 4}}
@@ -127,6 +134,12 @@ def enrolled(path: Path, name: str, data: Path) -> TinyFederation:
     tiny = TinyFederation.create(path, {})
     tiny.join_with("north", data, policy(name))
     return tiny
+
+
+def public_expert(path: Path) -> Path:
+    """A public expert of the small size, as `ddm train` writes one."""
+    save_tensors(path, build_expert(Dit.model_validate(TINY), (1, 8, 8), seed=0).state_dict())
+    return path
 
 
 @pytest.mark.slow
@@ -141,6 +154,8 @@ def test_recipe_leads_from_raw_files_to_a_submission(name: str, tmp_path: Path) 
     if name == "latents":
         more = {"latent.folder": str(tmp_path / "vae")}
         write_autoencoder(tmp_path / "vae", SD)
+    if name == "private":
+        more = {"base": str(public_expert(tmp_path / "base.safetensors"))}
     recipe = tmp_path / "plan.toml"
     recipe.write_bytes(tomli_w.dumps(changed(name, **more)).encode())
     (tmp_path / "pass").write_bytes(PASSPHRASE + b"\n")
@@ -152,8 +167,9 @@ def test_recipe_leads_from_raw_files_to_a_submission(name: str, tmp_path: Path) 
     tiny.take_part("north", plan.plan_id)
     sent = tiny.sites["north"].outbox / plan.plan_id / "1" / submission_path("north")
     submission = Submission.parse(sent.read_bytes(), subject="submission")
-    assert submission.num_units == (NUM // 2 if name == "patients" else NUM)
-    assert submission.spent.epsilon == plan.statistics.total.epsilon
+    assert submission.num_units == (NUM // 2 if name in OF_PATIENTS else NUM)
+    assert submission.spent.epsilon == (8.0 if name == "private" else plan.statistics.total.epsilon)
+    assert submission.audit.verdict == ("bounded" if name == "private" else "waived")
 
 
 def test_every_case_has_a_recipe_of_which_a_usual_budget_covers_several_plans() -> None:
@@ -165,9 +181,14 @@ def test_every_case_has_a_recipe_of_which_a_usual_budget_covers_several_plans() 
             assert recipe.transform
             head = path.read_text("utf-8").partition("\n\n")[0]
             assert head.startswith("# ") and f"examples/recipes/{path.name}" in head
-            steps = [
-                tuple(mechanisms(SimpleNamespace(plan_id=path.stem, statistics=recipe.statistics)).values())
-            ] * PLANS
+            drawn = tuple(mechanisms(SimpleNamespace(plan_id=path.stem, statistics=recipe.statistics)).values())
+            steps = [drawn] * PLANS
+            if terms := recipe.expert.privacy:  # as much as one plan may spend
+                rate, taken = terms.rate(3000), recipe.expert.training.num_steps
+                noise = noise_multiplier_for(terms.epsilon, terms.delta, rate, taken)
+                steps = [(*drawn, DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=taken))]
+                both = (terms.epsilon + recipe.statistics.total.epsilon, terms.delta + recipe.statistics.total.delta)
+                assert both == (8.0, usual.privacy.max_delta) and usual.privacy.max_epsilon == 8.0
             assert adaptive_epsilon(steps, usual.privacy.budget_delta) <= usual.privacy.budget_epsilon
             allowed = {"unet"} if path.stem == "volumes" else set(usual.training.architectures)
             assert recipe.expert.architecture.kind in allowed

@@ -38,7 +38,9 @@ def hold(tiny: TinyFederation, **arrays: np.ndarray) -> None:
 def stated(site: Site, key: SigningKey, **numbers: int) -> Agreed:
     payload, signer = open_sealed(make_card(site, key, **numbers), CARD_KIND, key.public, MAX_CARD_BYTES)
     assert signer == key.public
-    return Card.parse(payload, subject="card").agreed
+    card = Card.parse(payload, subject="card")
+    assert card.max_epsilon == site.policy().privacy.max_epsilon
+    return card.agreed
 
 
 @pytest.mark.parametrize(

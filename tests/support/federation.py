@@ -24,9 +24,11 @@ from aggregator.router.train import train_router
 from aggregator.setup import init_federation
 from ddm.io.sources import open_source
 from ddm.protocol.base import now_utc, sha256_hex
+from ddm.protocol.enrolment import CARD_KIND, Card
 from ddm.protocol.receipt import Receipt
 from ddm.protocol.submission import Waiver
 from ddm.publishing.keys import load_key
+from ddm.trust.envelope import seal
 from ddm.trust.keys import SigningKey
 from silo.config import LedgerSettings, Policy, Site
 from silo.plan.waiver import write_waiver
@@ -132,7 +134,10 @@ class TinyFederation:
         invited = read_invitation(self.federation.path / "invitation.json", root_digest)
         key = init_site(site, silo_id, data, invited, PASSPHRASE, None, ledger=ledger)
         write_policy(site, policy or POLICY)
-        (self.path / f"{silo_id}.card.json").write_bytes(make_card(site, key))
+        make_card(site, key)
+        # As cards were before they stated the most epsilon: tests give sites other policies afterwards.
+        card = Card.parse(site.card_path.read_bytes(), subject="card.json").model_copy(update={"max_epsilon": None})
+        (self.path / f"{silo_id}.card.json").write_bytes(seal(card.encode(), CARD_KIND, key))
         enroll(self.federation, self.path / f"{silo_id}.card.json")
         self.sites[silo_id] = site
 

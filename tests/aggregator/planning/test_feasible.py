@@ -19,6 +19,7 @@ from tests.conftest import Published
 from tests.support.federation import recipe
 
 CARDS = {"east": Agreed(images=64), "north": Agreed(images=128)}
+MOST: dict[str, float | None] = {"east": 8.0, "north": None}
 
 
 def changed(table: str, **fields: Any) -> Recipe:
@@ -33,14 +34,14 @@ def changed(table: str, **fields: Any) -> Recipe:
 
 def refused(chosen: Recipe) -> SetupError:
     with pytest.raises(SetupError) as found:
-        check_feasible(chosen, CARDS)
+        check_feasible(chosen, CARDS, MOST)
     assert found.value.expected and found.value.got and found.value.remedy
     return found.value
 
 
 def test_recipe_that_can_work_passes() -> None:
-    check_feasible(recipe(), CARDS)
-    check_feasible(changed("expert.training", num_steps=200), CARDS)
+    check_feasible(recipe(), CARDS, MOST)
+    check_feasible(changed("expert.training", num_steps=200), CARDS, MOST)
 
 
 def test_training_too_short_to_teach_anything_is_refused_unless_it_is_a_rehearsal() -> None:
@@ -52,7 +53,7 @@ def test_training_too_short_to_teach_anything_is_refused_unless_it_is_a_rehearsa
         tables = json.loads(changed("expert.training", num_steps=steps).model_dump_json(exclude_none=True))
         chosen = Recipe.model_validate_json(json.dumps(tables | {"rehearsal": False}))
         if works:
-            check_feasible(chosen, CARDS)
+            check_feasible(chosen, CARDS, MOST)
         else:
             refused(chosen)
 
@@ -60,10 +61,24 @@ def test_training_too_short_to_teach_anything_is_refused_unless_it_is_a_rehearsa
 def test_more_images_than_a_card_allows_are_refused_with_the_silos_that_lack_them() -> None:
     error = refused(recipe(partition={"kind": "silo", "min_images": 65}))
     assert "east has at most 64" in str(error.got) and "north" not in str(error.got)
-    check_feasible(recipe(partition={"kind": "silo", "min_images": 64}), CARDS)
+    check_feasible(recipe(partition={"kind": "silo", "min_images": 64}), CARDS, MOST)
     each = {"kind": "random", "num_parts": 4, "min_images": 17}
     assert "68 images of each silo, 17 for each of 4 parts" in str(refused(recipe(partition=each)).got)
-    check_feasible(recipe(partition=each | {"min_images": 16}), CARDS)
+    check_feasible(recipe(partition=each | {"min_images": 16}), CARDS, MOST)
+
+
+def test_more_epsilon_than_a_card_lets_a_plan_spend_is_refused_with_the_silos_that_lack_it() -> None:
+    usual = recipe()
+    assert usual.statistics.total.epsilon == MOST["east"]
+    private = {"kind": "dp_sgd", "epsilon": 4.0, "delta": 1e-6, "units_per_step": 4, "images_per_unit": 1, "draws": 2}
+    both = changed("expert", privacy=private)
+    error = refused(both)
+    assert "expert.privacy.epsilon" in error.subject and str(error.expected).endswith("card: 8")
+    assert "12, 8 for the router and 4 for the experts" in str(error.got) and "east allows 8" in str(error.got)
+    assert "north" not in str(error.got), "whose card says nothing"
+    check_feasible(both, CARDS, {"east": None, "north": 12.0})
+    with pytest.raises(SetupError, match=r"recipe, statistics\.total\.epsilon: expected at most .* 7\.9"):
+        check_feasible(usual, CARDS, {"east": 7.9, "north": 100.0})
 
 
 def test_expert_that_is_larger_than_the_plan_lets_silos_send_is_refused() -> None:
@@ -72,7 +87,7 @@ def test_expert_that_is_larger_than_the_plan_lets_silos_send_is_refused() -> Non
 
 def test_statistics_above_the_stated_total_are_refused() -> None:
     with pytest.raises(PolicyError, match="all statistics together"):
-        check_feasible(changed("statistics.total", epsilon=7.0), CARDS)
+        check_feasible(changed("statistics.total", epsilon=7.0), CARDS, MOST)
 
 
 def test_nothing_is_fitted_for_a_plan_that_cannot_work(

@@ -1,5 +1,6 @@
 """Signing a plan: what the operator is shown before, what a crash leaves behind, when a plan may not be replaced."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,13 @@ from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
 from ddm.errors import BusyError, PolicyError
 from ddm.planning.recipe import ClusteringRecipe
-from ddm.privacy.accounting import DiscreteLaplaceMechanism, GaussianMechanism, gaussian_mu, total_epsilon
+from ddm.privacy.accounting import (
+    DiscreteLaplaceMechanism,
+    GaussianMechanism,
+    gaussian_mu,
+    noise_multiplier_for,
+    total_epsilon,
+)
 from ddm.publishing.keys import load_key
 from ddm.system.console import human_seconds
 from ddm.trust.repository import Repository
@@ -115,6 +122,24 @@ def test_what_becomes_of_each_picture_is_in_the_plan_and_shown_step_by_step(
         recipe(transform=asked | {"padding": 2.0})
     with pytest.raises(ValidationError, match="patient"):
         recipe(transform={"slices": {"count": 3}})
+
+
+def test_shown_costs_of_private_training_name_noise_chance_and_time_of_a_step(
+    published_once: Published, tmp_path: Path
+) -> None:
+    expert = recipe().model_dump(mode="json")["expert"]
+    terms = {"kind": "dp_sgd", "epsilon": 2.0, "delta": 1e-6, "units_per_step": 32, "images_per_unit": 4, "draws": 2}
+    asked = expert | {"privacy": terms}
+    text = shown(published_once.tiny, tmp_path, expert=asked)
+    rows = dict(each for line in text.splitlines() if len(each := re.split(r"\s{2,}", line.strip(), maxsplit=1)) == 2)
+    assert rows["its sampling"] == "32 of 128 a step, each by chance, with probability 0.25"
+    noise = noise_multiplier_for(2.0, 1e-6, 0.25, expert["training"]["num_steps"])
+    assert rows["its noise"].startswith(f"{noise:.3g} x clip of 1 for 128 images")
+    # One image a unit, twice drawn: 64 samples, where a plain step has 8, each in a pass of its own.
+    assert rows["a private step"] == (
+        "about 64 samples, each 2.3 times as slow as in a plain step: 18.4 times a plain step of 8"
+    )
+    assert rows["all together"].startswith("epsilon 10,")
 
 
 def test_shown_costs_name_every_release_with_what_it_costs_and_what_all_cost_together(

@@ -16,8 +16,11 @@ from ddm.audit.verdict import Findings, judge
 from ddm.diffusion.path import LinearPath
 from ddm.evaluation.neighbours import nearest_few
 from ddm.models import build_expert
-from ddm.protocol.plan import Audit, Dit, Training, UniformT
+from ddm.privacy.accounting import noise_multiplier_for
+from ddm.protocol.plan import Audit, Dit, DpSgd, Training, UniformT
+from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.training.loop import train
+from ddm.training.private import Private
 
 SHAPE = (1, 6, 6)
 CPU = torch.device("cpu")
@@ -130,7 +133,9 @@ def settings(num_steps: int, **changes: object) -> Training:
     return Training.model_validate(recipe | changes)
 
 
-def trained(images: Tensor, recipe: Training, folder: Path, start: nn.Module | None = None) -> nn.Module:
+def trained(
+    images: Tensor, recipe: Training, folder: Path, start: nn.Module | None = None, private: Private | None = None
+) -> nn.Module:
     network = Dit.model_validate({"kind": "dit", "patch": 2, "hidden": 48, "depth": 2, "heads": 4})
     shape = images.shape[1:]
     expert = build_expert(network, shape, seed=0)
@@ -145,16 +150,28 @@ def trained(images: Tensor, recipe: Training, folder: Path, start: nn.Module | N
         checkpoint_dir=folder,
         on_progress=lambda progress: None,
         should_stop=lambda: False,
+        private=private,
     )
     expert.load_state_dict(done.ema)
     return expert.eval().requires_grad_(False)
 
 
-def audited(learned: Tensor, held: Tensor, num_steps: int, folder: Path) -> tuple[str, str]:
+def privately(num_units: int, num_steps: int) -> Private:
+    """Private training at epsilon 8 for each image, with the noise that this takes."""
+    terms = DpSgd(epsilon=8.0, delta=1e-5, units_per_step=8, images_per_unit=1, draws=4)
+    rate = terms.rate(num_units)
+    noise = noise_multiplier_for(terms.epsilon, terms.delta, rate, num_steps)
+    paid = DpSgdMechanism(noise_multiplier=noise, rate=rate, steps=num_steps)
+    return Private(terms, paid, torch.arange(num_units), bytes(range(32)))
+
+
+def audited(
+    learned: Tensor, held: Tensor, num_steps: int, folder: Path, private: Private | None = None
+) -> tuple[str, str]:
     """Train an expert and audit it as a site does."""
     recipe, num = settings(num_steps), min(len(held), len(learned) // 2)
     found = effort_of(recipe, num + len(held), 10_000, reference=True)
-    expert = trained(learned, recipe, folder / "expert")
+    expert = trained(learned, recipe, folder / "expert", private=private)
     short = settings(found.reference_steps, ema_decay=0.9, warmup_steps=found.reference_steps // 5)
     reference = trained(learned[num:], short, folder / "reference")
     few = learned[: found.control_units]
@@ -190,6 +207,20 @@ def test_expert_of_64_digits_and_3000_steps_fails(tmp_path: Path) -> None:
     images = digits()
     verdict, reason = audited(images[400:464], images[:400], 3000, tmp_path)
     assert verdict == "fail", reason
+
+
+@pytest.mark.slow
+def test_expert_of_400_digits_and_3000_steps_fails(tmp_path: Path) -> None:
+    images = digits()
+    verdict, reason = audited(images[400:800], images[:400], 3000, tmp_path)
+    assert verdict == "fail", reason
+
+
+@pytest.mark.slow
+def test_the_same_400_digits_and_steps_pass_with_private_training_at_epsilon_8(tmp_path: Path) -> None:
+    images = digits()
+    verdict, reason = audited(images[400:800], images[:400], 3000, tmp_path, privately(400, 3000))
+    assert verdict == "pass", reason
 
 
 @pytest.mark.slow

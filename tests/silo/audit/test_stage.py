@@ -12,8 +12,8 @@ from ddm.pages.render import render
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import DataSpec
 from ddm.protocol.submission import Submission, expert_path, submission_path
+from silo.audit.document import AuditReport
 from silo.audit.holdout import held_out, num_held_out
-from silo.audit.report import AuditReport
 from silo.audit.worst import read_worst
 from silo.config import Policy
 from silo.data.cohort import Cohort, load_cohort

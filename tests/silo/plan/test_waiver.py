@@ -12,7 +12,8 @@ from ddm.errors import ApprovalError, AuditError, DocumentError, SetupError
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.plan import Audit
 from ddm.protocol.submission import Responsible, Submission, Waiver, submission_path
-from silo.audit.report import AuditReport, cannot_tell, gate
+from silo.audit.document import AuditReport
+from silo.audit.report import cannot_tell, gate
 from silo.config import AuditPolicy, Policy
 from silo.plan.waiver import end_of, with_waiver, write_waiver
 from silo.worker import auditing

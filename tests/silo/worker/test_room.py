@@ -4,15 +4,21 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddm.errors import DiskError
-from silo.config import Site
+from ddm.io.settings import save_settings
+from ddm.training.config import TrainingSettings
+from ddm.training.inputs import keep_inputs
+from ddm.training.job import JobFolder
+from silo.config import Policy, Site
 from silo.plan.acceptance import load_accepted
 from silo.plan.workspace import open_workspace
-from silo.worker.room import plan_bytes
+from silo.worker.room import audit_bytes, job_bytes, plan_bytes
+from silo.worker.state import State
 from silo.worker.worker import Worker
 from tests.conftest import Planned
-from tests.support.federation import TinyFederation
+from tests.support.federation import POLICY, TinyFederation, recipe, write_policy
 from tests.support.submissions import SILO
 
 
@@ -90,3 +96,50 @@ def test_worker_ends_before_its_first_step_where_a_folder_refuses_a_write(
         worker(tiny).run()
     assert refusal.value.subject.endswith(name)
     assert not trained(site)
+
+
+@pytest.mark.slow
+def test_room_of_the_audit_and_of_jobs_elsewhere_is_what_they_write_and_not_much_more(tmp_path: Path) -> None:
+    tiny = TinyFederation.create(tmp_path / "tiny", {SILO: 80})
+    limits = {"required": True, "min_holdout_units": 10, "max_mia_auc": 1.0}
+    plan_id = tiny.sign(recipe(audit=limits))
+    tiny.deliver_plan(SILO, plan_id)
+    site = tiny.sites[SILO]
+    terms = {"required": True, "holdout_share": 0.25, "min_holdout_units": 10, "num_samples": 1500}
+    write_policy(site, POLICY | {"audit": terms | {"waiver": site.policy().audit.waiver}})
+    tiny.work(SILO, until="training")
+    work, most = open_workspace(site, plan_id), [0]
+
+    def measure(state: State) -> None:
+        files = [*(work.folder / "audit").rglob("*"), *(work.folder / "experts").glob("audit-*/**/*")]
+        most[0] = max(most[0], sum(path.stat().st_size for path in files if path.is_file()))
+
+    running = Worker(site, tiny.key(SILO), measure)
+    running.begin()
+    while running.state.state != "audited":
+        running.step()
+    plan = load_accepted(site, plan_id, running.state.plan_digest or "").plan
+    assert most[0] <= audit_bytes(plan, 80, site.policy()) <= 2 * most[0] + (1 << 20)
+    assert audit_bytes(plan, 80, Policy()) == 0, "a site that holds nothing out writes nothing for it"
+    images = torch.zeros(60, *plan.expert_shape)
+    folder = JobFolder(tmp_path / "job")
+    folder.path.mkdir()
+    keep_inputs({"images": images}, {}, folder, alone=True)
+    assert written(folder.path) <= job_bytes(plan, 60) - job_bytes(plan, 0) <= 3 * written(folder.path)
+
+
+def test_disk_of_the_jobs_folder_is_looked_at_where_other_machines_train(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, _ = planned
+    site = tiny.sites[SILO]
+    asked: list[dict[Path, int]] = []
+    monkeypatch.setattr("silo.worker.room.require_room", lambda needed, purpose: asked.append(dict(needed)))
+    tiny.copy(tiny.path.parent / "here").work(SILO, until="scanned")
+    jobs = tiny.path.parent / "shared" / "jobs"
+    jobs.parent.mkdir()
+    elsewhere = TrainingSettings(launcher=("true", "{folder}"), jobs=jobs)
+    save_settings(site.settings().model_copy(update={"training": elsewhere}), site.path / "silo.toml", "test")
+    tiny.work(SILO, until="scanned")
+    plan = load_accepted(site, planned[1], tiny.state_of(SILO).plan_digest or "").plan
+    assert jobs.parent not in asked[0] and asked[1][jobs.parent] == job_bytes(plan, 40)

@@ -1,0 +1,78 @@
+"""The leak audit's report as a document, read without torch."""
+
+import secrets
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ddm.io.files import read_bounded
+from ddm.protocol.base import MAX_DOCUMENT_BYTES, Digest, Document, ExpertId, Model, NaturalInt, PlanId, ShortText
+from ddm.protocol.limits import Verdict
+
+_Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Figure(Model):
+    """A measured share, with its 95% interval."""
+
+    name: ShortText
+    value: _Share
+    low: _Share
+    high: _Share
+
+
+class ExpertAudit(Model):
+    """What was measured on one expert.
+
+    Attributes:
+        verdict: on it.
+        reason: for it.
+        num_members: units trained on that were attacked.
+        num_holdout_units: units held out that are no duplicates of training images.
+        auc: of each attack.
+        tpr: share of members that each attack finds at 1% false positives.
+        copies: share of samples that are near copies, by space.
+        control: the largest AUC on the overfitted copy.
+        unseen: whether an expert that learned neither side takes them for the same.
+        num_samples: drawn.
+    """
+
+    expert_id: ExpertId
+    verdict: Verdict
+    reason: ShortText
+    num_members: NaturalInt = 0
+    num_holdout_units: NaturalInt
+    auc: Annotated[tuple[Figure, ...], Field(max_length=256)] = ()
+    tpr: Annotated[tuple[Figure, ...], Field(max_length=256)] = ()
+    copies: Annotated[tuple[Figure, ...], Field(max_length=16)] = ()
+    control: Figure | None = None
+    unseen: bool | None = None
+    num_samples: NaturalInt = 0
+
+
+class AuditReport(Document):
+    """The measurement and its verdict. Stays on the site; only its digest leaves, which `salt` makes a blank number.
+
+    Attributes:
+        num_holdout_units: of the site.
+        salt: random, so that nobody can try reports against the digest.
+        experts: each expert's audit, where there was one.
+    """
+
+    format: Literal["archipelago/audit/1"] = "archipelago/audit/1"
+    plan_id: PlanId
+    verdict: Verdict
+    num_holdout_units: NaturalInt
+    reason: ShortText
+    salt: Digest = Field(default_factory=lambda: secrets.token_hex(32))
+    experts: Annotated[tuple[ExpertAudit, ...], Field(max_length=4096)] = ()
+
+
+def read_report(path: Path) -> AuditReport:
+    """Read a report.
+
+    Raises:
+        MissingFileError, DocumentError: it is not there, or damaged.
+    """
+    return AuditReport.parse(read_bounded(path, MAX_DOCUMENT_BYTES), subject=path.name)
