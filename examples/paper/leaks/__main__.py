@@ -19,7 +19,7 @@ from examples.paper.leaks.results import Cell, write_report
 from examples.paper.leaks.site import Data, Silo, Workshop
 from examples.paper.tables.data import read_world
 from examples.paper.tables.results import Figure, Kept, commit, hardware, utc
-from silo.audit.report import ExpertAudit
+from silo.audit.document import ExpertAudit
 
 # Those that a silo has; the public expert sees the others. Pneumonia among chest X-rays; shoes, shirts, bags.
 PRIVATE_CLASSES = {"fashion-mnist": (5, 6, 7, 8, 9), "cxr": (1,)}

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from ddm.protocol.learning import LoraAdaptation
-from ddm.protocol.plan import Dit, DpSgd, LogitNormalT, Plan
-from examples.benchmarks.support.plan import small_plan
+from ddm.protocol.plan import Plan
+from examples.paper.plan import plan_for
 
 HELD_OUT = 300
 DELTA = 1e-5
@@ -51,25 +50,31 @@ def plan_of(shape: tuple[int, ...], choice: Choice, num_units: int, share: float
         share: of the choice's steps.
     """
     steps = max(round(choice.steps * share), 2)
-    plan = small_plan(shape, steps)
-    training = plan.expert.training.model_copy(
-        update={"learning_rate": choice.rate, "schedule": "cosine", "warmup_steps": steps // 20, "ema_decay": 0.99}
-    )
-    privacy = None
+    training = {
+        "num_steps": steps,
+        "batch_size": 64,
+        "learning_rate": choice.rate,
+        "schedule": "cosine",
+        "warmup_steps": steps // 20,
+        "weight_decay": 0.01,
+        "ema_decay": 0.99,
+        "checkpoint_steps": steps,
+    }
+    expert = {
+        "architecture": {"kind": "dit", "patch": shape[-1] // _PATCHES, "hidden": 96, "depth": 4, "heads": 4},
+        "adaptation": {"kind": "lora", "rank": 8, "alpha": 8.0} if choice.lora else {"kind": "full"},
+        "training": training,
+    }
     if choice.epsilon is not None:
-        privacy = DpSgd(
-            epsilon=choice.epsilon,
-            delta=DELTA,
-            units_per_step=min(num_units // 4, 128),
-            images_per_unit=1,
-            draws=_DRAWS,
-        )
-    expert = plan.expert.model_copy(
-        update={
-            "architecture": Dit(patch=shape[-1] // _PATCHES, hidden=96, depth=4, heads=4),
-            "adaptation": LoraAdaptation(rank=8, alpha=8.0) if choice.lora else plan.expert.adaptation,
-            "training": training,
-            "privacy": privacy,
+        expert["privacy"] = {
+            "kind": "dp_sgd",
+            "epsilon": choice.epsilon,
+            "delta": DELTA,
+            "units_per_step": min(num_units // 4, 128),
+            "images_per_unit": 1,
+            "draws": _DRAWS,
         }
-    )
-    return plan.model_copy(update={"expert": expert, "t_distribution": LogitNormalT()})
+    counts = {"epsilon": 1.0, "num_groups": 1}
+    statistics = {"unit": "image", "total": {"epsilon": 1.0, "delta": 0.0}, "counts": counts}
+    audit = {"required": True, "min_holdout_units": HELD_OUT, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6}
+    return plan_for(shape, statistics, expert=expert, audit=audit)

@@ -33,8 +33,8 @@ from ddm.training.jobs import Wanted, train_job
 from ddm.training.planned import Base, PlannedExpert
 from examples.paper.leaks.choices import CHOICES, HELD_OUT, PUBLIC, Choice, plan_of
 from examples.paper.tables.data import Part, World
+from silo.audit.document import ExpertAudit
 from silo.audit.measuring import audit_expert
-from silo.audit.report import ExpertAudit
 from silo.audit.subject import Subject
 from silo.data.cohort import Cohort
 from silo.worker.training import wanted_job

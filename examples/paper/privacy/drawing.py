@@ -3,12 +3,10 @@
 Only the ledger is disabled, since an attack repeats what a site does once.
 """
 
-import json
 import secrets
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
 from math import ceil, sqrt
 from pathlib import Path
 
@@ -19,9 +17,10 @@ from ddm.io.tensors import load_tensors
 from ddm.loading.plan import sketch_noise_level
 from ddm.privacy.noise import OS_NOISE, Noise
 from ddm.privacy.plan_cost import Kind
-from ddm.protocol.base import Unit, now_utc
+from ddm.protocol.base import Unit
 from ddm.protocol.plan import Budget, Plan
 from ddm.routers.sketch import Sketch
+from examples.paper.plan import plan_for
 from silo.privacy.ledger import Entry, Ledger
 from silo.privacy.statistics import Source, draw
 
@@ -152,39 +151,11 @@ class _Unmetered(Ledger):
 
 def make_plan(statistics: Mapping[str, object], *, rank: int = 1, unit: Unit = "image") -> Plan:
     """Write a plan with these statistics."""
-    created, side = now_utc(), _side(rank)
+    side = _side(rank)
     terms: dict[str, object] = {
         "unit": unit,
         "total": {"epsilon": 1000.0, "delta": 0.5},
         "counts": {"epsilon": 1.0, "num_groups": 1},
     }
     terms |= statistics
-    names = ("centroids", "encoder", "sketch")
-    training = {"num_steps": 1, "batch_size": 1, "learning_rate": 0.1, "weight_decay": 0.0, "ema_decay": 0.0}
-    document = {
-        "plan_id": "attack-00000000",
-        "created_at": created.isoformat(),
-        "expires_at": (created + timedelta(days=1)).isoformat(),
-        "silos": ["north"],
-        "agreed": {"north": {"images": 2}},
-        "receipt_key": "ed25519:" + "0" * 64,
-        "files": [{"path": f"plan/{name}.safetensors", "bytes": 1, "digest": "0" * 64} for name in names],
-        "data": {"shape": [1, side, side], "range": [-1.0, 1.0]},
-        "latent": {"kind": "identity"},
-        "encoder": {"kind": "pca", "dim": 1},
-        "clustering": {"num_fine": MAX_GROUPS, "num_coarse": 1},
-        "sketch": {"rank": rank},
-        "partition": {"kind": "silo", "min_images": 1},
-        "objective": {},
-        "t_distribution": {"kind": "uniform"},
-        "condition": {"kind": "none"},
-        "expert": {
-            "architecture": {"kind": "dit", "patch": 2, "hidden": 4, "depth": 1, "heads": 2},
-            "training": training | {"checkpoint_steps": 1},
-        },
-        "statistics": terms,
-        "router": {"kind": "counts"},
-        "audit": {"required": False, "min_holdout_units": 1, "max_near_copy_rate": 1.0, "max_mia_auc": 1.0},
-        "limits": {"expert_bytes": 1, "statistic_bytes": 1, "train_s": 1, "gpu_hours": 1.0},
-    }
-    return Plan.model_validate_json(json.dumps(document))
+    return plan_for((1, side, side), terms, num_groups=MAX_GROUPS, rank=rank)

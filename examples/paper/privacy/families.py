@@ -1,10 +1,8 @@
 """The router families at a total epsilon, from statistics that the silos' own code draws."""
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from ddm.loading.plan import sketch_noise_level
 from ddm.partition.layout import Layout, silo_parts
 from ddm.privacy.accounting import gaussian_delta, gaussian_mu_within
 from ddm.privacy.plan_cost import Kind, check_total, mechanisms
-from ddm.protocol.base import now_utc, sha256_hex
+from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import Plan
 from ddm.protocol.plan import SamplesRouter as SamplesSettings
@@ -30,6 +28,7 @@ from ddm.routers.moments import MomentsRouter, moments_noise_std, moments_specs
 from ddm.routers.public import Evidence, PublicData
 from ddm.routers.samples import draw_from_experts, fit_samples
 from ddm.routers.sketch import released_sketch_specs
+from examples.paper.plan import plan_for
 from examples.paper.privacy.public import PublicParts
 from examples.paper.privacy.worlds import World
 from silo.privacy.ledger import Ledger, make_ledger
@@ -166,43 +165,16 @@ def make_plan(world: World, terms: Terms) -> Plan:
     router: dict[str, object] = {"kind": terms.family}
     if terms.family == "learned":
         router |= {"hidden": 128, "depth": 3, "num_steps": terms.num_steps}
-    plan = Plan.model_validate_json(json.dumps(_document(world, statistics, router)))
+    plan = plan_for(
+        world.test.shape[1:],
+        statistics,
+        silos=[f"silo{k}" for k in range(len(world.silos))],
+        router=router,
+        num_groups=data.num_groups,
+        rank=data.rank,
+    )
     check_total(plan)
     return plan
-
-
-def _document(world: World, statistics: dict[str, object], router: dict[str, object]) -> dict[str, object]:
-    """Return a complete plan; fields that do not affect the statistics get arbitrary values."""
-    created, digest = now_utc(), sha256_hex(b"")
-    training = {"num_steps": 1, "batch_size": 1, "learning_rate": 1e-3, "weight_decay": 0.0, "ema_decay": 0.0}
-    architecture = {"kind": "dit", "patch": 2, "hidden": 2, "depth": 1, "heads": 1}
-    num_groups = world.dataset.num_groups
-    return {
-        "plan_id": "figure-00000000",
-        "created_at": created.isoformat(),
-        "expires_at": (created + timedelta(days=1)).isoformat(),
-        "silos": [f"silo{k}" for k in range(len(world.silos))],
-        "agreed": {f"silo{k}": {"images": 1 << 20} for k in range(len(world.silos))},
-        "receipt_key": f"ed25519:{digest}",
-        "files": [
-            {"path": f"plan/{name}.safetensors", "bytes": 1, "digest": digest}
-            for name in ("centroids", "encoder", "sketch")
-        ],
-        "data": {"shape": list(world.test.shape[1:]), "range": [-1.0, 1.0]},
-        "latent": {"kind": "identity"},
-        "encoder": {"kind": "pca", "dim": 1},
-        "clustering": {"num_fine": num_groups, "num_coarse": 1},
-        "sketch": {"rank": world.dataset.rank},
-        "partition": {"kind": "silo", "min_images": 1},
-        "objective": {},
-        "t_distribution": {"kind": "uniform"},
-        "condition": {"kind": "none"},
-        "expert": {"architecture": architecture, "training": training | {"checkpoint_steps": 1}},
-        "statistics": statistics,
-        "router": router,
-        "audit": {"required": True, "min_holdout_units": 1, "max_near_copy_rate": 0.0, "max_mia_auc": 0.5},
-        "limits": {"expert_bytes": 1, "statistic_bytes": MAX_BYTES, "train_s": 1, "gpu_hours": 0.0},
-    }
 
 
 def release(plan: Plan, world: World, parts: PublicParts) -> Mapping[Kind, list[Mapping[str, Tensor]]]:
