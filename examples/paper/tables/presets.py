@@ -31,6 +31,11 @@ class Preset(Model):
         sampling_steps: of the midpoint rule, two evaluations each.
         solver_evaluations: evaluations a sample at which solvers are compared.
         pca_dim: dimensions of the second feature space, and of the plans' encoders.
+        own_samples: of the ensemble, on which a student is trained.
+        epsilons: of the routers' statistics.
+        learned_steps: of the router learned.
+        completed: test images whose halves are completed, to compare routers.
+        guidance: scales of the guidance towards classes, beside 0.
         chunk: samples that are evaluated together.
         seeds: how many by default.
     """
@@ -51,6 +56,11 @@ class Preset(Model):
     sampling_steps: int
     solver_evaluations: tuple[int, ...] = (8, 16, 32)
     pca_dim: int = 32
+    own_samples: int
+    epsilons: tuple[float, ...] = (0.1, 0.3, 1.0, 4.0)
+    learned_steps: int = 600
+    completed: int = 500
+    guidance: tuple[float, ...] = (1.0, 3.0)
     chunk: int = 128
     seeds: int = 3
 
@@ -74,7 +84,9 @@ def _smoke(patch: int) -> Preset:
         batch_size=32,
         rates=(RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH),
         tuning=0.5,
-        router=SamplesRouter(patch=patch, hidden=16, depth=1, heads=2, num_steps=30, batch_size=32),
+        router=SamplesRouter(
+            patch=patch, hidden=16, depth=1, heads=2, num_steps=30, batch_size=32, images_per_expert=64
+        ),
         classifier_steps=150,
         num_islands=4,
         other_islands=(2,),
@@ -83,6 +95,11 @@ def _smoke(patch: int) -> Preset:
         sampling_steps=4,
         solver_evaluations=(4, 8),
         pca_dim=12,
+        own_samples=256,
+        epsilons=(1.0,),
+        learned_steps=20,
+        completed=24,
+        guidance=(1.0,),
         seeds=1,
     )
 
@@ -96,6 +113,7 @@ def _cpu(patch: int) -> Preset:
         router=SamplesRouter(patch=patch, hidden=48, depth=2, heads=4, num_steps=800, batch_size=64, precision="auto"),
         classifier_steps=1500,
         num_samples=2000,
+        own_samples=8000,
         sampling_steps=10,
     )
 
@@ -120,6 +138,7 @@ def _gpu(patch: int) -> Preset:
         classifier_steps=3000,
         budgets=(0.0625, 0.125, 0.25, 0.5),
         num_samples=10_000,
+        own_samples=40_000,
         sampling_steps=25,
         solver_evaluations=(8, 16, 32, 64),
         pca_dim=64,
