@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ddm.diffusion.solver import SolverName
-from examples.paper.tables.further import objectives_and_classes, routers, students
+from examples.paper.tables.further import federated, objectives_and_classes, routers, students
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.rows import STRATEGIES, Row, Table
 from examples.paper.tables.sources import Experts, Monolith, Partition, TrainingImages
@@ -21,6 +21,7 @@ def tables(preset: Preset) -> dict[int, Table]:
         students,
         routers,
         _unequal,
+        federated,
         objectives_and_classes,
         _solvers,
     )

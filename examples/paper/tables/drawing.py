@@ -60,6 +60,17 @@ def classes_of(train: Part, num: int, seed: int) -> Tensor:
     return train.label_N[rows]
 
 
+def prior_of(ensemble: Ensemble, row: Row) -> list[float]:
+    """Return the weights of the experts that a row asks for."""
+    match row.prior:
+        case "data":
+            return list(ensemble.prior)
+        case "equal":
+            return [1.0] * len(ensemble.experts)
+        case "lost":
+            return [*list(ensemble.prior)[:-1], 0.0]
+
+
 def drawn(
     ensemble: Ensemble,
     row: Row,
@@ -78,7 +89,7 @@ def drawn(
         classes: those that are asked for; None without classes.
         on_progress: called with the steps taken and the steps in all.
     """
-    how: dict[str, Any] = {"prior": [1.0] * len(ensemble.experts)} if row.prior == "equal" else {}
+    how: dict[str, Any] = {"prior": prior_of(ensemble, row)}
     if classes is not None:
         how |= {"condition": classes, "guidance": row.guidance}
     return ensemble.sample(

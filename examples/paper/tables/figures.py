@@ -15,7 +15,7 @@ from examples.paper.tables.rows import Table
 from examples.paper.tables.targets import Cells
 
 _BLUE, _RED, _GREY = "#1b6ca8", "#c8553d", "0.45"
-_OF_BARS, _OF_TWO = (1, 3, 5, 6, 7, 9), (1, 5, 6, 7, 9)
+_OF_BARS, _OF_TWO = (1, 3, 5, 6, 7, 8, 9), (1, 5, 6, 7, 8, 9)
 _LINES = (_BLUE, "#2e8b57", "#7b5ea7", "#d98e04", "#4a4a4a", "#5ab4ac")
 
 
@@ -50,6 +50,9 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
         case 6:
             _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
             _bars(axes[0, 1], cells, "cross_entropy", "cross-entropy, nats", names=False)
+        case 8:
+            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
+            _bars(axes[0, 1], cells, "bytes", "bytes on the wire", names=False)
         case 9:
             _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
             _bars(axes[0, 1], cells, "agreement", "agreement with the class", names=False)

@@ -4,10 +4,11 @@ from typing import Any, Literal
 
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.rows import FittedRouter, Row, Table
-from examples.paper.tables.sources import Experts, Monolith, Student
+from examples.paper.tables.sources import Experts, Federated, Monolith, Student
 from examples.paper.tables.students import QUARTER
 
 STUDENT = "student, own samples"  # the row that the target is of
+ONE_SHOT, FEDAVG = "one-shot ensemble, lock(1)", "FedAvg"  # as is theirs
 STRATEGIES_OF_ROUTERS = ("full", "lock(.5)")
 _GUIDED = ("full", "sample", "lock(1)", "lock(.5)")
 
@@ -68,6 +69,37 @@ def routers(preset: Preset) -> Table:
         "the left half."
     )
     return Table(6, "Router families against epsilon", columns, rows, note)
+
+
+def federated(preset: Preset) -> Table:
+    """Table 8: one model averaged through Flower against the one-shot ensemble of the same silos."""
+    experts = Experts(num=preset.num_silos, partition="silos")
+
+    def one(**how: Any) -> Federated:
+        return Federated(num=preset.num_silos, rounds=preset.rounds, **how)
+
+    lost = "one silo lost half-way"
+    rows = [
+        Row(table=8, label=ONE_SHOT, source=experts),
+        Row(table=8, label="one-shot ensemble, sample", source=experts, strategy="sample"),
+        Row(table=8, label=f"{ONE_SHOT}, {lost}", source=experts, prior="lost"),
+        Row(table=8, label=FEDAVG, source=one()),
+        Row(table=8, label="FedProx", source=one(method="fedprox", mu=preset.mu)),
+        Row(table=8, label=f"{FEDAVG}, {lost}", source=one(lost=True)),
+    ]
+    columns = ("fid", "fid_pca", "kid", "recall", "bytes_up", "bytes_down", "wall_s", "flops")
+    note = (
+        f"{preset.num_silos} silos, Dirichlet(0.5), at equal training FLOPs. FedAvg and FedProx are Flower's own "
+        f"strategies in {preset.rounds} rounds of a SuperLink and a SuperNode for each silo on loopback; a silo trains "
+        f"by the library's loop, the rate falling along a cosine over the rounds, mu {preset.mu:g}, and sends averaged "
+        "weights in the last round. Bytes are what TCP carried between SuperNodes and SuperLink, counted by a relay, "
+        "without TLS. The ensemble's are those of one message of Flower's that takes the plan's files to every silo "
+        "and brings back expert, signed documents and counts; a whole federation with its own transport is in "
+        "examples/benchmarks/wire_bytes.py. Seconds are on one machine: silos of a round beside each other, experts "
+        "one after the other, router included. The lost silo's SuperNode is killed by force after half the rounds; "
+        "the ensemble goes on without its expert."
+    )
+    return Table(8, "Federated averaging through Flower against the one-shot ensemble", columns, rows, note)
 
 
 def objectives_and_classes(preset: Preset) -> Table:

@@ -1,10 +1,10 @@
 """Measures rows: chooses rates, finds or trains the models, draws samples and judges them; keeps every cell."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from ddm.evaluation.shares import share_error
 from ddm.protocol.base import sha256_hex
 from ddm.sampling.samples import Samples
 from ddm.system.console import progress, say
+from examples.paper.tables.averaging import averaged, wire
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.data import World
-from examples.paper.tables.drawing import classes_of, drawn, prepared
+from examples.paper.tables.drawing import classes_of, drawn, prepared, prior_of
 from examples.paper.tables.ensembles import experts
 from examples.paper.tables.fitted import Routers, completion_error, with_router
 from examples.paper.tables.judging import Judge, clipped
@@ -25,11 +26,12 @@ from examples.paper.tables.models import FORMER, Made, Workshop, monolith
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.results import Cell, Choice, Figure, Kept, commit, hardware, utc
 from examples.paper.tables.rows import STRATEGIES, FittedRouter, Row
-from examples.paper.tables.sources import Experts, Monolith, Student, Trained, TrainingImages
+from examples.paper.tables.sources import Experts, Federated, Monolith, Student, Trained, TrainingImages
 from examples.paper.tables.students import student
 
 _TUNING_SEED = 1000  # none of the seeds that are reported
 _SILOS = 7  # the table whose rows say what becomes of the smallest silo
+_WIRE = 8  # the one whose rows say what travels
 _TRAINING = {
     "network",
     "num_steps",
@@ -94,6 +96,8 @@ class Lab:
         parts: list[object] = [row.model_dump(exclude={"table", "label"}), row.table == _SILOS, seed]
         if isinstance(row.source, Experts) and row.source.num != self.preset.num_islands:
             parts.append("of a rate of its own")
+        if row.table == _WIRE:
+            parts.append("bytes")
         if isinstance(row.router, FittedRouter):
             parts.append(self.preset.model_dump(include={"learned_steps", "completed"}))
         return self._key(*parts)
@@ -107,6 +111,8 @@ class Lab:
             return Choice(rate=FORMER.training.learning_rate, tried={}, steps=0, flops=0.0)
         if len(self.preset.rates) == 1:
             return Choice(rate=self.preset.rates[0] / self.preset.network.hidden, tried={}, steps=0, flops=0.0)
+        if isinstance(source, Federated) and not self.preset.federated_tuned:
+            return self.rate(Experts(num=source.num))
         kind = self.kind(source)
         key = self._key("rate", kind)
         found = self.kept.read(key, Choice)
@@ -123,8 +129,8 @@ class Lab:
         """Name the models that share a rate with this one."""
         if isinstance(source, Experts):
             return "experts" if source.num == self.preset.num_islands else f"{source.num} experts"
-        if isinstance(source, Student):
-            return "student"
+        if isinstance(source, Student | Federated):
+            return source.kind
         if source.recipe == "former":
             return "monolith, former recipe"
         return "monolith" if source.batch == 1.0 else f"monolith, batch x {source.batch:g}"
@@ -152,9 +158,13 @@ class Lab:
         """Return a model at its chosen rate, trained now unless it is there."""
         return self._made(source, self.rate(source).rate, seed)
 
-    def _made(self, source: Trained, rate: float, seed: int) -> Made:
+    def name(self, source: Trained, rate: float, seed: int) -> str:
+        """Name the folder of a model by all that it depends on."""
         key = (self.world.name, len(self.world.train), self.preset.model_dump(include=_TRAINING))
-        name = f"{source.kind}-{sha256_hex(repr((*key, source.model_dump(), rate, seed)).encode())[:10]}"
+        return f"{source.kind}-{sha256_hex(repr((*key, source.model_dump(), rate, seed)).encode())[:10]}"
+
+    def _made(self, source: Trained, rate: float, seed: int) -> Made:
+        name = self.name(source, rate, seed)
         if name not in self.at_hand:
             self.at_hand.clear()
             self.at_hand[name] = self._trained(source, rate, seed, name)
@@ -166,6 +176,8 @@ class Lab:
                 return monolith(self.workshop, source, rate, seed, name)
             case Experts():
                 return experts(self.workshop, source, rate, seed, name)
+            case Federated():
+                return averaged(self.workshop, source, rate, seed, name)
             case Student():
                 teachers = Experts(budget=source.budget, num=source.num)
                 made = self._made(teachers, self.rate(teachers).rate, seed)
@@ -198,7 +210,9 @@ class Lab:
             steps = self.preset.sampling_steps
             figures["completion_error"] = completion_error(ensemble, images, strategy, steps, seed)
         if isinstance(row.source, Experts):
-            figures |= self._shares(samples, made.ensemble.prior if row.prior == "data" else None, seed)
+            figures |= self._shares(samples, prior_of(made.ensemble, row), seed)
+        if row.table == _WIRE and isinstance(row.source, Experts | Federated):
+            figures |= wire(self.workshop, row.source, self.name(row.source, self.rate(row.source).rate, seed))
         return self._cell(seed, num, seconds, figures, made)
 
     def _routers(self, made: Made, seed: int) -> Routers:
@@ -216,9 +230,8 @@ class Lab:
 
             return drawn(ensemble, row, self.preset, seed, classes, step)
 
-    def _shares(self, samples: Samples, prior: Any, seed: int) -> dict[str, Figure]:
-        due = list(prior) if prior is not None else [1.0] * samples.num_experts
-        found = share_error(samples.expert_N, due, seed=seed)
+    def _shares(self, samples: Samples, prior: Sequence[float], seed: int) -> dict[str, Figure]:
+        found = share_error(samples.expert_N, prior, seed=seed)
         last: Tensor = samples.expert_N == samples.num_experts - 1
         return {
             "share_error": Figure.of(found.error),
@@ -243,6 +256,9 @@ def tuned_as(source: Trained, preset: Preset) -> Trained:
     """Return the model whose rate others of its kind take: unconditional, of clusters, of a smaller budget."""
     if isinstance(source, Monolith):
         return Monolith(budget=preset.tuning, batch=source.batch)
+    if isinstance(source, Federated):
+        rounds = max(1, round(preset.tuning * source.rounds))
+        return Federated(budget=preset.tuning, num=source.num, rounds=rounds)
     if isinstance(source, Student):
         return Student(budget=preset.tuning, num=source.num, num_samples=source.num_samples)
     return Experts(budget=preset.tuning, num=source.num)

@@ -28,6 +28,9 @@ _TITLES = {
     "evaluations": "evaluations",
     "images_per_s": "images/s",
     "flops": "FLOPs",
+    "bytes_up": "bytes up",
+    "bytes_down": "bytes down",
+    "wall_s": "wall time",
     "smallest_followed": "follow the smallest",
     "smallest_drawn": "drawn in its region",
     "smallest_recall": "recall of its test images",
@@ -161,6 +164,10 @@ def _shown(by_seed: Mapping[int, Cell], name: str) -> str:
     mean, low, high = found
     if name == "flops":
         return human_flops(mean)
+    if name == "wall_s":
+        return human_seconds(mean)
+    if name.startswith("bytes"):
+        return f"{mean / 1e6:.2f} MB"
     places = _PLACES.get(name, 3)
     interval = "" if low is None or high is None else f" ({low:.{places}f} to {high:.{places}f})"
     return f"{mean:.{places}f}{interval}"

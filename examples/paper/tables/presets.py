@@ -35,6 +35,10 @@ class Preset(Model):
         epsilons: of the routers' statistics.
         learned_steps: of the router learned.
         completed: test images whose halves are completed, to compare routers.
+        num_silos: of federated averaging, and of the ensemble beside it.
+        rounds: of federated averaging.
+        mu: weight of FedProx's proximal term.
+        federated_tuned: whether averaging has a learning rate of its own, or that of as many experts.
         guidance: scales of the guidance towards classes, beside 0.
         chunk: samples that are evaluated together.
         seeds: how many by default.
@@ -60,6 +64,10 @@ class Preset(Model):
     epsilons: tuple[float, ...] = (0.1, 0.3, 1.0, 4.0)
     learned_steps: int = 600
     completed: int = 500
+    num_silos: int = 4
+    rounds: int
+    mu: float = 0.01
+    federated_tuned: bool = True
     guidance: tuple[float, ...] = (1.0, 3.0)
     chunk: int = 128
     seeds: int = 3
@@ -99,6 +107,9 @@ def _smoke(patch: int) -> Preset:
         epsilons=(1.0,),
         learned_steps=20,
         completed=24,
+        num_silos=2,
+        rounds=2,
+        federated_tuned=False,
         guidance=(1.0,),
         seeds=1,
     )
@@ -114,6 +125,7 @@ def _cpu(patch: int) -> Preset:
         classifier_steps=1500,
         num_samples=2000,
         own_samples=8000,
+        rounds=60,
         sampling_steps=10,
     )
 
@@ -139,6 +151,7 @@ def _gpu(patch: int) -> Preset:
         budgets=(0.0625, 0.125, 0.25, 0.5),
         num_samples=10_000,
         own_samples=40_000,
+        rounds=100,
         sampling_steps=25,
         solver_evaluations=(8, 16, 32, 64),
         pca_dim=64,

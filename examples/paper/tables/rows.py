@@ -48,7 +48,7 @@ class Row(Model):
         source: where samples come from.
         strategy: one of `STRATEGIES`.
         router: the ensemble's own, or the exact posterior of the training images, or one fitted for it.
-        prior: the shares of the training images, or equal ones.
+        prior: the shares of the training images, or equal ones; or those without the last expert.
         solver: of the sampling.
         steps: of the solver; the preset's own where None.
         guidance: towards the class that a sample is asked for, of conditional sources.
@@ -59,7 +59,7 @@ class Row(Model):
     source: Source
     strategy: str = "lock(1)"
     router: Literal["own", "exact"] | FittedRouter = "own"
-    prior: Literal["data", "equal"] = "data"
+    prior: Literal["data", "equal", "lost"] = "data"
     solver: SolverName = "midpoint"
     steps: int | None = None
     guidance: Annotated[float, Field(exclude_if=lambda scale: scale == 0.0)] = 0.0

@@ -76,11 +76,37 @@ class Student(Model):
         return False
 
 
+class Federated(Model):
+    """One dense model averaged over Dirichlet silos, by a strategy of Flower's own.
+
+    Attributes:
+        budget: of training, in units of the preset; all silos together take it.
+        num: silos.
+        method: the strategy.
+        rounds: of averaging.
+        mu: weight of FedProx's proximal term.
+        lost: whether the last silo is killed half-way.
+    """
+
+    kind: Literal["federated"] = "federated"
+    budget: float = 1.0
+    num: int
+    method: Literal["fedavg", "fedprox"] = "fedavg"
+    rounds: int
+    mu: float = 0.0
+    lost: bool = False
+
+    @property
+    def conditional(self) -> bool:
+        """Never told a class."""
+        return False
+
+
 class TrainingImages(Model):
     """No model: training images in the place of samples."""
 
     kind: Literal["training images"] = "training images"
 
 
-Trained = Monolith | Experts | Student
+Trained = Monolith | Experts | Student | Federated
 Source = Annotated[Trained | TrainingImages, Field(discriminator="kind")]

@@ -2,12 +2,12 @@
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
-from examples.paper.tables.further import STRATEGIES_OF_ROUTERS, STUDENT
+from examples.paper.tables.further import FEDAVG, ONE_SHOT, STRATEGIES_OF_ROUTERS, STUDENT
 from examples.paper.tables.results import Cell, spread
 
 # The cells of a table, by label and then by seed.
@@ -65,7 +65,7 @@ def targets(found: Mapping[int, Cells]) -> list[Target]:
     rows += [
         _private_routers(found.get(6, {})),
         _ratio("FID of the student over the monolith's, at a quarter of the batch", 1.0, students, STUDENT, "monolith"),
-        Target("bytes of the one-shot ensemble over those of FedAvg; FID no worse", "under 0.01"),
+        _one_shot(found.get(8, {})),
         _ratio(former, 0.6, first, "monolith", "monolith, former recipe"),
     ]
     return rows
@@ -110,6 +110,17 @@ def _private_routers(cells: Cells) -> Target:
     values = [max(over[n].figures["fid"].value / under[n].figures["fid"].value for over, under in rows) for n in seeds]
     used = [by_seed[seed] for pair in rows for by_seed in pair for seed in seeds]
     return _target(figure, f"at most {most:g}", values, most, used, f"{private}, over {exact}")
+
+
+def _one_shot(cells: Cells) -> Target:
+    """Bytes of the ensemble over FedAvg's; met only where its mean FID is no worse as well."""
+    figure, most = "bytes of the one-shot ensemble over those of FedAvg; FID no worse", 0.01
+    found = _ratio(figure, most, cells, ONE_SHOT, FEDAVG, name="bytes")
+    fid = _ratio(figure, 1.0, cells, ONE_SHOT, FEDAVG)
+    if found.value is None or fid.value is None:
+        return replace(found, target="under 0.01")
+    met = found.value < most and bool(fid.met)
+    return replace(found, target="under 0.01", met=met, note=f"{ONE_SHOT}; its FID is {fid.value:.3g} of FedAvg's")
 
 
 def _lowest(cells: Cells, names: Sequence[str]) -> str | None:
