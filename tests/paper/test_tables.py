@@ -1,10 +1,12 @@
 """The paper's tables: what is kept and taken up again, what models have alike, what a target takes as evidence."""
 
 import csv
+import json
 import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,10 @@ from pytest import CaptureFixture, MonkeyPatch
 from examples.paper import run
 from examples.paper.tables.contents import tables
 from examples.paper.tables.data import UNEQUAL, World, read_world
-from examples.paper.tables.models import ExactRouter
+from examples.paper.tables.exact import ExactRouter
 from examples.paper.tables.presets import Preset, preset_for
 from examples.paper.tables.results import Cell, Cost, Figure, Kept, spread
+from examples.paper.tables.rows import Table
 from examples.paper.tables.targets import flops_to, targets
 from tests.support.waiting import wait_until
 
@@ -24,7 +27,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def tiny(name: str, shape: tuple[int, ...]) -> Preset:
-    small = {"num_steps": 6, "num_islands": 2, "other_islands": (), "rates": (0.5,), "num_samples": 24}
+    small = {
+        "num_steps": 6,
+        "num_islands": 2,
+        "own_samples": 16,
+        "completed": 8,
+        "other_islands": (),
+        "rates": (0.5,),
+        "num_samples": 24,
+    }
     router = preset_for("smoke", shape).router.model_copy(update={"num_steps": 3})
     return preset_for("smoke", shape).model_copy(
         update=small | {"router": router, "classifier_steps": 10, "sampling_steps": 2}
@@ -76,6 +87,70 @@ def test_monolith_takes_as_many_flops_as_experts_and_router_together(measured: P
     assert figures(measured, "evaluations") == {"1 (monolith)": 4, "2, lock(1)": 4, "2, sample": 4}
 
 
+SOME = {
+    5: ("monolith", "student, own samples", "student, training images"),
+    6: ("exact counts, lock(.5)", "counts, epsilon 1, lock(.5)", "prior alone, lock(.5)"),
+    9: ("mixed, lock(1)", "classes, g 0, monolith", "classes, g 1, monolith"),
+}
+
+
+@pytest.fixture(scope="module")
+def further(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some rows of each; the smoke test measures all."""
+    out = tmp_path_factory.mktemp("further") / "out"
+
+    def some(preset: Preset) -> dict[int, Table]:
+        found = {number: tables(preset)[number] for number in SOME}
+        return {n: replace(found[n], rows=[row for row in found[n].rows if row.label in SOME[n]]) for n in SOME}
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(run, "preset_for", tiny)
+        patch.setattr(run, "tables", some)
+        assert run.main([*words(out), "--tables", "5,6,9"]) == 0
+    return out
+
+
+def shown(out: Path, table: int, name: str) -> dict[str, float]:
+    with (out / f"table{table}.csv").open(encoding="utf-8") as handle:
+        return {row["row"]: float(row["value"]) for row in csv.DictReader(handle) if row["figure"] == name}
+
+
+def test_student_pays_for_its_teachers_and_costs_one_evaluation_a_step(further: Path) -> None:
+    evaluations, flops = shown(further, 5, "evaluations"), shown(further, 5, "flops")
+    assert evaluations["student, own samples"] == evaluations["monolith"] == 4
+    # A teacher's evaluation is a third of a step's forward and backward pass; drawing comes on top.
+    assert flops["student, training images"] == pytest.approx(flops["monolith"] / 4 * 4 / 3, rel=0.02)
+    assert flops["student, own samples"] > flops["student, training images"]
+
+
+def test_routers_of_a_federation_are_told_apart_by_what_they_know(further: Path) -> None:
+    loss, error = shown(further, 6, "cross_entropy"), shown(further, 6, "completion_error")
+    assert loss["exact counts, lock(.5)"] < loss["prior alone, lock(.5)"]
+    assert loss["counts, epsilon 1, lock(.5)"] not in (loss["exact counts, lock(.5)"], loss["prior alone, lock(.5)"])
+    assert all(0 < each < 2 for each in error.values())
+
+
+def test_classes_are_asked_for_and_guidance_costs_a_second_evaluation(further: Path) -> None:
+    evaluations = shown(further, 9, "evaluations")
+    assert evaluations["classes, g 1, monolith"] == 2 * evaluations["classes, g 0, monolith"]
+    assert set(shown(further, 9, "agreement")) == {label for label in evaluations if label.startswith("classes")}
+    plans = [json.loads(path.read_bytes()) for path in further.glob("models/*/islands/plan/plan.json")]
+    asked = [exception for plan in plans for exception in plan["objective"].get("exceptions", [])]
+    assert [(each["path"], each["prediction"]) for each in asked] == [("cosine_vp", "v")]
+
+
+def test_router_of_epsilon_1_is_held_against_the_best_exact_one_by_cross_entropy() -> None:
+    def rows(name: str, loss: float, full: float, lock: float) -> dict[str, dict[int, Cell]]:
+        fids = {"full": full, "lock(.5)": lock}
+        return {f"{name}, {each}": {0: cell(0, fid=fid, cross_entropy=loss)} for each, fid in fids.items()}
+
+    cells = rows("exact counts", 0.5, 10.0, 20.0) | rows("labelled training images", 0.7, 1.0, 1.0)
+    cells |= rows("counts, epsilon 1", 0.6, 11.0, 24.0) | rows("moments, epsilon 1", 0.9, 5.0, 5.0)
+    found = next(target for target in targets({6: cells}) if "epsilon 1" in target.figure)
+    assert found.value == pytest.approx(1.2) and found.met is False
+    assert found.note == "counts, epsilon 1, over exact counts"
+
+
 def test_stopped_run_measures_only_what_is_missing(
     measured: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
@@ -96,8 +171,8 @@ def test_stopped_run_measures_only_what_is_missing(
 
 def test_wrong_words_are_refused_on_one_screen(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run.main(words(tmp_path, "--tables", "1,5"))
-    assert "some of 1,2,3,4,7,10" in capsys.readouterr().err
+        run.main(words(tmp_path, "--tables", "1,11"))
+    assert "some of 1,2,3,4,5,6,7,8,9,10" in capsys.readouterr().err
     wrong = ["--dataset", "fashion-mnist", "--preset", "smoke", "--out", str(tmp_path / "out")]
     assert run.main(wrong) != 0
     assert run.main([*wrong, "--data", str(tmp_path)]) != 0
@@ -160,7 +235,10 @@ def test_target_takes_the_best_strategy_that_keeps_the_shares() -> None:
         "lock(.5)": row(12.0, 0.04),
         "top-1": row(4.0, 0.3),
     }
+    first["monolith, former recipe"] = {seed: cell(seed, fid=50.0 + 5 * seed) for seed in (0, 1)}
     best, budget, sample, _, shares = targets({1: first})[:5]
+    recipe = targets({1: first})[-1]
+    assert recipe.value == pytest.approx(0.4) and recipe.met
     assert best.note == "lock(1)" and best.met and best.seeds == 2
     assert best.value == pytest.approx((10 / 20 + 11 / 22) / 2)
     assert sample.met is False and sample.low is not None and sample.low < sample.value < sample.high
@@ -211,6 +289,6 @@ def test_smoke_measures_every_table_and_goes_on_after_ctrl_c(tmp_path: Path) -> 
     subprocess.run([*line, str(tmp_path)], cwd=ROOT, check=True, timeout=3600)
     assert {path: path.stat().st_mtime_ns for path in trained} == trained
     page = (tmp_path / "README.md").read_text("utf-8")
-    assert [f"## Table {number}:" in page for number in (1, 2, 3, 4, 7, 10)] == [True] * 6
-    assert len(list(tmp_path.glob("table*.png"))) == len(list(tmp_path.glob("table*.csv"))) == 6
+    assert [f"## Table {number}:" in page for number in range(1, 11)] == [True] * 10
+    assert len(list(tmp_path.glob("table*.png"))) == len(list(tmp_path.glob("table*.csv"))) == 10
     assert "rows of table" not in page

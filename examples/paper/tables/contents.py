@@ -1,113 +1,30 @@
 """What the tables hold: every row as plain data, from which a model is trained and samples are drawn."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
-
-from pydantic import Field
+from collections.abc import Mapping
 
 from ddm.diffusion.solver import SolverName
-from ddm.ensemble import Full, Lock, Nucleus, Sample, Strategy, Threshold, TopK, TopOne
-from ddm.protocol.base import Model
+from examples.paper.tables.further import federated, objectives_and_classes, routers, students
 from examples.paper.tables.presets import Preset
+from examples.paper.tables.rows import STRATEGIES, Row, Table
+from examples.paper.tables.sources import Experts, Monolith, Partition, TrainingImages
 
-Partition = Literal["clusters", "random", "silos", "unequal"]
-
-STRATEGIES: Mapping[str, Strategy] = {
-    "full": Full(),
-    "sample": Sample(),
-    "lock(1)": Lock(1.0),
-    "lock(.8)": Lock(0.8),
-    "lock(.5)": Lock(0.5),
-    "lock(.2)": Lock(0.2),
-    "top-1": TopOne(),
-    "top-2": TopK(2),
-    "top-3": TopK(3),
-    "nucleus(.9)": Nucleus(0.9),
-    "threshold(.1)": Threshold(0.1),
-}
 _EVALUATIONS: Mapping[SolverName, int] = {"euler": 1, "heun": 2, "midpoint": 2, "rk4": 4, "dpm": 1, "unipc": 1}
-
-
-class Monolith(Model):
-    """One model of all training images.
-
-    Attributes:
-        budget: of training, in units of the preset.
-    """
-
-    kind: Literal["monolith"] = "monolith"
-    budget: float = 1.0
-
-
-class Experts(Model):
-    """An ensemble of K experts with its router.
-
-    Attributes:
-        budget: of training, in units of the preset; all experts together take it.
-        num: K.
-        partition: whose images an expert has.
-    """
-
-    kind: Literal["experts"] = "experts"
-    budget: float = 1.0
-    num: int
-    partition: Partition = "clusters"
-
-
-class TrainingImages(Model):
-    """No model: training images in the place of samples."""
-
-    kind: Literal["training images"] = "training images"
-
-
-Source = Annotated[Monolith | Experts | TrainingImages, Field(discriminator="kind")]
-
-
-class Row(Model):
-    """One row of a table.
-
-    Attributes:
-        table: its number.
-        label: as it is printed.
-        source: where samples come from.
-        strategy: one of `STRATEGIES`.
-        router: the ensemble's own, or the exact posterior of the training images.
-        prior: the shares of the training images, or equal ones.
-        solver: of the sampling.
-        steps: of the solver; the preset's own where None.
-    """
-
-    table: int
-    label: str
-    source: Source
-    strategy: str = "lock(1)"
-    router: Literal["own", "exact"] = "own"
-    prior: Literal["data", "equal"] = "data"
-    solver: SolverName = "midpoint"
-    steps: int | None = None
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table.
-
-    Attributes:
-        number: the paper's plan's.
-        title: what it says.
-        columns: the figures that it shows, by their names in a cell.
-        rows: what is measured.
-    """
-
-    number: int
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Row]
 
 
 def tables(preset: Preset) -> dict[int, Table]:
     """Return all tables, by number."""
-    found = (_strategies, _numbers, _partitions, _budgets, _unequal, _solvers)
+    found = (
+        _strategies,
+        _numbers,
+        _partitions,
+        _budgets,
+        students,
+        routers,
+        _unequal,
+        federated,
+        objectives_and_classes,
+        _solvers,
+    )
     return {table.number: table for table in (make(preset) for make in found)}
 
 
@@ -116,6 +33,7 @@ def _strategies(preset: Preset) -> Table:
     rows = [
         Row(table=1, label="training images (floor)", source=TrainingImages()),
         Row(table=1, label="monolith", source=Monolith()),
+        Row(table=1, label="monolith, former recipe", source=Monolith(recipe="former")),
         Row(table=1, label="sample, exact router (oracle)", source=experts, strategy="sample", router="exact"),
         *(Row(table=1, label=name, source=experts, strategy=name) for name in STRATEGIES),
     ]
@@ -130,7 +48,8 @@ def _numbers(preset: Preset) -> Table:
             Row(table=2, label=f"{num}, {name}", source=Experts(num=num), strategy=name)
             for name in ("lock(1)", "sample")
         ]
-    return Table(2, "Number of experts at equal training FLOPs", ("fid", "fid_pca", "kid", "recall"), rows)
+    note = "Every number of experts has a learning rate of its own, chosen as the others, among the same rates."
+    return Table(2, "Number of experts at equal training FLOPs", ("fid", "fid_pca", "kid", "recall"), rows, note)
 
 
 def _partitions(preset: Preset) -> Table:

@@ -68,6 +68,11 @@ class World:
         """Shape and range of an image."""
         return DataSpec(shape=tuple(self.train.images.shape[1:]), range=(-1.0, 1.0))
 
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return int(self.train.label_N.max()) + 1
+
     def unequal(self, images: Tensor) -> Tensor:
         """Return which of four silos of very unequal sizes an image lies in, int64 (N,).
 
@@ -82,8 +87,7 @@ class World:
     def silos(self, num: int, seed: int) -> Tensor:
         """Return silos of the training images whose mixes of classes are Dirichlet, int64 (N,)."""
         rng = np.random.default_rng([seed, num])
-        num_classes = int(self.train.label_N.max()) + 1
-        share_CS = rng.dirichlet([CONCENTRATION] * num, size=num_classes).cumsum(1)
+        share_CS = rng.dirichlet([CONCENTRATION] * num, size=self.num_classes).cumsum(1)
         drawn_N = rng.random((len(self.train), 1))
         return torch.from_numpy((share_CS[self.train.label_N.numpy()] < drawn_N).sum(1).clip(max=num - 1))
 

@@ -9,12 +9,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from examples.paper.tables.contents import Table
 from examples.paper.tables.data import UNEQUAL
 from examples.paper.tables.results import Cell, over_seeds
+from examples.paper.tables.rows import Table
 from examples.paper.tables.targets import Cells
 
 _BLUE, _RED, _GREY = "#1b6ca8", "#c8553d", "0.45"
+_OF_BARS, _OF_TWO = (1, 3, 5, 6, 7, 8, 9), (1, 5, 6, 7, 8, 9)
 _LINES = (_BLUE, "#2e8b57", "#7b5ea7", "#d98e04", "#4a4a4a", "#5ab4ac")
 
 
@@ -27,8 +28,8 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
         path: a PNG.
         origin: data set, preset and seeds, for the title.
     """
-    height = 0.3 * len(cells) + 1.4 if table.number in (1, 3, 7) else 4.2
-    panels = 2 if table.number in (1, 7) else 1
+    height = 0.3 * len(cells) + 1.4 if table.number in _OF_BARS else 4.2
+    panels = 2 if table.number in _OF_TWO else 1
     figure, axes = plt.subplots(1, panels, figsize=(9, height), constrained_layout=True, squeeze=False)
     match table.number:
         case 1:
@@ -43,6 +44,18 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
         case 2:
             _lines(axes[0, 0], cells, lambda label: float(label.split(",")[0].split(" ")[0]), "experts")
             axes[0, 0].set_xscale("log", base=2)
+        case 5:
+            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
+            _bars(axes[0, 1], cells, "images_per_s", "images a second", names=False)
+        case 6:
+            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
+            _bars(axes[0, 1], cells, "cross_entropy", "cross-entropy, nats", names=False)
+        case 8:
+            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
+            _bars(axes[0, 1], cells, "bytes", "bytes on the wire", names=False)
+        case 9:
+            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
+            _bars(axes[0, 1], cells, "agreement", "agreement with the class", names=False)
         case 4:
             _lines(axes[0, 0], cells, None, "training FLOPs, router included")
             axes[0, 0].set(xscale="log", yscale="log")
@@ -69,7 +82,7 @@ def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool = True
         point = _point(cells[label], name)
         if point is None:
             continue
-        colour = _RED if label == "monolith" else _GREY if "floor" in label or "oracle" in label else _BLUE
+        colour = _RED if "monolith" in label else _GREY if "floor" in label or "oracle" in label else _BLUE
         axis.barh(place, point[0], color=colour, height=0.7, alpha=0.85)
         axis.errorbar(point[0], place, xerr=[[point[1]], [point[2]]], color="black", capsize=2, lw=1)
         axis.text(point[0] + point[2], place, f" {point[0]:.3g}", va="center", fontsize=7)

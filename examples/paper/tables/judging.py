@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddm.encoders.pca import PcaEncoder
 from ddm.evaluation.classifier import Classifier, train_classifier
-from ddm.evaluation.intervals import proportion
+from ddm.evaluation.intervals import proportion, wilson
 from ddm.evaluation.metrics import Side, measure
 from ddm.protocol.base import Model, sha256_file
 from ddm.system.console import progress
@@ -94,6 +94,12 @@ class Judge:
     def validation_fid(self, images: Tensor) -> float:
         """Return the FID against the validation images, by which rates are chosen."""
         return measure(Side.of(self.classifier.encode(images), NEIGHBOURS), self.validation)[0]["fid"].value
+
+    def agreement(self, images: Tensor, classes: Tensor) -> Figure:
+        """Return the share of samples in which the classifier finds the class that they were asked for."""
+        share = self.classifier.accuracy(images, classes)
+        low, high = wilson(round(share * len(images)), len(images))
+        return Figure(value=share, low=low, high=high)
 
     def figures(self, images: Tensor, *, of_silos: bool) -> dict[str, Figure]:
         """Return all figures against the test images.

@@ -1,13 +1,13 @@
 """Measures rows: chooses rates, finds or trains the models, draws samples and judges them; keeps every cell."""
 
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddm.ensemble import Ensemble
 from ddm.errors import NumericalError
@@ -15,16 +15,23 @@ from ddm.evaluation.shares import share_error
 from ddm.protocol.base import sha256_hex
 from ddm.sampling.samples import Samples
 from ddm.system.console import progress, say
+from examples.paper.tables.averaging import averaged, wire
 from examples.paper.tables.clock import Clock
-from examples.paper.tables.contents import STRATEGIES, Experts, Monolith, Row, TrainingImages
 from examples.paper.tables.data import World
+from examples.paper.tables.drawing import classes_of, drawn, prepared, prior_of
+from examples.paper.tables.ensembles import experts
+from examples.paper.tables.fitted import Routers, completion_error, with_router
 from examples.paper.tables.judging import Judge, clipped
-from examples.paper.tables.models import Counted, ExactRouter, Made, Workshop
+from examples.paper.tables.models import FORMER, Made, Workshop, monolith
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.results import Cell, Choice, Figure, Kept, commit, hardware, utc
+from examples.paper.tables.rows import STRATEGIES, FittedRouter, Row
+from examples.paper.tables.sources import Experts, Federated, Monolith, Student, Trained, TrainingImages
+from examples.paper.tables.students import student
 
 _TUNING_SEED = 1000  # none of the seeds that are reported
 _SILOS = 7  # the table whose rows say what becomes of the smallest silo
+_WIRE = 8  # the one whose rows say what travels
 _TRAINING = {
     "network",
     "num_steps",
@@ -47,6 +54,7 @@ class Lab:
         judge: judges samples.
         clock: says when to stop.
         at_hand: the model that was used last, by its name.
+        routers: those for the ensemble that was used last.
     """
 
     world: World
@@ -55,6 +63,7 @@ class Lab:
     judge: Judge
     clock: Clock
     at_hand: dict[str, Made] = field(default_factory=dict)
+    routers: list[Routers] = field(default_factory=list)
 
     @property
     def kept(self) -> Kept:
@@ -84,19 +93,31 @@ class Lab:
 
     def key(self, row: Row, seed: int) -> tuple[object, ...]:
         """Return what a row's cell is kept under."""
-        return self._key(row.model_dump(exclude={"table", "label"}), row.table == _SILOS, seed)
+        parts: list[object] = [row.model_dump(exclude={"table", "label"}), row.table == _SILOS, seed]
+        if isinstance(row.source, Experts) and row.source.num != self.preset.num_islands:
+            parts.append("of a rate of its own")
+        if row.table == _WIRE:
+            parts.append("bytes")
+        if isinstance(row.router, FittedRouter):
+            parts.append(self.preset.model_dump(include={"learned_steps", "completed"}))
+        return self._key(*parts)
 
-    def rate(self, kind: str) -> Choice:
-        """Return the learning rate of monoliths, or of experts, that is best on validation images.
+    def rate(self, source: Trained) -> Choice:
+        """Return the learning rate of models like this one that is best on validation images.
 
-        A preset with one rate leaves nothing to choose.
+        A preset with one rate leaves nothing to choose, and the former recipe has a rate of its own.
         """
+        if isinstance(source, Monolith) and source.recipe == "former":
+            return Choice(rate=FORMER.training.learning_rate, tried={}, steps=0, flops=0.0)
         if len(self.preset.rates) == 1:
             return Choice(rate=self.preset.rates[0] / self.preset.network.hidden, tried={}, steps=0, flops=0.0)
+        if isinstance(source, Federated) and not self.preset.federated_tuned:
+            return self.rate(Experts(num=source.num))
+        kind = self.kind(source)
         key = self._key("rate", kind)
         found = self.kept.read(key, Choice)
         if found is None:
-            found = self._chosen(kind)
+            found = self._chosen(tuned_as(source, self.preset))
             self.kept.write(key, found)
             tried = ", ".join(
                 f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in found.tried.items()
@@ -104,14 +125,19 @@ class Lab:
             say(f"rate of {kind} {found.rate:g}, by FID on validation images: {tried}")
         return found
 
-    def _chosen(self, kind: str) -> Choice:
+    def kind(self, source: Trained) -> str:
+        """Name the models that share a rate with this one."""
+        if isinstance(source, Experts):
+            return "experts" if source.num == self.preset.num_islands else f"{source.num} experts"
+        if isinstance(source, Student | Federated):
+            return source.kind
+        if source.recipe == "former":
+            return "monolith, former recipe"
+        return "monolith" if source.batch == 1.0 else f"monolith, batch x {source.batch:g}"
+
+    def _chosen(self, source: Trained) -> Choice:
         tried: dict[str, float | None] = {}
         best, best_fid, cost = 0.0, inf, None
-        source: Monolith | Experts = (
-            Monolith(budget=self.preset.tuning)
-            if kind == "monolith"
-            else Experts(budget=self.preset.tuning, num=self.preset.num_islands)
-        )
         for times_width in self.preset.rates:
             rate = times_width / self.preset.network.hidden
             try:
@@ -125,23 +151,37 @@ class Lab:
             if fid is not None and fid < best_fid:
                 best, best_fid = rate, fid
         if cost is None:
-            raise NumericalError(f"rates of {kind}", expected="one that trains", got="none of them")
+            raise NumericalError(f"rates of {self.kind(source)}", expected="one that trains", got="none of them")
         return Choice(rate=best, tried=tried, steps=cost.steps, flops=cost.flops)
 
-    def made(self, source: Monolith | Experts, seed: int) -> Made:
+    def made(self, source: Trained, seed: int) -> Made:
         """Return a model at its chosen rate, trained now unless it is there."""
-        return self._made(source, self.rate(source.kind).rate, seed)
+        return self._made(source, self.rate(source).rate, seed)
 
-    def _made(self, source: Monolith | Experts, rate: float, seed: int) -> Made:
+    def name(self, source: Trained, rate: float, seed: int) -> str:
+        """Name the folder of a model by all that it depends on."""
         key = (self.world.name, len(self.world.train), self.preset.model_dump(include=_TRAINING))
-        name = f"{source.kind}-{sha256_hex(repr((*key, source.model_dump(), rate, seed)).encode())[:10]}"
+        return f"{source.kind}-{sha256_hex(repr((*key, source.model_dump(), rate, seed)).encode())[:10]}"
+
+    def _made(self, source: Trained, rate: float, seed: int) -> Made:
+        name = self.name(source, rate, seed)
         if name not in self.at_hand:
             self.at_hand.clear()
-            if isinstance(source, Monolith):
-                self.at_hand[name] = self.workshop.monolith(source, rate, seed, name)
-            else:
-                self.at_hand[name] = self.workshop.experts(source, rate, seed, name)
+            self.at_hand[name] = self._trained(source, rate, seed, name)
         return self.at_hand[name]
+
+    def _trained(self, source: Trained, rate: float, seed: int, name: str) -> Made:
+        match source:
+            case Monolith():
+                return monolith(self.workshop, source, rate, seed, name)
+            case Experts():
+                return experts(self.workshop, source, rate, seed, name)
+            case Federated():
+                return averaged(self.workshop, source, rate, seed, name)
+            case Student():
+                teachers = Experts(budget=source.budget, num=source.num)
+                made = self._made(teachers, self.rate(teachers).rate, seed)
+                return student(self.workshop, source, made, rate, seed, name)
 
     def _measured(self, row: Row, seed: int) -> Cell:
         num, of_silos = self.preset.num_samples, row.table == _SILOS
@@ -150,49 +190,48 @@ class Lab:
             figures = self.judge.figures(self.world.train.images[order[:num]], of_silos=of_silos)
             return self._cell(seed, min(num, len(order)), 0.0, figures, None)
         made = self.made(row.source, seed)
-        ensemble, counted = self._counted(made, row)
+        ensemble, counted = prepared(made, row, self.world.train)
+        if isinstance(row.router, FittedRouter):
+            ensemble = with_router(ensemble, self._routers(made, seed).get(row.router))
+        classes = classes_of(self.world.train, num, seed) if row.source.conditional else None
         started = time.monotonic()
-        samples = self._drawn(ensemble, row, seed)
+        samples = self._drawn(ensemble, row, seed, classes)
         seconds = time.monotonic() - started
-        figures = self.judge.figures(clipped(samples.images), of_silos=of_silos)
+        images = clipped(samples.images)
+        figures = self.judge.figures(images, of_silos=of_silos)
+        if classes is not None:
+            figures["agreement"] = self.judge.agreement(images, classes)
         evaluations = sum(expert.num for expert in counted) / num
         figures["evaluations"], figures["images_per_s"] = Figure(value=evaluations), Figure(value=num / seconds)
         figures["flops"] = Figure(value=made.cost.flops)
+        if isinstance(row.router, FittedRouter):
+            figures |= self._routers(made, seed).figures(row.router)
+            images, strategy = self.world.test.images[: self.preset.completed], STRATEGIES[row.strategy]
+            steps = self.preset.sampling_steps
+            figures["completion_error"] = completion_error(ensemble, images, strategy, steps, seed)
         if isinstance(row.source, Experts):
-            figures |= self._shares(samples, made.ensemble.prior if row.prior == "data" else None, seed)
+            figures |= self._shares(samples, prior_of(made.ensemble, row), seed)
+        if row.table == _WIRE and isinstance(row.source, Experts | Federated):
+            figures |= wire(self.workshop, row.source, self.name(row.source, self.rate(row.source).rate, seed))
         return self._cell(seed, num, seconds, figures, made)
 
-    def _counted(self, made: Made, row: Row) -> tuple[Ensemble, list[Counted]]:
-        experts = [made.ensemble.experts[k] for k in range(len(made.ensemble.experts))]
-        counted = [Counted(expert) for expert in experts if isinstance(expert, nn.Module)]
-        ensemble = replace(made.ensemble, experts=counted)
-        if row.router == "exact":
-            images = self.world.train.images
-            ensemble = replace(ensemble, router=ExactRouter([images[own] for own in made.own_K]))
-        return ensemble, counted
+    def _routers(self, made: Made, seed: int) -> Routers:
+        """Return the routers for an ensemble, fitted now unless they are at hand."""
+        if not self.routers or self.routers[0].made is not made:
+            self.routers[:] = [Routers.of(self.world, self.preset, made, seed, self.workshop.device)]
+        return self.routers[0]
 
-    def _drawn(self, ensemble: Ensemble, row: Row, seed: int) -> Samples:
-        how: dict[str, Any] = {"prior": [1.0] * len(ensemble.experts)} if row.prior == "equal" else {}
-        strategy = STRATEGIES["lock(1)" if isinstance(row.source, Monolith) else row.strategy]
+    def _drawn(self, ensemble: Ensemble, row: Row, seed: int, classes: Tensor | None = None) -> Samples:
         with progress(f"{row.label}: drawing") as tell:
 
             def step(done: int, total: int) -> None:
                 self.clock.check()
                 tell(done, total)
 
-            return ensemble.sample(
-                self.preset.num_samples,
-                strategy=strategy,
-                steps=row.steps or self.preset.sampling_steps,
-                solver=row.solver,
-                seed=seed,
-                on_progress=step,
-                **how,
-            )
+            return drawn(ensemble, row, self.preset, seed, classes, step)
 
-    def _shares(self, samples: Samples, prior: Any, seed: int) -> dict[str, Figure]:
-        due = list(prior) if prior is not None else [1.0] * samples.num_experts
-        found = share_error(samples.expert_N, due, seed=seed)
+    def _shares(self, samples: Samples, prior: Sequence[float], seed: int) -> dict[str, Figure]:
+        found = share_error(samples.expert_N, prior, seed=seed)
         last: Tensor = samples.expert_N == samples.num_experts - 1
         return {
             "share_error": Figure.of(found.error),
@@ -211,3 +250,15 @@ class Lab:
             hardware=hardware(self.workshop.device),
             utc=utc(),
         )
+
+
+def tuned_as(source: Trained, preset: Preset) -> Trained:
+    """Return the model whose rate others of its kind take: unconditional, of clusters, of a smaller budget."""
+    if isinstance(source, Monolith):
+        return Monolith(budget=preset.tuning, batch=source.batch)
+    if isinstance(source, Federated):
+        rounds = max(1, round(preset.tuning * source.rounds))
+        return Federated(budget=preset.tuning, num=source.num, rounds=rounds)
+    if isinstance(source, Student):
+        return Student(budget=preset.tuning, num=source.num, num_samples=source.num_samples)
+    return Experts(budget=preset.tuning, num=source.num)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.system.console import human_flops, human_seconds
-from examples.paper.tables.contents import Table
 from examples.paper.tables.figures import draw_table
 from examples.paper.tables.judging import Judge
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.results import Cell, Choice, over_seeds
+from examples.paper.tables.rows import Table
 from examples.paper.tables.targets import Cells, Target, targets, write_targets
 
 _TITLES = {
@@ -20,10 +20,17 @@ _TITLES = {
     "kid": "KID",
     "precision": "precision",
     "recall": "recall",
+    "agreement": "agreement",
+    "cross_entropy": "cross-entropy",
+    "completion_error": "completion error",
     "share_error": "share error",
+    "router_share_error": "router's share error",
     "evaluations": "evaluations",
     "images_per_s": "images/s",
     "flops": "FLOPs",
+    "bytes_up": "bytes up",
+    "bytes_down": "bytes down",
+    "wall_s": "wall time",
     "smallest_followed": "follow the smallest",
     "smallest_drawn": "drawn in its region",
     "smallest_recall": "recall of its test images",
@@ -111,7 +118,7 @@ class Report:
             tried = ", ".join(
                 f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in choice.tried.items()
             )
-            rows.append((kind, f"{choice.rate:.3g}", tried, str(choice.steps)))
+            rows.append((kind, f"{choice.rate:.3g}", tried or "not tuned", str(choice.steps or "")))
         table = _markdown(("model", "rate", "FID on validation images by rate", "steps"), rows)
         return f"## Learning rates\n\nChosen on the validation images, with a seed of their own.\n\n{table}"
 
@@ -128,9 +135,9 @@ class Report:
             )
             rows.append((label, *values, *took, str(len(by_seed))))
         titles = ("", *(_TITLES[name] for name in table.columns), "steps", "training", "time", "seeds")
-        number = table.number
+        number, note = table.number, f"{_filled(table.note)}\n\n" if table.note else ""
         return (
-            f"## Table {number}: {table.title}\n\n{_markdown(titles, rows)}\n\n"
+            f"## Table {number}: {table.title}\n\n{note}{_markdown(titles, rows)}\n\n"
             f"![{table.title}](table{number}.png)\n\nEvery seed: [table{number}.csv](table{number}.csv)."
         )
 
@@ -157,6 +164,10 @@ def _shown(by_seed: Mapping[int, Cell], name: str) -> str:
     mean, low, high = found
     if name == "flops":
         return human_flops(mean)
+    if name == "wall_s":
+        return human_seconds(mean)
+    if name.startswith("bytes"):
+        return f"{mean / 1e6:.2f} MB"
     places = _PLACES.get(name, 3)
     interval = "" if low is None or high is None else f" ({low:.{places}f} to {high:.{places}f})"
     return f"{mean:.{places}f}{interval}"

@@ -31,6 +31,15 @@ class Preset(Model):
         sampling_steps: of the midpoint rule, two evaluations each.
         solver_evaluations: evaluations a sample at which solvers are compared.
         pca_dim: dimensions of the second feature space, and of the plans' encoders.
+        own_samples: of the ensemble, on which a student is trained.
+        epsilons: of the routers' statistics.
+        learned_steps: of the router learned.
+        completed: test images whose halves are completed, to compare routers.
+        num_silos: of federated averaging, and of the ensemble beside it.
+        rounds: of federated averaging.
+        mu: weight of FedProx's proximal term.
+        federated_tuned: whether averaging has a learning rate of its own, or that of as many experts.
+        guidance: scales of the guidance towards classes, beside 0.
         chunk: samples that are evaluated together.
         seeds: how many by default.
     """
@@ -51,6 +60,15 @@ class Preset(Model):
     sampling_steps: int
     solver_evaluations: tuple[int, ...] = (8, 16, 32)
     pca_dim: int = 32
+    own_samples: int
+    epsilons: tuple[float, ...] = (0.1, 0.3, 1.0, 4.0)
+    learned_steps: int = 600
+    completed: int = 500
+    num_silos: int = 4
+    rounds: int
+    mu: float = 0.01
+    federated_tuned: bool = True
+    guidance: tuple[float, ...] = (1.0, 3.0)
     chunk: int = 128
     seeds: int = 3
 
@@ -74,7 +92,9 @@ def _smoke(patch: int) -> Preset:
         batch_size=32,
         rates=(RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH),
         tuning=0.5,
-        router=SamplesRouter(patch=patch, hidden=16, depth=1, heads=2, num_steps=30, batch_size=32),
+        router=SamplesRouter(
+            patch=patch, hidden=16, depth=1, heads=2, num_steps=30, batch_size=32, images_per_expert=64
+        ),
         classifier_steps=150,
         num_islands=4,
         other_islands=(2,),
@@ -83,6 +103,14 @@ def _smoke(patch: int) -> Preset:
         sampling_steps=4,
         solver_evaluations=(4, 8),
         pca_dim=12,
+        own_samples=256,
+        epsilons=(1.0,),
+        learned_steps=20,
+        completed=24,
+        num_silos=2,
+        rounds=2,
+        federated_tuned=False,
+        guidance=(1.0,),
         seeds=1,
     )
 
@@ -96,6 +124,8 @@ def _cpu(patch: int) -> Preset:
         router=SamplesRouter(patch=patch, hidden=48, depth=2, heads=4, num_steps=800, batch_size=64, precision="auto"),
         classifier_steps=1500,
         num_samples=2000,
+        own_samples=8000,
+        rounds=60,
         sampling_steps=10,
     )
 
@@ -120,6 +150,8 @@ def _gpu(patch: int) -> Preset:
         classifier_steps=3000,
         budgets=(0.0625, 0.125, 0.25, 0.5),
         num_samples=10_000,
+        own_samples=40_000,
+        rounds=100,
         sampling_steps=25,
         solver_evaluations=(8, 16, 32, 64),
         pca_dim=64,

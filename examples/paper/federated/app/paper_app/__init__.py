@@ -1,0 +1,1 @@
+"""Points at `examples.paper.federated`."""

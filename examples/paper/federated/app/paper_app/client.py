@@ -1,0 +1,5 @@
+"""The silos' half."""
+
+import examples.paper.federated.client
+
+app = examples.paper.federated.client.app

@@ -1,0 +1,5 @@
+"""The server's half."""
+
+import examples.paper.federated.server
+
+app = examples.paper.federated.server.app

@@ -1,0 +1,149 @@
+"""Runs a SuperLink, a SuperNode for every silo and the app, and counts the bytes between them."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli_w
+
+from ddm.errors import TransportError
+from ddm.io.files import write_atomic
+from ddm.protocol.base import Model
+from ddm.system.processes import Child, flower_environment, free_port, program, spawn, terminate_all
+from examples.paper.federated.terms import DONE, LOSE, LOST, TERMS, Terms
+
+ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT / "examples" / "benchmarks"))
+from support.counting import Relay  # noqa: E402  # a neighbour of the benchmarks, whose names start there
+
+_APP = Path(__file__).parent / "app"
+_HOST, _CONNECTION, _COUNTED = "127.0.0.1", "paper", "counted.json"
+_START_S, _POLL_S = 120.0, 0.1
+Check = Callable[[], object]
+
+
+class Counted(Model):
+    """What a run took so far; over all its parts where it was stopped in between.
+
+    Attributes:
+        up: bytes from the silos to the server, as TCP carries them.
+        down: the other way.
+        seconds: from the first message on.
+    """
+
+    up: int = 0
+    down: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Flower:
+    """What runs, and where it logs."""
+
+    folder: Path
+    environment: dict[str, str]
+    relay: Relay
+    nodes: list[Child]
+    servers: list[Child]
+    port: int
+
+
+def run(folder: Path, terms: Terms, check: Check) -> Counted:
+    """Run to the end, from the last round that is kept; return what it took.
+
+    Args:
+        folder: holds the silos' images or files; rounds are kept here.
+        terms: of the run.
+        check: called now and then; what it raises ends all processes, and another call goes on.
+
+    Raises:
+        TransportError: Flower does not start, or ends early.
+    """
+    write_atomic(folder / TERMS, terms.model_dump_json().encode())
+    kept = Counted.model_validate_json((folder / _COUNTED).read_bytes()) if (folder / _COUNTED).exists() else Counted()
+    if (folder / DONE).exists():
+        return kept
+    (folder / LOSE).unlink(missing_ok=True)
+    with _running(folder, terms) as flower:
+        before, started, rounds = (flower.relay.up, flower.relay.down), time.monotonic(), terms.done(folder)
+        _submit(flower)
+        while True:
+            over = (folder / DONE).exists()
+            if over or terms.done(folder) > rounds:
+                rounds = terms.done(folder)
+                up, down = flower.relay.up - before[0], flower.relay.down - before[1]
+                found = Counted(up=kept.up + up, down=kept.down + down, seconds=kept.seconds + _since(started))
+                write_atomic(folder / _COUNTED, found.model_dump_json().encode())
+            if over:
+                return found
+            if (folder / LOSE).exists() and not (folder / LOST).exists():
+                flower.nodes.pop().kill()  # the last silo's
+                (folder / LOST).touch()
+            _alive(flower)
+            check()
+            time.sleep(_POLL_S)
+
+
+def _since(started: float) -> float:
+    return time.monotonic() - started
+
+
+@contextmanager
+def _running(folder: Path, terms: Terms) -> Iterator[_Flower]:
+    """Run Flower without TLS on loopback, each silo's SuperNode through the relay that counts."""
+    home = folder / "flower"
+    home.mkdir(exist_ok=True)
+    environment = flower_environment(home) | {"PYTHONPATH": str(ROOT)}
+    port = free_port()  # all of the SuperLink's interfaces
+    with ExitStack() as stack:
+        children: list[Child] = []
+        stack.callback(lambda: terminate_all(children))
+
+        def start(name: str, *words: str) -> Child:
+            command = [str(program(f"flower-{name.split('-')[0]}")), "--insecure", *words]
+            children.append(spawn(command, log_path=home / f"{name}.log", env=environment, cwd=home))
+            return children[-1]
+
+        server = start("superlink", f"--port={port}", "--disable-runtime-dependency-installation")
+        relay = stack.enter_context(Relay(port))
+        nodes = []
+        for silo in range(terms.num_silos - (folder / LOST).exists()):
+            words = [f"--superlink={_HOST}:{relay.port}", f"--port={free_port()}"]
+            words.append(f'--node-config=silo={silo} folder="{folder.absolute()}"')
+            nodes.append(start(f"supernode-{silo}", *words))
+        yield _Flower(folder, environment, relay, nodes, [server], port)
+
+
+def _submit(flower: _Flower) -> None:
+    """Submit the app, as soon as the SuperLink answers."""
+    home = flower.folder / "flower"
+    connection = {"address": f"{_HOST}:{flower.port}", "insecure": True}
+    write_atomic(
+        home / "config.toml", tomli_w.dumps({"superlink": {"default": _CONNECTION, _CONNECTION: connection}}).encode()
+    )
+    settings = f'folder="{flower.folder.absolute()}"'
+    command = [str(program("flwr")), "run", str(_APP), _CONNECTION, "--run-config", settings, "--format", "json"]
+    started = time.monotonic()
+    while True:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=flower.environment, cwd=home, timeout=_START_S
+        )
+        if answer.returncode == 0 and '"success": true' in answer.stdout:
+            return
+        _alive(flower)
+        if _since(started) > _START_S:
+            said = " ".join((answer.stdout + answer.stderr).split())[-300:]
+            remedy = f"Read the logs in {home}."
+            raise TransportError("flwr run", expected="a run that starts", got=said or "no answer", remedy=remedy)
+
+
+def _alive(flower: _Flower) -> None:
+    for child in [*flower.servers, *flower.nodes]:
+        if not child.running():
+            remedy = f"Read {child.log_path}; the same command goes on."
+            got = f"one that ended: {' '.join(child.log_tail(300).split())}"
+            raise TransportError(child.log_path.stem, expected="a program that runs", got=got, remedy=remedy)

@@ -1,0 +1,85 @@
+"""The server: Flower's own FedAvg or FedProx, round by round, each kept; or one message to every silo."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg, FedProx
+
+from ddm.io.tensors import load_tensors, save_tensors
+from ddm.models import build_expert
+from examples.paper.federated.terms import DONE, LOSE, LOST, ROUND, Terms
+
+_MAX_BYTES = 1 << 32
+_FIRST_S, _PATIENCE, _SLACK_S = 3600.0, 2.0, 10.0  # a round is waited for twice as long as the longest before
+
+app = ServerApp()
+
+
+@app.main()  # type: ignore[untyped-decorator]
+def main(grid: Grid, context: Context) -> None:
+    """Run what the terms say."""
+    folder = Path(str(context.run_config["folder"]))
+    terms = Terms.read(folder)
+    wanted = terms.num_silos - (folder / LOST).exists()
+    _until(lambda: len(list(grid.get_node_ids())) >= wanted)
+    if terms.method == "collect":
+        _collect(grid, folder)
+    else:
+        _average(grid, folder, terms)
+    (folder / DONE).touch()
+
+
+def _until(reached: Callable[[], bool]) -> None:
+    while not reached():  # the runner ends this process where it takes too long
+        time.sleep(0.1)
+
+
+def _average(grid: Grid, folder: Path, terms: Terms) -> None:
+    first = terms.done(folder)
+    if first:
+        state = load_tensors(folder / ROUND.format(first), None, max_bytes=_MAX_BYTES)
+    else:
+        model = build_expert(terms.network, terms.shape, seed=terms.seed)
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    arrays, longest = ArrayRecord(state), 0.0
+    for number in range(first, terms.rounds):
+        if number == terms.lost_after and not (folder / LOST).exists():
+            (folder / LOSE).touch()
+            _until((folder / LOST).exists)
+        started, timeout = time.monotonic(), _PATIENCE * longest + _SLACK_S if longest else _FIRST_S
+        config = ConfigRecord({"round": number})
+        result = _strategy(terms).start(grid, arrays, num_rounds=1, timeout=timeout, train_config=config)
+        if not result.train_metrics_clientapp:
+            raise RuntimeError(f"round {number + 1}: expected weights of some silo, got none within {timeout:.0f} s")
+        arrays = result.arrays
+        if len(list(result.train_metrics_clientapp)) and number != terms.lost_after:
+            longest = max(longest, time.monotonic() - started)
+        metrics = result.train_metrics_clientapp[1]
+        (folder / f"round-{number + 1:04d}.txt").write_text(f"{metrics['flops']} {metrics['silos']}\n")
+        save_tensors(folder / ROUND.format(number + 1), dict(arrays.to_torch_state_dict()))
+
+
+def _strategy(terms: Terms) -> FedAvg:
+    how = {"fraction_evaluate": 0.0, "min_train_nodes": 1, "min_available_nodes": 1, "train_metrics_aggr_fn": _sums}
+    return FedProx(proximal_mu=terms.mu, **how) if terms.method == "fedprox" else FedAvg(**how)
+
+
+def _sums(contents: list[RecordDict], _: str) -> MetricRecord:
+    """Add up the silos' operations."""
+    each = [content["metrics"] for content in contents]
+    return MetricRecord({"flops": float(sum(one["flops"] for one in each)), "silos": len(each)})
+
+
+def _collect(grid: Grid, folder: Path) -> None:
+    """Send every silo the plan's files, and take what it answers with."""
+    bundle = {path.name: path.read_bytes() for path in sorted((folder / "bundle").rglob("*")) if path.is_file()}
+    content = RecordDict({"bundle": ConfigRecord(bundle)})
+    messages = [Message(content, message_type="query", dst_node_id=node) for node in grid.get_node_ids()]
+    for number, reply in enumerate(grid.send_and_receive(messages, timeout=_FIRST_S)):
+        received = folder / "received" / str(number)
+        received.mkdir(parents=True)
+        for name, data in reply.content["files"].items():
+            (received / Path(str(name)).name).write_bytes(data)

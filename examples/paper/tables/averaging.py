@@ -1,0 +1,122 @@
+"""Averages one model over silos through Flower, and counts what an ensemble of the same silos sends once."""
+
+import shutil
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+
+from ddm.io.files import write_atomic
+from ddm.io.tensors import load_tensors, save_tensors
+from ddm.islands.router import exact_counts
+from ddm.planning.training import TrainingRecipe
+from ddm.system.console import progress
+from examples.paper.federated.running import Counted, run
+from examples.paper.federated.terms import ROUND, Terms
+from examples.paper.tables.ensembles import islands_of
+from examples.paper.tables.models import RECORD, WEIGHTS, Made, Workshop
+from examples.paper.tables.results import Cost, Figure
+from examples.paper.tables.sources import Experts, Federated
+
+_MAX_BYTES = 1 << 32
+_COUNTED = "counted.json"
+
+
+def averaged(shop: Workshop, source: Federated, rate: float, seed: int, name: str) -> Made:
+    """Train one model by Flower's strategy, for as many operations as an ensemble and its router take.
+
+    Args:
+        shop: where.
+        source: which.
+        rate: learning rate of a silo's first round.
+        seed: of weights, batches and silos.
+        name: of its folder.
+    """
+    folder, recipe = shop.out / name, shop.dense_training(source.budget, rate, seed)
+    terms = _terms(shop, source, recipe, rate)
+    if not (folder / RECORD).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        silo_N = shop.world.silos(source.num, seed)
+        for silo in range(source.num):
+            np.save(folder / f"silo{silo}.npy", shop.world.train.images[silo_N == silo].numpy())
+        with progress(f"{name}: rounds of {source.method} through Flower") as tell:
+            counted = _run(shop, folder, terms, tell)
+        lines = [(folder / f"round-{number + 1:04d}.txt").read_text().split() for number in range(terms.rounds)]
+        save_tensors(folder / WEIGHTS, load_tensors(folder / ROUND.format(terms.rounds), None, max_bytes=_MAX_BYTES))
+        cost = Cost(
+            steps=terms.num_steps,
+            batch_size=terms.batch_size,
+            learning_rate=rate,
+            flops=sum(float(flops) for flops, _ in lines),
+            router_flops=0.0,
+            seconds=counted.seconds,
+        )
+        write_atomic(folder / RECORD, cost.model_dump_json(indent=1).encode())
+        for used in (*folder.glob("silo*.npy"), *folder.glob("round-*.safetensors")):
+            used.unlink()
+    return shop.opened(name)
+
+
+def _terms(shop: Workshop, source: Federated, recipe: TrainingRecipe, rate: float) -> Terms:
+    batch, rounds = max(1, recipe.batch_size // source.num), min(source.rounds, recipe.num_steps)
+    return Terms(
+        method=source.method,
+        num_silos=source.num,
+        network=shop.preset.network,
+        shape=shop.world.data.shape,
+        rounds=rounds,
+        num_steps=ceil(recipe.num_steps * recipe.batch_size / (batch * source.num)),
+        batch_size=batch,
+        learning_rate=rate,
+        mu=source.mu,
+        seed=recipe.seed,
+        lost_after=rounds // 2 if source.lost else None,
+        device="cuda" if shop.device.type == "cuda" else "cpu",
+    )
+
+
+def _run(shop: Workshop, folder: Path, terms: Terms, tell: object) -> Counted:
+    def check() -> None:
+        shop.clock.check()
+        if callable(tell):
+            tell(terms.done(folder), terms.rounds)
+
+    return run(folder, terms, check)
+
+
+def wire(shop: Workshop, source: Experts | Federated, name: str) -> dict[str, Figure]:
+    """Return the bytes on the wire and the seconds of a model that is there.
+
+    Of an ensemble, a message of Flower's takes the plan's files to every silo and brings back what it submits: expert,
+    signed documents, and its counts for the router. Its seconds are those of training, one silo after the other, and of
+    this message.
+    """
+    folder = shop.out / name
+    if isinstance(source, Federated):
+        counted = Counted.model_validate_json((folder / _COUNTED).read_bytes())
+        seconds = counted.seconds
+    else:
+        counted = _collected(shop, source, name)
+        seconds = Cost.model_validate_json((folder / RECORD).read_bytes()).seconds + counted.seconds
+    found = {"bytes_up": counted.up, "bytes_down": counted.down, "bytes": counted.up + counted.down, "wall_s": seconds}
+    return {key: Figure(value=float(value)) for key, value in found.items()}
+
+
+def _collected(shop: Workshop, source: Experts, name: str) -> Counted:
+    folder, islands = shop.out / name / "wire", islands_of(shop, name)
+    release = shop.out / name / "release"
+    terms = Terms(method="collect", num_silos=source.num, network=shop.preset.network, shape=shop.world.data.shape)
+    if not folder.exists():
+        part = folder.with_name("wire.part")
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(islands.bundle, part / "bundle")
+        counts = exact_counts(islands)["counts"]
+        for silo, island in enumerate(islands.plan.silos):
+            own = part / f"silo{silo}"
+            shutil.copytree(release / "targets" / islands.plan.plan_id / "silos" / island, own)
+            for signed in (release / "metadata").glob(f"*{island}*"):
+                shutil.copy(signed, own)
+            save_tensors(own / "counts.safetensors", {"counts": counts[silo]})
+        part.rename(folder)
+    with progress(f"{name}: collecting the experts through Flower") as tell:
+        return _run(shop, folder, terms, tell)

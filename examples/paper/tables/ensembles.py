@@ -1,0 +1,149 @@
+"""Trains ensembles as one owner's islands: split, train each, assemble with a router, open as a reader would."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+
+import numpy as np
+
+from ddm.io.files import write_atomic
+from ddm.islands.arrays import map_array
+from ddm.islands.assemble import assemble
+from ddm.islands.data import Dataset
+from ddm.islands.folder import Islands
+from ddm.islands.recipe import IslandsRecipe
+from ddm.islands.split import island_names, split
+from ddm.islands.train import train_island
+from ddm.loading.ensemble import open_ensemble
+from ddm.system.console import progress
+from ddm.training.config import TrainingSettings
+from ddm.training.loop import Progress
+from examples.paper.tables.models import RECORD, Made, Workshop
+from examples.paper.tables.results import Cost
+from examples.paper.tables.sources import Experts
+
+# Paths and predictions that experts of one ensemble have in turn.
+MIXED = (("linear", "velocity"), ("cosine_vp", "v"), ("ddpm_linear", "eps"), ("edm", "x_0"))
+_PASSPHRASE = b"of a folder that is thrown away"
+_FINE, _GROUPS = 256, 64
+_HELD_OUT = 0.1  # of the images that a router is fitted on: judging it takes longer than fitting it
+
+
+def experts(shop: Workshop, source: Experts, rate: float, seed: int, name: str) -> Made:
+    """Split, train and assemble an ensemble; see `monolith`."""
+    folder = shop.out / name
+    islands, release = islands_of(shop, name), folder / "release"
+    if not islands.path.exists():
+        _split(shop, source, rate, seed, islands.path)
+    if not (folder / RECORD).exists():
+        seconds, flops = _train(shop, islands, source.num, name)
+        started, own = monotonic(), shop.router_flops(source.budget, source.num)
+        _assemble(shop, islands, release, seed, name)
+        training = islands.plan.expert.training
+        cost = Cost(
+            steps=training.num_steps,
+            batch_size=training.batch_size,
+            learning_rate=training.learning_rate,
+            flops=flops + own,
+            router_flops=own,
+            seconds=seconds + monotonic() - started,
+        )
+        write_atomic(folder / RECORD, cost.model_dump_json(indent=1).encode())
+        for images in folder.glob("islands/*/*/images.npy"):
+            images.unlink()  # a copy of the training images for every ensemble
+    opened = open_ensemble(release, root=islands.root, state=folder / "state", device=shop.device)
+    own_K = tuple(map_array(islands.island(k).rows).clone() for k in range(source.num))
+    cost = Cost.model_validate_json((folder / RECORD).read_bytes())
+    return Made(replace(opened, chunk_size=shop.preset.chunk), cost, own_K)
+
+
+def islands_of(shop: Workshop, name: str) -> Islands:
+    """Return the folder of an ensemble's islands."""
+    return Islands(shop.out / name / "islands")
+
+
+def _train(shop: Workshop, islands: Islands, num: int, name: str) -> tuple[float, float]:
+    """Train all experts, and return the seconds and the operations that they took."""
+    seconds = flops = 0.0
+    settings = TrainingSettings(device=shop.engine.device)
+    for number in range(num):
+        with progress(f"{name}: expert {number + 1} of {num}") as tell, shop.clock.while_training() as is_over:
+
+            def show(done: Progress, tell: Callable[[int, int], None] = tell) -> None:
+                tell(done.step, done.num_steps)
+
+            done = train_island(islands, number, settings, on_progress=show, should_stop=is_over)
+        if done is not None:
+            seconds, flops = seconds + done.training.seconds, flops + done.training.flops
+    return seconds, flops
+
+
+def _assemble(shop: Workshop, islands: Islands, release: Path, seed: int, name: str) -> None:
+    """Fit the router and publish the ensemble; whatever an interrupted run left is published anew."""
+    if release.exists():
+        shutil.rmtree(release)
+    with progress(f"{name}: router") as tell:
+
+        def show(step: int, num_steps: int, _: float) -> None:
+            shop.clock.check()
+            tell(step, num_steps)
+
+        check = shop.clock.check
+        assemble(islands, release, _PASSPHRASE, seed=seed, device=shop.device, on_progress=show, on_draw=check)
+
+
+def _split(shop: Workshop, source: Experts, rate: float, seed: int, path: Path) -> None:
+    num, images, preset = source.num, _images(shop, source, seed), shop.preset
+    num_fine = max(num, min(_FINE, len(shop.world.train) // 16))
+    training = shop.training(source.budget, preset.batch_size // num, rate, seed)
+    names = island_names(num)
+    others = [
+        {"silo_id": island, "path": path, "prediction": prediction}
+        for island, (path, prediction) in zip(names, MIXED * num, strict=False)
+        if (path, prediction) != MIXED[0] and source.objectives == "mixed"
+    ]
+    recipe = IslandsRecipe.model_validate(
+        {
+            "data": shop.world.data.model_dump(),
+            "public": {"seed": seed, "holdout_share": _HELD_OUT},
+            "encoder": {"kind": "pca", "dim": preset.pca_dim},
+            "clustering": {"num_fine": num_fine, "num_coarse": num, "balanced": True},
+            "sketch": {"rank": preset.pca_dim},
+            "partition": {"kind": "silo_cluster", "min_images": 2},
+            "condition": shop.condition(source.conditional).model_dump(),
+            "objective": {"exceptions": tuple(others)} if others else {},
+            "expert": {"architecture": preset.network.model_dump(), "training": training.model_dump()},
+            "router": shop.router(source.budget) | ({"conditional": True} if source.conditional else {}),
+            "owner": {
+                "name": "paper",
+                "fit_images": preset.fit_images,
+                "num_groups": max(num, min(_GROUPS, num_fine)),
+            },
+        }
+    )
+    known = source.partition in ("clusters", "random")
+    by = source.partition if known else _column(source, seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dataset = Dataset(images, shop.world.train.images)
+    split(dataset, recipe, num if known else None, by, path, _PASSPHRASE, shop.clock.check)
+
+
+def _images(shop: Workshop, source: Experts, seed: int) -> Path:
+    """Return the folder of the training images, with their classes, and the column that divides them if one does."""
+    folder, part = shop.out / "data", shop.world.train
+    folder.mkdir(parents=True, exist_ok=True)
+    if source.partition == "unequal":
+        np.save(folder / f"{_column(source, seed)}.npy", shop.world.unequal(part.images).numpy())
+    elif source.partition == "silos":
+        np.save(folder / f"{_column(source, seed)}.npy", shop.world.silos(source.num, seed).numpy())
+    np.save(folder / "labels.npy", part.label_N.numpy())
+    if not (folder / "images.npy").exists():
+        np.save(shop.out / "written.npy", part.images.numpy())
+        (shop.out / "written.npy").replace(folder / "images.npy")
+    return folder
+
+
+def _column(source: Experts, seed: int) -> str:
+    return f"{source.partition}{source.num}_{seed}"

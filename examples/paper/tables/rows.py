@@ -1,0 +1,84 @@
+"""A row of a table, as plain data; and a table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ddm.diffusion.solver import SolverName
+from ddm.ensemble import Full, Lock, Nucleus, Sample, Strategy, Threshold, TopK, TopOne
+from ddm.protocol.base import Model
+from examples.paper.tables.sources import Source
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "full": Full(),
+    "sample": Sample(),
+    "lock(1)": Lock(1.0),
+    "lock(.8)": Lock(0.8),
+    "lock(.5)": Lock(0.5),
+    "lock(.2)": Lock(0.2),
+    "top-1": TopOne(),
+    "top-2": TopK(2),
+    "top-3": TopK(3),
+    "nucleus(.9)": Nucleus(0.9),
+    "threshold(.1)": Threshold(0.1),
+}
+
+
+class FittedRouter(Model):
+    """A router in place of the ensemble's own.
+
+    Attributes:
+        family: the prior alone, a router on the training images and their silos, one on images that the experts draw,
+            or one of a federation's statistics.
+        epsilon: of all statistics together; None without noise.
+    """
+
+    family: Literal["prior", "labels", "samples", "counts", "learned", "moments"]
+    epsilon: float | None = None
+
+
+class Row(Model):
+    """One row of a table.
+
+    Attributes:
+        table: its number.
+        label: as it is printed.
+        source: where samples come from.
+        strategy: one of `STRATEGIES`.
+        router: the ensemble's own, or the exact posterior of the training images, or one fitted for it.
+        prior: the shares of the training images, or equal ones; or those without the last expert.
+        solver: of the sampling.
+        steps: of the solver; the preset's own where None.
+        guidance: towards the class that a sample is asked for, of conditional sources.
+    """
+
+    table: int
+    label: str
+    source: Source
+    strategy: str = "lock(1)"
+    router: Literal["own", "exact"] | FittedRouter = "own"
+    prior: Literal["data", "equal", "lost"] = "data"
+    solver: SolverName = "midpoint"
+    steps: int | None = None
+    guidance: Annotated[float, Field(exclude_if=lambda scale: scale == 0.0)] = 0.0
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        number: the paper's plan's.
+        title: what it says.
+        columns: the figures that it shows, by their names in a cell.
+        rows: what is measured.
+        note: what a reader needs to know beside them.
+    """
+
+    number: int
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    note: str = ""

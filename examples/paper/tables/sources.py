@@ -1,0 +1,112 @@
+"""Where samples of a row come from, as plain data: which model, trained how, of how much.
+
+Fields that later tables brought are left out of a document while they say nothing, so that what was measured before
+keeps its key.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ddm.protocol.base import Model
+
+Partition = Literal["clusters", "random", "silos", "unequal"]
+Recipe = Literal["default", "former"]
+Objectives = Literal["velocity", "mixed"]
+Told = Annotated[bool, Field(exclude_if=lambda told: not told)]
+
+
+class Monolith(Model):
+    """One model of all training images.
+
+    Attributes:
+        budget: of training, in units of the preset.
+        batch: images in a step, as a share of the preset's.
+        recipe: what plans leave to the library; or what they left to it before: uniform t, a constant rate.
+        conditional: whether it is told the class of an image.
+    """
+
+    kind: Literal["monolith"] = "monolith"
+    budget: float = 1.0
+    batch: Annotated[float, Field(exclude_if=lambda share: share == 1.0)] = 1.0
+    recipe: Annotated[Recipe, Field(exclude_if=lambda recipe: recipe == "default")] = "default"
+    conditional: Told = False
+
+
+class Experts(Model):
+    """An ensemble of K experts with its router.
+
+    Attributes:
+        budget: of training, in units of the preset; all experts together take it.
+        num: K.
+        partition: whose images an expert has.
+        objectives: what experts predict, on which path: all velocities on the linear one, or one of `MIXED` in turn.
+        conditional: whether experts and router are told the class of an image.
+    """
+
+    kind: Literal["experts"] = "experts"
+    budget: float = 1.0
+    num: int
+    partition: Partition = "clusters"
+    objectives: Annotated[Objectives, Field(exclude_if=lambda which: which == "velocity")] = "velocity"
+    conditional: Told = False
+
+
+class Student(Model):
+    """One dense model distilled from the ensemble of clusters of the same budget, by a quarter of the monolith's batch.
+
+    Attributes:
+        budget: of training, in units of the preset.
+        num: K of the ensemble.
+        images: the ensemble's own samples, labelled with their experts, or the training images with theirs.
+        num_samples: how many own samples.
+        teacher: which experts' velocity is the target.
+    """
+
+    kind: Literal["student"] = "student"
+    budget: float = 1.0
+    num: int
+    images: Literal["own samples", "training images"] = "own samples"
+    num_samples: int
+    teacher: Literal["label", "mixture"] = "label"
+
+    @property
+    def conditional(self) -> bool:
+        """Never told a class."""
+        return False
+
+
+class Federated(Model):
+    """One dense model averaged over Dirichlet silos, by a strategy of Flower's own.
+
+    Attributes:
+        budget: of training, in units of the preset; all silos together take it.
+        num: silos.
+        method: the strategy.
+        rounds: of averaging.
+        mu: weight of FedProx's proximal term.
+        lost: whether the last silo is killed half-way.
+    """
+
+    kind: Literal["federated"] = "federated"
+    budget: float = 1.0
+    num: int
+    method: Literal["fedavg", "fedprox"] = "fedavg"
+    rounds: int
+    mu: float = 0.0
+    lost: bool = False
+
+    @property
+    def conditional(self) -> bool:
+        """Never told a class."""
+        return False
+
+
+class TrainingImages(Model):
+    """No model: training images in the place of samples."""
+
+    kind: Literal["training images"] = "training images"
+
+
+Trained = Monolith | Experts | Student | Federated
+Source = Annotated[Trained | TrainingImages, Field(discriminator="kind")]

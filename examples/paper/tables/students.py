@@ -1,0 +1,91 @@
+"""Distils an ensemble into one dense student, as `ddm distill` does, with a quarter of the monolith's batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from ddm.distillation.dataset import DistillationData, own_samples
+from ddm.distillation.distill import distill
+from ddm.models import count_flops
+from ddm.protocol.base import sha256_hex
+from ddm.protocol.plan import LogitNormalT
+from ddm.system.console import progress
+from ddm.training.config import Engine
+from ddm.training.loop import Progress, Trained
+from examples.paper.tables.models import RECORD, Made, Workshop
+from examples.paper.tables.sources import Student
+
+QUARTER = 0.25
+_SOLVER_STEPS = 50  # of own samples; two evaluations each
+
+
+def student(shop: Workshop, source: Student, teachers: Made, rate: float, seed: int, name: str) -> Made:
+    """Train a student for as many steps as the monolith takes; its cost includes its teachers' evaluations.
+
+    Args:
+        shop: where.
+        source: which.
+        teachers: the ensemble.
+        rate: learning rate.
+        seed: of weights, samples and batches.
+        name: of its folder.
+    """
+    recipe = shop.dense_training(source.budget, rate, seed)
+    batch = max(1, round(QUARTER * recipe.batch_size))
+    settings = recipe.model_copy(update={"batch_size": batch}).plain(shop.preset.network)
+    asked = settings.num_steps * settings.batch_size * (source.num if source.teacher == "mixture" else 1)
+    own = 2 * _SOLVER_STEPS * source.num_samples if source.images == "own samples" else 0
+    forward = count_flops(shop.preset.network, shop.world.data.shape)[0]
+    if (shop.out / name / RECORD).exists():
+        return shop.opened(name)
+    data = _images(shop, source, teachers, seed, name)
+
+    def run(
+        model: nn.Module,
+        checkpoints: Path,
+        engine: Engine,
+        on_progress: Callable[[Progress], None],
+        should_stop: Callable[[], bool],
+    ) -> Trained:
+        return distill(
+            teachers.ensemble,
+            model,
+            data,
+            settings,
+            teacher=source.teacher,
+            source=teachers.ensemble.release,
+            checkpoint_dir=checkpoints,
+            on_progress=on_progress,
+            should_stop=should_stop,
+            t_distribution=LogitNormalT(),
+            engine=engine,
+        )
+
+    shop.trained(name, False, settings, run, teaching=float(forward) * (asked + own))
+    return shop.opened(name)
+
+
+def _images(shop: Workshop, source: Student, teachers: Made, seed: int, name: str) -> DistillationData:
+    """Return the ensemble's own samples, drawn once, or the training images, each with its expert."""
+    if source.images == "training images":
+        expert_N = shop.world.train.label_N.new_empty(len(shop.world.train))
+        for k, rows in enumerate(teachers.own_K):
+            expert_N[rows] = k
+        return DistillationData(shop.world.train.images, expert_N)
+    folder = shop.out / f"samples-{sha256_hex(teachers.ensemble.release.encode())[:10]}"
+    with progress(f"{name}: drawing {source.num_samples} samples of the ensemble") as tell:
+
+        def step(done: int, total: int) -> None:
+            shop.clock.check()
+            tell(done, total)
+
+        return own_samples(
+            teachers.ensemble,
+            source.num_samples,
+            folder,
+            source=teachers.ensemble.release,
+            steps=_SOLVER_STEPS,
+            seed=seed,
+            on_progress=step,
+        )

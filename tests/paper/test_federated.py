@@ -1,0 +1,103 @@
+"""Federated averaging beside the ensemble: rounds, the proximal term, what a target takes; Flower itself is slow."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddm.models import build_expert
+from ddm.protocol.plan import Dit
+from examples.paper.federated.client import learn, pull
+from examples.paper.federated.running import run
+from examples.paper.federated.terms import ROUND, Terms
+from examples.paper.tables.further import FEDAVG, ONE_SHOT
+from examples.paper.tables.results import Cell, Figure
+from examples.paper.tables.targets import targets
+
+TERMS = Terms(
+    method="fedprox",
+    num_silos=2,
+    network=Dit(patch=2, hidden=16, depth=1, heads=2),
+    shape=(1, 4, 4),
+    rounds=3,
+    num_steps=20,
+    batch_size=4,
+    learning_rate=0.02,
+)
+
+
+def test_rounds_take_all_steps_at_a_falling_rate(tmp_path: Path) -> None:
+    assert sum(TERMS.steps_of(number) for number in range(3)) == 20
+    rates = [TERMS.rate_of(number) for number in range(3)]
+    assert 0 < rates[2] < rates[1] == pytest.approx(0.01) and rates[0] < 0.02
+    (tmp_path / ROUND.format(1)).touch()
+    (tmp_path / ROUND.format(3)).touch()
+    assert TERMS.done(tmp_path) == 1
+
+
+def test_proximal_term_adds_its_own_gradient() -> None:
+    model = torch.nn.Linear(3, 1, bias=False)
+    origin = model.weight.detach().clone()
+    pull(model, mu=0.5)
+    with torch.no_grad():
+        model.weight += 2.0
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is not None
+    assert torch.allclose(model.weight.grad, 1.0 + 0.5 * (model.weight.detach() - origin))
+
+
+def test_round_is_trained_from_the_weights_that_came_and_mu_keeps_it_near_them() -> None:
+    images = torch.randn(12, 1, 4, 4, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+    state = build_expert(TERMS.network, TERMS.shape, seed=5).state_dict()
+    state = {name: value.detach().clone() for name, value in state.items()}
+
+    def moved(mu: float, number: int = 0, silo: int = 0) -> float:
+        weights, trained = learn(TERMS, silo, number, state, images, mu)
+        assert trained.steps == TERMS.steps_of(number) and trained.flops > 0
+        return sum(float((weights[name] - value).square().sum()) for name, value in state.items())
+
+    assert 0 < moved(1e3) < moved(0.0)
+    assert moved(0.0) == moved(0.0) != moved(0.0, silo=1)
+
+
+def test_ensemble_is_held_to_its_fid_as_well_as_to_its_bytes() -> None:
+    def cell(fid: float, num_bytes: float) -> dict[int, Cell]:
+        figures = {"fid": Figure(value=fid), "bytes": Figure(value=num_bytes)}
+        terms = {"cost": None, "num_samples": 1, "sampling_seconds": 1.0, "commit": "c", "hardware": "h", "utc": "0"}
+        return {0: Cell(seed=0, figures=figures, **terms)}
+
+    def target(fid: float, num_bytes: float) -> tuple[float | None, bool | None]:
+        rows = targets({8: {ONE_SHOT: cell(fid, num_bytes), FEDAVG: cell(10.0, 1000.0)}})
+        found = next(row for row in rows if row.figure.startswith("bytes"))
+        return found.value, found.met
+
+    assert target(9.0, 9.0) == (pytest.approx(0.009), True)
+    assert target(11.0, 9.0)[1] is False and target(9.0, 11.0)[1] is False
+
+
+@pytest.mark.slow
+def test_silo_that_is_killed_half_way_is_done_without_and_a_stopped_run_goes_on(tmp_path: Path) -> None:
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    for silo in range(2):
+        images = generator.uniform(-1, 1, (20 + silo, 1, 4, 4)).astype(np.float32)
+        np.save(tmp_path / f"silo{silo}.npy", images)
+    terms = TERMS.model_copy(update={"method": "fedavg", "lost_after": 2, "num_steps": 6})
+
+    class Stopped(Exception):
+        pass
+
+    def stop_after_one() -> None:
+        if terms.done(tmp_path):
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run(tmp_path, terms, stop_after_one)
+    first = (tmp_path / ROUND.format(1)).read_bytes()
+    counted = run(tmp_path, terms, lambda: None)
+    assert (tmp_path / ROUND.format(1)).read_bytes() == first and terms.done(tmp_path) == 3
+    answered = [(tmp_path / f"round-{number:04d}.txt").read_text().split()[1] for number in (1, 2, 3)]
+    assert answered == ["2", "2", "1"]
+    size = len(first)
+    assert counted.up > 5 * size and counted.down > 5 * size  # as many messages as weights that went each way
