@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Every file that is installed has its hash in a lock; what a lock does not name is not installed. uv takes a quarter of
-# pip's time; where it finds no index, being configured apart from pip, pip installs.
+# pip's time; where it finds no index, being configured apart from pip, pip does it.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps
 UV_INSTALL = UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps
 SELDOM = /tests?/|/testing/|/transformers/models/|pipelines/|/_inductor/|/devtools/|/(pip|setuptools|networkx|fontTools)/
