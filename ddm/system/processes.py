@@ -160,6 +160,17 @@ def spawn(
     return child
 
 
+def used(pid: int) -> tuple[bool, float]:
+    """Return whether a process would run if it got a processor or its data, and the processor time that it has had, s.
+
+    Both from `/proc`; without it, or without the process, False and 0.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return fields[0] in ("R", "D"), sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    return False, 0.0
+
+
 def file_tail(path: Path, max_bytes: int = 4096) -> str:
     """The end of a log; nothing where there is none."""
     with suppress(OSError), path.open("rb") as stream:

@@ -1,6 +1,7 @@
 """Starts decoders, hands each its files, and starts another where a file kills one; that file's reason is then known.
 
-A file has `Limits.seconds`, and a second more for each of its MB. Only time in which this process listens counts.
+A file has `Limits.seconds`, and a second more for each of its MB. Only time in which this process listens counts, and a
+decoder that waits for a processor or the disk, as on a busy machine, may take `_BUSY` times as long.
 Pictures with their values can be had in the order of their files: then what is decoded ahead waits in bounded buffers.
 """
 
@@ -24,6 +25,7 @@ from ddm.errors import SetupError
 from ddm.imaging.decoded import Limits
 from ddm.imaging.picture import Picture
 from ddm.imaging.reasons import Reason
+from ddm.system.processes import used
 from ddm.system.signals import blocked
 from silo.images.decoder import HEADER, READY
 from silo.images.jobs import Done, Found, Job
@@ -36,6 +38,7 @@ _START_S = 120.0  # that a process has until it is ready for its first file
 _STARTS = 3  # that fail before there is something wrong with this machine
 _END_S = 10.0  # that a process has between the end of its answers and its own
 _MOST_CLOCK_S = 1.0  # between two looks
+_BUSY = 20
 _READ_BYTES = 1 << 20
 _WAITING_BYTES = 1 << 27  # of answers of later files, in all, while pictures come in order
 _MAX_JSON_BYTES = 1 << 16
@@ -184,7 +187,7 @@ class _Decoder:
         settings = {"limits": asdict(self._limits), "key": self._key.hex(), "parent": os.getpid()}
         self._jobs, self._buffer = deque[Job](), bytearray()
         self._line_bytes, self._pending_bytes = deque[int](), 0
-        self._clock_s, self._late, self._answered = 0.0, False, False
+        self._clock_s, self._spent_s, self._late, self._answered = 0.0, 0.0, False, False
         self._ready, self._retired = False, False
         self.ended = False
         self._send(json.dumps(settings).encode() + b"\n")
@@ -309,10 +312,18 @@ class _Decoder:
     def tick(self, elapsed_s: float) -> None:
         """Count the time of the file in hand, and kill the process when it is over."""
         if self._jobs and not self.ended:
-            self._clock_s += elapsed_s
-            if self._clock_s > (self._limits.seconds + self._jobs[0].num_bytes / 1e6 if self._ready else _START_S):
+            before, self._clock_s = self._clock_s, self._clock_s + elapsed_s
+            if before <= _MOST_CLOCK_S < self._clock_s:
+                self._spent_s = used(self._process.pid)[1]
+            limit_s = self._limits.seconds + self._jobs[0].num_bytes / 1e6 if self._ready else _START_S
+            if self._clock_s > _BUSY * limit_s or (self._clock_s > limit_s and not self._starved(limit_s)):
                 self._process.kill()
                 self._late = self.ended = True
+
+    def _starved(self, limit_s: float) -> bool:
+        """Whether the process would go on if it got a processor or its data, and has not had its time yet."""
+        waits, spent_s = used(self._process.pid)
+        return waits and spent_s - self._spent_s <= limit_s
 
     def bury(self, waiting: deque[Job]) -> Iterator[Done]:
         """After the process's end: say what became of the file in hand, and give back the others.

@@ -76,5 +76,5 @@ def plan_of(shape: tuple[int, ...], choice: Choice, num_units: int, share: float
         }
     counts = {"epsilon": 1.0, "num_groups": 1}
     statistics = {"unit": "image", "total": {"epsilon": 1.0, "delta": 0.0}, "counts": counts}
-    audit = {"required": True, "min_holdout_units": HELD_OUT, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6}
+    audit = {"required": True, "min_holdout_units": HELD_OUT * 5 // 6, "max_near_copy_rate": 0.01, "max_mia_auc": 0.6}
     return plan_for(shape, statistics, expert=expert, audit=audit)

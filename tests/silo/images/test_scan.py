@@ -14,6 +14,7 @@ from PIL import Image
 
 from ddm.errors import DataError, SetupError
 from ddm.imaging.decoded import Limits
+from silo.images import decoders
 from silo.images import scan as scan_module
 from silo.images.alike import near_duplicates
 from silo.images.decoders import decode_in_order
@@ -180,6 +181,7 @@ from pathlib import Path
 from silo.images import decoder
 def decode(path, limits, content=None):
     if path.name == "hang": time.sleep(600)
+    if path.name == "slow": time.sleep(4)
     if path.name == "crash": os.abort()
     if path.name == "memory": bytearray(8 << 30)
     if path.name == "write": Path(sys.argv[1]).write_bytes(b"x" * 10)
@@ -221,6 +223,17 @@ def test_file_that_kills_its_decoder_is_named_and_the_others_are_read(
     assert (ends.pop("crash"), ends.pop("memory")) == ("decoder crashed", "too much memory")
     assert ends.pop("write") is not None and set(ends.values()) == {None}
     assert not (tmp_path / "written").exists() or not (tmp_path / "written").read_bytes()
+
+
+def test_decoder_that_waits_for_a_busy_machine_is_waited_for_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = Limits(seconds=1, memory_bytes=2 << 30)
+    with monkeypatch.context() as starved:
+        starved.setattr(decoders, "used", lambda pid: (True, 0.0))
+        assert run_killer(tmp_path, monkeypatch, ["a", "slow"], limits) == {"a": None, "slow": None}
+        starved.setattr(decoders, "_BUSY", 2)
+        assert run_killer(tmp_path, monkeypatch, ["slow"], limits) == {"slow": "too much time"}
 
 
 @pytest.mark.slow
