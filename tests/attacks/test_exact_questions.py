@@ -19,11 +19,13 @@ from torch import nn
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
 from ddm.diffusion.path import path_named
+from ddm.encoders.autoencoder import build_autoencoder
 from ddm.encoders.lost import fill_lost
 from ddm.errors import DataError, NumericalError
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.partition.nearest import Nearest
 from ddm.protocol.base import File
+from ddm.protocol.latent import AutoencoderSize
 from ddm.protocol.plan import UniformT
 from ddm.routers.sketch import Sketch
 from ddm.training.loop import train
@@ -47,12 +49,18 @@ COUNTS: dict[str, Any] = {
 }
 
 
-def world(folder: Path, *, with_target: bool) -> TinyFederation:
-    """A federation of one site, which holds the target or another image in its place."""
+def enlarged(pictures: np.ndarray, times: int) -> np.ndarray:
+    """Repeat every pixel, in both directions."""
+    return np.kron(pictures, np.ones((1, 1, times, times), np.float32))
+
+
+def world(folder: Path, *, with_target: bool, times: int = 1) -> TinyFederation:
+    """A federation of one site, which holds the target or another image in its place; `times` as large."""
     made = cohort(40, 0.0, seed=5)
     made["images"] = made["images"] * 0.5
     if with_target:
         made["images"][7] = TARGET
+    made["images"] = enlarged(made["images"], times)
     folder.mkdir()
     np.savez(folder / "data.npz", **made)  # type: ignore[arg-type]
     tiny = TinyFederation.create(folder / "tiny", {})
@@ -60,9 +68,10 @@ def world(folder: Path, *, with_target: bool) -> TinyFederation:
     return tiny
 
 
-def signed(tiny: TinyFederation, spoil: Callable[[Path], None], **tables: object) -> str:
+def signed(tiny: TinyFederation, spoil: Callable[[Path], None], *, times: int = 1, **tables: object) -> str:
     """Sign a plan after `spoil` changed one of its public files."""
-    public = torch.from_numpy(np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)]))
+    made = np.concatenate([images(120, centre, seed=90) for centre in (-0.5, 0.5)])
+    public = torch.from_numpy(enlarged(made, times))
     draft = draft_plan(tiny.federation, recipe(**(COUNTS | tables)), public, tiny.path / "scratch")
     spoil(draft.folder)
     files = tuple(File.of(file.path, draft.folder / file.path) for file in draft.plan.files)
@@ -136,6 +145,56 @@ def test_network_of_timm_that_overflows_for_one_person_shows_nothing(tmp_path: P
         with pytest.raises(DataError) if with_target else nullcontext():
             files.encoder.encode(held)
         fired = ~torch.isfinite(files.encoder.encode(held, lost=torch.nan)).all(1)
+        assert fired.nonzero().flatten().tolist() == ([7] if with_target else [])
+    assert seen[0] == seen[1]
+
+
+AUTOENCODER = AutoencoderSize(
+    channels=(8, 16, 8, 16, 8), attention=(False,) * 5, latent_channels=2, num_res_blocks=1, norm_groups=4
+)
+
+
+def overflowing_autoencoder(folder: Path) -> None:
+    """Let MONAI's autoencoder exceed float32 for an image that is bright all over, and for no other.
+
+    The first branch turns a brightness above 0.75 into a large number and all others into 0: it sees the difference and
+    its negative, so that normalising them keeps the sign, and SiLU drops what is far below 0. All that follows sums.
+    """
+    path = folder / "plan" / "autoencoder.safetensors"
+    tensors = dict(load_tensors(path, None, max_bytes=1 << 20))
+    of = {name: torch.zeros_like(each) for name, each in tensors.items() if name.startswith("encoder.blocks.")}
+    first, branch = "encoder.blocks.0.conv", "encoder.blocks.1"
+    of[f"{first}.weight"][0], of[f"{first}.bias"][0] = 1 / 9, -0.75
+    of[f"{first}.weight"][1], of[f"{first}.bias"][1] = -1 / 9, 0.75
+    of[f"{branch}.norm1.weight"].fill_(1e3)
+    of[f"{branch}.conv1.conv.weight"][2, 0, 1, 1] = 1.0
+    of[f"{branch}.norm2.weight"].fill_(1e4)
+    of[f"{branch}.conv2.conv.weight"][2:, 2, 1, 1] = 1e4
+    of["encoder.blocks.2.conv.conv.weight"][:, 2:] = 1e4
+    for number in range(3, 10):
+        shortcut = number % 2 == 1
+        of[f"encoder.blocks.{number}.{'nin_shortcut' if shortcut else 'conv'}.conv.weight"].fill_(1e4)
+    save_tensors(path, tensors | of)
+
+
+@pytest.mark.slow
+def test_autoencoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path) -> None:
+    seen, times = [], 8
+    save_tensors(tmp_path / "weights.safetensors", dict(build_autoencoder(AUTOENCODER, (1, 32, 32)).state_dict()))
+    tables: dict[str, Any] = {
+        "data": {"shape": [1, 32, 32], "range": [-1.0, 1.0]},
+        "latent": AUTOENCODER.model_dump(mode="json")
+        | {"kind": "autoencoder_kl", "weights": str(tmp_path / "weights.safetensors")},
+    }
+    for name, with_target in (("with", True), ("without", False)):
+        tiny = world(tmp_path / name, with_target=with_target, times=times)
+        plan_id = signed(tiny, overflowing_autoencoder, times=times, **tables)
+        seen.append(seen_of(tiny, plan_id))
+        files = acceptance.load_accepted(tiny.sites[SILO], plan_id, str(tiny.state_of(SILO).plan_digest)).files()
+        held = torch.from_numpy(np.load(tmp_path / name / "data.npz")["images"])
+        with pytest.raises(NumericalError) if with_target else nullcontext():
+            files.latent.encode(held)
+        fired = ~torch.isfinite(files.latent.encode(held, lost=torch.nan)).flatten(1).all(1)
         assert fired.nonzero().flatten().tolist() == ([7] if with_target else [])
     assert seen[0] == seen[1]
 
