@@ -3,19 +3,21 @@
     python -m examples.paper.run --dataset fashion-mnist --data FOLDER --preset cpu --out DIR
 
 Everything done is kept in --out: the same command goes on where it was stopped, and more tables or seeds reuse the
-models that are there.
+models that are there; and started again beside itself, with --threads 1 each, it shares the work.
 """
 
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import get_args
 
 import torch
 
-from ddm.errors import ArchipelagoError
+from ddm.errors import ArchipelagoError, BusyError
 from ddm.system.console import EXIT_INTERRUPTED, fail, say
 from examples.paper.tables.clock import Clock, OutOfTime
 from examples.paper.tables.contents import tables
@@ -25,11 +27,13 @@ from examples.paper.tables.lab import Lab
 from examples.paper.tables.page import Report
 from examples.paper.tables.presets import PresetName, preset_for
 from examples.paper.tables.results import Cell, Choice
-from examples.paper.tables.rows import Table
-from examples.paper.tables.sources import TrainingImages
+from examples.paper.tables.rows import Row, Table
+from examples.paper.tables.sharing import alone
+from examples.paper.tables.sources import Trained, TrainingImages
 
 EXIT_OUT_OF_TIME = 75  # EX_TEMPFAIL: the same command goes on
 _PLANNED = range(1, 11)
+_PAUSE_S = 2.0
 _DEFAULT_TABLES = {"smoke": tuple(_PLANNED), "cpu": (1, 2, 3, 4, 7), "gpu": tuple(_PLANNED)}
 
 
@@ -107,15 +111,33 @@ def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
     rates: dict[str, Choice] = {}
     num_seeds = given.seeds or preset.seeds
     try:
-        for row in (row for table in wanted for row in table.rows):
-            if not isinstance(row.source, TrainingImages) and lab.kind(row.source) not in rates:
-                rates[lab.kind(row.source)] = lab.rate(row.source)
-        for seed in range(num_seeds):
-            for row in (row for table in wanted for row in table.rows):
-                lab.cell(row, seed)
+        _measure(lab, [row for table in wanted for row in table.rows], num_seeds, rates)
     finally:  # also where it was stopped: the page says what is missing
-        _report(lab, wanted, rates, command, num_seeds).write(given.out)
+        with alone(given.out, "page", wait=True):
+            _report(lab, wanted, rates, command, num_seeds).write(given.out)
     say(f"Tables {', '.join(str(table.number) for table in wanted)}: {given.out / 'README.md'}")
+
+
+def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int, rates: dict[str, Choice]) -> None:
+    """Choose all rates and measure all rows with every seed; what another process is at comes later."""
+
+    def choose(source: Trained) -> None:
+        rates[lab.kind(source)] = lab.rate(source)
+
+    trained = {lab.kind(row.source): row.source for row in rows if not isinstance(row.source, TrainingImages)}
+    left: list[Callable[[], object]] = [partial(choose, source) for source in trained.values()]
+    left += [partial(lab.cell, row, seed) for seed in range(num_seeds) for row in rows]
+    while left:
+        busy = []
+        for job in left:
+            try:
+                job()
+            except BusyError:
+                busy.append(job)
+        if len(busy) == len(left):
+            lab.clock.check()
+            sleep(_PAUSE_S)
+        left = busy
 
 
 def _report(lab: Lab, wanted: list[Table], rates: Mapping[str, Choice], command: str, num_seeds: int) -> Report:

@@ -20,6 +20,7 @@ from examples.paper.tables.exact import ExactRouter
 from examples.paper.tables.presets import Preset, preset_for
 from examples.paper.tables.results import Cell, Cost, Figure, Kept, spread
 from examples.paper.tables.rows import Table
+from examples.paper.tables.sharing import alone
 from examples.paper.tables.targets import flops_to, targets
 from tests.support.waiting import wait_until
 
@@ -167,6 +168,28 @@ def test_stopped_run_measures_only_what_is_missing(
     assert "training" not in said and said.count("drawing") == 1
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert figures(measured, "fid") == before
+
+
+def test_row_that_another_process_measures_is_waited_for_and_not_measured_twice(
+    measured: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "preset_for", tiny)
+    cells = {path: path.read_bytes() for path in (measured / "cells").iterdir()}
+    taken, ours = [path for path, kept in cells.items() if b'"share_error"' in kept]
+    taken.unlink()
+    ours.unlink()
+    busy = alone(measured, taken.stem)
+    busy.__enter__()
+
+    def other_ends(_: float) -> None:
+        assert ours.exists() and not taken.exists()  # all else is done meanwhile
+        taken.write_bytes(cells[taken])
+        busy.__exit__(None, None, None)
+
+    monkeypatch.setattr(run, "sleep", other_ends)
+    assert run.main(words(measured)) == 0
+    assert capsys.readouterr().out.count("drawing") == 1
+    assert taken.read_bytes() == cells[taken]
 
 
 def test_wrong_words_are_refused_on_one_screen(tmp_path: Path, capsys: CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from time import monotonic
 
 import numpy as np
+from torch import Tensor
 
 from ddm.io.files import write_atomic
 from ddm.islands.arrays import map_array
@@ -22,6 +23,7 @@ from ddm.training.config import TrainingSettings
 from ddm.training.loop import Progress
 from examples.paper.tables.models import RECORD, Made, Workshop
 from examples.paper.tables.results import Cost
+from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Experts
 
 # Paths and predictions that experts of one ensemble have in turn.
@@ -132,16 +134,21 @@ def _split(shop: Workshop, source: Experts, rate: float, seed: int, path: Path) 
 
 def _images(shop: Workshop, source: Experts, seed: int) -> Path:
     """Return the folder of the training images, with their classes, and the column that divides them if one does."""
-    folder, part = shop.out / "data", shop.world.train
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, world = shop.out / "data", shop.world
+    makers: dict[str, Callable[[], Tensor]] = {
+        "images": lambda: world.train.images,
+        "labels": lambda: world.train.label_N,
+    }
     if source.partition == "unequal":
-        np.save(folder / f"{_column(source, seed)}.npy", shop.world.unequal(part.images).numpy())
+        makers[_column(source, seed)] = lambda: world.unequal(world.train.images)
     elif source.partition == "silos":
-        np.save(folder / f"{_column(source, seed)}.npy", shop.world.silos(source.num, seed).numpy())
-    np.save(folder / "labels.npy", part.label_N.numpy())
-    if not (folder / "images.npy").exists():
-        np.save(shop.out / "written.npy", part.images.numpy())
-        (shop.out / "written.npy").replace(folder / "images.npy")
+        makers[_column(source, seed)] = lambda: world.silos(source.num, seed)
+    with alone(shop.out, folder.name, wait=True):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, make in makers.items():
+            if not (folder / f"{name}.npy").exists():
+                np.save(shop.out / "written.npy", make().numpy())
+                (shop.out / "written.npy").replace(folder / f"{name}.npy")
     return folder
 
 

@@ -16,6 +16,7 @@ from examples.paper.tables.clock import Clock
 from examples.paper.tables.data import UNEQUAL, World
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.results import Figure, Kept
+from examples.paper.tables.sharing import alone
 
 NEIGHBOURS = 5
 _SHOWN = ("fid", "kid", "precision", "recall")
@@ -61,17 +62,9 @@ class Judge:
     def open(cls, world: World, preset: Preset, out: Path, clock: Clock) -> "Judge":
         """Train the classifier, or open the one that is there, and encode the reference."""
         path = out / "classifier.safetensors"
-        if not path.exists():
-            with progress("training the classifier on public images") as tell:
-
-                def step(done: int, total: int) -> None:
-                    clock.check()
-                    tell(done, total)
-
-                part = world.public
-                train_classifier(
-                    part.images, part.label_N, world.data, num_steps=preset.classifier_steps, on_progress=step
-                ).save(path)
+        with alone(out, path.stem, wait=True):
+            if not path.exists():
+                _train(world, preset, path, clock)
         classifier, test = Classifier.load(path), world.test
         encoder = PcaEncoder.fit(world.public.images, preset.pca_dim)
         kept = Kept(out / "cells")
@@ -117,6 +110,22 @@ class Judge:
             found["smallest_drawn"] = Figure.of(proportion(self.world.unequal(images) == smallest))
             found["smallest_recall"] = Figure.of(proportion(both.recalled_M[self.silo_M == smallest]))
         return found
+
+
+def _train(world: World, preset: Preset, path: Path, clock: Clock) -> None:
+    with progress("training the classifier on public images") as tell:
+
+        def step(done: int, total: int) -> None:
+            clock.check()
+            tell(done, total)
+
+        train_classifier(
+            world.public.images,
+            world.public.label_N,
+            world.data,
+            num_steps=preset.classifier_steps,
+            on_progress=step,
+        ).save(path)
 
 
 def clipped(images: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Measures rows: chooses rates, finds or trains the models, draws samples and judges them; keeps every cell."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -24,8 +24,9 @@ from examples.paper.tables.fitted import Routers, completion_error, with_router
 from examples.paper.tables.judging import Judge, clipped
 from examples.paper.tables.models import FORMER, Made, Workshop, monolith
 from examples.paper.tables.presets import Preset
-from examples.paper.tables.results import Cell, Choice, Figure, Kept, commit, hardware, utc
+from examples.paper.tables.results import Cell, Choice, Document, Figure, Kept, commit, hardware, utc
 from examples.paper.tables.rows import STRATEGIES, FittedRouter, Row
+from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Experts, Federated, Monolith, Student, Trained, TrainingImages
 from examples.paper.tables.students import student
 
@@ -81,14 +82,27 @@ class Lab:
         return (self.world.name, len(self.world.train), self.judge.about.digest, preset, *parts)
 
     def cell(self, row: Row, seed: int) -> Cell:
-        """Return a row's figures for a seed, measured now unless they are there."""
-        key = self.key(row, seed)
-        found = self.kept.read(key, Cell)
-        if found is None:
+        """Return a row's figures for a seed, measured now unless they are there.
+
+        Raises:
+            BusyError: another process measures it, or trains the model that it needs.
+        """
+
+        def measure() -> Cell:
             self.clock.check()
             found = self._measured(row, seed)
-            self.kept.write(key, found)
             say(f"table {row.table}, seed {seed}, {row.label}: FID {found.figures['fid'].value:.1f}")
+            return found
+
+        return self._once(self.key(row, seed), Cell, measure)
+
+    def _once(self, key: object, kind: type[Document], make: Callable[[], Document]) -> Document:
+        """Return what is kept under a key, or make it as the only process that does."""
+        if (found := self.kept.read(key, kind)) is None:
+            with alone(self.out, self.kept.file(key).stem):
+                if (found := self.kept.read(key, kind)) is None:  # another process may have been a moment earlier
+                    found = make()
+                    self.kept.write(key, found)
         return found
 
     def key(self, row: Row, seed: int) -> tuple[object, ...]:
@@ -106,6 +120,9 @@ class Lab:
         """Return the learning rate of models like this one that is best on validation images.
 
         A preset with one rate leaves nothing to choose, and the former recipe has a rate of its own.
+
+        Raises:
+            BusyError: another process chooses it.
         """
         if isinstance(source, Monolith) and source.recipe == "former":
             return Choice(rate=FORMER.training.learning_rate, tried={}, steps=0, flops=0.0)
@@ -114,16 +131,16 @@ class Lab:
         if isinstance(source, Federated) and not self.preset.federated_tuned:
             return self.rate(Experts(num=source.num))
         kind = self.kind(source)
-        key = self._key("rate", kind)
-        found = self.kept.read(key, Choice)
-        if found is None:
+
+        def choose() -> Choice:
             found = self._chosen(tuned_as(source, self.preset))
-            self.kept.write(key, found)
             tried = ", ".join(
                 f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in found.tried.items()
             )
             say(f"rate of {kind} {found.rate:g}, by FID on validation images: {tried}")
-        return found
+            return found
+
+        return self._once(self._key("rate", kind), Choice, choose)
 
     def kind(self, source: Trained) -> str:
         """Name the models that share a rate with this one."""
@@ -167,7 +184,8 @@ class Lab:
         name = self.name(source, rate, seed)
         if name not in self.at_hand:
             self.at_hand.clear()
-            self.at_hand[name] = self._trained(source, rate, seed, name)
+            with alone(self.workshop.out, name):
+                self.at_hand[name] = self._trained(source, rate, seed, name)
         return self.at_hand[name]
 
     def _trained(self, source: Trained, rate: float, seed: int, name: str) -> Made:

@@ -14,6 +14,7 @@ from ddm.system.console import progress
 from ddm.training.config import Engine
 from ddm.training.loop import Progress, Trained
 from examples.paper.tables.models import RECORD, Made, Workshop
+from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Student
 
 QUARTER = 0.25
@@ -74,7 +75,8 @@ def _images(shop: Workshop, source: Student, teachers: Made, seed: int, name: st
             expert_N[rows] = k
         return DistillationData(shop.world.train.images, expert_N)
     folder = shop.out / f"samples-{sha256_hex(teachers.ensemble.release.encode())[:10]}"
-    with progress(f"{name}: drawing {source.num_samples} samples of the ensemble") as tell:
+    label = f"{name}: drawing {source.num_samples} samples of the ensemble"
+    with alone(shop.out, folder.name), progress(label) as tell:
 
         def step(done: int, total: int) -> None:
             shop.clock.check()
