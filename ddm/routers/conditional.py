@@ -11,7 +11,8 @@ from ddm.errors import NumericalError, ShapeError
 from ddm.io.tensors import TensorSpec
 from ddm.partition.layout import Layout
 from ddm.protocol.plan import Plan
-from ddm.routers.counts import CountsRouter, expected_counts
+from ddm.routers.counts import CountsRouter
+from ddm.routers.histograms import expected_counts
 from ddm.routers.sketch import Sketch
 
 # Shape legend: K silos, E experts, C classes, G public groups.
@@ -108,7 +109,8 @@ def expected_class_counts(
         for noisy, n in zip(noisy_KCG, num_units, strict=True)
     ]
     count_KCG, error_KCG = (
-        torch.stack([torch.from_numpy(cell[part]) for cell in cells]).view(noisy_KCG.shape) for part in (0, 1)
+        torch.stack([torch.from_numpy(part) for part in parts]).view(noisy_KCG.shape)
+        for parts in ([cell.mean_G for cell in cells], [cell.deviation_G for cell in cells])
     )
     return count_KCG, error_KCG
 
