@@ -179,6 +179,9 @@ def _encoder(plan: "Plan") -> str:
     encoder = plan.encoder
     if encoder.kind == "pca":
         return f"{encoder.dim} principal components of the public images"
+    if encoder.kind == "hog":
+        both = ", an image and its mirror image alike" if encoder.mirrored else ""
+        return f"{encoder.dim} principal components of their gradients in {encoder.cells} x {encoder.cells} cells{both}"
     warning = ", RANDOM WEIGHTS: clusters mean little" if encoder.weights == "random" else ""
     return f"{encoder.model}, {encoder.dim} features{warning}"
 

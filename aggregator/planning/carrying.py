@@ -18,12 +18,20 @@ from ddm.errors import PolicyError, SetupError
 from ddm.io.files import link_or_copy
 from ddm.loading.plan import PlanFiles
 from ddm.planning.fit import Fitted, PublicImages, condition_of, write_base
-from ddm.planning.recipe import DiffusersKlRecipe, PcaRecipe
+from ddm.planning.recipe import DiffusersKlRecipe, HogRecipe, PcaRecipe, TimmRecipe
 from ddm.protocol.base import sha256_file
 from ddm.protocol.carried import Carried
 from ddm.protocol.growth import check_carried, check_consent
 from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.plan import Agreed, Autoencoder, AutoencoderKlLatent, DiffusersKlLatent, PcaEncoder, Plan
+from ddm.protocol.plan import (
+    Agreed,
+    Autoencoder,
+    AutoencoderKlLatent,
+    DiffusersKlLatent,
+    HogEncoder,
+    Plan,
+    TimmEncoder,
+)
 
 
 @dataclass(frozen=True)
@@ -171,9 +179,11 @@ def _unlike(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Any, Any]]:
     """Yield what a recipe asks of the public parts that these do not have; the plan shows whatever else differs."""
     wanted, encoder = recipe.encoder, plan.encoder
     asked: list[tuple[str, Any, Any]] = [("encoder.kind", encoder.kind, wanted.kind)]
-    if isinstance(wanted, PcaRecipe):
+    if isinstance(wanted, PcaRecipe | HogRecipe):
         asked.append(("encoder.dim", encoder.dim, wanted.dim))
-    elif not isinstance(encoder, PcaEncoder):
+    if isinstance(wanted, HogRecipe) and isinstance(encoder, HogEncoder):
+        asked += [(f"encoder.{name}", getattr(encoder, name), getattr(wanted, name)) for name in ("cells", "mirrored")]
+    if isinstance(wanted, TimmRecipe) and isinstance(encoder, TimmEncoder):
         asked.append(("encoder.model", encoder.model, wanted.model))
         asked.append(("encoder.image_size", encoder.image_size, wanted.image_size or encoder.image_size))
     asked.append(("latent.kind", plan.latent.kind, recipe.latent.kind))

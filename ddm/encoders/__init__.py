@@ -5,10 +5,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ddm.encoders.hog import HogEncoder, hog_specs
 from ddm.encoders.pca import PcaEncoder, pca_specs, principal_directions
 from ddm.io.images import Images
 
-__all__ = ["Encoder", "PcaEncoder", "Progress", "pca_specs", "principal_directions"]
+__all__ = ["Encoder", "HogEncoder", "PcaEncoder", "Progress", "hog_specs", "pca_specs", "principal_directions"]
 
 Progress = Callable[[int, int], None]
 """Called with images done and images in all."""

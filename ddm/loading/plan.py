@@ -6,12 +6,13 @@ from pathlib import Path
 from torch import Tensor
 
 from ddm.diffusion.path import path_named
-from ddm.encoders import Encoder, PcaEncoder, pca_specs
+from ddm.encoders import Encoder, HogEncoder, PcaEncoder, hog_specs, pca_specs
 from ddm.encoders.autoencoder import Identity, Latent, open_latent
 from ddm.io.tensors import TensorSpec, load_tensors
 from ddm.partition.clustering import Clusters, cluster_specs
 from ddm.privacy.accounting import gaussian_mu, t_release
 from ddm.protocol.plan import Autoencoder, Plan
+from ddm.protocol.plan import HogEncoder as HogSpec
 from ddm.protocol.plan import PcaEncoder as PcaSpec
 from ddm.routers.sketch import Sketch, sketch_specs
 
@@ -55,6 +56,8 @@ class PlanFiles:
         encoder: Encoder
         if isinstance(plan.encoder, PcaSpec):
             encoder = PcaEncoder.from_tensors(load(plan.encoder.path, pca_specs(plan.data, dim)))
+        elif isinstance(plan.encoder, HogSpec):
+            encoder = HogEncoder.from_tensors(load(plan.encoder.path, hog_specs(plan.encoder)), plan.encoder)
         else:
             from ddm.encoders.timm import TimmEncoder, timm_specs  # takes seconds, and most plans do not need it
 

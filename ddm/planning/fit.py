@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ddm.encoders import Encoder, PcaEncoder, Progress
+from ddm.encoders import Encoder, HogEncoder, PcaEncoder, Progress
 from ddm.encoders.autoencoder import Identity, Latent, open_latent, open_weights, spread
 from ddm.errors import DataError
 from ddm.io.files import replacing, require_file
@@ -15,9 +15,11 @@ from ddm.io.tensors import load_tensors, save_tensors
 from ddm.loading.plan import CENTROIDS_PATH, ENCODER_PATH, SKETCH_PATH
 from ddm.models import MAX_WEIGHT, expected_tensors
 from ddm.partition.clustering import Clusters, fit_clustering
-from ddm.planning.recipe import DiffusersKlRecipe, PcaRecipe, PublicRecipe, SharedRecipe, TextRecipe
+from ddm.planning.recipe import DiffusersKlRecipe, HogRecipe, PcaRecipe, PublicRecipe, SharedRecipe, TextRecipe
 from ddm.protocol.latent import AUTOENCODER_PATH, AutoencoderSize
-from ddm.protocol.plan import Autoencoder, AutoencoderKlLatent, Condition, IdentityLatent, TimmEncoder
+from ddm.protocol.plan import Autoencoder, AutoencoderKlLatent, Condition, IdentityLatent
+from ddm.protocol.plan import Encoder as EncoderSpec
+from ddm.protocol.plan import HogEncoder as HogSpec
 from ddm.protocol.plan import PcaEncoder as PcaSpec
 from ddm.routers.sketch import Sketch
 
@@ -63,7 +65,7 @@ class Fitted:
 
     images: PublicImages
     paths: tuple[str, ...]
-    encoder: PcaSpec | TimmEncoder
+    encoder: EncoderSpec
     latent: IdentityLatent | Autoencoder
     num_fine: int
     condition: Condition
@@ -138,11 +140,14 @@ def condition_of(recipe: SharedRecipe) -> Condition:
     return pin(Path(condition.encoder), max_tokens=condition.max_tokens, drop=condition.drop)
 
 
-def _open_encoder(recipe: SharedRecipe, fitted: Tensor) -> tuple[Encoder, PcaSpec | TimmEncoder]:
+def _open_encoder(recipe: SharedRecipe, fitted: Tensor) -> tuple[Encoder, EncoderSpec]:
     """Fit or load the encoder, and describe it for the plan."""
     wanted = recipe.encoder
     if isinstance(wanted, PcaRecipe):
         return PcaEncoder.fit(fitted, wanted.dim), PcaSpec(path=ENCODER_PATH, dim=wanted.dim)
+    if isinstance(wanted, HogRecipe):
+        spec = HogSpec(path=ENCODER_PATH, dim=wanted.dim, cells=wanted.cells, mirrored=wanted.mirrored)
+        return HogEncoder.fit(fitted, wanted.dim, cells=wanted.cells, mirrored=wanted.mirrored), spec
     from ddm.encoders.timm import TimmEncoder as Network  # takes seconds, and most recipes do without
 
     if wanted.weights is None:

@@ -38,6 +38,21 @@ class PcaRecipe(Settings):
     dim: Annotated[int, Field(gt=0, le=4096)]
 
 
+class HogRecipe(Settings):
+    """Principal components of the public images' histograms of oriented gradients.
+
+    Attributes:
+        dim: number of principal components.
+        cells: of the grid of histograms, along each side of an image.
+        mirrored: give an image and its mirror image the same features; for kinds whose left and right mean nothing.
+    """
+
+    kind: Literal["hog"]
+    dim: Annotated[int, Field(gt=0, le=4096)]
+    cells: Annotated[int, Field(gt=0, le=64)] = 7
+    mirrored: bool = False
+
+
 class TimmRecipe(Settings):
     """A network of timm, with weights from a file on this machine (from where the command is run), or random ones.
 
@@ -159,7 +174,7 @@ class SharedRecipe(Settings):
     latent: Annotated[IdentityLatent | AutoencoderKlRecipe | DiffusersKlRecipe, Field(discriminator="kind")] = (
         IdentityLatent()
     )
-    encoder: Annotated[PcaRecipe | TimmRecipe, Field(discriminator="kind")]
+    encoder: Annotated[PcaRecipe | HogRecipe | TimmRecipe, Field(discriminator="kind")]
     clustering: ClusteringRecipe
     sketch: SketchRecipe
     t_distribution: Annotated[UniformT | LogitNormalT, Field(discriminator="kind")] = LogitNormalT()

@@ -1,4 +1,4 @@
-"""The encoder of public features: principal components, or a network of timm. Sizes only: imports no torch."""
+"""The encoder of public features: components of pixels or gradients, or a network of timm. Imports no torch."""
 
 from typing import Annotated, Literal
 
@@ -13,6 +13,38 @@ class PcaEncoder(Model):
     kind: Literal["pca"] = "pca"
     path: RelativePath = "plan/encoder.safetensors"
     dim: Annotated[int, Field(gt=0, le=4096)]
+
+    def misfit(self, shape: tuple[int, ...]) -> str:
+        """Say what images an encoder of this kind takes if not those of this shape; these take all."""
+        return ""
+
+
+HOG_DIRECTIONS = 8  # of a cell's histogram, over half a turn
+
+
+class HogEncoder(Model):
+    """Principal components of the public images' histograms of oriented gradients; needs no weights from elsewhere."""
+
+    kind: Literal["hog"] = "hog"
+    path: RelativePath = "plan/encoder.safetensors"
+    dim: Annotated[int, Field(gt=0, le=4096)]
+    cells: Annotated[int, Field(gt=0, le=64)]
+    mirrored: bool
+
+    @property
+    def values(self) -> int:
+        """The number of values of one image's histograms."""
+        return HOG_DIRECTIONS * self.cells**2
+
+    def misfit(self, shape: tuple[int, ...]) -> str:
+        """Say what images an encoder of this kind takes if not those of this shape."""
+        if len(shape) != 3:
+            return _not_volumes(shape)
+        return "" if min(shape[1:]) >= self.cells else f"images of at least {self.cells} pixels a side"
+
+
+def _not_volumes(shape: tuple[int, ...]) -> str:
+    return f"images (C, H, W), not {len(shape)} dimensions: use pca for volumes"
 
 
 Side = Annotated[int, Field(gt=0, le=1024)]  # of an encoder's input, pixels
@@ -40,3 +72,10 @@ class TimmEncoder(Model):
             got = f"{len(self.mean)} and {len(self.std)}"
             raise ValueError(f"mean and std must have one entry for each channel, got {got}")
         return self
+
+    def misfit(self, shape: tuple[int, ...]) -> str:
+        """Say what images an encoder of this kind takes if not those of this shape."""
+        return "" if len(shape) == 3 else _not_volumes(shape)
+
+
+Encoder = Annotated[PcaEncoder | HogEncoder | TimmEncoder, Field(discriminator="kind")]

@@ -12,6 +12,7 @@ from ddm.protocol.plan import (
     ClassCondition,
     Condition,
     DiffusersKlLatent,
+    HogEncoder,
     Latent,
     LearnedRouter,
     PcaEncoder,
@@ -34,6 +35,7 @@ HEADER_BYTES = 1 << 20  # the largest header of a file of tensors
 _INTEGER_BYTES = _DOUBLE_BYTES = 8
 _ENCODED_AT_ONCE = 64  # images that a network of timm gets at once
 _PCA_AT_ONCE = 1024
+_HOG_VALUES, _HOG_COPIES = 1 << 20, 32  # of images whose gradients are looked at at once; of each value meanwhile
 _TIME_FEATURES = 4  # of the learned router
 _IMAGES_ALIVE = 8  # images beside each that is encoded or decoded: itself, its tiles, which overlap, and its copies
 _DECODED_BYTES, _MOST_DECODED = 1 << 26, 64  # of the widest layer of an autoencoder; samples at once
@@ -73,6 +75,8 @@ def file_bytes(plan: Plan) -> dict[str, int]:
     }
     if isinstance(plan.encoder, PcaEncoder):
         sizes[plan.encoder.path] = FLOAT_BYTES * (1 + features) * dim
+    elif isinstance(plan.encoder, HogEncoder):
+        sizes[plan.encoder.path] = FLOAT_BYTES * (1 + features) * plan.encoder.values
     else:
         sizes[plan.encoder.path] = plan.file(plan.encoder.path).bytes
     if isinstance(plan.latent, Autoencoder):
@@ -113,7 +117,9 @@ def looking_bytes(plan: Plan) -> int:
 def encoding_bytes(plan: Plan) -> int:
     """Return the bytes of encoding one block of images: features, and latents where there are any."""
     found = 3 * FLOAT_BYTES * _PCA_AT_ONCE * plan.data.dim
-    if isinstance(plan.encoder, TimmEncoder):
+    if isinstance(plan.encoder, HogEncoder):
+        found = FLOAT_BYTES * (_HOG_COPIES * max(_HOG_VALUES, plan.data.dim) + 3 * _PCA_AT_ONCE * plan.encoder.values)
+    elif isinstance(plan.encoder, TimmEncoder):
         found = 4 * FLOAT_BYTES * _ENCODED_AT_ONCE * _timm_values(plan.encoder, plan.data.shape)
     return max(found, _autoencoder_bytes(plan.latent, plan.data.shape))
 

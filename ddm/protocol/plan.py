@@ -28,6 +28,8 @@ from ddm.protocol.base import (
 from ddm.protocol.carried import Carried as Carried
 from ddm.protocol.carried import check_listed
 from ddm.protocol.data import DataSpec as DataSpec
+from ddm.protocol.encoder import Encoder as Encoder
+from ddm.protocol.encoder import HogEncoder as HogEncoder
 from ddm.protocol.encoder import PcaEncoder as PcaEncoder
 from ddm.protocol.encoder import Side as Side
 from ddm.protocol.encoder import TimmEncoder as TimmEncoder
@@ -195,7 +197,7 @@ class Plan(Document):
     data: DataSpec
     transform: Annotated[TransformSpec | None, Field(exclude_if=lambda given: given is None)] = None
     latent: Latent
-    encoder: Annotated[PcaEncoder | TimmEncoder, Field(discriminator="kind")]
+    encoder: Encoder
     clustering: Clustering
     sketch: SketchSpec
     partition: Partition
@@ -252,7 +254,9 @@ class Plan(Document):
         unit = self.statistics.unit if self.statistics.private else None
         if self.transform and (misfit := self.transform.misfit(self.data, unit)):
             raise ValueError(f"the transform needs {misfit}")
-        _check_shape(self.expert_shape, self.condition, self.expert.architecture, self.router, self.encoder)
+        _check_shape(self.expert_shape, self.condition, self.expert.architecture, self.router)
+        if misfit := self.encoder.misfit(self.data.shape):
+            raise ValueError(f"an encoder of the kind {self.encoder.kind} takes {misfit}")
         if self.expires_at <= self.created_at:
             raise ValueError("expires_at must be later than created_at")
         _check_routing(self.statistics, self.router, self.sketch, self.clustering, self.partition)
@@ -308,16 +312,12 @@ def _check_shape(
     condition: Condition,
     architecture: Architecture,
     router: Router,
-    encoder: PcaEncoder | TimmEncoder,
 ) -> None:
     """Refuse networks that do not take samples of this shape, or experts that do not take the condition."""
     if misfit := architecture.misfit(shape, condition):
         raise ValueError(f"the architecture {architecture.kind} needs {misfit}")
     if isinstance(router, SamplesRouter) and (misfit := router.misfit(shape, condition)):
         raise ValueError(f"the router samples needs {misfit}")
-    if isinstance(encoder, TimmEncoder) and len(shape) != 3:
-        got = f"not {len(shape)} dimensions"
-        raise ValueError(f"an encoder of the kind timm takes images (C, H, W), {got}: use pca for volumes")
 
 
 def _check_routing(

@@ -13,6 +13,7 @@ from aggregator.intake.service import IntakeService
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
 from ddm.errors import BusyError, PolicyError
+from ddm.loading.plan import PlanFiles
 from ddm.planning.recipe import ClusteringRecipe
 from ddm.privacy.accounting import (
     DiscreteLaplaceMechanism,
@@ -199,6 +200,22 @@ def test_shown_costs_warn_of_an_encoder_with_random_weights(published_once: Publ
     assert "test_resnet" in text
     assert "RANDOM WEIGHTS" in text
     assert "RANDOM" not in shown(published_once.tiny, tmp_path)
+
+
+def test_plan_with_an_encoder_of_gradients_is_shown_and_opens_as_a_silo_opens_it(
+    published_once: Published, tmp_path: Path
+) -> None:
+    tiny = published_once.tiny
+    gradients = {"kind": "hog", "dim": 3, "cells": 2, "mirrored": True}
+    assert "3 principal components of their gradients in 2 x 2 cells" in shown(tiny, tmp_path, encoder=gradients)
+    public = torch.from_numpy(images(120, 0.5, seed=90))
+    draft = draft_plan(tiny.federation, recipe(encoder=gradients), public, tmp_path / "draft")
+    files = PlanFiles.load(draft.plan, tmp_path / "draft")
+    torch.testing.assert_close(files.encoder.encode(public.flip(3)), files.encoder.encode(public), atol=1e-5, rtol=0)
+    with pytest.raises(ValidationError, match="images of at least 9 pixels a side"):
+        draft.plan.model_validate(
+            draft.plan.model_dump() | {"encoder": draft.plan.encoder.model_copy(update={"cells": 9})}
+        )
 
 
 @pytest.mark.parametrize(

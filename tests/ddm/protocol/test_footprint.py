@@ -86,4 +86,6 @@ def test_bytes_of_files_and_statistics_are_those_of_their_tensors() -> None:
         "plan/centroids.safetensors": 4 * 64 * 32 + 2 * 8 * 64 + header,
         "plan/sketch.safetensors": 4 * (32 * 64 + 64 + 1 + 32 * (32 + 32 * 32 + 1)) + header,
     }
+    gradients = {"kind": "hog", "path": "plan/encoder.safetensors", "dim": 32, "cells": 4, "mirrored": False}
+    assert file_bytes(plan(encoder=gradients))["plan/encoder.safetensors"] == 4 * 33 * 128 + header
     assert statistic_bytes(asked, num_units=100) == {"counts": 8 * 32, "sketch": 4 * 8 * 100}
