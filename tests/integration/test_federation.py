@@ -1,12 +1,14 @@
-"""The whole federation through the public commands: two silos, the real Flower runtime, a release at the end."""
+"""The whole federation by its public commands: two silos, strangers, kills, real Flower, a release at the end."""
 
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +16,18 @@ import pytest
 import tomli_w
 
 from aggregator.config import Federation
+from aggregator.runtime.flower_commands import FlowerCommands
 from aggregator.runtime.proxy import find_nginx
+from ddm.errors import TransportError
 from ddm.io.tensors import load_tensors
-from ddm.system.processes import Child, free_port, program, spawn, terminate_all
+from ddm.system.processes import Child, flower_environment, free_port, program, spawn, terminate_all
+from silo.courier.supernode import Courier, make_node_key
+from tests.support.bundles import site_settings
 from tests.support.federation import POLICY, images, recipe, waive, write_policy
 from tests.support.processes import alive
 
 SILOS = {"north": 60, "south": 40}
-PERSON = "north"
+PERSON, POLICED = "north", "south"
 SHARD_BYTES = 150_000
 LIMIT_S = 600.0
 PRIVATE_FILES = ("counts.safetensors", "sketch.safetensors")
@@ -117,6 +123,14 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operator
     operators.start("aggregator", "run", folder / "fed")
     for silo in SILOS:
         operators.start("silo", "run", folder / silo)
+    arrived = folder / "fed" / "incoming" / plan_of(folder) / POLICED
+    operators.wait_until(lambda: any(arrived.glob("1*")), "a submission on its way")
+    killed = kill_supernode(folder, POLICED)
+    with stranger_at(folder) as stranger:
+        operators.wait_until(lambda: stranger.problem is not None, "what a stranger is told")
+        assert "does not let this node in" in str(stranger.problem)
+        assert not list((folder / "stranger" / "inbox").iterdir())
+    submit_code_as_anybody(folder)
     state = folder / PERSON / "private" / "state.json"
     waiting = lambda: state.exists() and b"awaiting_approval" in state.read_bytes()  # noqa: E731
     operators.wait_until(waiting, "a submission that waits for its person")
@@ -134,6 +148,8 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operator
     assert all(f"[{silo}] submission 1 accepted" in said for silo in SILOS)
     assert "[intake] ended or hung, and was started again" in said
     check_nothing_left(folder)
+    assert not alive(killed)  # whatever came and went afterwards, the receipt at least, had a new one
+    assert {path.name for path in arrived.parent.iterdir()} == set(SILOS)
 
     operators.call("aggregator", "router", folder / "fed")
     operators.call("aggregator", "publish", folder / "fed", "--out", folder / "release")
@@ -146,6 +162,50 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operator
     with np.load(folder / "samples.npz") as drawn:
         assert drawn["images"].shape == (9, 1, 4, 4)
         assert np.isfinite(drawn["images"]).all()
+
+
+def plan_of(folder: Path) -> str:
+    return str(json.loads((folder / "fed" / "plans" / "current.json").read_text())["plan_id"])
+
+
+def courier_of(folder: Path, silo: str) -> dict[str, int]:
+    noted: dict[str, int] = json.loads((folder / silo / "private" / "processes.json").read_text())["courier"]
+    return noted
+
+
+def kill_supernode(folder: Path, silo: str) -> int:
+    pid = courier_of(folder, silo)["supernode_pid"]
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def address_of(folder: Path) -> str:
+    settings = Federation(folder / "fed").settings()
+    return f"{settings.host}:{settings.port}"
+
+
+@contextmanager
+def stranger_at(folder: Path) -> Iterator[Courier]:
+    """Start a node that has a key of its own and the right certificate, and is not enrolled."""
+    site = folder / "stranger"
+    for name in ("courier", "inbox", "outbox"):
+        (site / name).mkdir(parents=True)
+    site_settings(site, "stranger")
+    for name in ("1.root.json", "ca.pem"):
+        shutil.copy(folder / PERSON / "courier" / name, site / "courier")
+    make_node_key(site / "courier" / "node.key")
+    with Courier(site, address=address_of(folder), max_bundle_bytes=10**9) as stranger:
+        yield stranger
+
+
+def submit_code_as_anybody(folder: Path) -> None:
+    """Do what anybody would who has Flower and the federation's certificate; nginx alone keeps them out."""
+    if find_nginx():
+        anybody = folder / "anybody"
+        ca_path = folder / "fed" / "tls" / "ca.pem"
+        home = flower_environment(anybody / "home")
+        with pytest.raises(TransportError, match="403 Forbidden"):
+            FlowerCommands(anybody, home, address=address_of(folder), ca_path=ca_path).submit("digits-3f9a1c2e")
 
 
 def kill_intake(folder: Path) -> None:
@@ -161,12 +221,19 @@ def check_nothing_left(folder: Path) -> None:
     for silo in SILOS:
         note = json.loads((folder / silo / "private" / "processes.json").read_text())
         pids += [note["worker"], note["courier"]["supernode_pid"], note["courier"]["guard_pid"]]
+    logs = folder / "fed" / "flower" / "logs"
+    if find_nginx():
+        # A courier that cannot connect asks for the time at `/`, and gets it with its refusal.
+        lines = (logs / "nginx.log").read_text().splitlines()
+        refused = [line for line in lines if " 403 " in line and " 403 / " not in line]
+        assert refused and all(" 403 /v1/control/" in line for line in refused)
+    assert (logs / "superlink.log").read_text().count("/v1/control/start-run") == 1, "the aggregator's own"
     assert not [pid for pid in pids if alive(pid)]
 
 
 def check_bytes_unchanged(folder: Path) -> None:
     """What a silo put in its outbox is what is published, byte for byte; each expert came in several shards."""
-    plan_id = json.loads((folder / "fed" / "plans" / "current.json").read_text())["plan_id"]
+    plan_id = plan_of(folder)
     for silo in SILOS:
         sent = folder / silo / "outbox" / plan_id / "1"
         published = folder / "release" / "targets" / plan_id

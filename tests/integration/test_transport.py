@@ -222,6 +222,7 @@ def journey(tmp_path_factory):
     return done
 
 
+@pytest.mark.slow
 def test_plan_completes_when_a_supernode_is_killed_midway(journey):
     log = journey.fed / "flower" / "logs" / "serverapp.log"
     assert journey.finished, log.read_text() if log.exists() else "no ServerApp"
@@ -229,6 +230,7 @@ def test_plan_completes_when_a_supernode_is_killed_midway(journey):
     assert journey.info["num_runs"] == 1
 
 
+@pytest.mark.slow
 @needs_nginx
 def test_plan_completes_when_nginx_is_killed_midway(journey):
     assert journey.finished and journey.killed_nginx
@@ -236,6 +238,7 @@ def test_plan_completes_when_nginx_is_killed_midway(journey):
     assert journey.info["restarts"] == {"superlink": 0, "nginx": 1, "superexec": 0}
 
 
+@pytest.mark.slow
 @needs_nginx
 def test_code_submitted_through_the_public_port_is_refused(journey):
     assert journey.code is not None
@@ -249,6 +252,7 @@ def test_code_submitted_through_the_public_port_is_refused(journey):
     assert runs == 1, "the aggregator's own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silo_id", ["north", "east"])
 def test_bundle_submission_and_receipt_arrive_byte_identical(journey, silo_id):
     site = journey.root / silo_id
@@ -259,12 +263,14 @@ def test_bundle_submission_and_receipt_arrive_byte_identical(journey, silo_id):
     assert (receipts / "1.delivered").exists()
 
 
+@pytest.mark.slow
 def test_node_is_refused_when_its_key_is_not_enrolled(journey):
     assert journey.stranger_problem and "does not let this node in" in journey.stranger_problem
     assert not list((journey.root / "stranger" / "inbox").iterdir())
     assert {path.name for path in (journey.fed / "incoming" / PLAN).iterdir()} == {"east", "north"}
 
 
+@pytest.mark.slow
 def test_no_process_is_left_when_everything_stopped(journey):
     # A guard and a program for the SuperLink, nginx, the SuperExec and two SuperNodes, and what those started.
     assert len(journey.pids) >= (10 if NGINX else 8)
@@ -272,6 +278,7 @@ def test_no_process_is_left_when_everything_stopped(journey):
     assert journey.stop_s < 30.0
 
 
+@pytest.mark.slow
 def test_nothing_of_the_aggregators_machine_is_in_what_the_silos_received(journey):
     found = (journey.root / "north" / "courier" / "flwr").rglob("*")
     received = [path for path in found if path.is_file() and path.suffix in (".toml", ".json", ".py")]
