@@ -67,7 +67,7 @@ class HogEncoder:
         """Return features, shape (N, dim), float32, of images of shape (N, C, H, W); `lost` stands for NaN.
 
         Raises:
-            ShapeError: the images are of another size than those it was fitted on.
+            ShapeError: volumes, or fewer pixels than cells along a side.
         """
         found_NR = torch.empty(len(images), self.dim)
         for rows in _blocks(images.shape):

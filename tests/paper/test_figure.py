@@ -149,3 +149,12 @@ def test_owners_of_images_follow_from_their_classes_alone(world: World) -> None:
     assert torch.allclose(world.soft_NK.sum(1), torch.ones(len(world.test), dtype=torch.float64))
     assert len(torch.unique(world.soft_NK, dim=0)) == 10
     assert sum(world.num_units) == DATASETS["digits"].num_private
+
+
+def test_groups_without_labels_have_a_target_of_their_own_where_they_were_measured() -> None:
+    records = [_record("counts", epsilon, 0.5) for epsilon in (0.3, 1.0)] + [_record("learned", 4.0, 0.4)]
+    without = [_seed(number, *records) for number in range(2)]
+    assert not any("no label" in target.figure for target in check_targets("fashion-mnist", without))
+    with_hog = [_seed(number, *records, _record("counts, hog", 1.0, 0.48)) for number in range(2)]
+    (found,) = (target for target in check_targets("fashion-mnist", with_hog) if "no label" in target.figure)
+    assert found.value == pytest.approx(0.96) and not found.met

@@ -121,13 +121,15 @@ def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: 
     """Fit and measure everything on one world."""
     measured, prior = commit(), measure(None, world)
     records = [Record.of("prior", None, 0, prior, prior)]
-    parts = {name: fit_public(world, name, presets.encoder_steps, seed, say) for name in presets.encoders}
+    worlds = {name: world.grouped_by(name) for name in presets.encoders}
+    parts = {name: fit_public(worlds[name], name, presets.encoder_steps, seed, say) for name in presets.encoders}
     main_parts = parts[presets.encoders[0]]
     exact = fit_exact(world, main_parts)
     records += references(world, exact, presets, seed, prior, say)
     routers: dict[tuple[str, float], Fitted] = {}
     for encoder, fitted in parts.items():
-        records += sweep(world, fitted, presets, seed, prior, encoder, encoder == presets.encoders[0], routers, say)
+        first = encoder == presets.encoders[0]
+        records += sweep(worlds[encoder], fitted, presets, seed, prior, encoder, first, routers, say)
     experts = train_experts(world, scratch, presets.expert_steps, seed, say)
     drawn = Fitted(fit_from_samples(world, experts, presets.samples_steps, seed), routers["counts", 1.0].evidence)
     samples = as_published(drawn, world, main_parts, seed)

@@ -15,6 +15,7 @@ from examples.paper.privacy.targets import BOTH, REFERENCES, interval
 
 COLOURS = {
     "counts": "#1b6ca8",
+    "counts, hog": "#3f7fb5",
     "counts, pca": "#7fb2d6",
     "moments": "#c8553d",
     "learned": "#2e8b57",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddm.diffusion.path import LinearPath
-from ddm.encoders import PcaEncoder
+from ddm.encoders import HogEncoder, PcaEncoder
 from ddm.encoders.timm import TimmEncoder, create_model
 from ddm.io.tensors import save_tensors
 from ddm.partition.clustering import Clusters, fit_clustering
@@ -24,6 +24,7 @@ IMAGE_SIZE = (56, 56)
 LEARNING_RATE = 4e-3
 LABEL_SMOOTHING = 0.05
 MAX_SHIFT = 2
+_CELLS = 7
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,20 @@ def fit_public(world: World, encoder: str, num_steps: int, seed: int, say: Calla
 
     Args:
         world: its public images are used; for the encoder `timm` their classes as well.
-        encoder: `pca`, or `timm`, a small network trained here on the public images' classes, in place of weights from
-            elsewhere.
+        encoder: `pca`, or `hog`, which no class is used for, or `timm`, a small network trained here on the public
+            images' classes, in place of weights from elsewhere.
         num_steps: of that training.
         seed: of that training and of k-means.
         say: called with messages about the progress.
     """
-    encode = (
-        _timm(world, num_steps, seed, say)
-        if encoder == "timm"
-        else PcaEncoder.fit(world.public, world.dataset.pca_dim).encode
-    )
+    encode, dim = None, world.dataset.pca_dim
+    match encoder:
+        case "timm":
+            encode = _timm(world, num_steps, seed, say)
+        case "hog":
+            encode = HogEncoder.fit(world.public, dim, cells=_CELLS, mirrored=True).encode
+        case _:
+            encode = PcaEncoder.fit(world.public, dim).encode
     features = encode(world.public)
     num_groups = world.dataset.num_groups
     clusters = fit_clustering(features, num_groups, min(8, num_groups), num_groups, seed=seed)

@@ -19,7 +19,8 @@ from examples.paper.privacy.targets import Target, interval, reference_gain
 ENCODERS = {
     "timm": "Public groups come from the features of a small timm network (test_resnet, images at 56 x 56) that was "
     "trained for each seed on the public images *and their classes*; it stands for a network that was trained on "
-    "public images of the kind. `counts, pca` uses principal components, which need no classes.",
+    "public images of the kind. `counts, hog` uses principal components of oriented gradients, and `counts, pca` of "
+    "pixels, neither of which needs classes.",
     "pca": "Public groups come from principal components of the public images; no class is used anywhere but in the "
     "evaluation.",
 }

@@ -31,7 +31,7 @@ def presets_for(dataset: str, *, quick: bool) -> Presets:
     """Return the work for a data set."""
     large = dataset == "fashion-mnist"
     full = Presets(
-        encoders=("timm", "pca") if large else ("pca",),
+        encoders=("timm", "hog", "pca") if large else ("pca",),
         epsilons=(0.1, 0.3, 1.0, 4.0),
         draws=2,
         encoder_steps=400 if large else 0,

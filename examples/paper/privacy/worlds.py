@@ -5,7 +5,7 @@ Classes go to silos by Dirichlet(0.5) shares, so who holds an image depends on i
 """
 
 import gzip
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,8 @@ class Dataset:
         num_groups: public groups of the counts statistic.
         rank: dimensions of the public sketch, R.
         released_rank: how many of them the sketch statistic has.
-        pca_dim: features of the encoder `pca`.
+        pca_dim: features of the encoders `pca` and `hog`.
+        hog_groups: public groups of features of `hog`.
     """
 
     name: str
@@ -39,10 +40,13 @@ class Dataset:
     rank: int
     released_rank: int
     pca_dim: int
+    hog_groups: int = 0
 
 
 DATASETS = {
-    "fashion-mnist": Dataset("fashion-mnist", 8, 48_000, 2000, num_groups=64, rank=64, released_rank=12, pca_dim=64),
+    "fashion-mnist": Dataset(
+        "fashion-mnist", 8, 48_000, 2000, num_groups=64, rank=64, released_rank=12, pca_dim=64, hog_groups=128
+    ),
     "digits": Dataset("digits", 3, 900, 120, num_groups=32, rank=32, released_rank=12, pca_dim=32),
 }
 
@@ -79,6 +83,11 @@ class World:
         """Each silo's share of all private images."""
         sizes_K = torch.tensor(self.num_units, dtype=torch.float64)
         return sizes_K / sizes_K.sum()
+
+    def grouped_by(self, encoder: str) -> "World":
+        """Return it with as many groups as suit an encoder."""
+        num = self.dataset.hog_groups if encoder == "hog" else self.dataset.num_groups
+        return replace(self, dataset=replace(self.dataset, num_groups=num))
 
 
 def make_world(dataset: Dataset, data: Path | None, seed: int) -> World:
