@@ -223,6 +223,7 @@ LIGHT = (
     "ddm.protocol.manifest",
     "ddm.trust.verify",
     "ddm.loading.release",
+    "ddm.privacy.accounting",
     "silo.worker.approval",
     "silo.worker.pause",
     "silo.worker.status",

@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field
-from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
-from ddm.diffusion.path import Path
 from ddm.errors import NumericalError
 from ddm.protocol.base import Epsilon, Model
 from ddm.protocol.weight_privacy import MAX_NOISE_MULTIPLIER, DpSgdMechanism
 
 if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+    from ddm.diffusion.path import Path
 
 GRID = 2.0**-16
 COUNTS_SENSITIVITY = 2  # replacing a unit takes one from a cell and adds one to another
@@ -73,7 +72,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     if not gaussian_delta(_MIN_MU, epsilon) <= delta < gaussian_delta(_MAX_MU, epsilon):
         expected = f"epsilon and delta that a mu of {_MIN_MU:g} to {_MAX_MU:g} meets"
         raise NumericalError("Gaussian mechanism", expected=expected, got=got)
-    mu = float(brentq(lambda m: gaussian_delta(m, epsilon) - delta, _MIN_MU, _MAX_MU, xtol=1e-13, rtol=1e-12))
+    mu = _root(lambda m: gaussian_delta(m, epsilon) - delta, _MIN_MU, _MAX_MU, xtol=1e-13, rtol=1e-12)
     while gaussian_delta(mu, epsilon) > delta:  # the root may be above by rounding
         mu *= 1 - 1e-12
     return mu
@@ -261,7 +260,7 @@ def noise_multiplier_for(epsilon: float, delta: float, rate: float, steps: int) 
         low, high = (low, (low + high) / 2) if over((low + high) / 2) <= 0 else ((low + high) / 2, high)
     found = low if over(low) <= 0 else high
     if 0 < over(low) < math.inf:
-        found = float(brentq(over, low, high, xtol=5e-4, rtol=1e-4))
+        found = _root(over, low, high, xtol=5e-4, rtol=1e-4)
     cells = math.ceil(found * _NOISE_GRID)
     while over(cells / _NOISE_GRID, coarse=False) > 0:  # the root may be below by its tolerance
         cells += 1
@@ -277,7 +276,7 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     high = 1.0
     while gaussian_delta(mu, high) > delta:
         high *= 2
-    epsilon = float(brentq(lambda e: gaussian_delta(mu, e) - delta, 0.0, high, xtol=1e-13, rtol=1e-12))
+    epsilon = _root(lambda e: gaussian_delta(mu, e) - delta, 0.0, high, xtol=1e-13, rtol=1e-12)
     return float(epsilon * (1 + 1e-12))
 
 
@@ -296,7 +295,14 @@ def moments_sensitivity(rank: int) -> float:
     return 1.0 + (1.0 + math.sqrt(rank) * GRID / 2) ** 2 + rank * GRID / math.sqrt(2.0)
 
 
-def t_release(mu: float, scale_C: float, path: Path, rank: int) -> float:
+def _root(function: Callable[[float], float], low: float, high: float, **tolerances: float) -> float:
+    """Return where a function is 0 between two arguments at which its signs differ."""
+    from scipy.optimize import brentq  # takes half a second, and most commands need none
+
+    return float(brentq(function, low, high, **tolerances))
+
+
+def t_release(mu: float, scale_C: float, path: "Path", rank: int) -> float:
     """Return the noise level at which one sketch per unit is a Gaussian mechanism of at most `mu`.
 
     ``mu = sensitivity * C * alpha_r / sigma_r``; rounded up to a multiple of 2^-20, which only adds noise.
@@ -310,6 +316,7 @@ def t_release(mu: float, scale_C: float, path: Path, rank: int) -> float:
     Raises:
         NumericalError: the statistic would be pure noise.
     """
+    import torch  # takes seconds, and whoever has a path has it already
 
     def ratio(t: float) -> float:
         at = torch.tensor(t, dtype=torch.float64)
@@ -317,7 +324,7 @@ def t_release(mu: float, scale_C: float, path: Path, rank: int) -> float:
         return found
 
     target = mu / (sketch_sensitivity(rank) * scale_C)
-    t = float(brentq(lambda u: ratio(u) - target, 1e-12, 1.0, xtol=1e-14))
+    t = _root(lambda u: ratio(u) - target, 1e-12, 1.0, xtol=1e-14)
     t = math.ceil(t / _T_STEP) * _T_STEP
     while ratio(t) > target:
         t += _T_STEP
