@@ -18,7 +18,7 @@ from examples.paper.tables.contents import tables
 from examples.paper.tables.data import UNEQUAL, World, read_world
 from examples.paper.tables.exact import ExactRouter
 from examples.paper.tables.presets import Preset, preset_for
-from examples.paper.tables.results import Cell, Cost, Figure, Kept, spread
+from examples.paper.tables.results import Cell, Cost, Figure, Kept, over_seeds, spread
 from examples.paper.tables.rows import Table
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.targets import flops_to, targets
@@ -281,6 +281,7 @@ def test_figures_of_one_seed_have_no_interval_over_seeds() -> None:
     mean, low, high = spread([1.0, 2.0, 3.0])
     assert mean == 2.0 and low is not None and low == pytest.approx(2 - 4.3027 / 3**0.5, abs=1e-3)
     assert high is not None and high - mean == pytest.approx(mean - low)
+    assert over_seeds({0: cell(0, rate=1.0), 1: cell(1, rate=3.0)}, "rate") == (2.0, None, None)  # a rate has none
 
 
 def test_every_preset_has_rows_that_differ_and_batches_that_divide() -> None:

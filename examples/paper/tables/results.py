@@ -120,8 +120,13 @@ def spread(values: Sequence[float]) -> tuple[float, float | None, float | None]:
 
 
 def over_seeds(cells: Mapping[int, Cell], name: str) -> tuple[float, float | None, float | None] | None:
-    """Return a figure's mean over seeds with its interval; of one seed, with that of its images. None without one."""
+    """Return a figure's mean over seeds with its interval; of one seed, with that of its images. None without one.
+
+    Counts and rates have no interval of their own, and get none over seeds.
+    """
     figures = [cell.figures[name] for cell in cells.values() if name in cell.figures]
+    if figures and all(figure.low is None for figure in figures):
+        return fsum(figure.value for figure in figures) / len(figures), None, None
     if len(figures) == 1:
         return figures[0].value, figures[0].low, figures[0].high
     return spread([figure.value for figure in figures]) if figures else None
