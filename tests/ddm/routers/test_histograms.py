@@ -88,3 +88,6 @@ def test_a_single_group_and_groups_at_one_place_are_estimated() -> None:
     assert found.mean_G == pytest.approx([100])
     (found,) = expected_by_likeness(np.array([[93, 2]]), [100], 1.0, np.full(2, 0.5), torch.zeros(2, 3))
     assert found.mean_G.sum() == pytest.approx(100) and np.isfinite(found.deviation_G).all()
+    some = torch.tensor([[0.0], [0.0], [0.0], [5.0]], dtype=torch.float64)
+    (found,) = expected_by_likeness(np.array([[40, 30, 20, 10]]), [100], 1.0, np.full(4, 0.25), some)
+    assert found.mean_G.sum() == pytest.approx(100)
