@@ -8,7 +8,7 @@ look genuine here: only who knows a later head notices.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -103,7 +103,7 @@ class Chain(Generic[LinkT]):
         Raises:
             ArchipelagoError: the form's error: a line was edited, removed or added, or the head was replaced.
         """
-        with lock_file(self.path.with_suffix(".lock")):
+        with self._locked():
             yield self._read()
 
     def last(self, entries: tuple[Entry[LinkT], ...]) -> Digest:
@@ -144,23 +144,27 @@ class Chain(Generic[LinkT]):
         return entry
 
     def begin(self) -> None:
-        """Make a new chain where nothing remains of an old one; a crash after any step does no harm.
+        """Make a new chain where nothing remains of an old one; a crash after any step, or others at it, do no harm.
 
         Raises:
             ArchipelagoError: the form's error: part of one is there.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self._begun.is_dir():
-            return
-        if not self._head_path.exists():
-            if self.path.exists():
-                expected = f"the file beside the {self.form.name}"
-                raise self.form.error(f"{self.form.name} head", expected=expected, got="no file")
-            self._write_head(0, self.form.genesis)
-        if not self.path.exists() and self._read_head().num_entries == 0:
-            write_atomic(self.path, b"", mode=0o600)
-        self._begun.mkdir(mode=0o700)
-        sync_folder(self.path.parent)
+        with self._locked():
+            if self._begun.is_dir():
+                return
+            if not self._head_path.exists():
+                if self.path.exists():
+                    expected = f"the file beside the {self.form.name}"
+                    raise self.form.error(f"{self.form.name} head", expected=expected, got="no file")
+                self._write_head(0, self.form.genesis)
+            if not self.path.exists() and self._read_head().num_entries == 0:
+                write_atomic(self.path, b"", mode=0o600)
+            self._begun.mkdir(mode=0o700)
+            sync_folder(self.path.parent)
+
+    def _locked(self) -> AbstractContextManager[None]:
+        return lock_file(self.path.with_suffix(".lock"))
 
     def _read(self) -> tuple[Entry[LinkT], ...]:
         name, error = self.form.name, self.form.error

@@ -2,7 +2,9 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -353,7 +355,7 @@ def test_failed_write_is_refused_and_leaves_a_ledger_that_verifies(ledger: Ledge
 
 def _spend_many(folder: str, worker: int, barrier) -> None:
     ledger = open_ledger(Path(folder), epsilon=1000.0)
-    barrier.wait()
+    barrier.wait(60)
     for plan in range(8):
         spend(ledger, f"worker {worker} plan {plan}")
         spend(ledger, f"shared plan {plan}")
@@ -373,9 +375,23 @@ def test_two_processes_that_spend_at_once_lose_nothing_and_pay_shared_releases_o
     assert ledger.spent()[0] == pytest.approx(24.0)
 
 
+def test_ledger_that_several_make_at_once_is_made_once(tmp_path: Path) -> None:
+    folders = [tmp_path / str(number) for number in range(20)]
+    barrier = threading.Barrier(4)
+
+    def make(_: int) -> None:
+        for folder in folders:
+            barrier.wait(60)
+            spend(open_ledger(folder))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(make, range(4)))
+    assert [open_ledger(folder).head[1] for folder in folders] == [1] * len(folders)
+
+
 def _spend_last(folder: str, worker: int, barrier, refused) -> None:
     ledger = open_ledger(Path(folder), epsilon=1.0)
-    barrier.wait()
+    barrier.wait(60)
     try:
         spend(ledger, f"worker {worker}")
     except BudgetError:
