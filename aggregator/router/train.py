@@ -149,7 +149,7 @@ class _Fitted:
     @property
     def calibrated(self) -> Calibrated:
         """The router as it would be published."""
-        return Calibrated(self.router, self.calibration.temperature, self.training_prior)
+        return self.calibration.applied(self.router)
 
 
 def _fit(

@@ -23,7 +23,7 @@ from ddm.protocol.plan import EXACT, Plan
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
 from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Progress
-from ddm.routers.calibration import Calibrated, Calibration, calibrate
+from ddm.routers.calibration import Calibration, calibrate
 from ddm.routers.comparison import BandComparison, compare, minus_prior
 from ddm.routers.counts import CountsRouter
 from ddm.routers.labelled import Labelled
@@ -129,17 +129,17 @@ def fit_router(
     router: AnyRouter = counts
     reason = "the plan asks for the counts router"
     calibration = calibrate(counts, judged)
-    chosen = _calibrated(counts, calibration)
+    chosen = calibration.applied(counts)
     bands: tuple[BandComparison, ...] = ()
     if isinstance(plan.router, LearnedSettings | SamplesSettings):
         candidate = _fit(islands, plan, counts, present, num_units, seed, device, on_progress)
         own = calibrate(candidate, judged)
-        comparison = compare(chosen, _calibrated(candidate, own), judged)
+        comparison = compare(chosen, own.applied(candidate), judged)
         bands = comparison.bands
         reason = f"{plan.router.kind} is worse than counts in {len(comparison.worse)} of {len(bands)} comparisons"
         if not comparison.worse:
             kind, router, calibration = plan.router.kind, candidate, own
-            chosen, reason = _calibrated(candidate, own), f"{kind} is nowhere worse than counts"
+            chosen, reason = own.applied(candidate), f"{kind} is nowhere worse than counts"
     gain = minus_prior(chosen, judged)
     found = [_evaluation(f"router_cross_entropy_{kind}_minus_prior_held_out_images", gain)]
     versus = f"router_cross_entropy_{plan.router.kind}_minus_counts_held_out_images"
@@ -148,11 +148,6 @@ def fit_router(
         found.append(_evaluation(f"{versus}_t_{band.low:.2f}_{band.high:.2f}", figure))
     found += [figure for errors in calibration.errors for figure in errors.evaluations()]
     return OwnersRouter(kind, reason, router.tensors(), calibration, tuple(found), gain, bands)
-
-
-def _calibrated(router: AnyRouter, calibration: Calibration) -> Calibrated:
-    """The router as it would be published: every family answers likelihoods, so that its training prior is equal."""
-    return Calibrated(router, calibration.temperature, [1.0] * router.num_experts)
 
 
 def _judged(held_out: OwnersImages, plan: Plan, num_units: Sequence[int], seed: int) -> PublicData:

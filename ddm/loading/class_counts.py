@@ -66,7 +66,7 @@ def class_priors(
         if reads:
             return ClassPrior(prior)
         own = conditional.router(label, files.sketch, path)
-        return ClassPrior(prior, Calibrated(own, temperature, [1.0] * own.num_experts))
+        return ClassPrior(prior, Calibrated(own, temperature, [1.0] * own.num_experts, path))
 
     return class_prior
 

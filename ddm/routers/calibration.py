@@ -1,6 +1,8 @@
 """Calibrates a router with one temperature, so that what it predicts with probability 80% holds in 80% of cases.
 
-``log p(x_t | e, t) = (output_e - log rho_e) / T``, where rho is each expert's share in the router's training data.
+``log p(x_t | e, t) = (output_e - log rho_e) / T_t`` with ``T_t = 1 + (T - 1) alpha_t^2``, where rho is each expert's
+share in the router's training data. Noise hides where a router is wrong about the data, so that what is left to correct
+falls with the data's share of the power of x_t, and nothing is left at t = 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
+from ddm.diffusion.path import Path
 from ddm.errors import MathError
 from ddm.protocol.calibration import CalibrationBand, Interval, ReliabilityBin
 from ddm.routers.base import ConditionalRouter, Router, SketchRouter, log_prior
@@ -32,14 +35,15 @@ class Calibrated:
 
     Args:
         router: returns likelihoods, or logits of a posterior under the training prior.
-        temperature: T, in `TEMPERATURES`.
+        temperature: T, at t = 0; in `TEMPERATURES`.
         training_prior: rho, in any unit; equal shares for a router that returns likelihoods.
+        path: the probability path, which gives alpha_t.
 
     Raises:
         MathError: a temperature or training prior out of range.
     """
 
-    def __init__(self, router: Router, temperature: float, training_prior: Sequence[float]) -> None:
+    def __init__(self, router: Router, temperature: float, training_prior: Sequence[float], path: Path) -> None:
         if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
             expected = f"{TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
             raise MathError("router temperature", expected=expected, got=f"{temperature:g}")
@@ -51,6 +55,7 @@ class Calibrated:
         self.num_experts = router.num_experts
         self.router = router
         self.temperature = temperature
+        self.path = path
 
     def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
         """Return ``log p(x_t | e, t)`` up to a term common to all e, shape (B, E).
@@ -59,7 +64,7 @@ class Calibrated:
             x_B: noised images, shape (B, ...).
             t_B: shape (B,), 0 is data, 1 is noise.
         """
-        return self._applied(self.router.log_likelihood(x_B, t_B))
+        return self._applied(self.router.log_likelihood(x_B, t_B), t_B)
 
     @property
     def knows_shares(self) -> bool:
@@ -70,7 +75,8 @@ class Calibrated:
         """Return the router under each sample's condition; this one, where it reads none."""
         if not isinstance(self.router, ConditionalRouter):
             return self
-        return Calibrated(self.router.given(condition_B), self.temperature, self.log_training_prior_E.exp().tolist())
+        given, training_prior_E = self.router.given(condition_B), self.log_training_prior_E.exp()
+        return Calibrated(given, self.temperature, training_prior_E.tolist(), self.path)
 
     def log_shares(self, condition_B: Tensor) -> Tensor:
         """Return ``log p(c | e)`` up to a term common to all e, which no temperature changes; 0 where nobody knows."""
@@ -83,10 +89,16 @@ class Calibrated:
         if not isinstance(self.router, SketchRouter):
             return None
         narrow = self.router.head(rank)
-        return lambda s_BR, t_B: self._applied(narrow.sketch_log_likelihood(s_BR, t_B))
+        return lambda s_BR, t_B: self._applied(narrow.sketch_log_likelihood(s_BR, t_B), t_B)
 
-    def _applied(self, output_BE: Tensor) -> Tensor:
-        return (output_BE - self.log_training_prior_E.to(output_BE)) / self.temperature
+    def _applied(self, output_BE: Tensor, t_B: Tensor) -> Tensor:
+        temperature_B = temperature_at(self.temperature, t_B.to(output_BE), self.path)
+        return (output_BE - self.log_training_prior_E.to(output_BE)) / temperature_B[:, None]
+
+
+def temperature_at(temperature: float, t: Tensor, path: Path) -> Tensor:
+    """Return ``T_t = 1 + (T - 1) alpha_t^2``, of the shape of t."""
+    return 1 + (temperature - 1) * path.alpha(t).square()
 
 
 @dataclass(frozen=True)
@@ -94,12 +106,18 @@ class Calibration:
     """The chosen temperature and its effect.
 
     Attributes:
-        temperature: 1 unless another one clearly helps.
+        temperature: T, at t = 0; 1 unless another one clearly helps.
         errors: the calibration errors per band of t, on images not used to fit T.
+        path: the probability path.
     """
 
     temperature: float
     errors: tuple[CalibrationBand, ...]
+    path: Path
+
+    def applied(self, router: Router) -> Calibrated:
+        """Return a router that answers likelihoods as it would be published."""
+        return Calibrated(router, self.temperature, [1.0] * router.num_experts, self.path)
 
 
 def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS) -> Calibration:
@@ -115,11 +133,16 @@ def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS)
     """
     log_prior_E = log_prior(public.prior_E, router.num_experts)
     found = [public.log_likelihoods(router, band, index) for index, band in enumerate(bands)]
+    times = [public.times(band, index).double() for index, band in enumerate(bands)]
     fit_N, judge_N = halves(public.group_N, public.seed)
     weight_NE = torch.from_numpy(public.evidence.weights(public.group_N[fit_N], public.seed).weight_NE)
 
+    def joint(band: int, temperature: float, rows: Tensor) -> Tensor:
+        temperature_DN = temperature_at(temperature, times[band][:, rows], public.path)
+        return found[band][:, rows] / temperature_DN[..., None] + log_prior_E
+
     def losses(temperature: float, rows: Tensor) -> Tensor:
-        by_band = [(log_DNE[:, rows] / temperature + log_prior_E).log_softmax(2).mean(0) for log_DNE in found]
+        by_band = [joint(band, temperature, rows).log_softmax(2).mean(0) for band in range(len(bands))]
         return -torch.stack(by_band).mean(0)
 
     best = minimize_scalar(
@@ -133,11 +156,11 @@ def calibrate(router: Router, public: PublicData, bands: Sequence[Band] = BANDS)
     gain_1NE = (losses(fitted, judge_N) - losses(1.0, judge_N)).numpy()[None]
     chosen = fitted if weights.intervals(gain_1NE)[0, 1] < -_MIN_GAIN else 1.0
     errors = []
-    for (low, high), log_DNE in zip(bands, found, strict=True):
-        posteriors = [(log_DNE[:, judge_N] / t + log_prior_E).softmax(2) for t in (1.0, chosen)]
+    for band, (low, high) in enumerate(bands):
+        posteriors = [joint(band, temperature, judge_N).softmax(2) for temperature in (1.0, chosen)]
         (before, _), (after, bins) = (reliability(weights, w_DNE) for w_DNE in posteriors)
         errors.append(CalibrationBand(low=low, high=high, before=before, after=after, bins=bins))
-    return Calibration(temperature=chosen, errors=tuple(errors))
+    return Calibration(temperature=chosen, errors=tuple(errors), path=public.path)
 
 
 def reliability(weights: PublicWeights, w_DNE: Tensor) -> tuple[Interval, tuple[ReliabilityBin, ...]]:

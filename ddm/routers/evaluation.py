@@ -82,11 +82,15 @@ def noised_log_likelihood(
     The same seed gives two routers the same times and noise. The ends of a band may be equal.
     """
     generator = torch.Generator().manual_seed(seed)
-    low, high = band
     found = []
-    for _ in range(draws):
-        t_N = low + (high - low) * torch.rand(len(x_N), generator=generator)
+    for t_N in times_of(len(x_N), band, generator, draws):
         noised = x_t(path or LinearPath(), x_N, torch.randn(x_N.shape, generator=generator), t_N)
         parts = zip(torch.split(noised, _BLOCK), torch.split(t_N, _BLOCK), strict=True)
         found.append(torch.cat([router.log_likelihood(*part).double() for part in parts]))
     return torch.stack(found)
+
+
+def times_of(num: int, band: Band, generator: torch.Generator, draws: int = _DRAWS) -> Tensor:
+    """Draw the times that images are noised to, shape (D, N): before any noise, so that they can be drawn alone."""
+    low, high = band
+    return low + (high - low) * torch.rand(draws, num, generator=generator)

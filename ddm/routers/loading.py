@@ -56,7 +56,8 @@ def load_router(
     except MathError as error:
         raise TensorFileError(f"{file.path}, {error.subject}", expected=error.expected, got=error.got) from error
     try:
-        return Calibrated(router, published.temperature, published.training_prior)
+        path = path_named(plan.objective.ensemble_path)
+        return Calibrated(router, published.temperature, published.training_prior, path)
     except MathError as error:
         raise DocumentError(f"manifest.json, {error.subject}", expected=error.expected, got=error.got) from error
 

@@ -18,7 +18,7 @@ from ddm.diffusion.path import Path
 from ddm.errors import RefusedError, ShapeError
 from ddm.partition.layout import Layout
 from ddm.routers.base import Router, log_prior
-from ddm.routers.evaluation import BANDS, Band, noised_log_likelihood
+from ddm.routers.evaluation import BANDS, Band, noised_log_likelihood, times_of
 
 # Shape legend: N images, K silos, E experts, G public groups, S bootstrap draws, M figures, Q = N E.
 
@@ -180,6 +180,10 @@ class PublicData:
     def log_likelihoods(self, router: Router, band: Band, index: int) -> Tensor:
         """Return the router's log-likelihoods of the images in the band of that index, shape (D, N, E)."""
         return noised_log_likelihood(router, self.images, band, self.seed + index, self.path)
+
+    def times(self, band: Band, index: int) -> Tensor:
+        """Return the times at which `log_likelihoods` asks, shape (D, N)."""
+        return times_of(len(self.images), band, torch.Generator().manual_seed(self.seed + index))
 
 
 def spread(value_M: NDArray[np.float64], drawn_SM: NDArray[np.float64], num_looks: int = 1) -> NDArray[np.float64]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ddm.diffusion.path import LinearPath
 from ddm.partition.layout import Layout, Part
 from ddm.protocol.plan import RandomPartition, SiloClusterPartition, SiloPartition
+from ddm.routers.base import Router
 from ddm.routers.sketch import Sketch
 
 PATH = LinearPath()
@@ -45,6 +46,18 @@ class World:
             n = torch.randn(len(silo), RANK, generator=generator, dtype=torch.float64)
             found[f"silo{k}"] = ((1 - t_r) * sketch.project(silo) + t_r / sketch.scale * n).float()
         return found
+
+
+class Sharper:
+    """A router that is surer than it may be, the more so the less noise there is: one temperature mends it."""
+
+    def __init__(self, router: Router, factor: float) -> None:
+        self.router, self.factor, self.num_experts = router, factor, router.num_experts
+
+    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+        """Return the router's answer, `factor` times as sure at t = 0 and as sure at t = 1."""
+        factor_B = 1 + (self.factor - 1) * (1 - t_B).square()
+        return factor_B[:, None] * self.router.log_likelihood(x_B, t_B)
 
 
 def make_world(shares: list[list[float]], sizes: list[int], shift: float = 0.0, seed: int = 0) -> World:

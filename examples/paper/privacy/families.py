@@ -93,9 +93,7 @@ def as_published(fitted: Fitted, world: World, parts: PublicParts, seed: int) ->
         path=PATH,
         seed=seed,
     )
-    num_silos = len(world.silos)
-    temperature = calibrate(fitted.router, public).temperature
-    return Calibrated(fitted.router, temperature, [1 / num_silos] * num_silos)
+    return calibrate(fitted.router, public).applied(fitted.router)
 
 
 def fit_family(world: World, parts: PublicParts, terms: Terms, seed: int) -> Fitted:

@@ -6,32 +6,21 @@ import torch
 from sklearn.calibration import calibration_curve
 from torch import Tensor
 
+from ddm.diffusion.path import CosinePath, LinearPath
 from ddm.errors import MathError
 from ddm.partition.layout import Layout, Part
 from ddm.protocol.calibration import CalibrationBand, calibration_bands, calibration_rows
 from ddm.protocol.plan import EXACT, SiloPartition
-from ddm.routers.base import Router, SketchRouter, posterior
+from ddm.routers.base import SketchRouter, posterior
 from ddm.routers.calibration import Calibrated, calibrate, halves, reliability
 from ddm.routers.counts import CountsRouter
 from ddm.routers.evaluation import BANDS
 from ddm.routers.public import Evidence, PublicData, PublicWeights
 from tests.support.case import case
-from tests.support.router_problems import GROUPS, PATH, World, make_world, one_each
+from tests.support.router_problems import GROUPS, PATH, Sharper, World, make_world, one_each
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4]]
 PRIOR = [2 / 3, 1 / 3]
-
-
-class Sharper:
-    """A router that is surer than it may be."""
-
-    num_experts = 2
-
-    def __init__(self, router: Router, factor: float) -> None:
-        self.router, self.factor = router, factor
-
-    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
-        return self.factor * self.router.log_likelihood(x_B, t_B)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +47,28 @@ def test_overconfident_router_is_cooled_to_where_it_was(counts: CountsRouter, pu
         assert error.after[0] <= error.after[2] and error.after[1] <= error.after[0]
     assert found.errors[1].after[0] < 0.5 * found.errors[1].before[0]
     assert found.errors[1].after[2] < found.errors[1].before[1]  # the intervals do not touch
+
+
+def test_temperature_leaves_noise_as_it_is_and_is_whole_without(counts: CountsRouter, world: World) -> None:
+    x = world.silos[0][:5]
+    for path in (LinearPath(), CosinePath()):
+        warm = Calibrated(counts, 3.0, [1, 1], path)
+        for t, temperature in ((0.0, 3.0), (1.0, 1.0), (0.4, 1 + 2 * float(path.alpha(torch.tensor(0.4))) ** 2)):
+            at = torch.full((5,), t)
+            odds, cooled = (router.log_likelihood(x, at).diff(dim=1) for router in (counts, warm))
+            torch.testing.assert_close(temperature * cooled, odds, rtol=1e-4, atol=1e-4)
+
+
+def test_times_are_those_that_a_router_is_asked_at(public: PublicData) -> None:
+    class Clock:
+        num_experts = 2
+
+        def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
+            return t_B[:, None].expand(-1, 2)
+
+    for index, band in enumerate(BANDS):
+        asked_DN = public.log_likelihoods(Clock(), band, index)[..., 0]
+        torch.testing.assert_close(asked_DN.float(), public.times(band, index), rtol=0, atol=0)
 
 
 def test_timid_router_is_sharpened(counts: CountsRouter, public: PublicData) -> None:
@@ -102,7 +113,8 @@ def test_calibration_error_of_labelled_images_is_that_of_scikit_learn_in_every_b
     for index, band in enumerate(BANDS):
         log_DNE = data.log_likelihoods(Sharper(counts, 2.0), band, index)[:, judge_N]
         for temperature, error in ((1.0, found.errors[index].before), (found.temperature, found.errors[index].after)):
-            w_DNE = (log_DNE / temperature + log_prior_E).softmax(2)
+            divisor_DN = 1 + (temperature - 1) * (1 - data.times(band, index)[:, judge_N].double()).square()
+            w_DNE = (log_DNE / divisor_DN[..., None] + log_prior_E).softmax(2)
             confidence, top = (part.flatten().numpy() for part in w_DNE.max(2))
             hit = top == label_N[judge_N].repeat(len(w_DNE)).numpy()
             right, claimed = calibration_curve(hit, confidence, n_bins=15)
@@ -151,21 +163,23 @@ def test_temperature_and_training_prior_are_taken_off(counts: CountsRouter, worl
 
     log_prior = torch.tensor(PRIOR).log()
     truth = posterior(counts, x, at, log_prior)
-    torch.testing.assert_close(posterior(Calibrated(Biased(), 1.0, [9, 1]), x, at, log_prior), truth, atol=1e-5, rtol=0)
-    assert float((posterior(Calibrated(Biased(), 1.0, [1, 1]), x, at, log_prior) - truth).abs().max()) > 0.1
-    sharp = Calibrated(Sharper(counts, 3.0), 3.0, [1, 1])
+    torch.testing.assert_close(
+        posterior(Calibrated(Biased(), 1.0, [9, 1], PATH), x, at, log_prior), truth, atol=1e-5, rtol=0
+    )
+    assert float((posterior(Calibrated(Biased(), 1.0, [1, 1], PATH), x, at, log_prior) - truth).abs().max()) > 0.1
+    sharp = Calibrated(Sharper(counts, 3.0), 3.0, [1, 1], PATH)
     torch.testing.assert_close(posterior(sharp, x, at, log_prior), truth, atol=1e-5, rtol=0)
     pure = torch.ones(50, dtype=torch.float64)
-    for router in (Calibrated(Biased(), 4.0, [9, 1]), sharp, Calibrated(counts, 0.2, [1, 1])):
+    for router in (Calibrated(Biased(), 4.0, [9, 1], PATH), sharp, Calibrated(counts, 0.2, [1, 1], PATH)):
         w = posterior(router, x.double(), pure, log_prior.double())
         torch.testing.assert_close(w, log_prior.double().exp().expand(50, 2), atol=1e-6, rtol=0)
 
 
 def test_calibrated_router_answers_for_sketches_as_for_images(counts: CountsRouter, world: World) -> None:
     assert isinstance(counts, SketchRouter)
-    router = Calibrated(counts, 2.0, [1, 1])
+    router = Calibrated(counts, 2.0, [1, 1], PATH)
     answer = router.on_sketches(counts.sketch.rank)
-    assert answer is not None and Calibrated(Sharper(counts, 1.0), 1.0, [1, 1]).on_sketches(2) is None
+    assert answer is not None and Calibrated(Sharper(counts, 1.0), 1.0, [1, 1], PATH).on_sketches(2) is None
     x, at = world.silos[0][:20], torch.full((20,), 0.4)
     torch.testing.assert_close(answer(counts.sketch.of(x, at, PATH), at), router.log_likelihood(x, at))
 
@@ -173,10 +187,10 @@ def test_calibrated_router_answers_for_sketches_as_for_images(counts: CountsRout
 def test_manipulated_temperature_is_refused(counts: CountsRouter) -> None:
     for temperature in [0.0, -1.0, 0.04, 21.0, math.nan, math.inf]:
         with case(temperature=temperature), pytest.raises(MathError, match="temperature"):
-            Calibrated(counts, temperature, [1, 1])
+            Calibrated(counts, temperature, [1, 1], PATH)
 
 
 @pytest.mark.parametrize("prior", [[1.0, 0.0], [1.0, -1.0], [1.0, math.nan], [1.0]])
 def test_manipulated_training_prior_is_refused(counts: CountsRouter, prior: list[float]) -> None:
     with pytest.raises(MathError, match="prior"):
-        Calibrated(counts, 1.0, prior)
+        Calibrated(counts, 1.0, prior, PATH)

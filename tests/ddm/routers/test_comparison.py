@@ -42,7 +42,7 @@ def _silent(mixture: CountsRouter) -> LearnedRouter:
 
 
 def _plain(router: Router) -> Calibrated:
-    return Calibrated(router, 1.0, [1.0] * router.num_experts)
+    return Calibrated(router, 1.0, [1.0] * router.num_experts, PATH)
 
 
 def _public(

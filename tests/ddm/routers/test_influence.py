@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ddm.errors import MathError
 from ddm.protocol.plan import LearnedRouter as Settings
-from ddm.routers.base import Router
 from ddm.routers.calibration import calibrate
 from ddm.routers.counts import CountsRouter
 from ddm.routers.influence import capped_shares
@@ -18,21 +17,11 @@ from ddm.routers.refit import refit_shares
 from ddm.routers.residual import PublicSketches, fit_residual
 from ddm.routers.sketch import Sketch
 from tests.ddm.routers.test_residual import SETTINGS, _two_lobes
-from tests.support.router_problems import PATH, World, make_world, one_each
+from tests.support.router_problems import PATH, Sharper, World, make_world, one_each
 
 SHARES = [[0.7, 0.1, 0.1, 0.1], [0.05, 0.25, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25]]
 HONEST, BOLD = 300, 10**9
 NO_CAP, CAP = 1.0, 0.5
-
-
-class Sharper:
-    """A router that is three times surer than it may be, which one temperature mends."""
-
-    def __init__(self, router: Router) -> None:
-        self.router, self.num_experts = router, router.num_experts
-
-    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
-        return 3.0 * self.router.log_likelihood(x_B, t_B)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +42,7 @@ def _temperature(world: World, claim: int, cap: float) -> float:
     counts = CountsRouter.from_counts(world.sketch(), histogram, num_units, 20.0, PATH)
     evidence = Evidence(histogram, num_units, 20.0, one_each(3), shares)
     public = PublicData(world.public, world.public_group, evidence, shares, PATH, seed=0)
-    return calibrate(Sharper(counts), public).temperature
+    return calibrate(Sharper(counts, 3.0), public).temperature
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=12), st.floats(0.05, 1.0))

@@ -135,7 +135,7 @@ def test_temperature_and_training_prior_of_the_manifest_are_applied(tmp_path) ->
     published = _publish(tmp_path, "counts", counts.tensors(), 2, temperature=2.5, training_prior=(0.8, 0.2))
     loaded = load_router(published, tmp_path, plan=_plan("counts"), sketch=SKETCH, experts=experts)
     x, at = torch.cat(WORLD.silos), torch.full((100,), 0.4)
-    expected = Calibrated(counts, 2.5, [0.8, 0.2]).log_likelihood(x, at)
+    expected = Calibrated(counts, 2.5, [0.8, 0.2], PATH).log_likelihood(x, at)
     torch.testing.assert_close(loaded.log_likelihood(x, at), expected, atol=1e-4, rtol=0)
     assert float((loaded.log_likelihood(x, at) - counts.log_likelihood(x, at)).abs().max()) > 0.1
 

@@ -76,7 +76,7 @@ FAMILIES = ["counts", "learned", "moments", "samples", "conditional samples", "k
 
 
 def ensemble(name: str, condition: Condition, **more: Any) -> Ensemble:
-    router = Calibrated(family(name, condition), 1.5, [1.0] * 4)
+    router = Calibrated(family(name, condition), 1.5, [1.0] * 4, PATH)
     return Ensemble([lambda x, t, c: x] * 4, router, PRIOR, (1, 4, 4), condition=condition, **more)
 
 

@@ -114,7 +114,9 @@ def test_at_pure_noise_the_posterior_is_the_experts_share_of_the_condition(
 
 def test_conditions_of_samples_are_read_row_by_row(trained: tuple[Condition, SamplesRouter]) -> None:
     condition, router = trained
-    ensemble = Ensemble([lambda x, t, c: x] * 2, Calibrated(router, 2.0, [1, 1]), PRIOR, SHAPE, condition=condition)
+    ensemble = Ensemble(
+        [lambda x, t, c: x] * 2, Calibrated(router, 2.0, [1, 1], router.path), PRIOR, SHAPE, condition=condition
+    )
     x, _, class_N = draw(12, 3)
     t_B = torch.linspace(0.05, 0.95, 12)
     each = ensemble.posterior(x, t_B, told(class_N, condition))
@@ -127,13 +129,13 @@ def test_conditions_of_samples_are_read_row_by_row(trained: tuple[Condition, Sam
 
 def test_temperature_divides_the_likelihood_and_not_the_shares(trained: tuple[Condition, SamplesRouter]) -> None:
     condition, router = trained
-    hot = Calibrated(router, 3.0, [1, 1])
+    hot = Calibrated(router, 3.0, [1, 1], router.path)
     assert isinstance(hot, ConditionalRouter) and hot.knows_shares
     x, _, class_N = draw(8, 4)
     c_B, at = told(class_N, condition), torch.full((8,), 0.3)
     torch.testing.assert_close(hot.log_shares(c_B), router.log_shares(c_B))
     odds, cooled = (each.given(c_B).log_likelihood(x, at).diff(dim=1) for each in (router, hot))
-    torch.testing.assert_close(3 * cooled, odds)
+    torch.testing.assert_close((1 + 2 * 0.7**2) * cooled, odds)
     null = told(torch.full((8,), -1), condition)
     torch.testing.assert_close(router.given(null).log_likelihood(x, at), router.log_likelihood(x, at))
     uniform = posterior(hot.given(c_B), x, torch.ones(8), torch.tensor([0.5, 0.5]).log())
