@@ -224,6 +224,8 @@ LIGHT = (
     "ddm.trust.verify",
     "ddm.loading.release",
     "ddm.privacy.accounting",
+    "silo.setup",
+    "silo.data.declared",
     "silo.worker.approval",
     "silo.worker.pause",
     "silo.worker.status",

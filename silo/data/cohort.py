@@ -16,19 +16,14 @@ from ddm.imaging.pictures import picture_files
 from ddm.imaging.transform import Transform
 from ddm.io.images import Images, feed
 from ddm.io.labels import class_numbers
-from ddm.io.sources import Source, open_images, open_latents, open_source
+from ddm.io.sources import open_images, open_latents, open_source
 from ddm.protocol.base import Unit
 from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
 from silo.config import ImagesSettings
+from silo.data.columns import canonical_names, captions_of, numbered, read_column
 from silo.data.transformed import Advance, Asked, open_transformed
-from silo.images.patients import MISSING, canonical
-from silo.images.seen import MOST_CAPTION
 from silo.images.table import is_table
-
-_MAX_CELL_BYTES = 1024  # of one patient or class; a header comes on top
-_MAX_CAPTION_BYTES = 4 * MOST_CAPTION
-_PATIENTS_REMEDY = "Give every image its patient: one without could belong to a patient who is counted already."
 
 
 @dataclass(frozen=True)
@@ -120,9 +115,9 @@ def load_cohort(
     if latent and latent_shape is None:
         raise DataError("data", expected="images: this plan's experts have no autoencoder", got="latents")
     patient_N = read_column(source, "patients") if unit == "patient" else None
-    unit_N = np.arange(num) if patient_N is None else _numbered(patient_N)
+    unit_N = np.arange(num) if patient_N is None else numbered(patient_N)
     label_N = None if classes is None else class_numbers(read_column(source, "labels"), classes)
-    texts = _captions(read_column(source, "captions")) if captions else None
+    texts = captions_of(read_column(source, "captions")) if captions else None
     if int(unit_N.max()) < 1:
         raise DataError(f"{unit}s", expected="at least 2", got="1")
     images = (
@@ -152,7 +147,10 @@ def _ranks(unit_N: NDArray[np.int64], patient_N: NDArray[np.generic] | None, sal
         key = hmac.new(salt, b"order of images", hashlib.sha256).digest()
         return np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], np.uint64))).random(len(unit_N))
     _, first_U = np.unique(unit_N, return_index=True)
-    keyed = (hmac.digest(salt, b"order of patients\0" + name.encode(), "sha256") for name in _names(patient_N[first_U]))
+    keyed = (
+        hmac.digest(salt, b"order of patients\0" + name.encode(), "sha256")
+        for name in canonical_names(patient_N[first_U])
+    )
     return np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in keyed])
 
 
@@ -177,80 +175,3 @@ def dataset_digest(images: Images, salt: bytes, *, captions: Sequence[str] = (),
         text = caption.encode()
         keyed.update(b"caption %d " % len(text) + text)
     return keyed.hexdigest()
-
-
-def read_column(source: Source, name: str) -> NDArray[np.generic]:
-    """Read a one-dimensional array with one entry for each image.
-
-    Raises:
-        DataError: no such array, or one of another length.
-    """
-    column = source.column(name, _MAX_CAPTION_BYTES if name == "captions" else _MAX_CELL_BYTES)
-    check_length(name, column.shape, len(source))
-    return column
-
-
-def check_length(name: str, shape: tuple[int, ...], num: int) -> None:
-    """Refuse a column without one entry for each of so many images.
-
-    Raises:
-        DataError: another shape.
-    """
-    if shape != (num,):
-        raise DataError(name, expected=f"shape ({num},), one for each image", got=f"shape {shape}")
-
-
-def num_patients(patient_N: NDArray[np.generic]) -> int:
-    """Count patients.
-
-    Raises:
-        DataError: an image without one.
-    """
-    return int(_numbered(patient_N).max(initial=-1)) + 1
-
-
-def _numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Number patients by first appearance; ways of spelling one identifier are one, see `canonical`."""
-    if patient_N.dtype.kind not in "iufUS":
-        expected = "whole numbers, floating point or text"
-        raise DataError("patients", expected=expected, got=str(patient_N.dtype), remedy=_PATIENTS_REMEDY)
-    if patient_N.dtype.kind in "US":
-        texts = [_text(cell) for cell in patient_N.tolist()]
-        missing_N = np.array([text.lower() in MISSING for text in texts])
-        patient_N = np.array([canonical(text) for text in texts])
-    else:
-        missing_N = ~np.isfinite(patient_N.astype(np.float64))
-    if missing_N.any():
-        got = f"none for {int(missing_N.sum())} of {len(missing_N)} images"
-        raise DataError("patients", expected="a patient for each image", got=got, remedy=_PATIENTS_REMEDY)
-    _, first_U, unit_N = np.unique(patient_N, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first_U))[unit_N].astype(np.int64)
-
-
-def _names(patient_N: NDArray[np.generic]) -> list[str]:
-    """Return identifiers as text, in one way of spelling."""
-    if patient_N.dtype.kind in "US":
-        return [canonical(_text(cell)) for cell in patient_N.tolist()]
-    return [f"{cell:.0f}" if float(cell).is_integer() else repr(cell) for cell in patient_N.tolist()]
-
-
-def _text(cell: str | bytes) -> str:
-    return (cell.decode("latin-1") if isinstance(cell, bytes) else cell).strip()
-
-
-def _captions(caption_N: NDArray[np.generic]) -> tuple[str, ...]:
-    """Return each image's text with single blanks, blank where it has none; no message ever quotes a text."""
-    if caption_N.dtype.kind not in "US":
-        raise DataError("captions", expected="text", got=str(caption_N.dtype))
-    try:
-        texts = [(cell.decode() if isinstance(cell, bytes) else cell) for cell in caption_N.tolist()]
-        longest = max(len(text.encode().decode()) for text in texts)
-    except ValueError:  # its message quotes the text
-        raise DataError("captions", expected="UTF-8", got="a text that is not valid UTF-8") from None
-    if longest > MOST_CAPTION:
-        raise DataError("captions", expected=f"at most {MOST_CAPTION} characters each", got=f"a caption of {longest}")
-    plain = (" ".join(text.split()) for text in texts)
-    captions = tuple("" if text.lower() in MISSING else text for text in plain)
-    if not any(captions):
-        raise DataError("captions", expected="a text for at least one image", got="only blank ones")
-    return captions

@@ -16,7 +16,7 @@ from ddm.io.sources import Source, latents_at, open_images, open_source
 from ddm.protocol.classes import Classes
 from ddm.protocol.data import DataSpec
 from silo.config import DataPolicy, ImagesSettings, Policy
-from silo.data.cohort import read_column
+from silo.data.columns import read_column
 from silo.data.problems import refuse_all
 from silo.images.pictures import Pictures
 

@@ -9,7 +9,7 @@ import numpy as np
 from ddm.errors import DataError
 from ddm.io.sources import ARRAYS, Source, open_source
 from silo.config import ImagesSettings
-from silo.data.cohort import check_length, num_patients, read_column
+from silo.data.columns import check_length, num_patients, read_column
 from silo.data.problems import refuse_all
 from silo.images.entries import require_data
 from silo.images.pictures import Pictures
