@@ -17,7 +17,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from support.counting import Relay
 from support.federation import ARCHITECTURES, SHAPE, MadeUp, write_expert
 from support.measuring import parse, report, require_space, say
 from support.sites import running
@@ -27,6 +26,7 @@ from aggregator.intake.limits import submission_bytes
 from ddm.models import expected_tensors
 from ddm.protocol.plan import Dit
 from ddm.system.processes import free_port
+from examples.paper.federated.counting import Relay
 
 TIMEOUT_S = 3600.0
 IDLE_S = 60.0

@@ -1,7 +1,6 @@
 """Runs a SuperLink, a SuperNode for every silo and the app, and counts the bytes between them."""
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,12 +13,10 @@ from ddm.errors import TransportError
 from ddm.io.files import write_atomic
 from ddm.protocol.base import Model
 from ddm.system.processes import Child, flower_environment, free_port, program, spawn, terminate_all
+from examples.paper.federated.counting import Relay
 from examples.paper.federated.terms import DONE, LOSE, LOST, TERMS, Terms
 
 ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "examples" / "benchmarks"))
-from support.counting import Relay  # noqa: E402  # a neighbour of the benchmarks, whose names start there
-
 _APP = Path(__file__).parent / "app"
 _HOST, _CONNECTION, _COUNTED = "127.0.0.1", "paper", "counted.json"
 _START_S, _POLL_S = 120.0, 0.1
