@@ -84,7 +84,7 @@ def test_prior_is_measured_as_its_closed_form_and_exact_counts_beat_it(world: Wo
     expected = -float((world.soft_NK * world.prior_K.log()).sum(1).mean())
     assert prior.loss_T == pytest.approx([expected] * len(TIMES))
     parts = fit_public(world, "pca", 0, 0, lambda message: None)
-    exact = measure(fit_exact(world, parts), world)
+    exact = measure(fit_exact(world, parts).router, world)
     assert exact.loss_T[0] < expected - 0.05
     assert exact.loss_T[-1] == pytest.approx(expected, abs=0.02)
     assert exact.accuracy_T[0] > prior.accuracy_T[0]
@@ -118,7 +118,7 @@ def test_shares_within_clusters_show_nothing_where_a_control_does_not_stand_out(
 
 
 def test_controls_of_the_shares_know_nothing_or_the_wrong_silo(world: World) -> None:
-    exact = fit_exact(world, fit_public(world, "pca", 0, 0, lambda message: None))
+    exact = fit_exact(world, fit_public(world, "pca", 0, 0, lambda message: None)).router
     x_B, t_B = world.test[:50], torch.full((50,), 0.1)
     log_prior_K = world.prior_K.log()
     nothing = posterior(PriorOnly(len(world.silos)), x_B, t_B, log_prior_K)
@@ -129,7 +129,7 @@ def test_controls_of_the_shares_know_nothing_or_the_wrong_silo(world: World) -> 
 
 
 def test_network_beside_a_router_is_that_router_before_training(world: World) -> None:
-    exact = fit_exact(world, fit_public(world, "pca", 0, 0, lambda message: None))
+    exact = fit_exact(world, fit_public(world, "pca", 0, 0, lambda message: None)).router
     untrained = Bench(world, 0).beside(exact, 1, lambda message: None)
     ours, theirs = measure(untrained, world), measure(exact, world)
     assert ours.loss_T == pytest.approx(theirs.loss_T, abs=0.02)

@@ -124,7 +124,7 @@ def measure_seed(world: World, presets: Presets, seed: int, scratch: Path, say: 
     worlds = {name: world.grouped_by(name) for name in presets.encoders}
     parts = {name: fit_public(worlds[name], name, presets.encoder_steps, seed, say) for name in presets.encoders}
     main_parts = parts[presets.encoders[0]]
-    exact = fit_exact(world, main_parts)
+    exact = as_published(fit_exact(world, main_parts), world, main_parts, seed)
     records += references(world, exact, presets, seed, prior, say)
     routers: dict[tuple[str, float], Fitted] = {}
     for encoder, fitted in parts.items():

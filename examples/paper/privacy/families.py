@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ddm.diffusion.path import LinearPath
 from ddm.io.tensors import load_tensors
 from ddm.loading.plan import sketch_noise_level
-from ddm.partition.layout import Layout, silo_parts
+from ddm.partition.layout import Layout, Part, silo_parts
 from ddm.privacy.accounting import gaussian_delta, gaussian_mu_within
 from ddm.privacy.plan_cost import Kind, check_total, mechanisms
 from ddm.protocol.base import sha256_hex
+from ddm.protocol.plan import EXACT, Plan, SiloPartition
 from ddm.protocol.plan import LearnedRouter as LearnedSettings
-from ddm.protocol.plan import Plan
 from ddm.protocol.plan import SamplesRouter as SamplesSettings
 from ddm.routers.base import Router
 from ddm.routers.calibration import Calibrated, calibrate
@@ -58,23 +58,6 @@ class Terms:
     num_steps: int = 1000
 
 
-def fit_exact(world: World, parts: PublicParts) -> CountsRouter:
-    """The counts router from true histograms: what the family reaches without noise.
-
-    Shares are posterior means under a Dirichlet prior around the public ones, its weight by largest evidence.
-    """
-    weight_G = parts.sketch.group_weight_G.double()
-    rows = []
-    for group_N in parts.silo_groups:
-        counts_G = torch.bincount(group_N, minlength=len(weight_G)).double()
-        pseudo_AG = CONCENTRATIONS[:, None] * weight_G
-        evidence_A = (torch.lgamma(pseudo_AG + counts_G) - torch.lgamma(pseudo_AG)).sum(1)
-        evidence_A += torch.lgamma(CONCENTRATIONS) - torch.lgamma(CONCENTRATIONS + len(group_N))
-        best_G = counts_G + pseudo_AG[evidence_A.argmax()]
-        rows.append((best_G / best_G.sum()).log())
-    return CountsRouter(parts.sketch, torch.stack(rows), PATH)
-
-
 @dataclass(frozen=True)
 class Fitted:
     """A family's router, and the counts of the same plan as evidence for its temperature."""
@@ -94,6 +77,27 @@ def as_published(fitted: Fitted, world: World, parts: PublicParts, seed: int) ->
         seed=seed,
     )
     return calibrate(fitted.router, public).applied(fitted.router)
+
+
+def fit_exact(world: World, parts: PublicParts) -> Fitted:
+    """The counts router from true histograms: what the family reaches without noise.
+
+    Shares are posterior means under a Dirichlet prior around the public ones, its weight by largest evidence.
+    """
+    weight_G = parts.sketch.group_weight_G.double()
+    rows, counted = [], []
+    for group_N in parts.silo_groups:
+        counts_G = torch.bincount(group_N, minlength=len(weight_G)).double()
+        pseudo_AG = CONCENTRATIONS[:, None] * weight_G
+        evidence_A = (torch.lgamma(pseudo_AG + counts_G) - torch.lgamma(pseudo_AG)).sum(1)
+        evidence_A += torch.lgamma(CONCENTRATIONS) - torch.lgamma(CONCENTRATIONS + len(group_N))
+        best_G = counts_G + pseudo_AG[evidence_A.argmax()]
+        rows.append((best_G / best_G.sum()).log())
+        counted.append(counts_G.long())
+    each = [[Part(str(silo), None, tuple(range(len(weight_G))))] for silo in range(len(counted))]
+    layout = Layout.of(SiloPartition(min_images=1), each)
+    evidence = Evidence(torch.stack(counted), world.num_units, EXACT, layout)
+    return Fitted(CountsRouter(parts.sketch, torch.stack(rows), PATH), evidence)
 
 
 def fit_family(world: World, parts: PublicParts, terms: Terms, seed: int) -> Fitted:

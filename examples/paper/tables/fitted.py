@@ -81,8 +81,9 @@ class Routers:
                 return as_published(found, self.silos, self.parts, self.seed)
             case "counts" | "learned" | "moments":
                 if wanted.epsilon is None:
-                    return fit_exact(self.silos, self.parts)
-                found = self._private(wanted.family, wanted.epsilon)
+                    found = fit_exact(self.silos, self.parts)
+                else:
+                    found = self._private(wanted.family, wanted.epsilon)
                 return as_published(found, self.silos, self.parts, self.seed)
 
     def _private(self, family: str, epsilon: float) -> Fitted:
