@@ -17,10 +17,12 @@ class ShareError:
     Attributes:
         error: with its 95% sampling interval.
         by_chance: what sampling exactly from the priors exceeds in 2.5% of all runs of as many samples.
+        mean_by_chance: the mean distance of such runs.
     """
 
     error: Estimate
     by_chance: float
+    mean_by_chance: float
 
 
 def share_error(silo_N: Tensor, prior: Sequence[float], *, seed: int = 0) -> ShareError:
@@ -41,8 +43,9 @@ def share_error(silo_N: Tensor, prior: Sequence[float], *, seed: int = 0) -> Sha
     tail = (1 - LEVEL) / 2
     drawn = _distances(share_S, prior_S, len(silo_N), seed)
     low, high = (float(torch.quantile(drawn, level) - drawn.mean()) for level in (tail, 1 - tail))
-    by_chance = float(torch.quantile(_distances(prior_S, prior_S, len(silo_N), seed), 1 - tail))
-    return ShareError(Estimate(value, max(value + low, 0.0), min(value + high, 1.0)), by_chance)
+    exact = _distances(prior_S, prior_S, len(silo_N), seed)
+    estimate = Estimate(value, max(value + low, 0.0), min(value + high, 1.0))
+    return ShareError(estimate, float(torch.quantile(exact, 1 - tail)), float(exact.mean()))
 
 
 def _distances(share_S: Tensor, prior_S: Tensor, num: int, seed: int) -> Tensor:

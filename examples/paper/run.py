@@ -29,7 +29,7 @@ from examples.paper.tables.presets import PresetName, preset_for
 from examples.paper.tables.results import Cell, Choice
 from examples.paper.tables.rows import Row, Table
 from examples.paper.tables.sharing import alone
-from examples.paper.tables.sources import Trained, TrainingImages
+from examples.paper.tables.sources import TrainingImages
 
 EXIT_OUT_OF_TIME = 75  # EX_TEMPFAIL: the same command goes on
 _PLANNED = range(1, 11)
@@ -108,24 +108,19 @@ def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
     lab = Lab(world, preset, given.out, judge, clock)
     known = tables(preset)
     wanted = [known[number] for number in given.tables]
-    rates: dict[str, Choice] = {}
     num_seeds = given.seeds or preset.seeds
     try:
-        _measure(lab, [row for table in wanted for row in table.rows], num_seeds, rates)
+        _measure(lab, [row for table in wanted for row in table.rows], num_seeds)
     finally:  # also where it was stopped: the page says what is missing
         with alone(given.out, "page", wait=True):
-            _report(lab, wanted, rates, command, num_seeds).write(given.out)
+            _report(lab, known, given.tables, command, num_seeds).write(given.out)
     say(f"Tables {', '.join(str(table.number) for table in wanted)}: {given.out / 'README.md'}")
 
 
-def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int, rates: dict[str, Choice]) -> None:
+def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int) -> None:
     """Choose all rates and measure all rows with every seed; what another process is at comes later."""
-
-    def choose(source: Trained) -> None:
-        rates[lab.kind(source)] = lab.rate(source)
-
     trained = {lab.kind(row.source): row.source for row in rows if not isinstance(row.source, TrainingImages)}
-    left: list[Callable[[], object]] = [partial(choose, source) for source in trained.values()]
+    left: list[Callable[[], object]] = [partial(lab.rate, source) for source in trained.values()]
     left += [partial(lab.cell, row, seed) for seed in range(num_seeds) for row in rows]
     while left:
         busy = []
@@ -140,21 +135,29 @@ def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int, rates: dict[str, Cho
         left = busy
 
 
-def _report(lab: Lab, wanted: list[Table], rates: Mapping[str, Choice], command: str, num_seeds: int) -> Report:
-    """Gather what is there."""
+def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command: str, num_seeds: int) -> Report:
+    """Gather what is there: of the tables that were asked for, and of others that earlier runs measured whole."""
     found: dict[int, dict[str, dict[int, Cell]]] = {}
-    for table in wanted:
+    rates: dict[str, Choice] = {}
+    for number, table in known.items():
+        rows: dict[str, dict[int, Cell]] = {}
         for row in table.rows:
             cells = {seed: lab.kept.read(lab.key(row, seed), Cell) for seed in range(num_seeds)}
-            present = {seed: cell for seed, cell in cells.items() if cell is not None}
-            if present:
-                found.setdefault(table.number, {})[row.label] = present
+            if present := {seed: cell for seed, cell in cells.items() if cell is not None}:
+                rows[row.label] = present
+        if not rows or (number not in wanted and len(rows) < len(table.rows)):
+            continue
+        found[number] = rows
+        sources = [row.source for row in table.rows if row.label in rows]
+        for source in (source for source in sources if not isinstance(source, TrainingImages)):
+            if choice := lab.chosen(source):
+                rates[lab.kind(source)] = choice
     missing = [f"table {number}" for number in _PLANNED if number not in found]
-    for table in (table for table in wanted if table.number in found):
+    for table in (known[number] for number in found):
         measured = found[table.number]
         if few := sum(len(measured.get(row.label, {})) < num_seeds for row in table.rows):
             missing.append(f"{few} of {len(table.rows)} rows of table {table.number} with some seed")
-    return Report(lab.judge, lab.preset, wanted, found, rates, command, missing)
+    return Report(lab.judge, lab.preset, list(known.values()), found, rates, command, missing)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddm.errors import NumericalError, TransportError
 from ddm.models import build_expert
 from ddm.protocol.plan import Dit
 from examples.paper.federated.client import learn, pull
@@ -63,16 +64,24 @@ def test_round_is_trained_from_the_weights_that_came_and_mu_keeps_it_near_them()
 def test_ensemble_is_held_to_its_fid_as_well_as_to_its_bytes() -> None:
     def cell(fid: float, num_bytes: float) -> dict[int, Cell]:
         figures = {"fid": Figure(value=fid), "bytes": Figure(value=num_bytes)}
-        terms = {"cost": None, "num_samples": 1, "sampling_seconds": 1.0, "commit": "c", "hardware": "h", "utc": "0"}
-        return {0: Cell(seed=0, figures=figures, **terms)}
+        terms = {
+            "cost": None,
+            "router": "",
+            "num_samples": 1,
+            "sampling_seconds": 1.0,
+            "commit": "c",
+            "hardware": "h",
+            "utc": "0",
+        }
+        return {seed: Cell(seed=seed, figures=figures, **terms) for seed in range(3)}
 
-    def target(fid: float, num_bytes: float) -> tuple[float, bool | None]:
+    def target(fid: float, num_bytes: float) -> tuple[float, str]:
         rows = targets({8: {ONE_SHOT: cell(fid, num_bytes), FEDAVG: cell(10.0, 1000.0)}})
         found = next(row for row in rows if row.figure.startswith("bytes"))
         return found.value or 0.0, found.met
 
-    assert target(9.0, 9.0)[0] == pytest.approx(0.009) and target(9.0, 9.0)[1] is True
-    assert target(11.0, 9.0)[1] is False and target(9.0, 11.0)[1] is False
+    assert target(9.0, 9.0)[0] == pytest.approx(0.009) and target(9.0, 9.0)[1] == "yes"
+    assert target(11.0, 9.0)[1] == "no" and target(9.0, 11.0)[1] == "no"
 
 
 @pytest.mark.slow
@@ -101,3 +110,20 @@ def test_silo_that_is_killed_half_way_is_done_without_and_a_stopped_run_goes_on(
     assert answered == ["2", "2", "1"]
     size = len(first)
     assert counted.up > 5 * size and counted.down > 5 * size  # as many messages as weights that went each way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("value", "silos", "error", "words"),
+    [(1e30, 2, NumericalError, "diverged"), (0.5, 1, TransportError, "1 silos of 2")],
+    ids=["diverges", "absent"],
+)
+def test_run_ends_where_a_silo_diverges_or_does_not_answer(
+    value: float, silos: int, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    import numpy as np
+
+    for silo in range(silos):
+        np.save(tmp_path / f"silo{silo}.npy", np.full((20, 1, 4, 4), value, np.float32))
+    with pytest.raises(error, match=words):
+        run(tmp_path, TERMS.model_copy(update={"method": "fedavg"}), lambda: None)

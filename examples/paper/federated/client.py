@@ -11,6 +11,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from ddm.diffusion.path import LinearPath
+from ddm.errors import NumericalError
 from ddm.models import build_expert
 from ddm.planning.training import TrainingRecipe
 from ddm.protocol.plan import LogitNormalT
@@ -26,15 +27,20 @@ app = ClientApp()
 
 @app.train()  # type: ignore[untyped-decorator]
 def train(message: Message, context: Context) -> Message:
-    """Answer with the trained weights, in the last round with their average over its steps."""
+    """Answer with the trained weights, in the last round with their average over its steps; or that they diverged."""
     folder, silo = _at(context)
     terms, number = Terms.read(folder), int(message.content["config"]["round"])
     images = torch.from_numpy(np.load(folder / f"silo{silo}.npy"))
     state: dict[str, Tensor] = dict(message.content["arrays"].to_torch_state_dict())
     mu = float(message.content["config"].get("proximal-mu", 0.0))
-    weights, trained = learn(terms, silo, number, state, images, mu)
-    metrics = MetricRecord({"num-examples": len(images), "flops": trained.flops, "seconds": trained.seconds})
-    content = RecordDict({"arrays": ArrayRecord(weights), "metrics": metrics})
+    diverged, flops = False, 0.0
+    try:
+        state, trained = learn(terms, silo, number, state, images, mu)
+        flops = trained.flops
+    except NumericalError:  # an answer all the same: Flower would only leave out a silo that fails
+        diverged = True
+    metrics = MetricRecord({"num-examples": len(images), "flops": flops, "diverged": float(diverged)})
+    content = RecordDict({"arrays": ArrayRecord(state), "metrics": metrics})
     return Message(content, reply_to=message)
 
 

@@ -1,7 +1,9 @@
 """Counts the bytes through a port, with a relay that does not interpret them."""
 
+import contextlib
 import socket
 import threading
+from collections.abc import Callable
 
 
 class Relay:
@@ -19,12 +21,23 @@ class Relay:
         self.port: int = self._listener.getsockname()[1]
         self.up = self.down = 0
         self._lock = threading.Lock()
+        self._ends: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._over = False
 
     def __enter__(self) -> "Relay":
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._start(self._accept)
         return self
 
     def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._over = True
+            ends = list(self._ends)
+        for end in (self._listener, *ends):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
+        for thread in self._threads:
+            thread.join()
         self._listener.close()
 
     @property
@@ -33,19 +46,33 @@ class Relay:
         with self._lock:
             return self.up + self.down
 
+    def _start(self, work: Callable[..., None], *words: object) -> None:
+        thread = threading.Thread(target=work, args=words, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
     def _accept(self) -> None:
         while True:
             try:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            try:
-                server = socket.create_connection(("127.0.0.1", self._target_port))
-            except OSError:  # it has not started yet
-                client.close()
-                continue
-            for source, sink, upwards in ((client, server, True), (server, client, False)):
-                threading.Thread(target=self._pump, args=(source, sink, upwards), daemon=True).start()
+            self._start(self._connect, client)
+
+    def _connect(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client:  # the server may not have started yet
+            server = socket.create_connection(("127.0.0.1", self._target_port))
+            with server:
+                with self._lock:
+                    if self._over:
+                        return
+                    self._ends |= {client, server}
+                answers = threading.Thread(target=self._pump, args=(server, client, False), daemon=True)
+                answers.start()
+                self._pump(client, server, True)
+                answers.join()
+                with self._lock:
+                    self._ends -= {client, server}
 
     def _pump(self, source: socket.socket, sink: socket.socket, upwards: bool) -> None:
         try:
@@ -59,4 +86,5 @@ class Relay:
             sink.shutdown(socket.SHUT_WR)
         except OSError:
             for end in (source, sink):
-                end.close()
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import tomli_w
 
-from ddm.errors import TransportError
+from ddm.errors import NumericalError, TransportError
 from ddm.io.files import write_atomic
 from ddm.protocol.base import Model
 from ddm.system.processes import Child, flower_environment, free_port, program, spawn, terminate_all
 from examples.paper.federated.counting import Relay
-from examples.paper.federated.terms import DONE, LOSE, LOST, TERMS, Terms
+from examples.paper.federated.terms import DIVERGED, DONE, FAILED, LOSE, LOST, TERMS, Terms
 
 ROOT = Path(__file__).parents[3]
 _APP = Path(__file__).parent / "app"
@@ -58,13 +58,15 @@ def run(folder: Path, terms: Terms, check: Check) -> Counted:
         check: called now and then; what it raises ends all processes, and another call goes on.
 
     Raises:
-        TransportError: Flower does not start, or ends early.
+        TransportError: Flower does not start, or ends early; or a silo did not answer.
+        NumericalError: training diverged.
     """
     write_atomic(folder / TERMS, terms.model_dump_json().encode())
     kept = Counted.model_validate_json((folder / _COUNTED).read_bytes()) if (folder / _COUNTED).exists() else Counted()
     if (folder / DONE).exists():
         return kept
-    (folder / LOSE).unlink(missing_ok=True)
+    for former in (LOSE, FAILED):
+        (folder / former).unlink(missing_ok=True)
     with _running(folder, terms) as flower:
         before, started, rounds = (flower.relay.up, flower.relay.down), time.monotonic(), terms.done(folder)
         _submit(flower)
@@ -80,9 +82,19 @@ def run(folder: Path, terms: Terms, check: Check) -> Counted:
             if (folder / LOSE).exists() and not (folder / LOST).exists():
                 flower.nodes.pop().kill()  # the last silo's
                 (folder / LOST).touch()
+            _refuse_failure(folder)
             _alive(flower)
             check()
             time.sleep(_POLL_S)
+
+
+def _refuse_failure(folder: Path) -> None:
+    if (folder / FAILED).exists():
+        fault = (folder / FAILED).read_text()
+        if fault == DIVERGED:
+            raise NumericalError("federated averaging", expected="finite weights", got="a silo whose training diverged")
+        remedy = f"Read the logs in {folder / 'flower'}; the same command goes on."
+        raise TransportError("federated averaging", expected="an answer of every silo", got=fault, remedy=remedy)
 
 
 def _since(started: float) -> float:

@@ -10,7 +10,7 @@ from flwr.serverapp.strategy import FedAvg, FedProx
 
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.models import build_expert
-from examples.paper.federated.terms import DONE, LOSE, LOST, ROUND, Terms
+from examples.paper.federated.terms import DIVERGED, DONE, FAILED, LOSE, LOST, ROUND, Terms
 
 _MAX_BYTES = 1 << 32
 _FIRST_S, _PATIENCE, _SLACK_S = 3600.0, 2.0, 10.0  # a round is waited for twice as long as the longest before
@@ -25,11 +25,11 @@ def main(grid: Grid, context: Context) -> None:
     terms = Terms.read(folder)
     wanted = terms.num_silos - (folder / LOST).exists()
     _until(lambda: len(list(grid.get_node_ids())) >= wanted)
-    if terms.method == "collect":
-        _collect(grid, folder)
+    fault = _collect(grid, folder, wanted) if terms.method == "collect" else _average(grid, folder, terms)
+    if fault:
+        (folder / FAILED).write_text(fault)
     else:
-        _average(grid, folder, terms)
-    (folder / DONE).touch()
+        (folder / DONE).touch()
 
 
 def _until(reached: Callable[[], bool]) -> None:
@@ -37,7 +37,8 @@ def _until(reached: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def _average(grid: Grid, folder: Path, terms: Terms) -> None:
+def _average(grid: Grid, folder: Path, terms: Terms) -> str:
+    """Average until all rounds are done; return what went wrong. A silo may be missing where it is lost, only there."""
     first = terms.done(folder)
     if first:
         state = load_tensors(folder / ROUND.format(first), None, max_bytes=_MAX_BYTES)
@@ -52,14 +53,18 @@ def _average(grid: Grid, folder: Path, terms: Terms) -> None:
         started, timeout = time.monotonic(), _PATIENCE * longest + _SLACK_S if longest else _FIRST_S
         config = ConfigRecord({"round": number})
         result = _strategy(terms).start(grid, arrays, num_rounds=1, timeout=timeout, train_config=config)
-        if not result.train_metrics_clientapp:
-            raise RuntimeError(f"round {number + 1}: expected weights of some silo, got none within {timeout:.0f} s")
+        metrics = result.train_metrics_clientapp.get(1, MetricRecord({"silos": 0, "diverged": 0.0}))
+        wanted = terms.num_silos - (terms.lost_after is not None and number >= terms.lost_after)
+        if metrics["diverged"]:
+            return DIVERGED
+        if metrics["silos"] != wanted:
+            return f"round {number + 1}: weights of {metrics['silos']} silos of {wanted} within {timeout:.0f} s"
         arrays = result.arrays
-        if len(list(result.train_metrics_clientapp)) and number != terms.lost_after:
+        if number != terms.lost_after:
             longest = max(longest, time.monotonic() - started)
-        metrics = result.train_metrics_clientapp[1]
         (folder / f"round-{number + 1:04d}.txt").write_text(f"{metrics['flops']} {metrics['silos']}\n")
         save_tensors(folder / ROUND.format(number + 1), dict(arrays.to_torch_state_dict()))
+    return ""
 
 
 def _strategy(terms: Terms) -> FedAvg:
@@ -70,16 +75,21 @@ def _strategy(terms: Terms) -> FedAvg:
 def _sums(contents: list[RecordDict], _: str) -> MetricRecord:
     """Add up the silos' operations."""
     each = [content["metrics"] for content in contents]
-    return MetricRecord({"flops": float(sum(one["flops"] for one in each)), "silos": len(each)})
+    total = {name: float(sum(one[name] for one in each)) for name in ("flops", "diverged")}
+    return MetricRecord({**total, "silos": len(each)})
 
 
-def _collect(grid: Grid, folder: Path) -> None:
-    """Send every silo the plan's files, and take what it answers with."""
+def _collect(grid: Grid, folder: Path, wanted: int) -> str:
+    """Send every silo the plan's files, and take what it answers with; return what went wrong."""
     bundle = {path.name: path.read_bytes() for path in sorted((folder / "bundle").rglob("*")) if path.is_file()}
     content = RecordDict({"bundle": ConfigRecord(bundle)})
     messages = [Message(content, message_type="query", dst_node_id=node) for node in grid.get_node_ids()]
-    for number, reply in enumerate(grid.send_and_receive(messages, timeout=_FIRST_S)):
+    replies = [reply for reply in grid.send_and_receive(messages, timeout=_FIRST_S) if not reply.has_error()]
+    if len(replies) != wanted:
+        return f"files of {len(replies)} silos of {wanted} within {_FIRST_S:.0f} s"
+    for number, reply in enumerate(replies):
         received = folder / "received" / str(number)
         received.mkdir(parents=True)
         for name, data in reply.content["files"].items():
             (received / Path(str(name)).name).write_bytes(data)
+    return ""

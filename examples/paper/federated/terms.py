@@ -8,6 +8,7 @@ from ddm.protocol.base import Model
 from ddm.protocol.plan import Dit
 
 ROUND, LOSE, LOST, DONE, TERMS = "round-{:04d}.safetensors", "lose", "lost", "done", "terms.json"
+FAILED, DIVERGED = "failed", "diverged"  # why the server gave up, in words; or this one
 
 
 class Terms(Model):

@@ -15,7 +15,7 @@ from examples.paper.federated.running import Counted, run
 from examples.paper.federated.terms import ROUND, Terms
 from examples.paper.tables.ensembles import islands_of
 from examples.paper.tables.models import RECORD, WEIGHTS, Made, Workshop
-from examples.paper.tables.results import Cost, Figure
+from examples.paper.tables.results import Cost, Figure, commit
 from examples.paper.tables.sources import Experts, Federated
 
 _MAX_BYTES = 1 << 32
@@ -50,6 +50,7 @@ def averaged(shop: Workshop, source: Federated, rate: float, seed: int, name: st
             flops=sum(float(flops) for flops, _ in lines),
             router_flops=0.0,
             seconds=counted.seconds,
+            commit=commit(),
         )
         write_atomic(folder / RECORD, cost.model_dump_json(indent=1).encode())
         for used in (*folder.glob("silo*.npy"), *folder.glob("round-*.safetensors")):

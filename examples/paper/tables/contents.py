@@ -5,10 +5,18 @@ from collections.abc import Mapping
 from ddm.diffusion.solver import SolverName
 from examples.paper.tables.further import federated, objectives_and_classes, routers, students
 from examples.paper.tables.presets import Preset
-from examples.paper.tables.rows import STRATEGIES, Row, Table
+from examples.paper.tables.rows import FORMER, STRATEGIES, UNTUNED, Row, Table
 from examples.paper.tables.sources import Experts, Monolith, Partition, TrainingImages
 
-_EVALUATIONS: Mapping[SolverName, int] = {"euler": 1, "heun": 2, "midpoint": 2, "rk4": 4, "dpm": 1, "unipc": 1}
+_EVALUATIONS: Mapping[SolverName, int] = {
+    "euler": 1,
+    "heun": 2,
+    "midpoint": 2,
+    "rk4": 4,
+    "exponential": 1,
+    "dpm": 1,
+    "unipc": 1,
+}
 
 
 def tables(preset: Preset) -> dict[int, Table]:
@@ -33,12 +41,28 @@ def _strategies(preset: Preset) -> Table:
     rows = [
         Row(table=1, label="training images (floor)", source=TrainingImages()),
         Row(table=1, label="monolith", source=Monolith()),
-        Row(table=1, label="monolith, former recipe", source=Monolith(recipe="former")),
+        Row(table=1, label=UNTUNED, source=Monolith(tuned=False)),
+        Row(table=1, label=FORMER, source=Monolith(recipe="former")),
         Row(table=1, label="sample, exact router (oracle)", source=experts, strategy="sample", router="exact"),
         *(Row(table=1, label=name, source=experts, strategy=name) for name in STRATEGIES),
     ]
-    columns = ("fid", "fid_pca", "kid", "precision", "recall", "share_error", "evaluations", "images_per_s")
-    return Table(1, f"Strategies of {preset.num_islands} experts at equal training FLOPs", columns, rows)
+    columns = (
+        "fid",
+        "fid_pca",
+        "kid",
+        "precision",
+        "recall",
+        "share_error",
+        "share_error_images",
+        "evaluations",
+        "images_per_s",
+    )
+    note = (
+        "The share error is of the experts that drew the samples, by the sampler's own account; of full, top-k, "
+        "nucleus and threshold, which mix experts, that is the one drawn from the router's weights at the last step. "
+        "That of images is of the clusters in which the samples lie, by the plan's encoder."
+    )
+    return Table(1, f"Strategies of {preset.num_islands} experts at equal training FLOPs", columns, rows, note)
 
 
 def _numbers(preset: Preset) -> Table:

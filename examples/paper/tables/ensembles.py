@@ -18,11 +18,12 @@ from ddm.islands.recipe import IslandsRecipe
 from ddm.islands.split import island_names, split
 from ddm.islands.train import train_island
 from ddm.loading.ensemble import open_ensemble
+from ddm.loading.plan import PlanFiles
 from ddm.system.console import progress
 from ddm.training.config import TrainingSettings
 from ddm.training.loop import Progress
 from examples.paper.tables.models import RECORD, Made, Workshop
-from examples.paper.tables.results import Cost
+from examples.paper.tables.results import Cost, commit
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Experts
 
@@ -41,7 +42,7 @@ def experts(shop: Workshop, source: Experts, rate: float, seed: int, name: str) 
         _split(shop, source, rate, seed, islands.path)
     if not (folder / RECORD).exists():
         seconds, flops = _train(shop, islands, source.num, name)
-        started, own = monotonic(), shop.router_flops(source.budget, source.num)
+        started, own = monotonic(), shop.router_flops(source.budget, source.num, source.conditional)
         _assemble(shop, islands, release, seed, name)
         training = islands.plan.expert.training
         cost = Cost(
@@ -51,6 +52,7 @@ def experts(shop: Workshop, source: Experts, rate: float, seed: int, name: str) 
             flops=flops + own,
             router_flops=own,
             seconds=seconds + monotonic() - started,
+            commit=commit(),
         )
         write_atomic(folder / RECORD, cost.model_dump_json(indent=1).encode())
         for images in folder.glob("islands/*/*/images.npy"):
@@ -64,6 +66,12 @@ def experts(shop: Workshop, source: Experts, rate: float, seed: int, name: str) 
 def islands_of(shop: Workshop, name: str) -> Islands:
     """Return the folder of an ensemble's islands."""
     return Islands(shop.out / name / "islands")
+
+
+def island_of(islands: Islands, images: Tensor) -> Tensor:
+    """Return the island in whose cluster each image lies, int64 (N,); of islands that are clusters."""
+    files = PlanFiles.load(islands.plan, islands.bundle)
+    return files.clusters.coarse_F[files.clusters.assign(files.encoder.encode(images))]
 
 
 def _train(shop: Workshop, islands: Islands, num: int, name: str) -> tuple[float, float]:
@@ -117,7 +125,7 @@ def _split(shop: Workshop, source: Experts, rate: float, seed: int, path: Path) 
             "condition": shop.condition(source.conditional).model_dump(),
             "objective": {"exceptions": tuple(others)} if others else {},
             "expert": {"architecture": preset.network.model_dump(), "training": training.model_dump()},
-            "router": shop.router(source.budget) | ({"conditional": True} if source.conditional else {}),
+            "router": shop.router(source.budget, source.conditional).model_dump(),
             "owner": {
                 "name": "paper",
                 "fit_images": preset.fit_images,

@@ -18,7 +18,7 @@ from examples.paper.privacy.measure import measure
 from examples.paper.privacy.public import PublicParts, fit_public
 from examples.paper.privacy.worlds import Dataset
 from examples.paper.privacy.worlds import World as Silos
-from examples.paper.tables.data import World
+from examples.paper.tables.data import Part, World
 from examples.paper.tables.models import Made
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.results import Figure
@@ -38,9 +38,10 @@ class Routers:
 
     Attributes:
         silos: public, private and test images, as `examples.paper.privacy` divides them.
+        judging: the same with validation images in the place of test images.
         parts: encoder, clusters and sketch of the public images.
         made: the ensemble.
-        settings: of a router on drawn images.
+        settings: of the transformer on drawn images, or on training images.
         learned_steps: of a learned router.
         seed: of all.
         device: where a router on images is trained.
@@ -48,6 +49,7 @@ class Routers:
     """
 
     silos: Silos
+    judging: Silos
     parts: PublicParts
     made: Made
     settings: SamplesRouter
@@ -59,9 +61,9 @@ class Routers:
     @classmethod
     def of(cls, world: World, preset: Preset, made: Made, seed: int, device: torch.device) -> "Routers":
         """Fit the public parts on the public images, and divide the private ones as the ensemble has them."""
-        silos = _silos(world, preset, made.own_K)
+        silos, judging = (_silos(world, preset, made.own_K, part) for part in (world.test, world.validation))
         parts = fit_public(silos, "pca", 0, seed, lambda _: None)
-        return cls(silos, parts, made, preset.router, preset.learned_steps, seed, device)
+        return cls(silos, judging, parts, made, preset.transformer, preset.learned_steps, seed, device)
 
     def get(self, wanted: FittedRouter) -> Router | None:
         """Return a router; None for the prior alone."""
@@ -74,7 +76,7 @@ class Routers:
             case "prior":
                 return None
             case "labels":
-                return self.made.ensemble.router
+                return as_published(self._exactly(self._from_training_images()), self.silos, self.parts, self.seed)
             case "samples":
                 evidence = self._private("counts", _EVIDENCE).evidence
                 found = Fitted(self._from_samples(), evidence)
@@ -95,14 +97,29 @@ class Routers:
         images_EN = draw_from_experts(ensemble.experts, ensemble.shape, num, self.seed, PATH, None, device=device)
         return fit_samples(Labelled.drawn(images_EN), self.settings, PATH, self.seed, device=device)
 
+    def _from_training_images(self) -> Router:
+        own_K = self.silos.silos
+        silo_N = torch.arange(len(own_K)).repeat_interleave(torch.tensor([len(own) for own in own_K]))
+        images = Labelled.of_experts(torch.cat(list(own_K)), silo_N, len(own_K))
+        return fit_samples(images, self.settings, PATH, self.seed, device=self.device)
+
+    def _exactly(self, router: Router) -> Fitted:
+        """A router that may know everything, with exact counts as evidence for its temperature."""
+        return Fitted(router, fit_exact(self.silos, self.parts).evidence)
+
     def figures(self, wanted: FittedRouter) -> dict[str, Figure]:
         """Return cross-entropy and share error of a router on noised test images, averaged over noise levels.
 
-        Both are against the exact shares of each image's class, by which the silos were drawn.
+        Both are against the exact shares of each image's class, by which the silos were drawn. Routers are chosen by
+        the cross-entropy on validation images.
         """
-        found = measure(self.get(wanted), self.silos)
+        found, chosen_by = measure(self.get(wanted), self.silos), measure(self.get(wanted), self.judging)
         error = sum(found.share_error_T) / len(found.share_error_T)
-        return {"cross_entropy": _mean(found.loss_TN.mean(0), self.seed), "router_share_error": Figure(value=error)}
+        return {
+            "cross_entropy": _mean(found.loss_TN.mean(0), self.seed),
+            "validation_cross_entropy": _mean(chosen_by.loss_TN.mean(0), self.seed),
+            "router_share_error": Figure(value=error),
+        }
 
 
 def completion_error(ensemble: Ensemble, images: Tensor, strategy: Strategy, steps: int, seed: int) -> Figure:
@@ -134,7 +151,7 @@ def _mean(value_N: Tensor, seed: int) -> Figure:
     return Figure.of(resampled(float(value_N.mean()), [value_N], seed=seed))
 
 
-def _silos(world: World, preset: Preset, own_K: Sequence[Tensor]) -> Silos:
+def _silos(world: World, preset: Preset, own_K: Sequence[Tensor], judged: Part) -> Silos:
     public, values = world.public, world.train.images[0].numel()
     num_held_out = min(_MOST_HELD_OUT, len(public) // 3)
     num_public = len(public) - num_held_out
@@ -158,6 +175,6 @@ def _silos(world: World, preset: Preset, own_K: Sequence[Tensor]) -> Silos:
         held_out=public.images[num_public:],
         public_label=public.label_N[:num_public],
         silos=tuple(world.train.images[own] for own in own_K),
-        test=world.test.images,
-        soft_NK=soft_CK[world.test.label_N],
+        test=judged.images,
+        soft_NK=soft_CK[judged.label_N],
     )

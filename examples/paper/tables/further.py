@@ -64,7 +64,8 @@ def routers(preset: Preset) -> Table:
         "are fitted on public images, as principal components, and a temperature on held-out public ones. Samples is a "
         "transformer on images that the experts draw, as private as their weights; labelled training images is one on "
         "the silos' own, which nobody may collect; exact counts are without noise. Cross-entropy and the router's "
-        "share error are of noised test images, against each class's exact shares, averaged over noise levels; the "
+        "share error are of noised test images, against each class's exact shares, averaged over noise levels, and "
+        "routers are chosen by that of validation images; the "
         f"completion error is the root mean square of the right half of {preset.completed} test images, drawn given "
         "the left half."
     )
@@ -97,7 +98,8 @@ def federated(preset: Preset) -> Table:
         "and brings back expert, signed documents and counts; a whole federation with its own transport is in "
         "examples/benchmarks/wire_bytes.py. Seconds are on one machine: silos of a round beside each other, experts "
         "one after the other, router included. The lost silo's SuperNode is killed by force after half the rounds; "
-        "the ensemble goes on without its expert."
+        "the ensemble goes on without its expert, "
+        "and its bytes and FLOPs are those of all silos."
     )
     return Table(8, "Federated averaging through Flower against the one-shot ensemble", columns, rows, note)
 

@@ -1,7 +1,7 @@
 """Measures rows: chooses rates, finds or trains the models, draws samples and judges them; keeps every cell."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -12,25 +12,29 @@ from torch import Tensor
 from ddm.ensemble import Ensemble
 from ddm.errors import NumericalError
 from ddm.evaluation.shares import share_error
+from ddm.planning.training import RATE_TIMES_WIDTH
 from ddm.protocol.base import sha256_hex
+from ddm.routers.calibration import Calibrated
 from ddm.sampling.samples import Samples
 from ddm.system.console import progress, say
 from examples.paper.tables.averaging import averaged, wire
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.data import World
 from examples.paper.tables.drawing import classes_of, drawn, prepared, prior_of
-from examples.paper.tables.ensembles import experts
+from examples.paper.tables.ensembles import experts, island_of, islands_of
 from examples.paper.tables.fitted import Routers, completion_error, with_router
 from examples.paper.tables.judging import Judge, clipped
 from examples.paper.tables.models import FORMER, Made, Workshop, monolith
 from examples.paper.tables.presets import Preset
-from examples.paper.tables.results import Cell, Choice, Document, Figure, Kept, commit, hardware, utc
+from examples.paper.tables.results import Cell, Choice, Cost, Document, Figure, Kept, commit, hardware, utc
 from examples.paper.tables.rows import STRATEGIES, FittedRouter, Row
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Experts, Federated, Monolith, Student, Trained, TrainingImages
 from examples.paper.tables.students import student
 
+_VERSION = 2  # of all that figures mean; whoever changes that raises it, and nothing measured before is used again
 _TUNING_SEED = 1000  # none of the seeds that are reported
+_MOST_BEYOND = 2  # rates beyond those of the preset
 _SILOS = 7  # the table whose rows say what becomes of the smallest silo
 _WIRE = 8  # the one whose rows say what travels
 _TRAINING = {
@@ -38,6 +42,7 @@ _TRAINING = {
     "num_steps",
     "batch_size",
     "router",
+    "transformer",
     "fit_images",
     "pca_dim",
     "num_islands",
@@ -79,7 +84,7 @@ class Lab:
     def _key(self, *parts: object) -> tuple[object, ...]:
         """Name what every figure depends on, and these parts."""
         preset = self.preset.model_dump(include={*_TRAINING, "rates", "tuning", "num_samples", "sampling_steps"})
-        return (self.world.name, len(self.world.train), self.judge.about.digest, preset, *parts)
+        return (_VERSION, self.world.name, len(self.world.train), self.judge.about.digest, preset, *parts)
 
     def cell(self, row: Row, seed: int) -> Cell:
         """Return a row's figures for a seed, measured now unless they are there.
@@ -119,15 +124,9 @@ class Lab:
     def rate(self, source: Trained) -> Choice:
         """Return the learning rate of models like this one that is best on validation images.
 
-        A preset with one rate leaves nothing to choose, and the former recipe has a rate of its own.
-
         Raises:
             BusyError: another process chooses it.
         """
-        if isinstance(source, Monolith) and source.recipe == "former":
-            return Choice(rate=FORMER.training.learning_rate, tried={}, steps=0, flops=0.0)
-        if len(self.preset.rates) == 1:
-            return Choice(rate=self.preset.rates[0] / self.preset.network.hidden, tried={}, steps=0, flops=0.0)
         if isinstance(source, Federated) and not self.preset.federated_tuned:
             return self.rate(Experts(num=source.num))
         kind = self.kind(source)
@@ -140,7 +139,19 @@ class Lab:
             say(f"rate of {kind} {found.rate:g}, by FID on validation images: {tried}")
             return found
 
-        return self._once(self._key("rate", kind), Choice, choose)
+        return self.chosen(source) or self._once(self._key("rate", kind), Choice, choose)
+
+    def chosen(self, source: Trained) -> Choice | None:
+        """Return the rate of models like this one, if it was chosen already or leaves nothing to choose.
+
+        A preset with one rate leaves nothing; the former recipe has a rate of its own, and what is not tuned that of
+        plans which name none.
+        """
+        if isinstance(source, Monolith) and source.recipe == "former":
+            return Choice(rate=FORMER.training.learning_rate, tried={}, steps=0, flops=0.0)
+        if len(self.preset.rates) == 1 or (isinstance(source, Monolith) and not source.tuned):
+            return Choice(rate=RATE_TIMES_WIDTH / self.preset.network.hidden, tried={}, steps=0, flops=0.0)
+        return self.kept.read(self._key("rate", self.kind(source)), Choice)
 
     def kind(self, source: Trained) -> str:
         """Name the models that share a rate with this one."""
@@ -148,28 +159,34 @@ class Lab:
             return "experts" if source.num == self.preset.num_islands else f"{source.num} experts"
         if isinstance(source, Student | Federated):
             return source.kind
-        if source.recipe == "former":
-            return "monolith, former recipe"
+        if source.recipe == "former" or not source.tuned:
+            return "monolith, former recipe" if source.recipe == "former" else "monolith, default rate"
         return "monolith" if source.batch == 1.0 else f"monolith, batch x {source.batch:g}"
 
     def _chosen(self, source: Trained) -> Choice:
-        tried: dict[str, float | None] = {}
-        best, best_fid, cost = 0.0, inf, None
-        for times_width in self.preset.rates:
-            rate = times_width / self.preset.network.hidden
+        tried: dict[float, float] = {}
+        costs: list[Cost] = []
+
+        def measure(rate: float) -> None:
             try:
                 made = self._made(source, rate, _TUNING_SEED)
                 images = self._drawn(made.ensemble, Row(table=0, label="tuning", source=source), _TUNING_SEED).images
-                fid: float | None = self.judge.validation_fid(clipped(images))
-                cost = made.cost
+                tried[rate] = self.judge.validation_fid(clipped(images))
+                costs.append(made.cost)
             except NumericalError:
-                fid = None
-            tried[f"{rate:.3g}"] = fid
-            if fid is not None and fid < best_fid:
-                best, best_fid = rate, fid
-        if cost is None:
+                tried[rate] = inf
+
+        for times_width in self.preset.rates:
+            measure(times_width / self.preset.network.hidden)
+        for _ in range(_MOST_BEYOND):
+            if (beyond := rate_beyond(tried)) is None:
+                break
+            measure(beyond)
+        if not costs:
             raise NumericalError(f"rates of {self.kind(source)}", expected="one that trains", got="none of them")
-        return Choice(rate=best, tried=tried, steps=cost.steps, flops=cost.flops)
+        shown = {f"{rate:.3g}": None if fid == inf else fid for rate, fid in sorted(tried.items())}
+        best, cost = min(tried, key=lambda rate: tried[rate]), costs[0]
+        return Choice(rate=best, tried=shown, steps=cost.steps, flops=cost.flops)
 
     def made(self, source: Trained, seed: int) -> Made:
         """Return a model at its chosen rate, trained now unless it is there."""
@@ -177,7 +194,7 @@ class Lab:
 
     def name(self, source: Trained, rate: float, seed: int) -> str:
         """Name the folder of a model by all that it depends on."""
-        key = (self.world.name, len(self.world.train), self.preset.model_dump(include=_TRAINING))
+        key = (_VERSION, self.world.name, len(self.world.train), self.preset.model_dump(include=_TRAINING))
         return f"{source.kind}-{sha256_hex(repr((*key, source.model_dump(), rate, seed)).encode())[:10]}"
 
     def _made(self, source: Trained, rate: float, seed: int) -> Made:
@@ -206,7 +223,7 @@ class Lab:
         if isinstance(row.source, TrainingImages):
             order = torch.randperm(len(self.world.train), generator=torch.Generator().manual_seed(seed))
             figures = self.judge.figures(self.world.train.images[order[:num]], of_silos=of_silos)
-            return self._cell(seed, min(num, len(order)), 0.0, figures, None)
+            return self._cell(seed, min(num, len(order)), 0.0, figures, None, "")
         made = self.made(row.source, seed)
         ensemble, counted = prepared(made, row, self.world.train)
         if isinstance(row.router, FittedRouter):
@@ -229,9 +246,11 @@ class Lab:
             figures["completion_error"] = completion_error(ensemble, images, strategy, steps, seed)
         if isinstance(row.source, Experts):
             figures |= self._shares(samples, prior_of(made.ensemble, row), seed)
+            if row.source.partition == "clusters" and row.prior == "data":
+                figures["share_error_images"] = self._shares_of_images(images, row.source, seed)
         if row.table == _WIRE and isinstance(row.source, Experts | Federated):
             figures |= wire(self.workshop, row.source, self.name(row.source, self.rate(row.source).rate, seed))
-        return self._cell(seed, num, seconds, figures, made)
+        return self._cell(seed, num, seconds, figures, made, router_of(ensemble, row))
 
     def _routers(self, made: Made, seed: int) -> Routers:
         """Return the routers for an ensemble, fitted now unless they are at hand."""
@@ -254,13 +273,23 @@ class Lab:
         return {
             "share_error": Figure.of(found.error),
             "share_by_chance": Figure(value=found.by_chance),
+            "share_mean_by_chance": Figure(value=found.mean_by_chance),
             "smallest_followed": Figure(value=float(last.double().mean())),
         }
 
-    def _cell(self, seed: int, num: int, seconds: float, figures: dict[str, Figure], made: Made | None) -> Cell:
+    def _shares_of_images(self, images: Tensor, source: Experts, seed: int) -> Figure:
+        """Return how far the islands in whose clusters the images lie are from the experts' priors."""
+        islands = islands_of(self.workshop, self.name(source, self.rate(source).rate, seed))
+        prior = list(self.made(source, seed).ensemble.prior)
+        return Figure.of(share_error(island_of(islands, images), prior, seed=seed).error)
+
+    def _cell(
+        self, seed: int, num: int, seconds: float, figures: dict[str, Figure], made: Made | None, router: str
+    ) -> Cell:
         return Cell(
             seed=seed,
             cost=made.cost if made else None,
+            router=router,
             num_samples=num,
             sampling_seconds=seconds,
             figures=figures,
@@ -268,6 +297,29 @@ class Lab:
             hardware=hardware(self.workshop.device),
             utc=utc(),
         )
+
+
+def rate_beyond(tried: Mapping[float, float]) -> float | None:
+    """Return twice the highest rate where that is the best so far, half the lowest where that is; else None.
+
+    Args:
+        tried: the FID by rate, infinite where training diverged.
+    """
+    best = min(tried, key=lambda rate: tried[rate])
+    if tried[best] == inf or min(tried) < best < max(tried):
+        return None
+    return best / 2 if best == min(tried) else 2 * best
+
+
+def router_of(ensemble: Ensemble, row: Row) -> str:
+    """Name the router that samples of a row were drawn with."""
+    router = ensemble.router
+    if len(ensemble.experts) == 1 or router is None:
+        return ""
+    if not isinstance(router, Calibrated):
+        return "exact posterior" if row.router == "exact" else "prior"
+    family = type(router.router).__name__.removesuffix("Router").lower()
+    return f"{family}, T = {router.temperature:.2f}"
 
 
 def tuned_as(source: Trained, preset: Preset) -> Trained:

@@ -17,6 +17,7 @@ from ddm.models import build_expert, count_flops, load_expert
 from ddm.planning.training import TrainingRecipe
 from ddm.protocol.base import File
 from ddm.protocol.plan import ClassCondition, LogitNormalT, NoCondition, TDistribution, Training
+from ddm.protocol.routers import CountsRouter, SamplesRouter
 from ddm.routers.samples import training_flops as router_flops
 from ddm.system.console import progress
 from ddm.system.devices import device_named
@@ -26,10 +27,11 @@ from examples.paper.recipes import ROWS as RECIPES
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.data import World
 from examples.paper.tables.presets import Preset
-from examples.paper.tables.results import Cost
+from examples.paper.tables.results import Cost, commit
 from examples.paper.tables.sources import Monolith
 
 WEIGHTS, RECORD = "model.safetensors", "cost.json"
+_APART = 1000  # between two seeds: an expert adds its number, and each draws weights and batches of its own
 FORMER = RECIPES["plain"]  # what plans left to the library before its defaults were measured
 
 Run = Callable[[nn.Module, Path, Engine, Callable[[Progress], None], Callable[[], bool]], Trained]
@@ -85,25 +87,28 @@ class Workshop:
             batch_size=max(1, batch_size),
             learning_rate=rate,
             warmup_steps=min(100, round(budget * self.preset.num_steps) // 10),
-            seed=seed,
+            seed=_APART * seed,
         )
 
-    def dense_training(self, budget: float, rate: float, seed: int) -> TrainingRecipe:
+    def dense_training(self, budget: float, rate: float, seed: int, told: bool = False) -> TrainingRecipe:
         """The same of a model of all images, with as many steps more as an ensemble's router costs."""
         settings = self.training(budget, self.preset.batch_size, rate, seed)
         each = count_flops(self.preset.network, self.world.data.shape)[1] * settings.batch_size
-        extra = ceil(self.router_flops(budget, self.preset.num_islands) / each)
+        extra = ceil(self.router_flops(budget, self.preset.num_islands, told) / each)
         return settings.model_copy(update={"num_steps": settings.num_steps + extra})
 
-    def router(self, budget: float) -> dict[str, object]:
+    def router(self, budget: float, told: bool) -> CountsRouter | SamplesRouter:
         """The router of ensembles, at this budget."""
-        router = self.preset.router
-        return router.model_dump() | {"num_steps": max(1, round(budget * router.num_steps))}
+        if self.preset.router == "counts" and not told:
+            return CountsRouter()
+        settings = self.preset.transformer
+        steps = max(1, round(budget * settings.num_steps))
+        return settings.model_copy(update={"num_steps": steps, "conditional": told})
 
-    def router_flops(self, budget: float, num: int) -> int:
+    def router_flops(self, budget: float, num: int, told: bool) -> int:
         """Return what training it takes."""
-        settings = type(self.preset.router).model_validate(self.router(budget))
-        return router_flops(num, self.world.data.shape, settings)
+        settings = self.router(budget, told)
+        return router_flops(num, self.world.data.shape, settings) if isinstance(settings, SamplesRouter) else 0
 
     def trained(self, name: str, told: bool, settings: Training, run: Run, *, teaching: float = 0.0) -> None:
         """Train a dense model, unless it is there.
@@ -131,6 +136,7 @@ class Workshop:
             flops=done.flops + teaching,
             router_flops=0.0,
             seconds=done.seconds,
+            commit=commit(),
         )
         write_atomic(folder / RECORD, cost.model_dump_json(indent=1).encode())
         shutil.rmtree(folder / "checkpoints")
@@ -156,12 +162,12 @@ def monolith(shop: Workshop, source: Monolith, rate: float, seed: int, name: str
         seed: of weights and batches.
         name: of its folder.
     """
-    recipe = shop.dense_training(source.budget, rate, seed)
+    recipe = shop.dense_training(source.budget, rate, seed, source.conditional)
     recipe = recipe.model_copy(update={"batch_size": max(1, round(source.batch * recipe.batch_size))})
     settings = recipe.plain(shop.preset.network)
     times: TDistribution = LogitNormalT()
     if source.recipe == "former":
-        same = {"num_steps": recipe.num_steps, "batch_size": recipe.batch_size, "seed": seed}
+        same = {"num_steps": recipe.num_steps, "batch_size": recipe.batch_size, "seed": recipe.seed}
         settings, times = FORMER.training.model_copy(update=same | {"learning_rate": rate}), FORMER.times
     part, condition = shop.world.train, shop.condition(source.conditional)
 

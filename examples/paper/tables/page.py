@@ -24,6 +24,7 @@ _TITLES = {
     "cross_entropy": "cross-entropy",
     "completion_error": "completion error",
     "share_error": "share error",
+    "share_error_images": "share error, images",
     "router_share_error": "router's share error",
     "evaluations": "evaluations",
     "images_per_s": "images/s",
@@ -98,9 +99,10 @@ class Report:
             f"in the CSV says so. {len(world.train)} training, {len(world.public)} public, {len(world.validation)} "
             f"validation and {len(world.test)} test images. Monolith and experts are the same transformer (patch "
             f"{network.patch}, width {network.hidden}, depth {network.depth}), trained by the same recipe for the same "
-            f"FLOPs: an expert of K takes as many steps of {self.preset.batch_size}/K images, and the monolith some "
-            f"steps more, which are those of the router. Samples are {self.preset.num_samples}, by "
-            f"{self.preset.sampling_steps} steps of midpoint, against the test images, which nothing was tuned on. "
+            f"FLOPs: an expert of K takes as many steps of {self.preset.batch_size}/K images, and the monolith as many "
+            f"more as training a router takes. Routers of ensembles: {self._routers()}. Samples are "
+            f"{self.preset.num_samples}, by {self.preset.sampling_steps} steps of midpoint, against the test images; "
+            "rates and routers are chosen on the validation images. "
             f"FID, KID, precision and recall are by the 64 features of a small classifier trained on the public images "
             f"(sha256 `{self.judge.about.digest[:16]}`, {self.judge.about.accuracy:.1%} of the test images right), FID "
             f"also by the {self.preset.pca_dim} principal components of the public images. {interval}"
@@ -109,6 +111,15 @@ class Report:
         if self.missing:
             lines.append(_filled("Not measured: " + "; ".join(self.missing) + "."))
         return "\n\n".join(lines)
+
+    def _routers(self) -> str:
+        """Name the families of the ensembles' own routers, with their temperatures."""
+        found: dict[str, list[str]] = {}
+        for name in sorted({cell.router for cell in self._cells()} - {"", "prior", "exact posterior"}):
+            family, _, temperature = name.partition(", T = ")
+            found.setdefault(family, []).append(temperature)
+        each = (f"{family} (temperature {' to '.join(dict.fromkeys((t[0], t[-1])))})" for family, t in found.items())
+        return ", ".join(each) or "none was asked"
 
     def _tuning(self) -> str:
         if not any(choice.tried for choice in self.rates.values()):
@@ -147,11 +158,12 @@ class Report:
             value = "" if target.value is None else f"{target.value:.3g}"
             if target.low is not None and target.high is not None:
                 value += f" ({target.low:.3g} to {target.high:.3g})"
-            met = "not measured" if target.met is None else "yes" if target.met else "**no**"
+            met = {"": "not measured", "no": "**no**"}.get(target.met, target.met)
             rows.append((target.figure, target.target, value, str(target.seeds), met, target.note))
         note = (
-            "A strategy is neutral where its share error is under .02, or no more than chance gives so many samples in "
-            "97.5 of 100 runs."
+            "A strategy is neutral where its mean share error is under .02, or no more than chance gives so many "
+            "samples and seeds in 97.5 of 100 runs. A target is met where the whole interval reaches it, with three "
+            "seeds or more, and missed where none of it does; else it is undecided."
         )
         table = _markdown(("figure", "to reach", "measured", "seeds", "met", "of"), rows)
         return f"## Targets\n\n{_filled(note)}\n\n{table}"
@@ -184,6 +196,7 @@ def _write_cells(path: Path, cells: Cells) -> None:
             "value",
             "low",
             "high",
+            "router",
             "samples",
             "sampling_s",
             "steps",
@@ -203,7 +216,16 @@ def _write_cells(path: Path, cells: Cells) -> None:
                     numbers = [
                         "" if each is None else f"{each:.6g}" for each in (figure.value, figure.low, figure.high)
                     ]
-                    row = (label, seed, name, *numbers, cell.num_samples, f"{cell.sampling_seconds:.1f}", *spent)
+                    row = (
+                        label,
+                        seed,
+                        name,
+                        *numbers,
+                        cell.router,
+                        cell.num_samples,
+                        f"{cell.sampling_seconds:.1f}",
+                        *spent,
+                    )
                     writer.writerow((*row, cell.commit, cell.hardware, cell.utc))
 
 

@@ -20,8 +20,11 @@ class Preset(Model):
         num_steps: training steps of budget 1, of all models.
         batch_size: images in a step of the monolith; an expert of K has this over K.
         rates: learning rates to choose among on validation images, each over the network's width.
-        tuning: share of the steps of budget 1 that a choice of the rate takes.
-        router: the transformer router of ensembles, with its steps at budget 1.
+        tuning: share of the steps of budget 1 that a choice of the rate takes; while the best is the lowest or the
+            highest that was tried, one beyond it is tried as well.
+        router: of ensembles that are told no class: counts of public groups, which takes no training, or the
+            transformer, where training it is worth its operations.
+        transformer: the router of ensembles that are told a class, and of table 6; its steps at budget 1.
         fit_images: most training images that encoder, clusters and router are fitted and judged on.
         classifier_steps: of the network whose features FID is taken in.
         num_islands: K of the ensembles whose strategies are compared.
@@ -50,7 +53,8 @@ class Preset(Model):
     batch_size: int
     rates: tuple[float, ...] = (RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH, 4 * RATE_TIMES_WIDTH)
     tuning: float = 0.25
-    router: SamplesRouter
+    router: Literal["counts", "samples"] = "samples"
+    transformer: SamplesRouter
     fit_images: int = 12_000
     classifier_steps: int
     num_islands: int = 8
@@ -74,9 +78,10 @@ class Preset(Model):
 
     def scaled(self, share: float) -> "Preset":
         """Return it with this share of all training steps and samples."""
-        router = self.router.model_copy(update={"num_steps": max(1, round(share * self.router.num_steps))})
+        steps = max(1, round(share * self.transformer.num_steps))
+        transformer = self.transformer.model_copy(update={"num_steps": steps})
         num = {name: max(1, round(share * getattr(self, name))) for name in ("num_steps", "num_samples")}
-        return self.model_copy(update=num | {"router": router})
+        return self.model_copy(update=num | {"transformer": transformer})
 
 
 def preset_for(name: PresetName, shape: Sequence[int]) -> Preset:
@@ -92,7 +97,7 @@ def _smoke(patch: int) -> Preset:
         batch_size=32,
         rates=(RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH),
         tuning=0.5,
-        router=SamplesRouter(
+        transformer=SamplesRouter(
             patch=patch, hidden=16, depth=1, heads=2, num_steps=30, batch_size=32, images_per_expert=64
         ),
         classifier_steps=150,
@@ -121,11 +126,14 @@ def _cpu(patch: int) -> Preset:
         network=Dit(patch=patch, hidden=96, depth=3, heads=4),
         num_steps=1500,
         batch_size=64,
-        router=SamplesRouter(patch=patch, hidden=48, depth=2, heads=4, num_steps=800, batch_size=64, precision="auto"),
+        router="counts",
+        transformer=SamplesRouter(
+            patch=patch, hidden=48, depth=2, heads=4, num_steps=800, batch_size=64, precision="auto"
+        ),
         classifier_steps=1500,
         num_samples=2000,
         own_samples=8000,
-        rounds=60,
+        rounds=100,
         sampling_steps=10,
     )
 
@@ -136,7 +144,7 @@ def _gpu(patch: int) -> Preset:
         network=Dit(patch=patch // 2, hidden=256, depth=8, heads=8),
         num_steps=20_000,
         batch_size=256,
-        router=SamplesRouter(
+        transformer=SamplesRouter(
             patch=patch,
             hidden=128,
             depth=4,

@@ -42,6 +42,7 @@ class Cost(Model):
         flops: of all matrix products in training, router included.
         router_flops: the router's part of them.
         seconds: of training, one expert after the other, router included.
+        commit: of the code that trained it.
     """
 
     steps: int
@@ -50,6 +51,7 @@ class Cost(Model):
     flops: float
     router_flops: float
     seconds: float
+    commit: str
 
 
 class Cell(Model):
@@ -58,6 +60,7 @@ class Cell(Model):
     Attributes:
         seed: of weights, batches, partition and samples.
         cost: of the model; None where there is none.
+        router: its family and temperature; nothing of a model without one.
         num_samples: drawn.
         sampling_seconds: of drawing them.
         figures: by name.
@@ -68,6 +71,7 @@ class Cell(Model):
 
     seed: int
     cost: Cost | None
+    router: str
     num_samples: int
     sampling_seconds: float
     figures: dict[str, Figure]

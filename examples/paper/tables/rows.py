@@ -26,6 +26,9 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
+UNTUNED, FORMER = "monolith, default rate", "monolith, former recipe"  # rows that a target is of
+
+
 class FittedRouter(Model):
     """A router in place of the ensemble's own.
 

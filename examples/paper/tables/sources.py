@@ -23,6 +23,7 @@ class Monolith(Model):
         budget: of training, in units of the preset.
         batch: images in a step, as a share of the preset's.
         recipe: what plans leave to the library; or what they left to it before: uniform t, a constant rate.
+        tuned: whether its rate is chosen among several, or is the one that plans take where they name none.
         conditional: whether it is told the class of an image.
     """
 
@@ -30,6 +31,7 @@ class Monolith(Model):
     budget: float = 1.0
     batch: Annotated[float, Field(exclude_if=lambda share: share == 1.0)] = 1.0
     recipe: Annotated[Recipe, Field(exclude_if=lambda recipe: recipe == "default")] = "default"
+    tuned: Annotated[bool, Field(exclude_if=lambda tuned: tuned)] = True
     conditional: Told = False
 
 
