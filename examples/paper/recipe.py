@@ -2,13 +2,15 @@
 
     python -m examples.paper.recipe --data FOLDER --out FOLDER
 
-FOLDER of --data holds Fashion-MNIST's four idx gz files. A small transformer is trained on the training images by each
-recipe, and its samples are compared with the test images by the features of a small classifier, which is trained first
-and kept in --out. Each row is written as it is done, and rows that are there already are not measured again. Prints the
-table and writes it to recipe.md and recipe.csv.
+FOLDER of --data holds Fashion-MNIST's four idx gz files, split as for the tables. A small transformer is trained on the
+training images by each recipe, and its samples are compared with the validation images by the features of a small
+classifier, which is trained first, on the public images, and kept in --out: the test images are for the tables alone.
+Each row is written as it is done, and rows that are there already are not measured again. Prints the table and writes
+it to recipe.md and recipe.csv.
 """
 
 import argparse
+import csv
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,36 +23,52 @@ from torch import Tensor
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.evaluation.classifier import Classifier, train_classifier
+from ddm.evaluation.intervals import Estimate
 from ddm.evaluation.metrics import Side, measure
-from ddm.io.idx import labels_beside, read_idx
-from ddm.io.sources import read_images
 from ddm.models import build_expert
 from ddm.protocol.base import Model
-from ddm.protocol.plan import DataSpec
-from ddm.system.console import UNBROKEN, progress, say, table
+from ddm.protocol.plan import ClassCondition, DataSpec, NoCondition
+from ddm.system.console import UNBROKEN, human_flops, progress, say, table
+from ddm.training.averages import average_of_width
 from ddm.training.loop import train
 from examples.paper.recipes import ROWS, SHAPE, Row
+from examples.paper.tables.data import Part, read_world
+from examples.paper.tables.results import commit, hardware, utc
 
 DATA = DataSpec(shape=SHAPE, range=(-1.0, 1.0))
-_NEIGHBOURS = 5
+_NEIGHBOURS, _SOLVER_STEPS = 5, 10
 
 
 class Measured(Model):
     """What one recipe reached.
 
     Attributes:
-        fid: of its samples against the test images.
-        low: lower end of its 95% interval, over samples and test images.
+        fid: of its samples against the validation images; the lowest, where a row has several averages.
+        low: lower end of its 95% interval, over samples and validation images.
         high: upper end.
+        width: of the average that it is of, where that was chosen afterwards.
         loss: mean squared error at the end.
-        train_s: seconds of training, on whatever machine.
+        steps: of training.
+        flops: of training.
+        train_s: seconds of training.
+        seed: of weights, batches and samples.
+        commit: of the code.
+        hardware: in words.
+        utc: when it was measured.
     """
 
     fid: float
     low: float
     high: float
+    width: float | None
     loss: float
+    steps: int
+    flops: float
     train_s: Annotated[float, Field(ge=0)]
+    seed: int
+    commit: str
+    hardware: str
+    utc: str
 
 
 def main() -> None:
@@ -65,68 +83,92 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     given.out.mkdir(parents=True, exist_ok=True)
-    images, tests = (read_images(given.data / f"{part}-images-idx3-ubyte.gz", DATA) for part in ("train", "t10k"))
-    judge = _classifier(given.data / "train-images-idx3-ubyte.gz", images, given.out / "classifier.safetensors")
-    reference = Side.of(judge.encode(tests), _NEIGHBOURS)
+    world = read_world("fashion-mnist", given.data)
+    judge = _classifier(world.public, given.out / "classifier.safetensors")
+    reference = Side.of(judge.encode(world.validation.images), _NEIGHBOURS)
     found: dict[str, Measured] = {}
     for name in given.rows or ROWS:
         path = given.out / f"{name}-{given.seed}.json"
         if not path.exists():
             row = ROWS[name] if given.steps is None else ROWS[name].shortened(given.steps)
-            measured = _measure(name, row, images, judge, reference, num=given.num, seed=given.seed)
+            measured = _measure(name, row, world.train, judge, reference, num=given.num, seed=given.seed)
             path.write_text(measured.model_dump_json(), "utf-8")
         found[name] = Measured.model_validate_json(path.read_text("utf-8"))
     say(write(given.out, found))
 
 
-def _classifier(path: Path, images: Tensor, kept: Path) -> Classifier:
+def _classifier(public: Part, kept: Path) -> Classifier:
     if not kept.exists():
-        labels = torch.from_numpy(read_idx(labels_beside(path)).copy()).long()
         with progress("training the classifier") as tell:
-            train_classifier(images, labels, DATA, on_progress=tell).save(kept)
+            train_classifier(public.images, public.label_N, DATA, on_progress=tell).save(kept)
     return Classifier.load(kept)
 
 
-def _measure(
-    name: str, row: Row, images: Tensor, judge: Classifier, reference: Side, *, num: int, seed: int
-) -> Measured:
-    model = build_expert(row.network, SHAPE, seed=seed)
+def _measure(name: str, row: Row, part: Part, judge: Classifier, reference: Side, *, num: int, seed: int) -> Measured:
+    told = NoCondition() if row.drop is None else ClassCondition(num_classes=int(part.label_N.max()) + 1, drop=row.drop)
+    model = build_expert(row.network, SHAPE, condition=told, seed=seed)
     settings = row.training.model_copy(update={"seed": seed})
-    with tempfile.TemporaryDirectory() as scratch, progress(f"{name}: training") as tell:
-        trained = train(
-            model,
-            images,
-            settings,
-            LinearPath(),
-            row.times,
-            checkpoint_dir=Path(scratch),
-            on_progress=lambda done: tell(done.step, done.num_steps),
-            should_stop=lambda: False,
-        )
-    model.load_state_dict(trained.ema)
-    ensemble = Ensemble([model.eval()], None, [1.0], SHAPE)
-    with progress(f"{name}: drawing") as tell:
-        samples = ensemble.sample(num, seed=seed, on_progress=tell).images.clamp(*DATA.range)
-    fid = measure(Side.of(judge.encode(samples), _NEIGHBOURS), reference)[0]["fid"]
-    return Measured(fid=fid.value, low=fid.low, high=fid.high, loss=trained.loss, train_s=trained.seconds)
+    with tempfile.TemporaryDirectory() as scratch:
+        with progress(f"{name}: training") as tell:
+            trained = train(
+                model,
+                part.images,
+                settings,
+                LinearPath(),
+                row.times,
+                checkpoint_dir=Path(scratch),
+                on_progress=lambda done: tell(done.step, done.num_steps),
+                should_stop=lambda: False,
+                labels=None if row.drop is None else part.label_N,
+                drop=row.drop or 0.0,
+            )
+        averages: dict[float | None, dict[str, Tensor]] = {None: trained.ema}
+        if row.widths:
+            averages = {width: average_of_width(Path(scratch), settings, width, trained.ema) for width in row.widths}
+    classes = None if row.drop is None else part.label_N[torch.arange(num) % len(part)]
+    fids: dict[float | None, Estimate] = {}
+    for width, weights in averages.items():
+        model.load_state_dict(weights)
+        ensemble = Ensemble([model.eval()], None, [1.0], SHAPE, condition=told)
+        with progress(f"{name}: drawing") as tell:
+            drawn = ensemble.sample(num, steps=_SOLVER_STEPS, condition=classes, seed=seed, on_progress=tell)
+        samples = Side.of(judge.encode(drawn.images.clamp(*DATA.range)), _NEIGHBOURS)
+        fids[width] = measure(samples, reference)[0]["fid"]
+    width = min(fids, key=lambda each: fids[each].value)
+    return Measured(
+        fid=fids[width].value,
+        low=fids[width].low,
+        high=fids[width].high,
+        width=width,
+        loss=trained.loss,
+        steps=trained.steps,
+        flops=trained.flops,
+        train_s=trained.seconds,
+        seed=seed,
+        commit=commit(),
+        hardware=hardware(torch.device("cpu")),
+        utc=utc(),
+    )
 
 
 def write(out: Path, found: Mapping[str, Measured]) -> str:
     """Write recipe.csv and recipe.md, and return the table as Markdown."""
     first = next(iter(found.values())).fid
-    head = ("recipe", "FID", "95% interval", "of the first", "loss", "seconds")
+    head = ("recipe", "FID", "95% interval", "of the first", "loss", "FLOPs", "seconds")
     rows = [
-        (ROWS[name].label, f"{each.fid:.1f}", f"{each.low:.1f} to {each.high:.1f}", f"{each.fid / first:.2f}")
-        + (f"{each.loss:.4f}", f"{each.train_s:.0f}")
+        (ROWS[name].label + (f": {each.width:g}" if each.width else ""), f"{each.fid:.1f}")
+        + (f"{each.low:.1f} to {each.high:.1f}", f"{each.fid / first:.2f}")
+        + (f"{each.loss:.4f}", human_flops(each.flops), f"{each.train_s:.0f}")
         for name, each in found.items()
     ]
     text = table(rows, head, width=UNBROKEN)
     (out / "recipe.md").write_text(text, "utf-8")
-    lines = [
-        ",".join(["row", *Measured.model_fields]),
-        *(",".join([name, *(f"{value:g}" for value in each.model_dump().values())]) for name, each in found.items()),
-    ]
-    (out / "recipe.csv").write_text("\n".join(lines) + "\n", "utf-8")
+    with (out / "recipe.csv").open("w", newline="", encoding="utf-8") as handle:
+        writer = csv.writer(handle, lineterminator="\n")
+        writer.writerow(("row", *Measured.model_fields))
+        for name, each in found.items():
+            values = each.model_dump().values()
+            writer.writerow((name, *(f"{value:g}" if isinstance(value, float) else value for value in values)))
     return text
 
 

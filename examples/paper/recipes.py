@@ -9,6 +9,7 @@ from ddm.protocol.plan import LogitNormalT, TDistribution, Training, UniformT
 
 SHAPE = (1, 28, 28)
 _NETWORK = Dit(patch=4, hidden=96, depth=3, heads=4)
+_NARROW = Dit(patch=4, hidden=48, depth=3, heads=4)
 
 
 @dataclass(frozen=True)
@@ -20,20 +21,25 @@ class Row:
         training: the settings.
         times: distribution of the training times.
         network: the expert.
+        widths: of averages among which the best is chosen afterwards; none of a row with the recipe's own.
+        drop: share of the images whose class training hides; None of a row without classes.
     """
 
     label: str
     training: Training
     times: TDistribution = UniformT()
     network: Dit = _NETWORK
+    widths: tuple[float, ...] = ()
+    drop: float | None = None
 
     def shortened(self, steps: int) -> "Row":
         """Return it with fewer steps."""
-        return replace(self, training=self.training.model_copy(update={"num_steps": steps}))
+        changes = {"num_steps": steps, "ema_snapshots": min(self.training.ema_snapshots, steps)}
+        return replace(self, training=self.training.model_copy(update=changes))
 
     def but(self, label: str, **changes: Any) -> "Row":
-        """Return it with other settings, or other `times` or another `network`."""
-        others = {name: changes.pop(name) for name in ("times", "network") if name in changes}
+        """Return it with other settings, or other `times`, `widths`, `drop` or another `network`."""
+        others = {name: changes.pop(name) for name in ("times", "network", "widths", "drop") if name in changes}
         settings = Training.model_validate({**self.training.model_dump(), **changes})
         return replace(self, label=label, training=settings, **others)
 
@@ -77,5 +83,18 @@ ROWS: dict[str, Row] = {
     "sigmoid": _EIGHT.but("8 times, loss weighted by a sigmoid", loss_weighting="sigmoid"),
     "epochs": _EIGHT.but("8 times, epochs", order="epochs"),
     "qk": _EIGHT.but("8 times, queries and keys normalised", network=_NETWORK.model_copy(update={"qk_norm": True})),
+    "warmup": _EIGHT.but("8 times, no warm-up", warmup_steps=0),
+    "flip": _EIGHT.but("8 times, images mirrored at random", flip=True),
+    "afterwards": _EIGHT.but(
+        "8 times, the best of five averages, chosen afterwards",
+        ema_decay=None,
+        ema_width=0.1,
+        ema_snapshots=32,
+        widths=(0.03, 0.05, 0.1, 0.15, 0.2),
+    ),
+    "dropped": _EIGHT.but("8 times, told the class, which is hidden in a tenth", drop=0.1),
+    "told": _EIGHT.but("8 times, told the class always", drop=0.0),
+    "narrow": _EIGHT.but("8 times, half the width", network=_NARROW),
+    "narrow16": _EIGHT.but("16 times, half the width", network=_NARROW, learning_rate=0.016),
     "default": _DEFAULT,
 }

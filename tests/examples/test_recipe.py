@@ -20,7 +20,7 @@ def idx(path: Path, array: np.ndarray) -> None:
 @pytest.mark.slow
 def test_rows_are_measured_once_and_written_as_a_table(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    for part, num in (("train", 160), ("t10k", 80)):
+    for part, num in (("train", 800), ("t10k", 80)):
         labels = random.integers(0, 2, num, np.uint8)
         images = random.integers(0, 60, (num, 28, 28), np.uint8) + 150 * labels[:, None, None]
         idx(tmp_path / f"{part}-images-idx3-ubyte.gz", images.astype(np.uint8))
@@ -28,10 +28,10 @@ def test_rows_are_measured_once_and_written_as_a_table(tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = [sys.executable, "-m", "examples.paper.recipe", "--data", str(tmp_path), "--out", str(out)]
     words += ["--steps", "2", "--num", "80"]
-    rows = [*words, "--rows", "plain", "default"]
+    rows = [*words, "--rows", "plain", "afterwards", "dropped", "told", "default"]
     first = subprocess.run(rows, capture_output=True, text=True, check=True, cwd=ROOT)
     lines = (out / "recipe.csv").read_text("utf-8").splitlines()
-    assert [line.split(",")[0] for line in lines] == ["row", "plain", "default"]
+    assert [line.split(",")[0] for line in lines] == ["row", "plain", "afterwards", "dropped", "told", "default"]
     assert "what a recipe leaves out" in first.stdout
     measured = (out / "default-0.json").read_bytes()
     (out / "plain-0.json").unlink()
