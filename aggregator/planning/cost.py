@@ -111,6 +111,8 @@ def private_step(plan: Plan) -> PrivateStep:
         raise ValueError("the plan does not train privately")
     units = max(each.units(plan.statistics.unit) for each in plan.agreed.values())
     images = max(each.images / each.units(plan.statistics.unit) for each in plan.agreed.values())
+    if plan.transform and plan.transform.slices:
+        images *= plan.transform.slices.count  # a card counts pictures
     samples = min(units, terms.units_per_step) * min(images, terms.images_per_unit) * terms.draws
     slower = _COPIES if isinstance(plan.expert.adaptation, LoraAdaptation) else _LOOP
     return PrivateStep(samples, slower, slower * samples / plan.expert.training.batch_size)

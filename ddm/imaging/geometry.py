@@ -56,6 +56,13 @@ def resampled_size(spec: TransformSpec, sides: Sides, spacing: tuple[float, ...]
     extent = [length * side for length, side in zip(spacing or (1.0,) * len(sides), sides, strict=True)]
     if not all(0 < length < float("inf") for length in extent):
         raise DataError("axes", expected="finite lengths above 0", got="a length that is zero or not finite")
+    try:
+        return _resampled_size(spec, extent, sides, shape)
+    except ArithmeticError as error:  # lengths so unlike that their proportion is no number
+        raise DataError("axes", expected="lengths that can be compared", got="lengths too unlike") from error
+
+
+def _resampled_size(spec: TransformSpec, extent: Sequence[float], sides: Sides, shape: Sides) -> Sides:
     match spec.fit:
         case CropFit():
             return covering_size(extent, shape)
@@ -143,11 +150,16 @@ def content_of(values: Floats, content: Content, target: tuple[float, float]) ->
     return values[(slice(None), *places)]
 
 
+def axis_of(slices: Slices) -> int:
+    """Return which side of a volume its slices are taken along, from 0."""
+    return _AXES[slices.axis]
+
+
 def slices_of(
     values: Floats, slices: Slices, spacing: tuple[float, ...] | None
 ) -> Iterator[tuple[Floats, tuple[float, ...] | None]]:
     """Yield slices of a volume (C, D, H, W) as images upright on a screen, each with the spacing of its sides."""
-    axis = _AXES[slices.axis]
+    axis = axis_of(slices)
     sides = [side for side in range(3) if side != axis]
     kept = None if spacing is None else tuple(spacing[side] for side in sides)
     for number in slice_numbers(values.shape[1 + axis], slices):
@@ -156,7 +168,11 @@ def slices_of(
 
 
 def slice_numbers(length: int, slices: Slices) -> list[int]:
-    """Return which slices of an axis are taken: the middles of equal parts of its share, each slice once at most."""
+    """Return which slices of an axis are taken: the middles of equal parts of its share.
+
+    There are always `count`: where the axis is shorter, slices are taken more than once, since their number may not
+    tell how deep a volume is.
+    """
     low, high = (length * end for end in slices.share)
     step = (high - low) / slices.count
-    return sorted({min(length - 1, int(low + (k + 0.5) * step)) for k in range(slices.count)})
+    return [min(length - 1, int(low + (k + 0.5) * step)) for k in range(slices.count)]

@@ -47,7 +47,7 @@ def contact_sheet(pictures: Iterable[Picture], transform: Transform, path: Path)
     """
     largest = max(transform.data.shape[-2:])
     side = largest * max(1, CELL // largest)
-    after = min(_SLICES, transform.most)
+    after = min(_SLICES, transform.num)
     cells: list[Floats] = []
     reasons: list[str] = []
     for number, picture in enumerate(islice(pictures, MOST), 1):

@@ -1,5 +1,6 @@
 """Which values of a picture become the plan's range, and its channels."""
 
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -61,9 +62,11 @@ def bounds(values: NDArray[np.generic], picture: Picture, spec: TransformSpec) -
     """
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise DataError("values", expected="finite numbers", got="NaN or infinite values")
-    low, high = _asked(values, picture, spec.range)
+    low, high = map(float, _asked(values, picture, spec.range))
     if not high > low:
         raise DataError("values", expected="values that differ", got="the same value nearly everywhere")
+    if not isfinite(high - low):
+        raise DataError("values", expected="a finite range", got="numbers too large for one")
     return low, high
 
 

@@ -1,5 +1,7 @@
 """The one way in which every silo, and the aggregator, turn a decoded picture into samples. A part of the plan.
 
+A picture that is not taken is an error among the aggregator's public images, and a blank sample at a silo.
+
 The steps have one order: channels, range, content, slices, fit, storage. `ddm.imaging.transform` carries them out.
 """
 
@@ -25,8 +27,8 @@ class WindowRange(Model):
     """The window that a file asks to be shown in, as DICOM's VOI window, becomes the plan's range; clipped beyond.
 
     Attributes:
-        fallback: what becomes of a picture without a window: it is refused, or its 0.5th to 99.5th percentile or its
-            type's full range is taken.
+        fallback: what becomes of a picture without a window: it is not taken (`refuse`), or its 0.5th to 99.5th
+            percentile or its type's full range is.
     """
 
     kind: Literal["window"] = "window"
@@ -96,7 +98,7 @@ class Slices(Model):
     Attributes:
         axis: across which they lie: axial from inferior to superior, coronal from anterior to posterior, sagittal from
             the patient's right to the left.
-        count: how many of each volume; a volume with fewer gives each once.
+        count: how many of each volume; one with fewer gives some more than once, and an image is taken as often.
         share: the part of the axis that they are taken from, 0 to 1.
     """
 
@@ -137,7 +139,7 @@ class CentreFit(Model):
 class SpacingFit(Model):
     """Resampled to one spacing, so that sizes stay comparable between patients; then as `centre`.
 
-    A picture whose file states no spacing is refused.
+    A picture whose file states no spacing is not taken.
 
     Attributes:
         mm: between neighbours.
@@ -154,7 +156,7 @@ class TransformSpec(Model):
     """What becomes of every picture, at each silo and at the aggregator, before anything else sees it.
 
     Attributes:
-        channels: `keep`, which refuses pictures with another number than the plan's; `grey`, the luminance of RGB;
+        channels: `keep`, which takes no pictures with another number than the plan's; `grey`, the luminance of RGB;
             `rgb`, grey three times; or `pick`, those that are listed.
         pick: of `pick`, the channels to take, from 0, in this order.
         padding: the value that is padded with, in the plan's range; by default its lower end.
@@ -208,7 +210,11 @@ def _channels(spec: TransformSpec) -> str:
 def _range(given: WindowRange | ValuesRange | PercentilesRange | FullRange) -> str:
     match given:
         case WindowRange(fallback=fallback):
-            without = {"refuse": "refused", "percentiles": "by percentiles 0.5 to 99.5", "full": "by the type's range"}
+            without = {
+                "refuse": "not taken",
+                "percentiles": "by percentiles 0.5 to 99.5",
+                "full": "by the type's range",
+            }
             return f"range by the file's window (without one: {without[fallback]})"
         case ValuesRange(low=low, high=high):
             return f"range from {low:g} to {high:g} in units of the file"

@@ -41,6 +41,7 @@ class Cohort:
         text_NLD: the captions as vectors, the experts' text condition; see `silo.data.captions`.
         latent: whether `images` are latents that the site brings, not over the plan's `scale`.
         rank_U: a secret random order of the units, float64, which is the same in every cohort of the same units.
+        per_picture: how many images each picture of the site became.
     """
 
     images: Images
@@ -52,6 +53,12 @@ class Cohort:
     text_NLD: Tensor | None = field(default=None, repr=False)
     latent: bool = False
     rank_U: Tensor = field(default_factory=lambda: torch.zeros(0), repr=False)
+    per_picture: int = 1
+
+    @property
+    def num_pictures(self) -> int:
+        """How many pictures there are before the plan's transform, as the site's card and policy count them."""
+        return len(self.images) // self.per_picture
 
 
 def load_cohort(
@@ -81,7 +88,7 @@ def load_cohort(
             `silo.data.transformed.open_transformed`; without one, that goes through the defaults if the plan is one of
             volumes.
         spec: the plan's shape and range.
-        min_images: fewest images that the plan and this site accept.
+        min_images: fewest images that the plan and this site accept, counted before the plan's transform.
         salt: this site's, for the digest.
         unit: the plan's.
         num_classes: the plan's, None where it needs no classes.
@@ -102,16 +109,20 @@ def load_cohort(
     classes = None if num_classes is None else Classes(num_classes, class_names)
     if transform is None and len(spec.shape) == 4 and _in_files(path, settings):
         transform = TransformSpec()
+    per_picture = 1
     if transform:
         if folder is None:
             raise TypeError("a plan with a transform needs a folder for the copy that it makes")
         asked = Asked(unit == "patient", classes, captions, known_classes)
-        source = open_transformed(path, Transform(transform, spec), asked, folder, settings, advance)
+        carried_out = Transform(transform, spec)
+        source = open_transformed(path, carried_out, asked, folder, settings, advance)
+        per_picture = 1 if source.name == "latents" else carried_out.num
     else:
         source = open_source(path)
     num, latent = len(source), source.name == "latents"
-    if num < min_images:
-        raise DataError("images", expected=f"at least {min_images}, as plan and policy require", got=f"{num}")
+    if num // per_picture < min_images:
+        got = f"{num // per_picture}"
+        raise DataError("images", expected=f"at least {min_images}, as plan and policy require", got=got)
     if latent and latent_shape is None:
         raise DataError("data", expected="images: this plan's experts have no autoencoder", got="latents")
     patient_N = read_column(source, "patients") if unit == "patient" else None
@@ -134,6 +145,7 @@ def load_cohort(
         captions=texts,
         latent=latent,
         rank_U=torch.from_numpy(_ranks(unit_N, patient_N, salt)),
+        per_picture=per_picture,
     )
 
 

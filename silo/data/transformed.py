@@ -1,4 +1,8 @@
-"""Takes the private pictures that a scan accepts through the plan's transform, once; leaves out what cannot be used."""
+"""Takes the private pictures that a scan accepts through the plan's transform, once: all of them.
+
+What a scan does not accept is left out, by the site's own rules. What the plan's transform does not take becomes blank
+samples and stays: a plan chooses what that is, and must not find out by a number or a stop which pictures there are.
+"""
 
 import logging
 from collections import Counter
@@ -20,7 +24,8 @@ from silo.images.seen import MOST_CAPTION
 from silo.images.walk import Scanned
 
 LEFT_OUT = "left-out.csv"
-NOT_TAKEN = "not taken by the plan"
+BLANK = "blank"
+NOT_TAKEN = f"{BLANK}: not taken by the plan"
 Advance = Callable[[int, int], None]
 _NAMED = 8  # classes in one message
 _log = logging.getLogger(__name__)
@@ -63,8 +68,9 @@ def open_transformed(
 ) -> Source:
     """Return what the plan's transform makes of the pictures at `path`, from a copy in `folder` that is made once.
 
-    Pictures are those that a scan accepts: bad files, and pictures that wait for a person, are left out, and so are
-    pictures that the plan does not take. `LEFT_OUT` in the folder of the scans lists them.
+    Pictures are those that a scan accepts: bad files, and pictures that wait for a person, are left out. Each becomes
+    `transform.num` samples, blank ones where the plan does not take it. `LEFT_OUT` in the folder of the scans lists
+    both.
 
     Args:
         path: whatever `silo.images.entries.find_entries` takes. Latents are returned as they are.
@@ -97,10 +103,12 @@ def open_transformed(
             num = making.check()
             _log.info("transforming %d images, once for this plan", num)
             made = store_cohort(
-                folder, inputs, transform, making.items(num), most=num * transform.most, captions=asked.captions
+                folder, inputs, transform, making.items(num), most=num * transform.num, captions=asked.captions
             )
             making.close()
         _log.info("%d samples of %d images%s", len(made), num, making.words)
+        if making.blank:
+            _log.warning("%d of %d images are blank to this plan; %s says why", making.blank, num, LEFT_OUT)
         return made
 
 
@@ -114,6 +122,7 @@ class _Making:
     quarantine: Quarantine
     advance: Advance
     reasons: Counter[str] = field(default_factory=Counter)
+    blank: int = 0
 
     def check(self) -> int:
         """Count the accepted pictures, before any is decoded, and note the others.
@@ -142,24 +151,16 @@ class _Making:
         return num
 
     def items(self, num: int) -> Iterator[Item]:
-        """Decode the accepted pictures, and yield what the plan makes of each.
-
-        Raises:
-            DataError: the plan takes none.
-        """
-        taken, last = 0, DataError("images", got="a file that could be read before, and no longer")
+        """Decode the accepted pictures, and yield what the plan makes of each."""
         for done, (found, picture) in enumerate(self.pictures.decoded()):
             self.advance(min(done, num), num)
             if picture is None:
-                self._leave_out(found, found.reason or "", found.detail)
-                continue
-            try:
-                samples = self.transform.apply(picture)
-            except DataError as error:  # its words are about sizes and values alone
-                self._leave_out(found, NOT_TAKEN, str(error))
-                last = error
-                continue
-            taken += 1
+                samples = self.transform.blank
+                self._note_blank(found, f"{BLANK}: {found.reason}", found.detail)
+            else:
+                samples, problem = self.transform.apply_to_any(picture)
+                if problem is not None:  # its words are about sizes and values alone
+                    self._note_blank(found, NOT_TAKEN, problem)
             classes = self.asked.classes
             yield Item(
                 samples,
@@ -167,9 +168,6 @@ class _Making:
                 label=classes.number(found.label or "") if classes else None,
                 caption=(found.caption or "") if self.asked.captions else None,
             )
-        if not taken:
-            got = f"none of {num}; of the last: {last}"
-            raise DataError("images", expected="at least one that the plan takes", got=got, remedy=last.remedy)
 
     def close(self) -> None:
         """Write the rest of the list of what is left out."""
@@ -183,6 +181,10 @@ class _Making:
 
     def _leave_out(self, found: Scanned, reason: str, detail: str) -> None:
         self.reasons[reason] += 1
+        self.quarantine.add(found, reason, detail)
+
+    def _note_blank(self, found: Scanned, reason: str, detail: str) -> None:
+        self.blank += 1
         self.quarantine.add(found, reason, detail)
 
     def _problems(self, num: int, lacking: Counter[str]) -> Iterator[DataError]:

@@ -5,11 +5,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from ddm.errors import DataError
 from ddm.imaging.picture import Picture
+from ddm.imaging.reasons import Reason
 from silo.config import ImagesSettings
 from silo.images.decisions import Decisions
 from silo.images.decoders import decode_in_order
@@ -83,8 +85,7 @@ class Pictures:
             if kept is None:
                 yield Scanned(entry.path, entry.row, reason=entry.reason, detail=entry.detail)
                 continue
-            for place, seen in enumerate(self._memory.pictures(kept.number)):
-                found = judged(entry.path, entry.row, place, seen, self._decisions)
+            for found in self._pictures(entry, kept):
                 self._accepted[-1] |= found.reason is None
                 yield found
             if kept.reason is not None:
@@ -98,13 +99,15 @@ class Pictures:
     def decoded(self) -> Iterator[tuple[Scanned, Picture | None]]:
         """Decode files, and yield their accepted pictures with their values, in the order of the files.
 
-        A file that fails though a scan could read it is yielded with its reason, without a picture. Files without an
-        accepted picture, as the last pass over all of them found, are not opened.
+        As many are yielded as a scan accepted: what is missing of a file that fails though a scan could read it comes
+        without a picture, with the reason. Files without an accepted picture, as the last pass over all of them found,
+        are not opened.
 
         Raises:
             DataError: files that changed since they were scanned.
         """
-        turns, place = deque[tuple[Entry, Kept]](), 0
+        turns = deque[tuple[Entry, Kept]]()
+        rest: Iterator[Scanned] | None = None  # of the file whose turn it is
 
         def jobs() -> Iterator[Job]:
             for number, (entry, kept) in enumerate(self._files()):
@@ -117,18 +120,24 @@ class Pictures:
         num, limits = processes_of(self._settings), limits_of(self._settings)
         for found in decode_in_order(jobs(), limits, self._memory.key, num=num):
             entry, kept = turns[0]
+            if rest is None:
+                rest = self._pictures(entry, kept)
             if isinstance(found, Found):
-                scanned = judged(entry.path, entry.row, place, found.seen, self._decisions)
-                place += 1
-                if scanned.reason is None:
+                if (scanned := next(rest, None)) is not None and scanned.reason is None:
                     yield scanned, found.picture
                 continue
             turns.popleft()
-            place = 0
             if found.digest and kept.digest and found.digest != kept.digest:
                 raise _changed()
-            if found.reason is not None and found.reason != kept.reason:
-                yield Scanned(entry.path, entry.row, reason=found.reason, detail=found.detail), None
+            for scanned in rest:
+                if scanned.reason is None:
+                    yield replace(scanned, reason=found.reason or Reason.NO_PIXELS, detail=found.detail), None
+            rest = None
+
+    def _pictures(self, entry: Entry, kept: Kept) -> Iterator[Scanned]:
+        """Yield the pictures of a file as the scan found them."""
+        for place, seen in enumerate(self._memory.pictures(kept.number)):
+            yield judged(entry.path, entry.row, place, seen, self._decisions)
 
     def _files(self) -> Iterator[tuple[Entry, Kept | None]]:
         """Yield each file with what is known of it; None where it is not read at all."""

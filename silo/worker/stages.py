@@ -84,7 +84,7 @@ def check_agreed(accepted: AcceptedPlan, cohort: Cohort, silo_id: str) -> None:
     """
     plan = accepted.plan
     agreed, unit = plan.agreed[silo_id], plan.statistics.unit
-    found = {"image": (len(cohort.images), agreed.images), unit: (cohort.num_units, agreed.units(unit))}
+    found = {"image": (cohort.num_pictures, agreed.images), unit: (cohort.num_units, agreed.units(unit))}
     for what, (num, most) in found.items():
         if num > most:
             raise PolicyError(

@@ -5,7 +5,7 @@ the aggregator sees of the sites may differ.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from aggregator.planning.draft import draft_plan
@@ -22,14 +23,18 @@ from ddm.diffusion.path import path_named
 from ddm.encoders.autoencoder import build_autoencoder
 from ddm.encoders.lost import fill_lost
 from ddm.errors import DataError, NumericalError
+from ddm.imaging.picture import Picture
+from ddm.imaging.pictures import pictures
+from ddm.imaging.transform import Transform
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.partition.nearest import Nearest
-from ddm.protocol.base import File
+from ddm.protocol.base import File, Unit
 from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.plan import UniformT
+from ddm.protocol.plan import DataSpec, TransformSpec, UniformT
 from ddm.routers.sketch import Sketch
 from ddm.training.loop import train
 from silo.data.declared import check_values, facts_of
+from silo.data.transformed import LEFT_OUT, NOT_TAKEN
 from silo.plan import acceptance
 from silo.worker import stages
 from silo.worker.worker import Worker
@@ -196,6 +201,111 @@ def test_autoencoder_that_overflows_for_one_person_shows_nothing(tmp_path: Path)
             files.latent.encode(held)
         fired = ~torch.isfinite(files.latent.encode(held, lost=torch.nan)).flatten(1).all(1)
         assert fired.nonzero().flatten().tolist() == ([7] if with_target else [])
+    assert seen[0] == seen[1]
+
+
+SPREAD = 12  # pictures, of which the site declares as many as there are
+
+
+def spread(folder: Path, unit: Unit, *, patients: Sequence[str], num: int = SPREAD) -> TinyFederation:
+    """A federation of one site with files in a folder of its own; a table says whose they are."""
+    rows = [f"{path.name},{patient}" for path, patient in zip(sorted(folder.iterdir()), patients, strict=True)]
+    (folder / "volumes.csv").write_text("\n".join(["file,patient", *rows]) + "\n")
+    tiny = TinyFederation.create(folder.parent / "tiny", {})
+    declared = {"privacy": {"unit": unit}, "training": {"min_images": num}}
+    tiny.join_with(SILO, folder, POLICY | declared | {"data": {"kind": "pictures", "min_images": num}})
+    return tiny
+
+
+def asking(unit: Unit, transform: dict[str, Any], num: int = SPREAD) -> dict[str, Any]:
+    """The tables of a plan that asks by its transform."""
+    statistics = COUNTS["statistics"] | {"unit": unit}
+    return {"statistics": statistics, "partition": {"kind": "silo", "min_images": num}, "transform": transform}
+
+
+def brightest(folder: Path, levels: Sequence[int]) -> list[Picture]:
+    """Write pictures of 16 bits, each with one pixel of its level among darker ones."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(3)
+    for number, level in enumerate(levels):
+        values = rng.integers(0, 90, (20, 20)).astype(np.uint16)
+        values[7, 11] = level
+        Image.fromarray(values).save(folder / f"{number:02d}.png")
+    return list(pictures(folder))
+
+
+VALUES: dict[str, Any] = {"range": {"kind": "values", "low": 0.0, "high": 500.0}, "content": {"threshold": 250 / 500}}
+PERCENTILES: dict[str, Any] = {"range": {"kind": "percentiles", "low": 99.9, "high": 100.0}}
+
+
+@pytest.mark.parametrize("unit", ["image", "patient"])
+@pytest.mark.parametrize(
+    ("transform", "others", "levels"),
+    [
+        pytest.param(VALUES, 400, (400, 200), id="threshold that one picture does not reach"),
+        pytest.param(VALUES, 200, (400, 200), id="threshold that one picture alone reaches, or none"),
+    ],
+)
+def test_transform_that_takes_one_picture_or_does_not_shows_nothing(
+    transform: dict[str, Any], others: int, levels: tuple[int, int], unit: Unit, tmp_path: Path
+) -> None:
+    seen, patients = [], [f"P{number // 2}" for number in range(SPREAD)]
+    patients[7] = "P99"  # who has no other picture
+    for number, level in enumerate(levels):
+        at = [others] * SPREAD
+        at[7] = level
+        held = brightest(tmp_path / str(number) / "data", at)
+        tiny = spread(tmp_path / str(number) / "data", unit, patients=patients)
+        seen.append(seen_of(tiny, signed(tiny, lambda folder: None, **asking(unit, transform))))
+        site = tiny.sites[SILO]
+        blank = (site.private / "images" / LEFT_OUT).read_text().count(NOT_TAKEN)
+        assert blank == sum(each <= 250 for each in at)  # the question does tell them apart, on the site alone
+        assert seen[-1][-2] == (SPREAD if unit == "image" else 7)
+        with nullcontext() if level > 250 else pytest.raises(DataError, match="threshold"):
+            exactly(transform).apply(held[7])
+    assert seen[0] == seen[1]
+
+
+def exactly(transform: dict[str, Any]) -> Transform:
+    return Transform(TransformSpec.model_validate(transform), DataSpec(shape=(1, 4, 4), range=(-1.0, 1.0)))
+
+
+def test_percentiles_that_are_equal_in_one_picture_alone_show_nothing(tmp_path: Path) -> None:
+    seen = []
+    for number, flat in enumerate((False, True)):
+        folder = tmp_path / str(number) / "data"
+        brightest(folder, [400] * SPREAD)
+        if flat:
+            values = np.asarray(Image.open(folder / "07.png")).copy()
+            values[:3] = 400
+            Image.fromarray(values).save(folder / "07.png")
+        with pytest.raises(DataError, match="differ") if flat else nullcontext():
+            exactly(PERCENTILES).apply(next(pictures(folder / "07.png")))
+        tiny = spread(folder, "image", patients=[f"P{number}" for number in range(SPREAD)])
+        seen.append(seen_of(tiny, signed(tiny, lambda folder: None, **asking("image", PERCENTILES))))
+        assert (NOT_TAKEN in (tiny.sites[SILO].private / "images" / LEFT_OUT).read_text()) == flat
+    assert seen[0] == seen[1]
+
+
+def test_number_of_slices_asks_nothing_about_the_depth_of_one_patients_volume(tmp_path: Path) -> None:
+    """The card states 16 images: nine slices of the deep volume, and two of each other, would be one too many."""
+    import nibabel
+
+    seen, num, transform = [], 5, {"slices": {"count": 9}}
+    for depth in (9, 2):
+        folder = tmp_path / str(depth) / "data"
+        folder.mkdir(parents=True)
+        for number in range(num):
+            shape = (12, 12, depth if number == 3 else 2)
+            values = np.random.default_rng(number).normal(300.0, 80.0, shape).astype(np.float32)
+            nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), folder / f"{number}.nii")
+        tiny = spread(folder, "patient", patients=[f"P{number}" for number in range(num)], num=num)
+        agreed = tiny.sites[SILO].agreed()
+        assert agreed is not None and agreed.images == 16
+        seen.append(seen_of(tiny, signed(tiny, lambda folder: None, **asking("patient", transform, num))))
+        (kept,) = tiny.sites[SILO].private.glob("unpacked-*.npy")
+        assert len(np.load(kept)) == 9 * num  # whatever there is to be cut
+        assert seen[-1][-2] == num
     assert seen[0] == seen[1]
 
 

@@ -69,7 +69,7 @@ def test_slices_and_volumes_and_colours_of_any_shape_have_a_sheet(tmp_path: Path
     for number, (pictures, spec, shape) in enumerate(
         (
             ([volume] * 3, TransformSpec(slices=Slices(count=5), fit=PadFit()), (1, 64, 32)),
-            ([volume], TransformSpec(), (1, 4, 200, 8)),
+            ([volume], TransformSpec(), (1, 4, 100, 8)),
             ([colour] * 70, TransformSpec(), (3, 8, 8)),
             ([colour], TransformSpec(channels="pick", pick=(0, 1)), (2, 8, 8)),
         )

@@ -224,8 +224,8 @@ def test_slices_are_upright_and_lie_where_the_share_says() -> None:
                 top, left = (10 - slice_.shape[1]) // 2, (10 - slice_.shape[2]) // 2
                 inside = image[:, top : top + slice_.shape[1], left : left + slice_.shape[2]]
                 assert np.allclose(inside, slice_, rtol=1e-5)
-    flat = Transform(spec, data).apply(Picture(numbers[:, 0]))  # an image among volumes stays one
-    assert len(flat) == 1
+    flat = Transform(spec, data).apply(Picture(numbers[:, 0]))  # an image among volumes counts as one of them
+    assert len(flat) == 2 and np.array_equal(*flat)
     with pytest.raises(DataError, match="an image") as caught:
         Transform(TransformSpec(), data).apply(Picture(numbers))
     assert "[transform.slices]" in caught.value.remedy
@@ -241,13 +241,16 @@ def test_slices_of_a_volume_share_its_range_and_its_content() -> None:
 
 @settings(max_examples=50)
 @given(st.integers(1, 400), st.integers(1, 64), st.floats(0, 0.9), st.floats(0.01, 1.0))
-def test_slices_are_distinct_ascending_and_within_their_share(length: int, count: int, low: float, part: float) -> None:
+def test_slices_are_as_many_as_asked_ascending_and_within_their_share(
+    length: int, count: int, low: float, part: float
+) -> None:
     share = (low, min(1.0, low + part))
     found = slice_numbers(length, Slices(count=count, share=share))
-    assert found == sorted(set(found)) and 1 <= len(found) <= count
+    assert found == sorted(found) and len(found) == count  # whatever the length
     assert all(share[0] * length - 1 <= number < share[1] * length + 1 and 0 <= number < length for number in found)
+    assert max(found.count(number) for number in found) <= max(1, np.ceil(count / ((share[1] - share[0]) * length)) + 1)
     if count <= (share[1] - share[0]) * length:
-        assert len(found) == count
+        assert len(set(found)) == count
 
 
 def test_sizes_are_refused_by_arithmetic_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +271,10 @@ def test_sizes_are_refused_by_arithmetic_before_anything_is_made(monkeypatch: py
     refused(TransformSpec(range=AS_IT_IS), thin, 1 << 26)
     fine = Picture(floats(1, 64, 64), spacing=(500.0, 500.0))
     refused(TransformSpec(range=AS_IT_IS, fit=SpacingFit(mm=0.001)), fine, 1 << 40)
+    refused(TransformSpec(range=AS_IT_IS, fit=SpacingFit(mm=0.1)), Picture(floats(1, 64, 64), spacing=(5, 5)), 1 << 40)
+    for spacing in ((1e-300, 1e300), (5e-324, 1.0)):
+        with pytest.raises(DataError, match="axes"):
+            Transform(TransformSpec(range=AS_IT_IS), data).apply(Picture(floats(1, 9, 9), spacing=spacing))
     whole = Picture(np.broadcast_to(np.uint8(1), (1, 1 << 16, 1 << 16)))  # 4 GiB that nobody holds
     refused(TransformSpec(range=AS_IT_IS), whole, 1 << 30)
     assert not never
@@ -287,6 +294,42 @@ def test_pictures_that_no_decoder_gives_are_refused() -> None:
     ):
         with case(picture=picture), pytest.raises(DataError):
             Transform(TransformSpec(range=AS_IT_IS), data).apply(picture)
+
+
+def test_whatever_a_plan_does_not_take_becomes_as_many_blank_samples_and_says_why_here_alone() -> None:
+    data = DataSpec(shape=(1, 8, 8), range=(-1.0, 1.0))
+    image, volume = floats(1, 8, 8), floats(1, 5, 8, 8)
+    huge = image.copy()
+    huge[0, 0] = 3e38, -3e38, *huge[0, 0, 2:]
+    for words, spec, picture in (
+        ("threshold", {"range": AS_IT_IS, "content": Content(threshold=0.9)}, Picture(image / 2)),
+        ("differ", {"range": PercentilesRange()}, Picture(np.full((1, 8, 8), 7, np.uint8))),
+        ("finite", {"range": AS_IT_IS}, Picture(np.full((1, 8, 8), np.nan, np.float32))),
+        ("window", {"range": WindowRange()}, Picture(image)),
+        ("full range", {"range": FullRange()}, Picture(image)),
+        ("spacing", {"fit": SpacingFit(mm=1.0)}, Picture(image)),
+        ("channels", {}, Picture(floats(2, 8, 8))),
+        ("picture", {}, Picture(volume)),
+        ("bytes of memory", {"fit": SpacingFit(mm=0.001)}, Picture(image, spacing=(9.0, 9.0))),
+        ("axes", {}, Picture(image, spacing=(1e-300, 1e300))),
+        ("ndim", {}, object()),  # no error of ours
+        ("threshold", {"range": AS_IT_IS, "content": Content(threshold=0.9), "slices": 3}, Picture(volume / 2)),
+        ("channels", {"slices": 3}, Picture(floats(2, 5, 8, 8))),
+    ):
+        with case(words=words, spec=spec):
+            slices = Slices(count=spec["slices"]) if "slices" in spec else None
+            transform = Transform(TransformSpec(**(spec | {"slices": slices})), data)
+            samples, problem = transform.apply_to_any(picture)
+            assert len(samples) == (3 if slices else 1) and problem
+            assert words in problem or words == "ndim"
+            assert all(each.shape == data.shape and np.all(each == -1.0) for each in samples)
+            with pytest.raises((DataError, AttributeError)):
+                transform.apply(picture)
+    for wide in (TransformSpec(storage="float16"), TransformSpec(range=ValuesRange(low=-1e9, high=1e9))):
+        samples, problem = Transform(wide, data).apply_to_any(Picture(huge))
+        assert problem is None and np.isfinite(samples[0]).all()
+    samples, problem = Transform(TransformSpec(), data).apply_to_any(Picture(image))
+    assert problem is None and np.array_equal(samples, Transform(TransformSpec(), data).apply(Picture(image)))
 
 
 def test_a_picture_is_not_changed_and_gives_the_same_again() -> None:

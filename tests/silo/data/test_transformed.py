@@ -13,6 +13,7 @@ from PIL import Image
 
 from ddm.errors import DataError
 from ddm.imaging.reading import read_transformed
+from ddm.imaging.reasons import Reason
 from ddm.imaging.transform import Transform
 from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
@@ -20,7 +21,10 @@ from silo.config import ImagesSettings
 from silo.data import transformed
 from silo.data.cohort import Cohort, load_cohort
 from silo.data.transformed import LEFT_OUT, Asked, open_transformed
+from silo.images import pictures as pictures_module
 from silo.images.decisions import Decision, Decisions
+from silo.images.decoders import decode_in_order
+from silo.images.jobs import Done
 from silo.images.memory import Memory
 from silo.images.pictures import Pictures
 from tests.support.case import case
@@ -63,7 +67,7 @@ def load(path: Path, private: Path, **asked: object) -> Cohort:
     return load_cohort(path, DATA, min_images=1, salt=b"s", folder=private, **(plain | asked))  # type: ignore[arg-type]
 
 
-def test_bad_flagged_and_unfit_pictures_are_left_out_with_their_reason_and_the_rest_stays_in_order(
+def test_bad_and_flagged_pictures_are_left_out_unfit_ones_are_blank_and_all_stay_in_order(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, private = export(tmp_path / "export", [10, 20, 30]), tmp_path / "private"
@@ -74,14 +78,15 @@ def test_bad_flagged_and_unfit_pictures_are_left_out_with_their_reason_and_the_r
     (folder / "more").mkdir()
     Image.fromarray(tone(40)).save(folder / "more/04.png")
     caplog.set_level("INFO")
-    assert levels(folder, private) == [10, 20, 30, 40]
+    assert levels(folder, private) == [10, 20, 0, 30, 40]
     assert left_out(private) == [
         ("00-DOE^JOHN.txt", "not an image"),
         ("00z.png", "truncated"),
         ("01-DOE.png", "screenshot"),
-        ("01z.tif", "not taken by the plan"),
+        ("01z.tif", "blank: not taken by the plan"),
     ]
-    assert "5 images" in caplog.text and "4 samples" in caplog.text and "1 screenshot" in caplog.text
+    assert "5 samples of 5 images" in caplog.text and "1 screenshot" in caplog.text
+    assert "1 of 5 images are blank to this plan" in caplog.text
     assert "DOE" not in caplog.text and "MRN" not in caplog.text
     assert (private / "images" / LEFT_OUT).stat().st_mode & 0o777 == 0o600
     assert len(read_transformed(folder / "01-DOE.png", DATA, SPEC)) == 1  # whoever has looked at it may use it
@@ -205,10 +210,35 @@ def test_data_of_which_nothing_is_left_say_why(tmp_path: Path) -> None:
     with case("no images"), pytest.raises(DataError, match="none; left out: 1 not an image") as caught:
         levels(folder, tmp_path / "private")
     assert "DOE" not in str(caught.value)
-    Image.fromarray(np.zeros((40, 40), np.float32)).save(folder / "a.tif")
-    with case("none that the plan takes"), pytest.raises(DataError, match="none of 1; of the last: values"):
-        levels(folder, tmp_path / "private")
     assert not list((tmp_path / "private").glob("unpacked-*"))
+    Image.fromarray(np.zeros((40, 40), np.float32)).save(folder / "a.tif")
+    with case("none that the plan takes"):  # which is the plan's question, and no reason to stop
+        assert levels(folder, tmp_path / "private") == [0]
+
+
+def test_what_a_scan_accepted_and_no_longer_decodes_is_blank_and_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, private = export(tmp_path / "export", [10, 20, 30]), tmp_path / "private"
+    pages = [Image.fromarray(tone(level)) for level in (71, 72, 73)]
+    pages[0].save(folder / "01z.tif", save_all=True, append_images=pages[1:])
+    whole = decode_in_order
+
+    def late(*jobs: object, **how: object) -> Iterator:
+        """One file takes too long, after its first picture."""
+        num = 0
+        for found in whole(*jobs, **how):  # type: ignore[arg-type]
+            if not found.job.path.endswith("01z.tif"):
+                yield found
+            elif isinstance(found, Done):
+                yield Done(found.job, reason=Reason.TIME)
+            elif not num:
+                num += 1
+                yield found
+
+    monkeypatch.setattr(pictures_module, "decode_in_order", late)
+    assert levels(folder, private) == [10, 20, 71, 0, 0, 30]
+    assert left_out(private) == [("01z.tif", "blank: too much time")] * 2
 
 
 @pytest.mark.slow

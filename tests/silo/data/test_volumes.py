@@ -94,14 +94,15 @@ def test_volume_lies_as_radiology_shows_it_however_its_file_was_turned(tmp_path:
     assert not np.allclose(load(data).images[:][0, 0].numpy(), expected, atol=0.1)
 
 
-def test_volumes_with_another_number_of_channels_and_damaged_ones_are_left_out(tmp_path: Path) -> None:
+def test_damaged_volumes_are_left_out_and_those_with_another_number_of_channels_are_blank(tmp_path: Path) -> None:
     data = tmp_path / "data"
     for number in (0, 1):
         save(data / f"{number}.nii", scan(number))
     save(data / "Doe_Jane.nii", np.stack([scan(0), scan(1)], -1))
     (data / "Doe_John.nii").write_bytes(b"no volume at all")
-    assert len(load(data).images) == 2
-    for name in ("0.nii", "1.nii"):
+    found = load(data).images[:]
+    assert len(found) == 3 and [bool((each == -1.0).all()) for each in found] == [False, False, True]
+    for name in ("0.nii", "1.nii", "Doe_Jane.nii"):
         (data / name).unlink()
     with pytest.raises(DataError) as caught:
         load(data)
