@@ -1,5 +1,6 @@
 """Trains one expert as a plan says: the weights that it starts from, its seed, its objective, its condition."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from ddm.diffusion.path import path_named
 from ddm.errors import MissingFileError, SetupError
 from ddm.io.images import Images
 from ddm.io.tensors import save_tensors
-from ddm.models import build_expert, load_expert
+from ddm.models import MAX_WEIGHT, build_expert, load_expert
 from ddm.models.adaptation import adapt, merged
 from ddm.privacy.secret_stream import read_secret
 from ddm.protocol.base import File
@@ -22,6 +23,7 @@ from ddm.training.loop import Progress, Trained, train
 from ddm.training.private import Private
 
 _MAX_SEED = 2**63
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,9 @@ class PlannedExpert:
         number: which of the silo's experts, or which island: its seed follows from it.
         base: the expert that it starts from; None for random weights.
         engine: how this machine trains.
-        stops: whether a gradient that is not finite ends the training, see `ddm.training.state.State`. At a silo it
-            does not: the plan's weights may overflow for one image, and a stop would show it.
+        stops: whether a gradient that is not finite ends the training, see `ddm.training.state.State`, and whether
+            weights that no reader takes are an error. At a silo they do not: the plan's weights may overflow, or cross
+            the bound, for one image, and a stop would show it.
         paid: private training, as the ledger paid for it.
     """
 
@@ -129,7 +132,8 @@ class PlannedExpert:
         )
         if not trained.ema:
             return None
-        save_tensors(path, merged(trained.ema, plan.expert.adaptation))
+        weights = merged(trained.ema, plan.expert.adaptation)
+        save_tensors(path, weights if self.stops else _bounded(weights))
         return trained
 
     def _private(self, unit_N: Images | None, secret: Path | None) -> Private | None:
@@ -147,3 +151,17 @@ class PlannedExpert:
             raise SetupError("private training", expected=expected, got="not all of these", remedy=remedy)
         units = unit_N if isinstance(unit_N, Tensor) else unit_N[torch.arange(len(unit_N))]
         return Private(terms, self.paid, units.long(), read_secret(secret))
+
+
+def _bounded(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights that every reader takes: at most `MAX_WEIGHT` in magnitude, and 0 where they are not finite."""
+    found, num = {}, 0
+    for name, weight in weights.items():
+        if not weight.is_floating_point():
+            found[name] = weight
+            continue
+        found[name] = torch.where(weight.isfinite(), weight, 0.0).clamp(-MAX_WEIGHT, MAX_WEIGHT)
+        num += int((found[name] != weight).sum())  # NaN is unlike everything
+    if num:
+        _log.warning("%d weights were not finite or above %g, and were set to 0 or to the bound", num, MAX_WEIGHT)
+    return found

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ddm.diffusion.path import Path, Prediction, target_of, x_t
 from ddm.errors import NumericalError, SetupError
 from ddm.protocol.plan import Training
+from ddm.protocol.submission import MAX_LOSS
 from ddm.system.devices import computes_in_bf16
 from ddm.training.averages import KEPT_WIDTHS, averaging_weight, exponent_of, keep, newest_weight, power_weight
 from ddm.training.batches import Batch, Teach
@@ -35,8 +36,8 @@ class State:
         settings: the plan's recipe.
         machine: this process's.
         accumulate: parts into which this process splits its share of a batch.
-        stops: whether a gradient that is not finite ends the run; else the step takes a gradient of 0 in its place, so
-            that nobody who watches the run learns what its images did.
+        stops: whether a gradient or a loss that is not finite ends the run; else the step takes a gradient of 0 in its
+            place, so that nobody who watches the run learns what its images did.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class State:
         Args:
             share: this process's share of the step's loss.
         """
+        if not self.stops:  # the sum of finite losses, of images or processes, may overflow
+            share = torch.where(torch.isfinite(share), share, self.loss).clamp(max=MAX_LOSS)
         self.optimizer.param_groups[0]["lr"] = learning_rate(self.settings, self.step)
         self.optimizer.step()
         self.step += 1
@@ -100,7 +103,7 @@ class State:
             if weight.grad is not None:
                 getattr(weight.grad, "_local_tensor", weight.grad).masked_fill_(lost, 0.0)
         self.num_lost += lost
-        return torch.where(lost | ~torch.isfinite(share), self.loss, share)
+        return torch.where(lost, self.loss, share)
 
     def _loss(self, part: Batch, path: Path, prediction: Prediction) -> Tensor:
         """Return the weighted mean squared error per value, of the kept tokens only where tokens are masked."""

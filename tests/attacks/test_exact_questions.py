@@ -31,8 +31,12 @@ from ddm.partition.nearest import Nearest
 from ddm.protocol.base import File, Unit
 from ddm.protocol.latent import AutoencoderSize
 from ddm.protocol.plan import DataSpec, TransformSpec, UniformT
+from ddm.protocol.submission import MAX_LOSS
 from ddm.routers.sketch import Sketch
+from ddm.training.config import Engine
+from ddm.training.distributed import machine_of
 from ddm.training.loop import train
+from ddm.training.state import State
 from silo.data.declared import check_values, facts_of
 from silo.data.transformed import LEFT_OUT, NOT_TAKEN
 from silo.plan import acceptance
@@ -435,6 +439,17 @@ def test_training_whose_gradient_overflows_for_one_image_goes_on_at_a_silo(stops
     assert np.isfinite(done.loss)
     assert all(torch.isfinite(value).all() for value in done.ema.values())
     assert float(done.ema["scale"]) != 1.0
+
+
+def test_sum_of_losses_that_overflows_stops_no_silo() -> None:
+    """Each image's is finite, and so is each gradient; of public data it is an error."""
+    for stops in (False, True):
+        machine = machine_of(Engine(device="cpu"))
+        state = State(nn.Linear(2, 1), training(num_steps=30, batch_size=2), machine, 1, stops=stops)
+        for share in (1.0, torch.inf, 3e38):
+            state.take_step(torch.tensor(share))
+        with pytest.raises(NumericalError) if stops else nullcontext():
+            assert 1.0 < state.finite_loss() <= MAX_LOSS
 
 
 def test_submission_says_no_number_that_training_computed_from_the_images(sent_once) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddm.errors import DataError, DigestError, DocumentError, MissingFileError
 from ddm.io.tensors import load_tensors, save_tensors, spec_of
 from ddm.loading.plan import PlanFiles
-from ddm.models import build_expert, load_expert
+from ddm.models import MAX_WEIGHT, build_expert, load_expert
 from ddm.partition.clustering import Clusters
 from ddm.protocol.base import File
 from ddm.protocol.plan import Plan
@@ -136,6 +136,29 @@ def test_expert_from_a_public_one_is_released_whole_and_differs_only_where_it_wa
     changed = {name for name in base if not torch.equal(base[name], whole[name])}
     linear = {name for name in base if base[name].dim() == 2}
     assert changed == (linear if kind == "lora" else {"head.weight", "head.bias"})
+
+
+def test_weights_that_training_takes_beyond_the_bound_end_at_it_and_stop_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A base at the bound, whose normalised inputs add up to 0, crosses it wherever an image asks for it."""
+    base = build_expert(plan().expert.architecture, SHAPE, seed=9).state_dict()
+    base["head.weight"].fill_(MAX_WEIGHT)
+    (tmp_path / "bundle" / "plan").mkdir(parents=True)
+    path = tmp_path / "bundle" / "plan" / "base.safetensors"
+    save_tensors(path, base)
+    asked = plan(ADAPTATIONS["partial"], File.of("plan/base.safetensors", path))
+    found = trained(asked, tmp_path / "bound", bundle=tmp_path / "bundle")
+    assert float(found["head.weight"].abs().max()) == MAX_WEIGHT and float(found["head.weight"].min()) < MAX_WEIGHT
+    assert "weights were not finite or above 10000" in caplog.text
+
+    def spoiled(weights: dict[str, Tensor], adaptation: object) -> dict[str, Tensor]:
+        weights["head.weight"][0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+        return weights
+
+    monkeypatch.setattr("ddm.training.planned.merged", spoiled)
+    found = trained(asked, tmp_path / "lost", bundle=tmp_path / "bundle")
+    assert found["head.weight"][0, :3].tolist() == [0.0, 0.0, 0.0] and bool(found["head.weight"][0, 3:].all())
 
 
 def flip_a_byte(folder: Path) -> None:
