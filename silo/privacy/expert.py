@@ -71,24 +71,26 @@ def pay_for_training(plan: Plan, plan_digest: str, dataset_digest: str, num_unit
     return PaidTraining(ledger, debit)
 
 
-def stated_privacy(plan: Plan, ledger: Ledger, plan_digest: str, num_units: int) -> NoWeightPrivacy | DpSgdPrivacy:
-    """Return what a submission says of its experts' weights, from the newest debit of the plan.
+def stated_privacy(
+    plan: Plan, ledger: Ledger, plan_digest: str, dataset_digest: str, num_units: int
+) -> NoWeightPrivacy | DpSgdPrivacy:
+    """Return what a submission says of its experts' weights, from the debit that paid for training on these data.
 
     Raises:
-        LedgerError: the plan trains privately, and nothing was debited for it.
+        LedgerError: the plan trains privately, and nothing was debited for it on these data.
     """
     terms = plan.expert.privacy
     if terms is None:
         return NoWeightPrivacy()
-    debits = [each for each in ledger.entries if isinstance(each.record, Debit)]
-    own = [each for each in debits if isinstance(each.record, Debit) and each.record.plan_digest == plan_digest]
-    if not own:
-        raise LedgerError("private training", expected="a debit for this plan", got="no such debit")
+    debit = ledger.debit_of(plan_digest, dataset_digest)
+    if debit is None:
+        expected = "a debit for this plan on these data"
+        raise LedgerError("private training", expected=expected, got="no such debit")
     return DpSgdPrivacy(
         epsilon=terms.epsilon,
         delta=terms.delta,
         unit=plan.statistics.unit,
-        noise_multiplier=_paid(own[-1]).noise_multiplier,
+        noise_multiplier=_paid(debit).noise_multiplier,
         rate=terms.rate(num_units),
     )
 

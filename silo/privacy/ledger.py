@@ -171,6 +171,12 @@ class Ledger:
             )
             return self._append(draw)
 
+    def debit_of(self, plan_digest: str, dataset_digest: str) -> Entry | None:
+        """Return the debit of a plan on a data set, None where there is none."""
+        with self._locked() as entries:
+            found = _debit_of(entries, plan_digest, dataset_digest)
+        return found[0] if found else None
+
     def draw_of(self, debit: Entry, kind: Paid) -> str | None:
         """Return the digest of what was drawn of `kind` for `debit`, or None if nothing was."""
         with self._locked() as entries:

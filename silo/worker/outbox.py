@@ -52,6 +52,7 @@ def draft(
     verdict: AuditVerdict,
     *,
     silo_id: str,
+    dataset_digest: str,
     sequence: int,
     isolation: Isolation,
     carry_over: bool,
@@ -69,7 +70,7 @@ def draft(
     records = [work.record(part.expert_id) for part in parts]
     with_images = isinstance(plan.partition, SiloPartition) and plan.statistics.unit == "image"
     head_digest, num_entries, chain = ledger.head
-    privacy = stated_privacy(plan, ledger, accepted.digest, records[0].num_units)
+    privacy = stated_privacy(plan, ledger, accepted.digest, dataset_digest, records[0].num_units)
     return Submission(
         plan_id=plan.plan_id,
         plan_digest=accepted.digest,

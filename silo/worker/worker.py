@@ -284,6 +284,7 @@ class Worker:
             stages.open_ledger(self.site, self.policy),
             auditing.verdict(accepted, work, self.policy),
             silo_id=self.settings.silo_id,
+            dataset_digest=self.state.dataset_digest or "",
             sequence=self.state.sequence,
             isolation=self.isolation,
             carry_over=self.policy.approval.carry_over,

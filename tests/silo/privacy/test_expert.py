@@ -133,7 +133,7 @@ def submitted(privacy: NoWeightPrivacy | DpSgdPrivacy, seconds: float | None = N
 def test_intake_refuses_an_expert_with_less_noise_or_another_guarantee_than_the_plan_asks(tmp_path: Path) -> None:
     ledger = ledger_of(tmp_path / "site")
     training = paid(ledger)
-    stated = stated_privacy(PLAN, ledger, PLAN.digest, NUM_UNITS)
+    stated = stated_privacy(PLAN, ledger, PLAN.digest, DATA, NUM_UNITS)
     assert isinstance(stated, DpSgdPrivacy)
     assert stated.noise_multiplier == training.mechanism.noise_multiplier
     check_privacy(PLAN, submitted(stated), NUM_UNITS)
@@ -150,6 +150,21 @@ def test_intake_refuses_an_expert_with_less_noise_or_another_guarantee_than_the_
     plain = PLAN.model_copy(update={"expert": PLAN.expert.model_copy(update={"privacy": None})})
     with pytest.raises(PolicyError, match="as the plan asks for none"):
         check_privacy(plain, submitted(stated), NUM_UNITS)
+
+
+def test_submission_states_the_noise_that_was_paid_for_on_its_own_data(tmp_path: Path) -> None:
+    """Trained on A, on B, which has more units, and on A again."""
+    ledger = ledger_of(tmp_path / "site", epsilon=20.0)
+    sizes = {DATA: NUM_UNITS, "e" * 64: 2 * NUM_UNITS}
+    paid_for = {data: pay_for_training(PLAN, PLAN.digest, data, num, ledger) for data, num in sizes.items()}
+    assert pay_for_training(PLAN, PLAN.digest, DATA, NUM_UNITS, ledger).debit == paid_for[DATA].debit
+    for data, num in sizes.items():
+        stated = stated_privacy(PLAN, ledger, PLAN.digest, data, num)
+        assert isinstance(stated, DpSgdPrivacy)
+        with case(data):
+            assert stated.noise_multiplier == paid_for[data].mechanism.noise_multiplier
+    with pytest.raises(LedgerError, match="private training"):
+        stated_privacy(PLAN, ledger, PLAN.digest, "f" * 64, NUM_UNITS)
 
 
 def test_debit_pays_for_the_noise_of_the_number_of_units_that_there_are() -> None:
