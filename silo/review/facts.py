@@ -195,11 +195,11 @@ def _values(document: Submission) -> Iterator[tuple[str, tuple[str, str]]]:
     yield "drafted at", (f"{document.created_at:%Y-%m-%d %H:%M:%S}Z", "tells when the training ended")
     yield f"number of {spent.unit}s", (str(document.num_units), f"{NO_DP}: exact")
     yield (
-        "epsilon, all that leaves" if _private(document) else "epsilon, all statistics",
+        "epsilon, weights and statistics" if _private(document) else "epsilon, all statistics",
         (f"{spent.epsilon:g} per {spent.unit}, {spent.relation}", "the plan's"),
     )
     yield (
-        "delta, all that leaves" if _private(document) else "delta, all statistics",
+        "delta, weights and statistics" if _private(document) else "delta, all statistics",
         (f"{spent.delta:g}", "the plan's"),
     )
     for expert in document.experts:
