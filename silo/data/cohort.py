@@ -16,13 +16,15 @@ from ddm.imaging.pictures import picture_files
 from ddm.imaging.transform import Transform
 from ddm.io.images import Images, feed
 from ddm.io.labels import class_numbers
-from ddm.io.sources import open_images, open_latents, open_source
+from ddm.io.sources import Source, open_images, open_latents, open_source
 from ddm.protocol.base import Unit
 from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
 from silo.config import ImagesSettings
-from silo.data.columns import canonical_names, captions_of, numbered, read_column
+from silo.data.columns import captions_of, names_of, numbered, read_column
+from silo.data.store import ORDERS, StoredCohort
 from silo.data.transformed import Advance, Asked, open_transformed
+from silo.images.patients import order_key, order_of
 from silo.images.table import is_table
 
 
@@ -113,7 +115,7 @@ def load_cohort(
     if transform:
         if folder is None:
             raise TypeError("a plan with a transform needs a folder for the copy that it makes")
-        asked = Asked(unit == "patient", classes, captions, known_classes)
+        asked = Asked(unit == "patient", classes, captions, known_classes, order_key(salt))
         carried_out = Transform(transform, spec)
         source = open_transformed(path, carried_out, asked, folder, settings, advance)
         per_picture = 1 if source.name == "latents" else carried_out.num
@@ -144,26 +146,29 @@ def load_cohort(
         label_N=None if label_N is None else torch.from_numpy(label_N),
         captions=texts,
         latent=latent,
-        rank_U=torch.from_numpy(_ranks(unit_N, patient_N, salt)),
+        rank_U=torch.from_numpy(_ranks(unit_N, patient_N, source, salt)),
         per_picture=per_picture,
     )
 
 
-def _ranks(unit_N: NDArray[np.int64], patient_N: NDArray[np.generic] | None, salt: bytes) -> NDArray[np.float64]:
+def _ranks(
+    unit_N: NDArray[np.int64], patient_N: NDArray[np.generic] | None, source: Source, salt: bytes
+) -> NDArray[np.float64]:
     """Return a random number for each unit: of a patient by the identifier, of an image by its place in the data.
 
     It is keyed with the site's secret, so that nobody else can tell the order. Units that are added later change
-    nobody's number.
+    nobody's number; where the unit is the image, only those behind the others.
     """
     if patient_N is None:
         key = hmac.new(salt, b"order of images", hashlib.sha256).digest()
         return np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], np.uint64))).random(len(unit_N))
     _, first_U = np.unique(unit_N, return_index=True)
-    keyed = (
-        hmac.digest(salt, b"order of patients\0" + name.encode(), "sha256")
-        for name in canonical_names(patient_N[first_U])
-    )
-    return np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in keyed])
+    if isinstance(source, StoredCohort):  # which knows patients by number alone
+        orders = [str(each) for each in read_column(source, ORDERS)[first_U].tolist()]
+    else:
+        key = order_key(salt)
+        orders = [order_of(name, key) or "" for name in names_of(patient_N[first_U])]
+    return np.array([int(each[:16], 16) / 2**64 for each in orders])
 
 
 def _in_files(path: Path, settings: ImagesSettings | None) -> bool:

@@ -65,10 +65,10 @@ def numbered(patient_N: NDArray[np.generic]) -> NDArray[np.int64]:
     return np.argsort(np.argsort(first_U))[unit_N].astype(np.int64)
 
 
-def canonical_names(patient_N: NDArray[np.generic]) -> list[str]:
-    """Return identifiers as text, in one way of spelling."""
+def names_of(patient_N: NDArray[np.generic]) -> list[str]:
+    """Return identifiers as text."""
     if patient_N.dtype.kind in "US":
-        return [canonical(_text(cell)) for cell in patient_N.tolist()]
+        return [_text(cell) for cell in patient_N.tolist()]
     return [f"{cell:.0f}" if float(cell).is_integer() else repr(cell) for cell in patient_N.tolist()]
 
 

@@ -2,7 +2,8 @@
 
 Two files in the site's private folder, named by what they were made of: an npy of the plan's compact type, and, where
 the plan needs them, a Parquet table with each row's patient, class and caption. A patient is written as a number, by
-first appearance. The table is in place before the array, so that an array is never without it.
+first appearance, and with a keyed digest of the identifier, which puts patients into an order that stays when others
+join. The table is in place before the array, so that an array is never without it.
 """
 
 import io
@@ -27,9 +28,10 @@ from ddm.io.space import require_room
 from ddm.io.unpacked import unpacked_path
 from silo.images.patients import MISSING, canonical
 
-_COLUMN = {"patients": "patient", "labels": "label", "captions": "caption"}
+ORDERS = "orders"
+_COLUMN = {"patients": "patient", ORDERS: "order", "labels": "label", "captions": "caption"}
 _ROWS_AT_ONCE = 4096  # of the table
-_ROW_BYTES, _CAPTION_BYTES = 64, 4096  # of the table, at most: two numbers; a text, most of it ASCII
+_ROW_BYTES, _CAPTION_BYTES = 64, 4096  # of the table, at most: two numbers and a digest; a text, most of it ASCII
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,14 @@ class Item:
         patient: whose picture it is.
         label: its class.
         caption: its text.
+        order: of its patient, see `silo.images.patients.order_of`.
     """
 
     samples: Sequence[Floats]
     patient: str | int | float | None = None
     label: int | None = None
     caption: str | None = None
+    order: str | None = None
 
 
 class StoredCohort:
@@ -187,7 +191,7 @@ def _write_header(handle: BinaryIO, transform: Transform, num: int) -> int:
 
 
 def _columns(item: Item) -> dict[str, Any]:
-    given = {"patient": item.patient, "label": item.label, "caption": item.caption}
+    given = {"patient": item.patient, "order": item.order, "label": item.label, "caption": item.caption}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -197,7 +201,7 @@ def _table(path: Path, columns: Sequence[str]) -> Iterator["_Rows"]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    kinds = {"patient": pa.int64(), "label": pa.int64(), "caption": pa.string()}
+    kinds = {"patient": pa.int64(), "order": pa.string(), "label": pa.int64(), "caption": pa.string()}
     schema = pa.schema([(name, kinds[name]) for name in columns])
     with replacing(path, mode=0o600) as handle, pq.ParquetWriter(handle, schema) as writer:
         rows = _Rows(writer.write_batch, schema)

@@ -18,6 +18,7 @@ from ddm.protocol.classes import Classes
 from silo.config import ImagesSettings
 from silo.data.problems import refuse_all
 from silo.data.store import Item, find_cohort, store_cohort
+from silo.images.patients import keyed
 from silo.images.pictures import Pictures, Told
 from silo.images.scan import FOLDER, Quarantine
 from silo.images.seen import MOST_CAPTION
@@ -40,12 +41,14 @@ class Asked:
         classes: the names of its classes, where it needs classes.
         captions: whether it needs texts.
         known: the classes that the site declares, of which each label must be one; the plan's own where None.
+        order: the key of the order of patients, see `silo.images.patients.order_key`; needed with patients.
     """
 
     patients: bool = False
     classes: Classes | None = None
     captions: bool = False
     known: Classes | None = None
+    order: bytes = field(default=b"", repr=False)
 
     @property
     def told(self) -> tuple[Told, ...]:
@@ -93,9 +96,11 @@ def open_transformed(
     if latents is not None:
         return latents
     scans = folder / FOLDER
-    with Pictures.opened(path, scans, settings or ImagesSettings(), lambda done: advance(done, 0)) as pictures:
+    scanning, settings = lambda done: advance(done, 0), settings or ImagesSettings()
+    with Pictures.opened(path, scans, settings, scanning, order=asked.order) as pictures:
         classes = [asked.classes.num, asked.classes.names] if asked.classes else None
-        inputs = [pictures.digest(asked.told), asked.told, classes]
+        ordered = [keyed(b"cohort", "", asked.order)] if asked.patients else []
+        inputs = [pictures.digest(asked.told), asked.told, classes, *ordered]
         if (stored := find_cohort(folder, inputs, transform)) is not None:
             return stored
         with replacing(scans / LEFT_OUT, mode=0o600) as handle:
@@ -165,6 +170,7 @@ class _Making:
             yield Item(
                 samples,
                 patient=self.pictures.patient(found) if self.asked.patients else None,
+                order=self.pictures.order(found) if self.asked.patients else None,
                 label=classes.number(found.label or "") if classes else None,
                 caption=(found.caption or "") if self.asked.captions else None,
             )

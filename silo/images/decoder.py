@@ -19,6 +19,7 @@ from ddm.imaging.decoded import Decoded, Limits
 from ddm.imaging.reasons import ImageError, Reason
 from ddm.system.reaper import end_with_parent
 from silo.images.fingerprint import fingerprint
+from silo.images.patients import order_of
 from silo.images.seen import Seen, look
 
 HEADER = struct.Struct(">IQ")  # bytes of an answer's JSON, and of the values that follow it
@@ -39,7 +40,7 @@ def bound(limits: Limits) -> None:
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer requests until there are none, or until memory ran out once: a fresh process then takes over."""
     settings = json.loads(requests.readline())
-    limits, key = Limits(**settings["limits"]), bytes.fromhex(settings["key"])
+    limits, key, order = Limits(**settings["limits"]), bytes.fromhex(settings["key"]), bytes.fromhex(settings["order"])
     end_with_parent(settings["parent"])
     bound(limits)
     _write(answers, READY)  # only now does the time of files count
@@ -55,7 +56,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
                 end = {"end": digest, "same": True}
             else:
                 for found in decode(Path(request["path"]), limits, content):
-                    _answer(answers, _seen(found, key), found if request["values"] else None)
+                    _answer(answers, _seen(found, key), found if request["values"] else None, order)
                 end = {"end": digest}
         except ImageError as error:
             end = {"end": digest, "reason": error.reason, "detail": error.detail}
@@ -78,11 +79,12 @@ def _seen(found: Decoded | ImageError, key: bytes) -> Seen:
     return look(found, key)
 
 
-def _answer(answers: IO[bytes], seen: Seen, found: Decoded | ImageError | None) -> None:
+def _answer(answers: IO[bytes], seen: Seen, found: Decoded | ImageError | None, order: bytes) -> None:
     if isinstance(found, Decoded):
         picture = found.picture
         about = {"spacing": picture.spacing, "window": picture.window, "full": picture.full}
-        data = json.dumps({"picture": about, "seen": seen.model_dump_json()}).encode()
+        told = {"order": order_of(found.patient, order)} if order else {}
+        data = json.dumps({"picture": about, "seen": seen.model_dump_json(), **told}).encode()
         _write(answers, data, picture.values.reshape(-1).view("u1").data)
     else:
         _write(answers, seen.model_dump_json().encode())

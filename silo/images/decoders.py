@@ -29,6 +29,7 @@ from ddm.system.processes import used
 from ddm.system.signals import blocked
 from silo.images.decoder import HEADER, READY
 from silo.images.jobs import Done, Found, Job
+from silo.images.patients import DIGEST_CHARACTERS
 from silo.images.seen import Seen
 
 _AHEAD = 16  # requests that a decoder may have before it
@@ -97,7 +98,13 @@ def decode_all(jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int) -> 
 
 
 def decode_in_order(
-    jobs: Iterable[Job], limits: Limits, key: bytes, *, num: int, ended: Callable[[], bool] = lambda: False
+    jobs: Iterable[Job],
+    limits: Limits,
+    key: bytes,
+    *,
+    num: int,
+    ended: Callable[[], bool] = lambda: False,
+    order: bytes = b"",
 ) -> Iterator[Found | Done]:
     """Decode files in several processes; pictures come with their values, in the order of the jobs, whoever is faster.
 
@@ -109,13 +116,14 @@ def decode_in_order(
         key: of the pseudonyms of patients.
         num: how many processes.
         ended: asked now and then whether nobody waits for the rest any more.
+        order: the key of the order of patients, where it is asked for.
 
     Raises:
         SetupError: a decoder cannot start, or lacks the packages that a file needs.
     """
     source = iter(jobs)
     first = list(islice(source, num))  # no more processes than there are files
-    decoders = [_Decoder(limits, key, values=True) for _ in first]
+    decoders = [_Decoder(limits, key, values=True, order=order) for _ in first]
     try:
         yield from _in_order(decoders, chain(first, source), ended)
     finally:
@@ -171,8 +179,8 @@ def _listen(first: "_Decoder", decoders: "list[_Decoder]") -> None:
 class _Decoder:
     """One process, and the jobs that it has not answered yet."""
 
-    def __init__(self, limits: Limits, key: bytes, *, values: bool = False) -> None:
-        self._limits, self._key, self._values = limits, key, values
+    def __init__(self, limits: Limits, key: bytes, *, values: bool = False, order: bytes = b"") -> None:
+        self._limits, self._key, self._values, self._order = limits, key, values, order
         self._deaths = self._starts = 0
         self.start()
 
@@ -184,7 +192,8 @@ class _Decoder:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
             )
-        settings = {"limits": asdict(self._limits), "key": self._key.hex(), "parent": os.getpid()}
+        keys = {"key": self._key.hex(), "order": self._order.hex()}
+        settings = {"limits": asdict(self._limits), "parent": os.getpid(), **keys}
         self._jobs, self._buffer = deque[Job](), bytearray()
         self._line_bytes, self._pending_bytes = deque[int](), 0
         self._clock_s, self._spent_s, self._late, self._answered = 0.0, 0.0, False, False
@@ -299,7 +308,8 @@ class _Decoder:
             raise SetupError("data", expected=expected, got=got, remedy=str(answer["remedy"])[:200])
         if "end" not in answer:
             seen = Seen.model_validate_json(answer["seen"])
-            return Found(job, seen, _picture(answer["picture"], seen, values))
+            order = bytes.fromhex(answer.get("order") or "").hex()[:DIGEST_CHARACTERS]
+            return Found(job, seen, _picture(answer["picture"], seen, values), order or None)
         reason = Reason(answer["reason"]) if "reason" in answer else None
         detail = str(answer.get("detail", ""))[:512]
         done = Done(job, str(answer["end"])[:64], answer.get("same") is True, reason, detail)

@@ -32,11 +32,13 @@ class Found:
         job: whose.
         seen: what is kept of it.
         picture: its values, where they were asked for.
+        order: of its patient, see `silo.images.patients.order_of`, where it was asked for and the file names one.
     """
 
     job: Job
     seen: Seen
     picture: Picture | None = field(default=None, repr=False)
+    order: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

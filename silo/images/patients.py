@@ -8,7 +8,7 @@ import unicodedata
 MISSING = frozenset({"", "nan", "nat", "none", "null", "na", "n/a", "<na>"})  # as tables write them
 _ZEROS = re.compile(r"(?<!\d)0+(?=\d)")
 _FRACTION = re.compile(r"(?<=\d)\.0+$")  # as a table of floating point writes whole numbers
-_DIGEST_CHARACTERS = 32
+DIGEST_CHARACTERS = 32
 
 
 def canonical(identifier: str) -> str:
@@ -39,7 +39,18 @@ def pseudonyms(identifier: str | None, key: bytes) -> tuple[str, str] | None:
     return keyed(b"patient ", exact, key), keyed(b"spelling ", loose, key)
 
 
+def order_key(salt: bytes) -> bytes:
+    """Return the key of `order_of`, from the secret beside the ledger: it stays when scans are made anew elsewhere."""
+    return hmac.digest(salt, b"order of patients", "sha256")
+
+
+def order_of(identifier: str | None, key: bytes) -> str | None:
+    """Return a keyed digest of a patient's identifier that puts patients into a secret order; None of nobody."""
+    text = (identifier or "").strip()
+    return None if text.lower() in MISSING else keyed(b"order ", canonical(text), key)
+
+
 def keyed(purpose: bytes, text: str, key: bytes) -> str:
     """Return a keyed digest of a text, 32 hexadecimal digits, for one purpose."""
     data = purpose + text.encode("utf-8", "surrogatepass")
-    return hmac.new(key, data, hashlib.sha256).hexdigest()[:_DIGEST_CHARACTERS]
+    return hmac.new(key, data, hashlib.sha256).hexdigest()[:DIGEST_CHARACTERS]

@@ -18,6 +18,7 @@ from silo.images.decoders import decode_in_order
 from silo.images.entries import Entry, find_entries
 from silo.images.jobs import Found, Job
 from silo.images.memory import Kept, Memory
+from silo.images.patients import order_of
 from silo.images.scan import limits_of, processes_of, recipe, scan_as_set
 from silo.images.walk import Scanned, judged
 
@@ -31,15 +32,22 @@ class Pictures:
     Files are looked up as they are gone through: memory does not grow with their number.
     """
 
-    def __init__(self, data: Path, settings: ImagesSettings, memory: Memory, decisions: Decisions) -> None:
-        self._data, self._settings = data, settings
+    def __init__(
+        self, data: Path, settings: ImagesSettings, memory: Memory, decisions: Decisions, order: bytes = b""
+    ) -> None:
+        self._data, self._settings, self._order = data, settings, order
         self._memory, self._decisions = memory, decisions
         self._accepted = bytearray()  # for each file, whether it has pictures that are
 
     @staticmethod
     @contextmanager
     def opened(
-        data: Path, folder: Path, settings: ImagesSettings, advance: Callable[[int], None] = lambda done: None
+        data: Path,
+        folder: Path,
+        settings: ImagesSettings,
+        advance: Callable[[int], None] = lambda done: None,
+        *,
+        order: bytes = b"",
     ) -> "Iterator[Pictures]":
         """Open what scans know of a data set, after a scan of what changed since the last one.
 
@@ -48,6 +56,7 @@ class Pictures:
             folder: of the scans.
             settings: the site's.
             advance: called with the number of files that are done, while there is a scan.
+            order: see `silo.images.patients.order_key`, where `order` will be asked for.
 
         Raises:
             MissingFileError, DataError, BusyError, SetupError: see `silo.images.scan.scan`.
@@ -62,7 +71,7 @@ class Pictures:
             _log.info("scanning the images that changed since the last scan")
             scan_as_set(data, folder, settings, advance)
         with Memory.opened(folder, recipe(limits)) as memory, Decisions.opened(folder) as decisions:
-            yield Pictures(data, settings, memory, decisions)
+            yield Pictures(data, settings, memory, decisions, order)
 
     def digest(self, told: Collection[Told]) -> str:
         """Return a digest of all that the accepted pictures depend on; one changed file, cell or decision changes it.
@@ -96,6 +105,15 @@ class Pictures:
         pseudonyms = found.patient(self._memory.key)
         return pseudonyms[0] if pseudonyms else None
 
+    def order(self, found: Scanned) -> str | None:
+        """Return what puts the patient of a picture that was decoded into an order that stays; None of nobody.
+
+        It follows from the identifier: other files, another order of them or new scans change nothing. Where a file
+        that names a patient can no longer be read, it follows from these scans' pseudonym.
+        """
+        told = (order_of(found.row.patient, self._order) if found.row else None) or found.order
+        return told or order_of(self.patient(found), self._order)
+
     def decoded(self) -> Iterator[tuple[Scanned, Picture | None]]:
         """Decode files, and yield their accepted pictures with their values, in the order of the files.
 
@@ -118,13 +136,13 @@ class Pictures:
                     yield Job(entry.path, entry.files, entry.num_bytes)
 
         num, limits = processes_of(self._settings), limits_of(self._settings)
-        for found in decode_in_order(jobs(), limits, self._memory.key, num=num):
+        for found in decode_in_order(jobs(), limits, self._memory.key, num=num, order=self._order):
             entry, kept = turns[0]
             if rest is None:
                 rest = self._pictures(entry, kept)
             if isinstance(found, Found):
                 if (scanned := next(rest, None)) is not None and scanned.reason is None:
-                    yield scanned, found.picture
+                    yield replace(scanned, order=found.order), found.picture
                 continue
             turns.popleft()
             if found.digest and kept.digest and found.digest != kept.digest:

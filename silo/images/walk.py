@@ -29,6 +29,7 @@ class Scanned:
         seen: the picture; None of a file that gives none.
         reason: why it is not accepted.
         detail: more of that.
+        order: of the patient whom its file names, see `silo.images.patients.order_of`, where it was asked for.
     """
 
     path: str
@@ -37,6 +38,7 @@ class Scanned:
     seen: Seen | None = None
     reason: str | None = None
     detail: str = ""
+    order: str | None = None
 
     @property
     def label(self) -> str | None:

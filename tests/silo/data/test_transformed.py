@@ -285,3 +285,53 @@ def test_table_of_a_folder_belongs_to_its_files(tmp_path: Path) -> None:
     cohort = load(folder, tmp_path / "private", unit="patient", num_classes=2)
     assert cohort.label_N is not None and cohort.label_N.tolist() == [0, 1]
     assert left_out(tmp_path / "private") == [("absent.png", "no such file")]
+
+
+def test_who_is_held_out_stays_when_patients_join_files_move_and_scans_are_made_anew(tmp_path: Path) -> None:
+    """By the patient of a table, of a DICOM file or of an array, who has the same place in each."""
+    names = [f"MRN-{number}" for number in range(24)]
+    values = waves(high=255, dtype=np.uint8)
+
+    def tabled(folder: Path, patients: list[str]) -> Path:
+        export(folder, [5 + each for each in range(len(patients))])
+        rows = [f"{folder.name}/{number:02d}.png,{name}" for number, name in enumerate(patients)]
+        (folder.parent / f"{folder.name}.csv").write_text("\n".join(["path,patient", *rows]) + "\n")
+        return folder.parent / f"{folder.name}.csv"
+
+    def filed(folder: Path, patients: list[str]) -> Path:
+        folder.mkdir()
+        for number, name in enumerate(patients):
+            write(tags_of(values, bits=8, PatientID=name.lower()), folder / f"{number:02d}.dcm")
+        return folder
+
+    def arrayed(folder: Path, patients: list[str]) -> Path:
+        np.savez(folder.with_suffix(".npz"), images=np.stack([tone(5)] * len(patients)), patients=np.array(patients))
+        return folder.with_suffix(".npz")
+
+    def ranks(path: Path, private: str, patients: list[str], **asked: object) -> dict[str, float]:
+        cohort = load(path, tmp_path / private, unit="patient", **asked)
+        return dict(zip(dict.fromkeys(patients), cohort.rank_U.tolist(), strict=True))
+
+    before = ranks(tabled(tmp_path / "before", names), "one", names)
+    assert len(set(before.values())) == len(names)
+    more = ["MRN-100", *reversed(names[3:]), "MRN-4"]
+    others = TransformSpec(channels="grey", range={"kind": "full"}, fit={"kind": "stretch"})
+    for kind, path, private, asked in (
+        ("table", tabled(tmp_path / "after", more), "one", {}),
+        ("other transform", tmp_path / "after.csv", "one", {"transform": others}),
+        ("scanned anew", tmp_path / "after.csv", "two", {}),
+        ("DICOM", filed(tmp_path / "files", more), "three", {}),
+        ("array", arrayed(tmp_path / "array", more), "four", {}),
+    ):
+        with case(kind):
+            after = ranks(path, private, more, **asked)
+            assert {name: after[name] for name in names[3:]} == {name: before[name] for name in names[3:]}
+    other = ranks(tmp_path / "after.csv", "one", more)
+    assert other == ranks(tmp_path / "after.csv", "five", more)
+    salted = load_cohort(
+        tmp_path / "after.csv", DATA, min_images=1, salt=b"t", folder=tmp_path / "one", unit="patient",
+        num_classes=None, transform=SPEC, settings=ONE,
+    )  # fmt: skip
+    assert not set(salted.rank_U.tolist()) & set(other.values())
+    written = b"".join(path.read_bytes() for path in tmp_path.glob("*/unpacked-*"))
+    assert not any(name.encode() in written for name in ("MRN-100", "mrn-100", "mrn100", "MRN100"))
