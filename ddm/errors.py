@@ -240,7 +240,7 @@ class PolicyError(RefusedError):
     """A plan asks for more than the silo's policy allows."""
 
     exit_code = 31
-    default_remedy = "Ask the aggregator for a smaller plan, or change policy.toml and restart the worker."
+    default_remedy = "Ask the aggregator for a plan within this limit, or change policy.toml and restart the worker."
 
 
 class BudgetError(RefusedError):

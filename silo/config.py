@@ -162,8 +162,12 @@ class AuditPolicy(Settings):
         required: whether a plan must require it.
         waiver: of an audit that cannot tell; `silo waive` writes it.
         holdout_share: of the units (patients or images), held out of every plan's training to compare with.
-        min_holdout_units: where the share is fewer, nothing is held out, and the audit cannot tell.
+        min_holdout_units: where the share is fewer, nothing is held out, and the audit cannot tell; a plan must need
+            as many.
         max_holdout_units: no more are held out.
+        max_mia_auc: the largest that a plan may let pass, as are the next two.
+        max_mia_tpr: see `ddm.protocol.limits.Audit`.
+        max_near_copy_rate: the same.
         num_samples: drawn of each expert, at most, to look for copies.
     """
 
@@ -172,6 +176,9 @@ class AuditPolicy(Settings):
     holdout_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
     min_holdout_units: Annotated[int, Field(ge=2, le=10**6)] = 300
     max_holdout_units: Annotated[int, Field(ge=2, le=10**6)] = 1000
+    max_mia_auc: Annotated[float, Field(ge=0.5, le=1.0)] = 0.6
+    max_mia_tpr: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    max_near_copy_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
     num_samples: Annotated[int, Field(ge=1, le=10**6)] = 10_000
 
 

@@ -16,8 +16,9 @@ from ddm.protocol.footprint import (
     training_bytes,
     widest_layer,
 )
+from ddm.protocol.limits import Audit
 from ddm.protocol.plan import Plan, most_experts
-from silo.config import Policy, SizePolicy
+from silo.config import AuditPolicy, Policy, SizePolicy
 from silo.plan.declared import declared_rules
 
 
@@ -50,8 +51,7 @@ def broken_rules(
     yield from _privacy_rules(plan, policy)
     yield from _training_rules(plan, policy, silo_id)
     yield from declared_rules(plan, policy)
-    if policy.audit.required and not plan.audit.required:
-        yield "leak audit", "required", "not required"
+    yield from _audit_rules(plan.audit, policy.audit)
 
 
 def _size_rules(plan: Plan, allowed: SizePolicy, parts: int) -> Iterator[tuple[str, str, str]]:
@@ -129,3 +129,19 @@ def _training_rules(plan: Plan, policy: Policy, silo_id: str) -> Iterator[tuple[
     for subject, required, most in own_limits:
         if required > most:
             yield subject, f"at most the plan's own {most:.15g}", f"{required:.15g}"
+
+
+def _audit_rules(required: Audit, allowed: AuditPolicy) -> Iterator[tuple[str, str, str]]:
+    """Hold the plan's limits, which decide what passes, against the loosest ones that this site lets pass."""
+    if allowed.required and not required.required:
+        yield "leak audit", "required", "not required"
+    if required.min_holdout_units < allowed.min_holdout_units:
+        least = f"at least {allowed.min_holdout_units} (audit.min_holdout_units in policy.toml)"
+        yield "held-out units that the leak audit needs", least, f"{required.min_holdout_units}"
+    limits = (
+        ("AUC that passes the leak audit", required.max_mia_auc, "max_mia_auc"),
+        ("share of members found that passes the leak audit", required.max_mia_tpr, "max_mia_tpr"),
+        ("share of near copies that passes the leak audit", required.max_near_copy_rate, "max_near_copy_rate"),
+    )
+    for subject, most, name in limits:
+        yield from _above(subject, most, getattr(allowed, name), f"audit.{name}")

@@ -1,6 +1,7 @@
 """A plan above the policy is refused, rule by rule, and the refusal names the rule."""
 
 import json
+import tomllib
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 
 from ddm.errors import DocumentError, PolicyError
 from ddm.protocol.base import now_utc
+from ddm.protocol.limits import Audit
 from ddm.protocol.plan import Plan
 from silo.config import Policy
 from silo.plan.policy import broken_rules, check_plan
@@ -65,6 +67,37 @@ def test_policy_refuses_a_plan_without_the_audit_that_this_site_requires() -> No
         check_plan(lax, ALLOWED, silo_id="north", now=now_utc())
     relaxed = ordinary(Policy.model_validate({"audit": {"required": False}}))
     assert not list(broken_rules(lax, relaxed, silo_id="north", now=now_utc()))
+
+
+def test_plan_whose_audit_would_let_more_pass_than_this_site_does_is_refused() -> None:
+    """Else an aggregator writes the verdict: with limits of 1, an AUC of .93 with 60% found is a pass."""
+    usual = Audit(required=True)
+    for name, loose in {
+        "max_mia_auc": 0.93,
+        "max_mia_tpr": 0.6,
+        "max_near_copy_rate": 1.0,
+        "min_holdout_units": 299,
+    }.items():
+        with case(name):
+            asked = plan(audit=usual.model_dump(mode="json") | {name: loose})
+            ((allowed, got),) = rules_broken_by(asked).values()
+            assert f"{getattr(usual, name):g} (audit.{name} in policy.toml)" in allowed and got == f"{loose:g}"
+            with pytest.raises(PolicyError, match=f"plan {asked.plan_id}: .*leak audit"):
+                check_plan(asked, ALLOWED, silo_id="north", now=now_utc())
+            assert not rules_broken_by(asked, ordinary(Policy.model_validate({"audit": {name: loose}})))
+    strict = {"required": True, "min_holdout_units": 301, "max_mia_auc": 0.5, "max_near_copy_rate": 0.0}
+    assert not rules_broken_by(plan(audit=strict))
+    assert not rules_broken_by(plan(audit={"required": True})), "a plan that states nothing has the policy's defaults"
+
+
+def test_every_example_asks_for_an_audit_that_the_default_policy_takes() -> None:
+    found = 0
+    for path in sorted(PAGE.parents[2].joinpath("examples").rglob("*.toml")):
+        if audit := tomllib.loads(path.read_text("utf-8")).get("audit"):
+            with case(path.name):
+                assert not rules_broken_by(plan(audit=audit))
+            found += 1
+    assert found > 5
 
 
 def test_plan_with_an_unknown_architecture_does_not_parse() -> None:

@@ -105,7 +105,7 @@ def test_room_of_the_audit_and_of_jobs_elsewhere_is_what_they_write_and_not_much
     plan_id = tiny.sign(recipe(audit=limits))
     tiny.deliver_plan(SILO, plan_id)
     site = tiny.sites[SILO]
-    terms = {"required": True, "holdout_share": 0.25, "min_holdout_units": 10, "num_samples": 1500}
+    terms = limits | {"holdout_share": 0.25, "num_samples": 1500}
     write_policy(site, POLICY | {"audit": terms | {"waiver": site.policy().audit.waiver}})
     tiny.work(SILO, until="training")
     work, most = open_workspace(site, plan_id), [0]
