@@ -14,15 +14,13 @@ from ddm.loading.plan import sketch_noise_level
 from ddm.models import build_expert, count_flops, empty_expert, num_parameters
 from ddm.privacy.plan_cost import plan_epsilon
 from ddm.protocol.footprint import expert_size, training_bytes
-from ddm.protocol.plan import LoraAdaptation, Plan, TextCondition, most_experts
+from ddm.protocol.plan import Plan, TextCondition, most_experts
 from ddm.routers.sketch import Sketch
 from ddm.training.config import Engine
 from ddm.training.loop import train
 
 TIMED_STEPS = 12
-# A sample of a private step beside one of a plain step: gradients of single units by copies of LoRA factors, else by a
-# loop, the slowest that ADR 0057 measured of each.
-_COPIES, _LOOP = 1.1, 2.3
+_LOOP = 2.3  # a sample of a private step beside one of a plain step: the slowest loop that ADR 0057 measured
 MOST_TIMED_FLOPS = 10**13  # about two minutes of one thread: a larger expert need not even fit this machine's memory
 
 
@@ -114,8 +112,7 @@ def private_step(plan: Plan) -> PrivateStep:
     if plan.transform and plan.transform.slices:
         images *= plan.transform.slices.count  # a card counts pictures
     samples = min(units, terms.units_per_step) * min(images, terms.images_per_unit) * terms.draws
-    slower = _COPIES if isinstance(plan.expert.adaptation, LoraAdaptation) else _LOOP
-    return PrivateStep(samples, slower, slower * samples / plan.expert.training.batch_size)
+    return PrivateStep(samples, _LOOP, _LOOP * samples / plan.expert.training.batch_size)
 
 
 def _rate() -> float:

@@ -5,7 +5,7 @@ the pinned files are read here, checked against their digests, and passed on as 
 is downloaded, no code beside the weights runs, no pickle is opened, and other files in the folder are not read.
 """
 
-# Shape legend: N texts, B texts of one block, L tokens, D values of a token.
+# Shape legend: N texts, L tokens, D values of a token.
 import json
 import re
 import warnings
@@ -27,13 +27,9 @@ from ddm.protocol.plan import PinnedEncoder, TextCondition
 from ddm.system.devices import device_named
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-BLOCK = 64
+BLOCK = 64  # texts between two reports of the progress
 _MAX_SMALL_BYTES = 64 * 1024**2  # of configuration and tokenizer
 _MAX_WEIGHT_BYTES = 64 * 1024**3  # of one file
-_PADDED = {
-    torch.float32: 1e-4,
-    torch.bfloat16: 0.1,
-}  # the largest relative change of embeddings by rounding when a text is padded
 _SHARD = re.compile(r"model-[0-9]{5}-of-([0-9]{5})\.safetensors")
 
 
@@ -44,22 +40,13 @@ class TextEncoder:
         net: returns `last_hidden_state`, shape (B, L, D).
         tokenizer: of the tokenizers library; truncates texts that are too long.
         max_tokens: L.
-
-    Raises:
-        SetupError: padding changes a text's embeddings, which would then depend on the other texts of a batch.
     """
 
     def __init__(self, net: nn.Module, tokenizer: Any, max_tokens: int) -> None:
-        self.net = net.eval().requires_grad_(False)
-        self.tokenizer, self.max_tokens = tokenizer, max_tokens
         self.device = device_named()
-        alone_LD, beside_LD = self._hidden([[0]])[0], self._hidden([[0], [0] * max_tokens])[0]
-        self.dim = alone_LD.shape[1]
-        apart = _PADDED[next(self.net.parameters()).dtype] * alone_LD.abs().max()
-        change = (alone_LD - beside_LD[:1]).abs().max()
-        if change > apart:
-            expected = f"a network that ignores padding, to {float(apart):.2g}"
-            raise SetupError("text encoder", expected=expected, got=f"embeddings that change by {float(change):.2g}")
+        self.net = net.eval().requires_grad_(False).to(self.device)
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self.dim = self._hidden([0] * max_tokens).shape[1]  # of as many tokens as it must take
 
     @classmethod
     def open(cls, folder: Path | str, condition: TextCondition) -> "TextEncoder":
@@ -70,7 +57,7 @@ class TextEncoder:
             condition: the plan's.
 
         Raises:
-            SetupError: the plan pins none, transformers cannot build it, or padding changes its embeddings.
+            SetupError: the plan pins none, or transformers cannot build it.
             MissingFileError: a pinned file is not in the folder.
             DigestError: a file differs from the pinned one.
             TensorFileError: the weights are not safetensors, or not finite.
@@ -93,7 +80,8 @@ class TextEncoder:
         """Return the token embeddings of texts, shape (N, L, D), float32 on the CPU; computed in bfloat16 on a GPU.
 
         A token of zeros is padding. A blank text is padding only, which is the null condition. Texts are truncated to L
-        tokens, see `num_cut`.
+        tokens, see `num_cut`. Each is encoded by itself, so that its embeddings are the same bits whatever the other
+        texts are, and however many (docs/adr/0065-a-unit-is-computed-alone.md).
 
         Args:
             texts: any texts.
@@ -106,14 +94,11 @@ class TextEncoder:
             NumericalError: embeddings that are not finite.
         """
         found = torch.zeros(len(texts), self.max_tokens, self.dim)
-        for start in range(0, len(texts), BLOCK):
-            block = [self._ids(text, lost) for text in texts[start : start + BLOCK]]
-            rows = [row for row, ids in enumerate(block) if ids]
-            if rows:
-                hidden_BLD = fill_lost(self._hidden([block[row] for row in rows]), lost, _not_finite)
-                found[torch.tensor(rows) + start, : hidden_BLD.shape[1]] = hidden_BLD
-            if on_progress:
-                on_progress(min(start + BLOCK, len(texts)), len(texts))
+        for done, text in enumerate(texts, 1):
+            if ids := self._ids(text, lost):
+                found[done - 1, : len(ids)] = fill_lost(self._hidden(ids)[None], lost, _not_finite)[0]
+            if on_progress and (done % BLOCK == 0 or done == len(texts)):
+                on_progress(done, len(texts))
         return found
 
     def num_cut(self, texts: Sequence[str]) -> int:
@@ -137,16 +122,11 @@ class TextEncoder:
             raise SetupError("text", expected=expected, got=got) from None
 
     @torch.no_grad()
-    def _hidden(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Return the embeddings of texts, right-padded with zeros to the longest, shape (B, up to L, D)."""
-        lengths = torch.tensor([len(each) for each in ids])
-        mask_BL = torch.arange(int(lengths.max())) < lengths[:, None]
-        ids_BL = torch.zeros(mask_BL.shape, dtype=torch.int64)
-        ids_BL[mask_BL] = torch.tensor([one for each in ids for one in each])
-        net = self.net.to(self.device)
-        inputs = {"input_ids": ids_BL.to(self.device), "attention_mask": mask_BL.long().to(self.device)}
-        hidden_BLD = net(**inputs).last_hidden_state.float().cpu()
-        return torch.where(mask_BL[..., None], hidden_BLD, 0.0)
+    def _hidden(self, ids: Sequence[int]) -> Tensor:
+        """Return the embeddings of a text of L tokens, shape (L, D)."""
+        ids_1L = torch.tensor([ids], device=self.device)
+        hidden_1LD: Tensor = self.net(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L)).last_hidden_state
+        return hidden_1LD[0].float().cpu()
 
 
 def _not_finite() -> NumericalError:

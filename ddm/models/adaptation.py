@@ -39,17 +39,8 @@ class LoraLinear(nn.Module):
         nn.init.uniform_(self.down_RI, -sqrt(1 / frozen.in_features), sqrt(1 / frozen.in_features))
 
     def forward(self, x_BI: Tensor) -> Tensor:
-        """Return the sum of both layers' outputs.
-
-        Private training gives each of U privacy units its own factors, of shapes (U, R, I) and (U, O, R): then the
-        first B / U rows are the first unit's, and so on.
-        """
-        if self.down_RI.dim() == 3:
-            x_UTI = x_BI.reshape(len(self.down_RI), -1, x_BI.shape[-1])
-            added = (x_UTI @ self.down_RI.mT @ self.up_OR.mT).reshape(*x_BI.shape[:-1], -1)
-        else:
-            added = (x_BI @ self.down_RI.T) @ self.up_OR.T
-        out: Tensor = self.frozen(x_BI) + self.scale * added
+        """Return the sum of both layers' outputs."""
+        out: Tensor = self.frozen(x_BI) + self.scale * ((x_BI @ self.down_RI.T) @ self.up_OR.T)
         return out
 
 

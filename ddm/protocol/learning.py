@@ -155,8 +155,8 @@ class Training(Model):
 
     Attributes:
         num_steps: training steps.
-        batch_size: images in a step; in private training how many are computed at once, and what `ema_half_life`
-            counts.
+        batch_size: images in a step; in private training the most that a unit may have in one, and what
+            `ema_half_life` counts.
         learning_rate: the highest of the run.
         schedule: how the learning rate falls: not at all, to `final_rate` along half a cosine, or along a line.
         warmup_steps: steps over which it rises from 0 first; the fall has begun by then.

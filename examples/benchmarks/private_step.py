@@ -2,8 +2,9 @@
 
     python -m examples.benchmarks.private_step [--device cuda] [--repeats 7] [--images train-images.npy]
 
-A way is `plain` (one backward pass, no unit's own gradient), `copies` (LoRA only), `hooks` (LoRA only: products of what
-forward and backward hooks saw, as opacus keeps them), `vmap`, or `loop`. Clipping and the grid's rounding are timed
+A way is `plain` (one backward pass, no unit's own gradient), `hooks` (LoRA only: products of what forward and backward
+hooks saw, as opacus keeps them), `vmap`, or `loop`, which is how experts are trained: in batches of several units, as
+in all others, what one unit's gradient is depends by rounding on the others. Clipping and the grid's rounding are timed
 with every way but the plain one; the noise by itself, for a number of weights. Ratios are medians over repeats, each of
 which runs all ways one after another, so that another load of the machine hits all of them. On a CPU the time is that
 of one thread's processor.
@@ -28,7 +29,7 @@ from ddm.models.adaptation import LoraLinear, adapt
 from ddm.privacy.secret_stream import SecretStream
 from ddm.protocol.plan import Architecture, Dit, FullAdaptation, LoraAdaptation, Training, Unet
 from ddm.training.private import clipped, noise_of
-from ddm.training.unit_gradients import UnitBatch, UnitLoss, by_copies, by_loop, takes_copies
+from ddm.training.unit_gradients import UnitLoss, UnitSamples, unit_gradient
 
 SHAPE = (1, 28, 28)
 ARCHITECTURES: dict[str, Architecture] = {
@@ -39,14 +40,21 @@ RECIPE = Training(num_steps=1, batch_size=1, learning_rate=1e-3, weight_decay=0.
 Named = dict[str, Tensor]
 
 
-def by_plain(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitBatch) -> tuple[Named, Tensor]:
+def by_loop(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples) -> tuple[Named, Tensor]:
+    """Return each unit's gradient and loss, each computed alone."""
+    units = zip(*batch.fields, strict=True)
+    gradients, losses = zip(*[unit_gradient(loss, weights, UnitSamples(*unit)) for unit in units], strict=True)
+    return {name: torch.stack([each[name] for each in gradients]) for name in weights}, torch.stack(losses)
+
+
+def by_plain(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples) -> tuple[Named, Tensor]:
     """Return the gradient of all units together."""
     loss_B = loss.of_samples(weights, [each.flatten(0, 1) for each in batch.fields])
-    gradients = torch.autograd.grad(loss_B.sum(), list(weights.values()))
+    gradients = torch.autograd.grad(loss_B.view(len(batch), -1).mean(1).sum(), list(weights.values()))
     return dict(zip(weights, gradients, strict=True)), loss_B.detach()
 
 
-def by_hooks(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitBatch) -> tuple[Named, Tensor]:
+def by_hooks(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples) -> tuple[Named, Tensor]:
     """Return each unit's gradient of the factors, from inputs that hooks keep and gradients at the layers' outputs.
 
     The output of each layer gets a tensor of zeros added, whose gradient is the one at the output.
@@ -70,7 +78,11 @@ def by_hooks(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitBatch) ->
     finally:
         for handle in handles:
             handle.remove()
-    gradients = dict(zip(outputs, torch.autograd.grad(loss_B.sum(), list(outputs.values())), strict=True))
+    gradients = dict(
+        zip(
+            outputs, torch.autograd.grad(loss_B.view(len(batch), -1).mean(1).sum(), list(outputs.values())), strict=True
+        )
+    )
     found: Named = {}
     for name, layer in layers.items():
         x_UTI = inputs[name].reshape(len(batch), -1, inputs[name].shape[-1])
@@ -81,12 +93,12 @@ def by_hooks(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitBatch) ->
     return {name: found[name] for name in weights}, loss_B.detach()
 
 
-def by_vmap(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitBatch) -> tuple[Named, Tensor]:
+def by_vmap(loss: UnitLoss, weights: Mapping[str, Tensor], batch: UnitSamples) -> tuple[Named, Tensor]:
     """Return each unit's gradient and loss: torch maps one unit's gradient over all of them."""
     plain = {name: value.detach() for name, value in weights.items()}
 
     def of_unit(named: Mapping[str, Tensor], *fields: Tensor) -> Tensor:
-        return loss.of_samples(named, fields).sum()
+        return loss.of_samples(named, fields).mean()
 
     fields = batch.fields
     mapped = vmap(grad_and_value(of_unit), in_dims=(None, *[0] * len(fields)))
@@ -126,12 +138,12 @@ def timed(
     device = next(model.parameters()).device
     x_0 = images[torch.randint(len(images), (num, samples))].to(device)
     times = torch.rand(num, samples, device=device)
-    batch = UnitBatch(x_0, torch.randn_like(x_0), times, torch.full_like(times, 1 / samples))
+    batch = UnitSamples(x_0, torch.randn_like(x_0), times)
     named = {name: value for name, value in model.named_parameters() if value.requires_grad}
     loss = UnitLoss(model, RECIPE, path_named("linear"), "velocity")
     ways = {"plain": by_plain, "loop": by_loop, "vmap": by_vmap}
-    if takes_copies(model):
-        ways |= {"copies": by_copies, "hooks": by_hooks}
+    if adaptation == "lora":
+        ways["hooks"] = by_hooks
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats + 1):
@@ -139,7 +151,7 @@ def timed(
             start = clock()
             gradients, _ = way(loss, named, batch)
             if name != "plain":
-                for each in clipped(gradients, 1.0).values():
+                for each in vmap(lambda unit: clipped(unit, 1.0))(gradients).values():
                     each.sum(0, dtype=torch.float64)
             if device.type == "cuda":
                 torch.cuda.synchronize()

@@ -12,17 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from ddm.diffusion.path import path_named
 from ddm.errors import DataError, SetupError
-from ddm.protocol.plan import DpSgd, Plan
+from ddm.models import build_expert
+from ddm.models.adaptation import adapt
+from ddm.protocol.plan import Dit, DpSgd, FullAdaptation, LoraAdaptation, Plan, UniformT
 from ddm.protocol.weight_privacy import DpSgdMechanism
-from ddm.training.config import TrainingSettings
+from ddm.training.batches import Examples
+from ddm.training.config import Engine, TrainingSettings
+from ddm.training.distributed import machine_of
 from ddm.training.jobs import Wanted
 from ddm.training.planned import PlannedExpert
-from ddm.training.private import STEPS_PER_CLIP, Private, noise_of, sensitivity
-from ddm.training.unit_gradients import UnitBatch
+from ddm.training.private import STEPS_PER_CLIP, Private, PrivateSteps, clipped, noise_of, sensitivity
+from ddm.training.state import State
+from ddm.training.unit_gradients import UnitSamples
 from tests.support.case import case
 from tests.support.documents import plan_document, to_bytes
 from tests.support.jobs import ARCHITECTURES, NUM, RECIPE, SHAPE, Trial
+from tests.support.recipes import training
 from tests.support.seeded import Seeded
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -198,30 +205,104 @@ def test_two_processes_share_the_units_and_add_the_noise_once(tmp_path: Path) ->
     assert apart < 1e-4 < 0.01 * max(float((one[name] - more[name]).abs().max()) for name in one) * 100
 
 
-def test_what_a_unit_goes_through_depends_on_no_other_unit(tmp_path: Path) -> None:
+def test_what_a_unit_goes_through_depends_on_no_other_unit() -> None:
     """Replacing a patient by one of other images, and of another number of them, changes no other patient's draws."""
-    from ddm.diffusion.path import path_named
-    from ddm.models import build_expert
-    from ddm.protocol.plan import UniformT
-    from ddm.training.batches import Examples
-    from ddm.training.config import Engine
-    from ddm.training.distributed import machine_of
-    from ddm.training.private import PrivateSteps
-    from ddm.training.state import State
-
     plan = wanted().expert.plan
-    drawn: list[dict[bytes, UnitBatch]] = []
+    drawn: list[list[UnitSamples]] = []
     for unit_N in (UNIT_N, torch.cat([torch.tensor([0]), UNIT_N[3:]])):  # the first patient has 3 images, or 1
         images = torch.rand(NUM, *SHAPE, generator=torch.Generator().manual_seed(0))[-len(unit_N) :]
-        engine = Engine(device="cpu")
         model = build_expert(plan.expert.architecture, SHAPE, seed=0)
-        state = State(model, plan.expert.training, machine_of(engine), 1)
+        state = State(model, plan.expert.training, machine_of(Engine(device="cpu")), 1)
         source = private(unit_N=unit_N, units_per_step=14)
-        steps = PrivateSteps(state, source, Examples(images), path_named("linear"), "velocity", UniformT())
-        batches = steps.draw(3)
-        drawn.append({batch.x_0.numpy().tobytes(): batch for batch in batches})
-    shared = drawn[0].keys() & drawn[1].keys()
-    assert len(shared) >= 13
-    for key in shared:
-        one, other = drawn[0][key], drawn[1][key]
+        drawn.append(
+            PrivateSteps(state, source, Examples(images), path_named("linear"), "velocity", UniformT()).draw(3)
+        )
+    assert [len(each) for each in drawn] == [14, 14]
+    for one, other in zip(drawn[0][1:], drawn[1][1:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.fields, other.fields, strict=True))
+
+
+ONE_TOKEN = Dit(patch=8, hidden=64, depth=4, heads=4)
+
+
+class Patients:
+    """Private steps of an expert whose large weights amplify rounding: each step's sum of gradients, before noise.
+
+    Args:
+        monkeypatch: to decide who enters.
+        lora: trains factors of rank 4, else all weights.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, lora: bool) -> None:
+        self.monkeypatch, self.lora = monkeypatch, lora
+        self.images = [torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(unit)) for unit in range(9)]
+
+    def total(self, entering: list[int], **changed: Tensor) -> Tensor:
+        """The sum of the clipped gradients of the units that enter; all units have an image but those changed."""
+        images = [changed.get(f"unit{unit}", own[:1]) for unit, own in enumerate(self.images)]
+        unit_N = torch.cat([torch.full((len(own),), unit) for unit, own in enumerate(images)])
+        random = torch.Generator().manual_seed(1)
+        model = adapt(build_expert(ONE_TOKEN, (1, 8, 8), seed=0), LoraAdaptation(rank=4, alpha=4.0), seed=1)
+        if not self.lora:
+            model = adapt(build_expert(ONE_TOKEN, (1, 8, 8), seed=0), FullAdaptation(), seed=1)
+        for weight in model.parameters():
+            spread = 10 / (3 * weight[0].numel()) ** 0.5 if weight.dim() > 1 else 0.1  # ten times that of a start
+            weight.data = torch.randn(weight.shape, generator=random) * spread
+        state = State(model, training(), machine_of(Engine(device="cpu")), 1)
+        source, sums = private(unit_N=unit_N), []
+
+        def seen(*given: object) -> dict[str, Tensor]:
+            found = clipped(*given)  # type: ignore[arg-type]
+            sums.append(torch.cat([each.double().flatten() for each in found.values()]))
+            return found
+
+        self.monkeypatch.setattr("ddm.training.private.clipped", seen)
+        self.monkeypatch.setattr(Private, "sampled", lambda *_: np.array(entering))
+        path = path_named("linear")
+        steps = PrivateSteps(state, source, Examples(torch.cat(images)), path, "velocity", UniformT())
+        steps.advance(steps.draw(0))
+        return torch.stack(sums).sum(0)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_replaced_added_or_removed_unit_moves_the_sum_of_the_others_by_nothing_at_all(
+    monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    """To the bit, where weights amplify rounding: the noise is for one unit's gradient, not for the others' as well."""
+    patients, everyone = Patients(monkeypatch, lora=lora), list(range(9))
+    alone = torch.stack([patients.total([unit]) for unit in everyone])
+    assert (alone.norm(dim=1) > 0.9 * STEPS_PER_CLIP).all(), "all are clipped"
+    for own in (0, 4):
+        others = patients.total([unit for unit in everyone if unit != own])
+        assert torch.equal(others, alone.sum(0) - alone[own])
+        first, longer = patients.images[own][:1], patients.images[own][:2]
+        for name, changed in {"one": first, "two": longer, "other": -3 * first, "lost": torch.nan * longer}.items():
+            told = {f"unit{own}": changed}
+            with case(own, name):
+                assert torch.equal(patients.total(everyone, **told) - patients.total([own], **told), others)
+
+
+def test_process_that_computes_a_unit_does_not_depend_on_who_else_enters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes may have different devices, whose rounding differs."""
+    plan = wanted().expert.plan
+    state = State(build_expert(plan.expert.architecture, SHAPE, seed=0), plan.expert.training, machine_of(Engine()), 1)
+    images = Examples(torch.rand(NUM, *SHAPE))
+    drawn = {}
+    for entering in ([1, 2, 5, 9], [1, 5, 9], [0, 1, 2, 5, 9]):
+        monkeypatch.setattr(Private, "sampled", lambda *_, entering=entering: np.array(entering))
+        for rank in range(3):
+            state.machine = Ranked(rank)  # type: ignore[assignment]
+            steps = PrivateSteps(state, private(), images, path_named("linear"), "velocity", UniformT())
+            for unit in steps.draw(0):
+                drawn.setdefault(unit.eps.numpy().tobytes(), set()).add(rank)
+    assert len(drawn) == 5
+    assert all(len(ranks) == 1 for ranks in drawn.values())
+
+
+class Ranked:
+    """One of three processes."""
+
+    num_processes = 3
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank

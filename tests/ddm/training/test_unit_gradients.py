@@ -1,4 +1,4 @@
-"""Gradients of single units: every way gives that of a unit computed alone, for every architecture; clipping holds."""
+"""Gradients of single units: each is the sum over its images, for every architecture; clipping holds."""
 
 from collections.abc import Iterator
 from math import sqrt
@@ -25,7 +25,7 @@ from ddm.protocol.plan import (
     Unet,
 )
 from ddm.training.private import STEPS_PER_CLIP, clipped, sensitivity
-from ddm.training.unit_gradients import UnitBatch, UnitLoss, by_copies, by_loop, takes_copies
+from ddm.training.unit_gradients import UnitLoss, UnitSamples, unit_gradient
 from tests.support.case import case
 from tests.support.recipes import training
 
@@ -57,116 +57,112 @@ def expert_of(name: str, adaptation: Adaptation) -> nn.Module:
     return model
 
 
-def batch_of(name: str, num: int = 4, samples: int = 3) -> UnitBatch:
-    """Some units; the first has a sample less, padded."""
+def unit_of(name: str, samples: int = 3) -> UnitSamples:
+    """What a unit learns from in a step."""
     random, (_, condition) = torch.Generator().manual_seed(2), EXPERTS[name]
     given = None
     if isinstance(condition, ClassCondition):
-        given = torch.randint(-1, 3, (num, samples), generator=random)
+        given = torch.randint(-1, 3, (samples,), generator=random)
     elif isinstance(condition, TextCondition):
-        given = torch.randn(num, samples, condition.max_tokens, condition.dim, generator=random)
-    weight_US = torch.full((num, samples), 1 / samples)
-    weight_US[0] = torch.tensor([0.5] * (samples - 1) + [0.0])
-    noise, x_0 = (torch.randn(num, samples, *SHAPE, generator=random) for _ in range(2))
-    return UnitBatch(x_0, noise, torch.rand(num, samples, generator=random), weight_US, given)
+        given = torch.randn(samples, condition.max_tokens, condition.dim, generator=random)
+    noise, x_0 = (torch.randn(samples, *SHAPE, generator=random) for _ in range(2))
+    return UnitSamples(x_0, noise, torch.rand(samples, generator=random), given)
 
 
-def alone(model: nn.Module, batch: UnitBatch, unit: int) -> Iterator[Tensor]:
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {key: value for key, value in model.named_parameters() if value.requires_grad}
+
+
+def one_by_one(model: nn.Module, unit: UnitSamples) -> Iterator[Tensor]:
     """Oracle: a plain backward pass over the images of one unit, one after another."""
     model.zero_grad()
-    for sample in torch.nonzero(batch.weight_US[unit]).flatten().tolist():
-        x_0, eps, t_B = (each[unit, sample][None] for each in (batch.x_0, batch.eps, batch.t_US))
-        condition = () if batch.condition is None else (batch.condition[unit, sample][None],)
+    for sample in range(len(unit)):
+        x_0, eps, t_B = (each[sample][None] for each in (unit.x_0, unit.eps, unit.t_S))
+        condition = () if unit.condition is None else (unit.condition[sample][None],)
         error = model(x_t(PATH, x_0, eps, t_B), t_B, *condition) - target_of(PATH, "velocity", x_0, eps, t_B)
-        (error.square().mean() * batch.weight_US[unit, sample]).backward()
+        (error.square().mean() / len(unit)).backward()
     yield from (
         weight.grad.clone() for weight in model.parameters() if weight.grad is not None and weight.requires_grad
     )
 
 
 @pytest.mark.parametrize("name", list(EXPERTS))
-def test_gradient_of_each_unit_is_that_of_the_unit_alone(name: str) -> None:
+def test_gradient_of_a_unit_is_the_mean_over_its_samples(name: str) -> None:
     adaptations: list[Adaptation] = [FullAdaptation(), LORA]
     if name == "dit":
         adaptations.append(PartialAdaptation(trained=("blocks",)))
     for adaptation in adaptations:
-        model = expert_of(name, adaptation)
-        batch, loss = batch_of(name), UnitLoss(model, training(), PATH, "velocity")
-        named = {key: value for key, value in model.named_parameters() if value.requires_grad}
-        ways = [by_loop] + [by_copies] * takes_copies(model)
-        assert len(ways) == 1 + isinstance(adaptation, LoraAdaptation)
-        for way in ways:
-            found, _ = way(loss, named, batch)
-            with case(adaptation.kind, way.__name__):
-                for unit in range(len(batch)):
-                    for gradient, expected in zip(found.values(), alone(model, batch, unit), strict=True):
-                        torch.testing.assert_close(gradient[unit], expected, rtol=1e-4, atol=2e-6)
+        model, unit = expert_of(name, adaptation), unit_of(name)
+        found, _ = unit_gradient(UnitLoss(model, training(), PATH, "velocity"), trained(model), unit)
+        with case(adaptation.kind):
+            for gradient, expected in zip(found.values(), one_by_one(model, unit), strict=True):
+                torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=2e-6)
 
 
-def test_units_do_not_see_each_other() -> None:
-    """Statistics of a group, or a shared factor, would: another unit changes nothing of the first unit's gradient."""
-    for name in EXPERTS:
-        model, batch = expert_of(name, LORA), batch_of(name)
-        named = {key: value for key, value in model.named_parameters() if value.requires_grad}
-        loss = UnitLoss(model, training(), PATH, "velocity")
-        before, _ = by_copies(loss, named, batch)
-        batch.x_0[1:] = 100.0
-        after, _ = by_copies(loss, named, batch)
-        with case(name):
-            assert all(torch.allclose(before[key][0], after[key][0], atol=1e-6) for key in named)
-            assert not all(torch.allclose(before[key][1], after[key][1], atol=1e-6) for key in named)
+def test_gradient_is_the_same_bits_wherever_the_unit_lies_in_memory() -> None:
+    model, unit = expert_of("mmdit", LORA), unit_of("mmdit")
+    loss = UnitLoss(model, training(), PATH, "velocity")
+    found = []
+    for shift in (0, 1, 3):
+        moved = [torch.cat([torch.zeros(shift), each.flatten()])[shift:].view(each.shape) for each in unit.fields]
+        gradient, _ = unit_gradient(loss, trained(model), UnitSamples(*moved).copied(torch.device("cpu")))
+        found.append(gradient)
+    assert all(torch.equal(each[name], found[0][name]) for each in found for name in each)
 
 
 def test_bfloat16_leaves_gradients_of_float32() -> None:
-    model, batch = expert_of("dit", LORA), batch_of("dit")
-    named = {key: value for key, value in model.named_parameters() if value.requires_grad}
-    exact, _ = by_copies(UnitLoss(model, training(), PATH, "velocity"), named, batch)
-    found, _ = by_copies(UnitLoss(model, training(), PATH, "velocity", in_bf16=True), named, batch)
+    model, unit = expert_of("dit", LORA), unit_of("dit")
+    exact, _ = unit_gradient(UnitLoss(model, training(), PATH, "velocity"), trained(model), unit)
+    found, _ = unit_gradient(UnitLoss(model, training(), PATH, "velocity", in_bf16=True), trained(model), unit)
     assert {each.dtype for each in found.values()} == {torch.float32}
     whole = [torch.cat([each.flatten() for each in grads.values()]) for grads in (exact, found)]
     assert torch.nn.functional.cosine_similarity(*whole, dim=0) > 0.99
 
 
 def test_clipped_gradient_stays_within_the_clip_norm_keeps_its_direction_and_lies_on_the_grid() -> None:
-    random, num = torch.Generator().manual_seed(3), 5
+    random = torch.Generator().manual_seed(3)
     for scale in (1e-12, 1e-3, 1.0, 1e6, 1e30):
-        given = {
-            "a": scale * torch.randn(num, 40, 3, generator=random),
-            "b": scale * torch.randn(num, 7, generator=random),
-        }
+        given = {"a": scale * torch.randn(40, 3, generator=random), "b": scale * torch.randn(7, generator=random)}
         for clip in (0.01, 1.0, 50.0):
-            found = clipped(given, clip)
-            flat_UP = torch.cat([each.flatten(1).double() for each in found.values()], 1)
-            raw_UP = torch.cat([each.flatten(1).double() for each in given.values()], 1)
-            assert torch.equal(flat_UP, flat_UP.round())
-            assert (flat_UP.norm(dim=1) <= sensitivity(127)).all()
-            expected_UP = raw_UP * (clip / raw_UP.norm(dim=1, keepdim=True)).clamp(max=1.0) * STEPS_PER_CLIP / clip
-            torch.testing.assert_close(flat_UP, expected_UP, rtol=1e-5, atol=0.51)
+            flat_P = torch.cat([each.flatten().double() for each in clipped(given, clip).values()])
+            raw_P = torch.cat([each.flatten().double() for each in given.values()])
+            assert torch.equal(flat_P, flat_P.round())
+            assert flat_P.norm() <= sensitivity(127)
+            expected_P = raw_P * (clip / raw_P.norm()).clamp(max=1.0) * STEPS_PER_CLIP / clip
+            torch.testing.assert_close(flat_P, expected_P, rtol=1e-5, atol=0.51)
 
 
-def test_gradient_that_is_not_finite_counts_as_none_and_spoils_no_other() -> None:
-    given = {"a": torch.ones(3, 4), "b": torch.ones(3, 2)}
-    given["a"][1, 2], given["b"][2, 0] = torch.nan, torch.inf
-    found = clipped(given, 1.0)
-    assert found["a"][0].sum() > 0
-    assert all((each[1:] == 0).all() for each in found.values())
-    assert all((each == 0).all() for each in clipped({"a": torch.zeros(2, 4)}, 1.0).values())
+def test_scaling_in_float32_leaves_a_clipped_norm_far_inside_the_slack_of_the_sensitivity() -> None:
+    """Without the grid's rounding, which the sensitivity counts by itself: of few and of many weights."""
+    random = torch.Generator().manual_seed(4)
+    for num in (1, 100, 1_000_000):
+        for scale in (1e-30, 1.0, 1e30):
+            given = {"a": scale * torch.randn(num, generator=random)}
+            norm = clipped(given, 1e-33)["a"].double().norm()
+            assert norm <= STEPS_PER_CLIP * (1 + 2**-22) + sqrt(num) / 2
+
+
+def test_gradient_that_is_not_finite_counts_as_none() -> None:
+    for lost in (torch.nan, torch.inf, -torch.inf):
+        given = {"a": torch.ones(4), "b": torch.ones(2)}
+        assert all(each.all() for each in clipped(given, 1.0).values())
+        given["b"][1] = lost
+        assert all((each == 0).all() for each in clipped(given, 1.0).values())
+    assert all((each == 0).all() for each in clipped({"a": torch.zeros(4)}, 1.0).values())
 
 
 def test_replacing_a_unit_moves_the_sum_by_at_most_twice_the_sensitivity_and_without_clipping_by_more() -> None:
-    model, batch = expert_of("dit", LORA), batch_of("dit")
-    named = {key: value for key, value in model.named_parameters() if value.requires_grad}
-    loss, clip = UnitLoss(model, training(), PATH, "velocity"), 0.01
-    num = sum(value.numel() for value in named.values())
+    model, unit, clip = expert_of("dit", LORA), unit_of("dit"), 0.01
+    loss, num = UnitLoss(model, training(), PATH, "velocity"), sum(each.numel() for each in trained(model).values())
 
-    def total() -> tuple[Tensor, Tensor]:
-        gradients, _ = by_copies(loss, named, batch)
-        grid = torch.cat([each.double().sum(0).flatten() for each in clipped(gradients, clip).values()])
-        return grid, torch.cat([each.double().sum(0).flatten() for each in gradients.values()])
+    def gradients() -> tuple[Tensor, Tensor]:
+        gradient, _ = unit_gradient(loss, trained(model), unit)
+        grid = torch.cat([each.double().flatten() for each in clipped(gradient, clip).values()])
+        return grid, torch.cat([each.double().flatten() for each in gradient.values()])
 
-    before, raw_before = total()
-    batch.x_0[2] *= -30.0
-    after, raw_after = total()
+    before, raw_before = gradients()
+    unit.x_0.mul_(-30.0)
+    after, raw_after = gradients()
     moved = float((after - before).norm())
     assert 0.1 * sensitivity(num) < moved <= 2 * sensitivity(num)
     assert float((raw_after - raw_before).norm()) / clip > 3, "control: what is not clipped moves by more"
