@@ -9,6 +9,7 @@ autoencoder is one of MONAI, or a published one of diffusers (`ddm.encoders.publ
 # Shape legend: N samples, B samples of one block, ... sample dimensions (C, H, W) or (C, D, H, W).
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, assert_never
@@ -83,6 +84,12 @@ class AutoencoderKl:
         self.size, self.shape, self.scale = size, shape, scale
         self.device = device_named()
         self.block = max(1, min(_MOST_AT_ONCE, _BLOCK_BYTES // (4 * size.channels[0] * prod(size.at_once(shape)[1:]))))
+
+    def alone(self) -> "AutoencoderKl":
+        """Return it for blocks of one sample, so that no bit of what it returns depends on another sample's place."""
+        found = copy(self)
+        found.block = 1
+        return found
 
     def encode(self, samples: Tensor, on_progress: Progress | None = None, *, lost: float | None = None) -> Tensor:
         """Return latents over `scale`, shape (N, latent channels, ...), float32 on the CPU.

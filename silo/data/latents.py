@@ -50,7 +50,12 @@ def keep_latents(cohort: Cohort, latent: Latent, plan: Plan, folder: Path, on_pr
         return
     shape = (len(cohort.images), *plan.expert_shape)
     with replacing(path) as handle:
-        write_rows(handle, shape, np.dtype("<f4"), _encoded(cohort.images, latent, on_progress))
+        write_rows(handle, shape, np.dtype("<f4"), _encoded(cohort.images, _for(plan, latent), on_progress))
+
+
+def _for(plan: Plan, latent: AutoencoderKl) -> AutoencoderKl:
+    """Where training is private, one patient's images must not move another's place in a block: each goes alone."""
+    return latent.alone() if plan.expert.privacy else latent
 
 
 def _encoded(images: Images, latent: AutoencoderKl, on_progress: Progress) -> Iterator[Tensor]:
@@ -64,9 +69,9 @@ def pixels_of(cohort: Cohort, latent: Latent, plan: Plan) -> Images:
     """Return the images that features are made of: of latents that the site brings, what the autoencoder decodes."""
     if not cohort.latent:
         return cohort.images
-    low, high = plan.data.range
+    (low, high), decoder = plan.data.range, _for(plan, latent) if isinstance(latent, AutoencoderKl) else latent
     return Derived(
-        _scaled(cohort.images, plan), lambda z_B: latent.decode(z_B, lost=0.0).clamp(low, high), plan.data.shape
+        _scaled(cohort.images, plan), lambda z_B: decoder.decode(z_B, lost=0.0).clamp(low, high), plan.data.shape
     )
 
 

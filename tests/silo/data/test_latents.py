@@ -16,7 +16,7 @@ from ddm.errors import DataError, DigestError
 from ddm.io.tensors import save_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.protocol.latent import AutoencoderSize
-from ddm.protocol.plan import AutoencoderKlLatent, Plan
+from ddm.protocol.plan import AutoencoderKlLatent, DpSgd, Plan
 from silo.data.cohort import Cohort, load_cohort
 from silo.data.latents import keep_latents, pixels_of, training_inputs
 from silo.worker.stages import assign, read_assignment
@@ -93,6 +93,30 @@ def test_silo_encodes_once_and_no_other_images_and_no_other_plan_find_its_latent
     other = plan.model_copy(update={"latent": plan.latent.model_copy(update={"scale": 2.0})})
     with pytest.raises(DataError, match="latents"):
         training_inputs(cohort, other, tmp_path)
+
+
+def test_latents_of_private_training_are_encoded_one_by_one(
+    federation: tuple[TinyFederation, Plan, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, plan, _ = federation
+    terms = DpSgd(epsilon=8.0, delta=1e-5, clip=1.0, units_per_step=16)
+    private = plan.model_copy(update={"expert": plan.expert.model_copy(update={"privacy": terms})})
+    cohort, latent = cohort_of(tiny, plan), files_of(tiny, plan).latent
+    assert isinstance(latent, AutoencoderKl) and latent.block > 1
+    seen: set[int] = set()
+    encode = latent.net.encode
+
+    def watched(x_B: torch.Tensor) -> object:
+        seen.add(len(x_B))
+        return encode(x_B)
+
+    monkeypatch.setattr(latent.net, "encode", watched)
+    for asked, size in ((private, 1), (plan, latent.block)):
+        seen.clear()
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        keep_latents(cohort, latent, asked, folder, lambda done, total: None)
+        assert seen == {size} and training_inputs(cohort, asked, folder).images[:].isfinite().all()
 
 
 def test_interrupted_encoding_leaves_no_latents_and_begins_anew(
