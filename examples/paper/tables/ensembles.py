@@ -30,7 +30,7 @@ from examples.paper.tables.sources import Experts
 # Paths and predictions that experts of one ensemble have in turn.
 MIXED = (("linear", "velocity"), ("cosine_vp", "v"), ("ddpm_linear", "eps"), ("edm", "x_0"))
 _PASSPHRASE = b"of a folder that is thrown away"
-_FINE, _GROUPS = 256, 64
+_FINE = 256  # centroids, each a group of the router: over exact counts, finer groups cost nothing
 _HELD_OUT = 0.1  # of the images that a router is fitted on: judging it takes longer than fitting it
 
 
@@ -129,7 +129,7 @@ def _split(shop: Workshop, source: Experts, rate: float, seed: int, path: Path) 
             "owner": {
                 "name": "paper",
                 "fit_images": preset.fit_images,
-                "num_groups": max(num, min(_GROUPS, num_fine)),
+                "num_groups": num_fine,
             },
         }
     )

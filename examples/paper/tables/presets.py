@@ -55,7 +55,7 @@ class Preset(Model):
     tuning: float = 0.25
     router: Literal["counts", "samples"] = "samples"
     transformer: SamplesRouter
-    fit_images: int = 12_000
+    fit_images: int = 24_000
     classifier_steps: int
     num_islands: int = 8
     other_islands: tuple[int, ...] = (2, 4, 16)
