@@ -13,11 +13,12 @@ class Relay:
 
     Args:
         target_port: where the server listens.
+        port: to listen on; a free one when omitted.
     """
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, port: int = 0) -> None:
         self._target_port = target_port
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.port: int = self._listener.getsockname()[1]
         self.up = self.down = 0
         self._lock = threading.Lock()
@@ -33,11 +34,9 @@ class Relay:
         with self._lock:
             self._over = True
             ends = list(self._ends)
-        for end in (self._listener, *ends):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
+        _wake(self._listener, *ends)
         for thread in self._threads:
-            thread.join()
+            thread.join(10.0)  # one may wait for a greeting that never comes
         self._listener.close()
 
     @property
@@ -45,6 +44,26 @@ class Relay:
         """Bytes so far, both ways."""
         with self._lock:
             return self.up + self.down
+
+    def ends(self, client: socket.socket) -> tuple[socket.socket, socket.socket]:
+        """Return the client's socket, to be read and written from now on, and one to the server.
+
+        Raises:
+            OSError: the server does not listen, or may not have started yet.
+        """
+        return client, socket.create_connection(("127.0.0.1", self._target_port))
+
+    def watch(self, upwards: bool) -> Callable[[bytes], None]:
+        """Return what is told of each piece of one direction of a connection, before it is passed on."""
+
+        def count(piece: bytes) -> None:
+            with self._lock:
+                if upwards:
+                    self.up += len(piece)
+                else:
+                    self.down += len(piece)
+
+        return count
 
     def _start(self, work: Callable[..., None], *words: object) -> None:
         thread = threading.Thread(target=work, args=words, daemon=True)
@@ -59,10 +78,10 @@ class Relay:
                 return
             self._start(self._connect, client)
 
-    def _connect(self, client: socket.socket) -> None:
-        with contextlib.suppress(OSError), client:  # the server may not have started yet
-            server = socket.create_connection(("127.0.0.1", self._target_port))
-            with server:
+    def _connect(self, plain: socket.socket) -> None:
+        with contextlib.suppress(OSError), plain:
+            client, server = self.ends(plain)
+            with client, server:
                 with self._lock:
                     if self._over:
                         return
@@ -75,16 +94,16 @@ class Relay:
                     self._ends -= {client, server}
 
     def _pump(self, source: socket.socket, sink: socket.socket, upwards: bool) -> None:
-        try:
-            while data := source.recv(1 << 18):
-                with self._lock:
-                    if upwards:
-                        self.up += len(data)
-                    else:
-                        self.down += len(data)
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            for end in (source, sink):
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
+        tell = self.watch(upwards)
+        with contextlib.suppress(OSError):
+            while piece := source.recv(1 << 18):
+                tell(piece)
+                sink.sendall(piece)
+        _wake(source, sink)
+
+
+def _wake(*ends: socket.socket) -> None:
+    """End connections, which wakes who waits for them."""
+    for end in ends:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
