@@ -65,7 +65,7 @@ class PublicWeights:
         seed: of the bootstrap.
 
     Raises:
-        RefusedError: no image lies in a group that a silo holds.
+        RefusedError: the images' groups hold no units, as far as the noised counts tell.
     """
 
     def __init__(self, evidence: Evidence, group_N: Tensor, seed: int) -> None:
@@ -86,8 +86,8 @@ class PublicWeights:
         weight_EG = self._of_experts(_sum_to(noisy_KG, n_K1))
         covered = float(weight_EG[:, self._size_G > 0].sum())
         if covered <= 0:
-            got = f"{len(self._group_N)} images, all in groups without units"
-            remedy = "Hold out more public images, or public images that resemble the silos'."
+            got = f"{len(self._group_N)} images, in groups whose noised counts are 0 or less together"
+            remedy = "Hold out more public images, public images that resemble the silos', or plan a larger epsilon."
             raise RefusedError("public images", expected="images in groups that silos hold", got=got, remedy=remedy)
         self._scale_G = 1 / (covered * np.maximum(self._size_G, 1))
         self._weight_EG = weight_EG

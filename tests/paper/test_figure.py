@@ -1,6 +1,7 @@
 """The figure's own rules: what a target counts as evidence, what a measurement is, what a stopped run takes up."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from ddm.routers.base import posterior
 from examples.paper.privacy.experiment import read_result
-from examples.paper.privacy.families import fit_exact
+from examples.paper.privacy.families import as_published, fit_exact
 from examples.paper.privacy.measure import TIMES, measure
 from examples.paper.privacy.public import fit_public
 from examples.paper.privacy.reference import Bench
@@ -88,6 +89,17 @@ def test_prior_is_measured_as_its_closed_form_and_exact_counts_beat_it(world: Wo
     assert exact.loss_T[0] < expected - 0.05
     assert exact.loss_T[-1] == pytest.approx(expected, abs=0.02)
     assert exact.accuracy_T[0] > prior.accuracy_T[0]
+
+
+def test_router_counts_as_it_is_where_noise_leaves_nothing_to_fit_its_temperature_on(world: World) -> None:
+    parts = fit_public(world, "pca", 0, 0, lambda message: None)
+    exact = fit_exact(world, parts)
+    one_group = replace(parts, held_out_group_N=torch.zeros_like(parts.held_out_group_N))
+    noisy_KG = exact.evidence.noisy_KG.clone()
+    noisy_KG[:, 0] = -(10**4)
+    drowned = replace(exact, evidence=replace(exact.evidence, noisy_KG=noisy_KG, epsilon=0.1))
+    assert as_published(drowned, world, one_group, seed=0).temperature == 1.0
+    assert as_published(exact, world, parts, seed=0).num_experts == exact.router.num_experts
 
 
 def test_shares_of_the_same_law_differ_by_no_more_than_the_sampling_error_and_permuted_ones_do() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.diffusion.path import LinearPath
+from ddm.errors import RefusedError
 from ddm.io.tensors import load_tensors
 from ddm.loading.plan import sketch_noise_level
 from ddm.partition.layout import Layout, Part, silo_parts
@@ -67,7 +68,10 @@ class Fitted:
 
 
 def as_published(fitted: Fitted, world: World, parts: PublicParts, seed: int) -> Calibrated:
-    """Calibrate a router as an aggregator does: fit its temperature on held-out public images, weighed by counts."""
+    """Calibrate a router as an aggregator does: fit its temperature on held-out public images, weighed by counts.
+
+    Where noise leaves those images without weight, an aggregator refuses to publish; the router counts as it is.
+    """
     public = PublicData(
         images=world.held_out,
         group_N=parts.held_out_group_N,
@@ -76,7 +80,10 @@ def as_published(fitted: Fitted, world: World, parts: PublicParts, seed: int) ->
         path=PATH,
         seed=seed,
     )
-    return calibrate(fitted.router, public).applied(fitted.router)
+    try:
+        return calibrate(fitted.router, public).applied(fitted.router)
+    except RefusedError:
+        return Calibrated(fitted.router, 1.0, [1.0] * fitted.router.num_experts, PATH)
 
 
 def fit_exact(world: World, parts: PublicParts) -> Fitted:
