@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure as Figures
 from pytest import CaptureFixture, MonkeyPatch
 
 from examples.paper import run
@@ -19,6 +20,7 @@ from examples.paper.tables.clock import Clock
 from examples.paper.tables.contents import tables
 from examples.paper.tables.data import UNEQUAL, World, read_world
 from examples.paper.tables.exact import ExactRouter
+from examples.paper.tables.figures import draw_table
 from examples.paper.tables.lab import rate_beyond
 from examples.paper.tables.models import Workshop
 from examples.paper.tables.presets import Preset, preset_for
@@ -279,6 +281,20 @@ def test_target_takes_the_best_strategy_that_keeps_the_shares() -> None:
     assert targets({1: two})[1].met == "undecided"  # too few seeds
     none = targets({1: {label: row for label, row in first.items() if label in ("monolith", "top-1")}})[0]
     assert none.met == "no" and none.value is None
+
+
+def test_bars_of_one_row_stand_beside_each_other_where_others_have_no_figure(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    drawn: list[Figures] = []
+    monkeypatch.setattr("examples.paper.tables.figures.plt.close", drawn.append)
+    cells = {"monolith": {0: cell(0, fid=9.0)}, "sample": {seed: cell(seed, fid=1.0 + seed) for seed in (0, 1)}}
+    cells["sample"] |= {2: cell(2, fid=30.0, share_error=0.1)}
+    draw_table(Table(1, "strategies", ("fid", "share_error"), ()), cells, tmp_path / "table.png", "")
+    left, right = drawn[0].axes
+    assert left.get_ylim() == right.get_ylim() == (1.5, -0.5)
+    assert [bar.get_y() for bar in right.patches] == [left.patches[1].get_y()]
+    assert left.get_xlim()[0] == 0.0  # although the interval of one reaches below
 
 
 def test_target_is_met_or_missed_by_its_whole_interval() -> None:

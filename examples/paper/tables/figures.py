@@ -87,8 +87,9 @@ def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool = True
         axis.errorbar(point[0], place, xerr=[[point[1]], [point[2]]], color="black", capsize=2, lw=1)
         axis.text(point[0] + point[2], place, f" {point[0]:.3g}", va="center", fontsize=7)
     axis.set_yticks(range(len(labels)), labels if names else [""] * len(labels), fontsize=8)
-    axis.invert_yaxis()
+    axis.set_ylim(len(labels) - 0.5, -0.5)  # rows without a bar take their place too, beside the other panel's
     axis.margins(x=0.15)
+    axis.set_xlim(left=0.0)
     axis.set_title(title, fontsize=9)
     axis.grid(axis="x", alpha=0.25)
 
