@@ -293,7 +293,7 @@ def test_bars_of_one_row_stand_beside_each_other_where_others_have_no_figure(
     draw_table(Table(1, "strategies", ("fid", "share_error"), ()), cells, tmp_path / "table.png", "")
     left, right = drawn[0].axes
     assert left.get_ylim() == right.get_ylim() == (1.5, -0.5)
-    assert [bar.get_y() for bar in right.patches] == [left.patches[1].get_y()]
+    assert [bar.get_extents().y0 for bar in right.patches] == [left.patches[1].get_extents().y0]  # in pixels of both
     assert left.get_xlim()[0] == 0.0  # although the interval of one reaches below
 
 

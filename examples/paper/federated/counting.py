@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
+from typing import Self
 
 
 class Relay:
@@ -26,7 +27,7 @@ class Relay:
         self._threads: list[threading.Thread] = []
         self._over = False
 
-    def __enter__(self) -> "Relay":
+    def __enter__(self) -> Self:
         self._start(self._accept)
         return self
 
