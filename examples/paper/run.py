@@ -17,7 +17,7 @@ from typing import get_args
 
 import torch
 
-from ddm.errors import ArchipelagoError, BusyError
+from ddm.errors import ArchipelagoError, BusyError, SetupError
 from ddm.system.console import EXIT_INTERRUPTED, fail, say
 from examples.paper.tables.clock import Clock, OutOfTime
 from examples.paper.tables.contents import tables
@@ -66,6 +66,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="its files; digits need none")
     parser.add_argument("--preset", choices=get_args(PresetName), required=True, help="how large everything is")
     parser.add_argument("--tables", type=_numbers, help="as in 1,3,7; default all that the preset has")
+    parser.add_argument("--row", action="append", metavar="TEXT", help="only rows whose name has it; may be repeated")
     parser.add_argument("--out", type=Path, required=True, help="folder for models, cells, tables, figures and page")
     parser.add_argument("--seeds", type=int, help="how many; default as the preset says")
     parser.add_argument("--scale", type=float, default=1.0, help="share of all training steps and samples; default 1")
@@ -100,21 +101,37 @@ def _without_paths(words: list[str]) -> list[str]:
 
 
 def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
-    """Measure every row with every seed, and write the page."""
+    """Measure the rows that were asked for with every seed, and write the page.
+
+    Raises:
+        SetupError: no row is named like that, or the data set is not there.
+    """
     world = read_world(given.dataset, given.data)
     preset = preset_for(given.preset, world.data.shape).scaled(given.scale)
+    known = tables(preset)
+    rows = _wanted([row for number in given.tables for row in known[number].rows], given.row)
     given.out.mkdir(parents=True, exist_ok=True)
     judge = Judge.open(world, preset, given.out, clock)
     lab = Lab(world, preset, given.out, judge, clock)
-    known = tables(preset)
-    wanted = [known[number] for number in given.tables]
     num_seeds = given.seeds or preset.seeds
     try:
-        _measure(lab, [row for table in wanted for row in table.rows], num_seeds)
+        _measure(lab, rows, num_seeds)
     finally:  # also where it was stopped: the page says what is missing
         with alone(given.out, "page", wait=True):
             _report(lab, known, given.tables, command, num_seeds).write(given.out)
-    say(f"Tables {', '.join(str(table.number) for table in wanted)}: {given.out / 'README.md'}")
+    say(f"Tables {', '.join(map(str, given.tables))}: {given.out / 'README.md'}")
+
+
+def _wanted(rows: Sequence[Row], texts: Sequence[str] | None) -> list[Row]:
+    """Return the rows whose name has one of these texts, or all where none was given."""
+    found = [row for row in rows if texts is None or any(text in row.label for text in texts)]
+    if not found:
+        raise SetupError(
+            "--row",
+            expected=f"text from one of: {'; '.join(row.label for row in rows)}",
+            got=", ".join(map(repr, texts or ())),
+        )
+    return found
 
 
 def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int) -> None:

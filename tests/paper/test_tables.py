@@ -199,6 +199,23 @@ def test_row_that_another_process_measures_is_waited_for_and_not_measured_twice(
     assert taken.read_bytes() == cells[taken]
 
 
+def test_rows_are_chosen_by_a_part_of_their_names(
+    measured: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "preset_for", tiny)
+    before = figures(measured, "fid")
+    for path in [path for path in (measured / "cells").iterdir() if '"share_error"' in path.read_text("utf-8")]:
+        path.unlink()
+    assert run.main(words(measured, "--row", "sample")) == 0
+    assert set(figures(measured, "fid")) == {"1 (monolith)", "2, sample"}
+    assert "1 of 3 rows of table 2" in (measured / "README.md").read_text("utf-8")
+    assert run.main(words(measured)) == 0
+    assert figures(measured, "fid") == before
+    assert run.main(words(measured, "--row", "smaple")) == 3
+    said = capsys.readouterr().err
+    assert "2, lock(1)" in said and "smaple" in said and "Traceback" not in said
+
+
 def test_wrong_words_are_refused_on_one_screen(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(words(tmp_path, "--tables", "1,11"))
