@@ -1,6 +1,6 @@
 """One picture for each table."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -8,7 +8,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from ddm.system.console import human_flops
 from examples.paper.tables.data import UNEQUAL
 from examples.paper.tables.results import Cell, over_seeds
 from examples.paper.tables.rows import Table
@@ -44,6 +47,7 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
         case 2:
             _lines(axes[0, 0], cells, lambda label: float(label.split(",")[0].split(" ")[0]), "experts")
             axes[0, 0].set_xscale("log", base=2)
+            _plain(axes[0, 0].xaxis, (1,), "{:g}".format)
         case 5:
             _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
             _bars(axes[0, 1], cells, "images_per_s", "images a second", names=False)
@@ -59,9 +63,13 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
         case 4:
             _lines(axes[0, 0], cells, None, "training FLOPs, router included")
             axes[0, 0].set(xscale="log", yscale="log")
+            _plain(axes[0, 0].xaxis, (1, 2, 5), human_flops)
+            _plain(axes[0, 0].yaxis, (1, 2, 5), "{:g}".format)
         case _:
             _lines(axes[0, 0], cells, lambda label: float(label.rsplit(",", 1)[1]), "evaluations a sample")
             axes[0, 0].set(xscale="log", yscale="log")
+            _plain(axes[0, 0].xaxis, (1, 2, 5), "{:g}".format)
+            _plain(axes[0, 0].yaxis, (1, 2, 5), "{:g}".format)
     figure.suptitle(f"{table.title}: {origin}", fontsize=10)
     figure.savefig(path, dpi=120, metadata={"Software": None})
     plt.close(figure)
@@ -120,6 +128,14 @@ def _lines(axis: Axes, cells: Cells, at: Callable[[str], float] | None, title: s
     axis.set_ylabel("FID (small classifier)")
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axis.grid(alpha=0.25)
+
+
+def _plain(axis: Axis, multiples: Sequence[int], write: Callable[[float], str]) -> None:
+    """Write the ticks of a logarithmic axis as numbers rather than powers."""
+    base = axis.get_transform().base  # type: ignore[attr-defined]
+    axis.set_major_locator(LogLocator(base, multiples))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _series(label: str) -> str:
