@@ -18,7 +18,7 @@ def students(preset: Preset) -> Table:
     experts = Experts(num=preset.num_islands)
 
     def distilled(**how: Any) -> Student:
-        return Student(num=preset.num_islands, num_samples=preset.own_samples, **how)
+        return Student(num=preset.num_islands, num_samples=preset.own_samples, steps=preset.sampling_steps, **how)
 
     rows = [
         Row(table=5, label="monolith", source=Monolith()),
@@ -31,11 +31,11 @@ def students(preset: Preset) -> Table:
     ]
     columns = ("fid", "fid_pca", "kid", "precision", "recall", "evaluations", "images_per_s", "flops")
     note = (
-        f"The student is the monolith's network and takes as many steps, of a quarter of its images. Own samples are "
-        f"{preset.own_samples}, each with the expert that drew it, as `ddm distill` trains without data; training "
-        "images have the island that they lie in, as in the paper, which no federation has. FLOPs of a student are its "
-        "own, those of its teachers in every step and those of drawing own samples; the ensemble's come on top. Its "
-        "rate is chosen as the others, with own samples."
+        "The student is the monolith's network and takes as many steps, of a quarter of its images. Own samples are "
+        f"{preset.own_samples}, drawn as those of the table, each with the expert that drew it, as `ddm distill` trains "
+        "without data; training images have the island that they lie in, as in the paper, which no federation has. "
+        "FLOPs of a student are its own, those of its teachers in every step and those of drawing own samples; the "
+        "ensemble's come on top. Its rate is chosen as the others, with own samples."
     )
     return Table(5, f"Students of {preset.num_islands} experts", columns, rows, note)
 

@@ -330,5 +330,5 @@ def tuned_as(source: Trained, preset: Preset) -> Trained:
         rounds = max(1, round(preset.tuning * source.rounds))
         return Federated(budget=preset.tuning, num=source.num, rounds=rounds)
     if isinstance(source, Student):
-        return Student(budget=preset.tuning, num=source.num, num_samples=source.num_samples)
+        return Student(budget=preset.tuning, num=source.num, num_samples=source.num_samples, steps=source.steps)
     return Experts(budget=preset.tuning, num=source.num)

@@ -62,6 +62,7 @@ class Student(Model):
         num: K of the ensemble.
         images: the ensemble's own samples, labelled with their experts, or the training images with theirs.
         num_samples: how many own samples.
+        steps: of the midpoint rule that draws them, two evaluations each.
         teacher: which experts' velocity is the target.
     """
 
@@ -70,6 +71,7 @@ class Student(Model):
     num: int
     images: Literal["own samples", "training images"] = "own samples"
     num_samples: int
+    steps: int
     teacher: Literal["label", "mixture"] = "label"
 
     @property

@@ -18,7 +18,6 @@ from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Student
 
 QUARTER = 0.25
-_SOLVER_STEPS = 50  # of own samples; two evaluations each
 
 
 def student(shop: Workshop, source: Student, teachers: Made, rate: float, seed: int, name: str) -> Made:
@@ -36,7 +35,7 @@ def student(shop: Workshop, source: Student, teachers: Made, rate: float, seed: 
     batch = max(1, round(QUARTER * recipe.batch_size))
     settings = recipe.model_copy(update={"batch_size": batch}).plain(shop.preset.network)
     asked = settings.num_steps * settings.batch_size * (source.num if source.teacher == "mixture" else 1)
-    own = 2 * _SOLVER_STEPS * source.num_samples if source.images == "own samples" else 0
+    own = 2 * source.steps * source.num_samples if source.images == "own samples" else 0
     forward = count_flops(shop.preset.network, shop.world.data.shape)[0]
     if (shop.out / name / RECORD).exists():
         return shop.opened(name)
@@ -74,7 +73,8 @@ def _images(shop: Workshop, source: Student, teachers: Made, seed: int, name: st
         for k, rows in enumerate(teachers.own_K):
             expert_N[rows] = k
         return DistillationData(shop.world.train.images, expert_N)
-    folder = shop.out / f"samples-{sha256_hex(teachers.ensemble.release.encode())[:10]}"
+    drawn = repr((teachers.ensemble.release, source.num_samples, source.steps))
+    folder = shop.out / f"samples-{sha256_hex(drawn.encode())[:10]}"
     label = f"{name}: drawing {source.num_samples} samples of the ensemble"
     with alone(shop.out, folder.name), progress(label) as tell:
 
@@ -87,7 +87,7 @@ def _images(shop: Workshop, source: Student, teachers: Made, seed: int, name: st
             source.num_samples,
             folder,
             source=teachers.ensemble.release,
-            steps=_SOLVER_STEPS,
+            steps=source.steps,
             seed=seed,
             on_progress=step,
         )
