@@ -37,14 +37,20 @@ def tables(preset: Preset) -> dict[int, Table]:
 
 
 def _strategies(preset: Preset) -> Table:
-    experts = Experts(num=preset.num_islands)
+    experts, batch = Experts(num=preset.num_islands), preset.batch_size
+    halved = experts.model_copy(update={"updates": 2})
     rows = [
         Row(table=1, label="training images (floor)", source=TrainingImages()),
         Row(table=1, label="monolith", source=Monolith()),
+        *(
+            Row(table=1, label=f"monolith, batch {batch // times}", source=Monolith(updates=times))
+            for times in preset.updates
+        ),
         Row(table=1, label=UNTUNED, source=Monolith(tuned=False)),
         Row(table=1, label=FORMER, source=Monolith(recipe="former")),
         Row(table=1, label="sample, exact router (oracle)", source=experts, strategy="sample", router="exact"),
         *(Row(table=1, label=name, source=experts, strategy=name) for name in STRATEGIES),
+        Row(table=1, label=f"lock(1), batch {batch // preset.num_islands // 2}", source=halved),
     ]
     columns = (
         "fid",
@@ -58,9 +64,13 @@ def _strategies(preset: Preset) -> Table:
         "images_per_s",
     )
     note = (
-        "The share error is of the experts that drew the samples, by the sampler's own account; of full, top-k, "
-        "nucleus and threshold, which mix experts, that is the one drawn from the router's weights at the last step. "
-        "That of images is of the clusters in which the samples lie, by the plan's encoder."
+        "Monoliths of smaller batches take as many more steps; every batch has a learning rate of its own. The experts "
+        f"together have {preset.num_islands} times the monolith's weights; lock, sample and top-1 evaluate one of them "
+        "at a time. Routers are fitted on exact counts, without differential privacy. FLOPs leave out choosing rates, "
+        "the encoder and the clustering. The share error is the total variation distance between the shares of the "
+        "experts that drew the samples and their priors. Where experts are mixed, a sample counts for one that is "
+        "drawn from the router's weights at the last step. That of images counts the cluster in which a sample lies, "
+        "by the principal components that divide the training images."
     )
     return Table(1, f"Strategies of {preset.num_islands} experts at equal training FLOPs", columns, rows, note)
 

@@ -107,7 +107,7 @@ def _assemble(shop: Workshop, islands: Islands, release: Path, seed: int, name: 
 def _split(shop: Workshop, source: Experts, rate: float, seed: int, path: Path) -> None:
     num, images, preset = source.num, _images(shop, source, seed), shop.preset
     num_fine = max(num, min(_FINE, len(shop.world.train) // 16))
-    training = shop.training(source.budget, preset.batch_size // num, rate, seed)
+    training = shop.training(source.budget, preset.batch_size // num, rate, seed, source.updates)
     names = island_names(num)
     others = [
         {"silo_id": island, "path": path, "prediction": prediction}

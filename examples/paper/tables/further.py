@@ -34,8 +34,8 @@ def students(preset: Preset) -> Table:
         "The student is the monolith's network and takes as many steps, of a quarter of its images. Own samples are "
         f"{preset.own_samples}, drawn as those of the table, each with the expert that drew it, as `ddm distill` does "
         "without data; training images have the island that they lie in, as in the paper, which no federation has. "
-        "FLOPs of a student are its own, those of its teachers in every step and those of drawing own samples; the "
-        "ensemble's come on top. Its rate is chosen as the others, with own samples."
+        "FLOPs of a student are its own, those of its teachers' forward passes and those of drawing own samples; "
+        "training the ensemble comes on top. Its rate is chosen as the others, with own samples."
     )
     return Table(5, f"Students of {preset.num_islands} experts", columns, rows, note)
 

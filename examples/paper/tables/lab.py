@@ -155,12 +155,17 @@ class Lab:
 
     def kind(self, source: Trained) -> str:
         """Name the models that share a rate with this one."""
+        batch = self.preset.batch_size // getattr(source, "updates", 1)
         if isinstance(source, Experts):
-            return "experts" if source.num == self.preset.num_islands else f"{source.num} experts"
+            if source.num != self.preset.num_islands:
+                return f"{source.num} experts"
+            return "experts" if source.updates == 1 else f"experts, batch {batch // source.num}"
         if isinstance(source, Student | Federated):
             return source.kind
         if source.recipe == "former" or not source.tuned:
             return "monolith, former recipe" if source.recipe == "former" else "monolith, default rate"
+        if source.updates != 1:
+            return f"monolith, batch {batch}"
         return "monolith" if source.batch == 1.0 else f"monolith, batch x {source.batch:g}"
 
     def _chosen(self, source: Trained) -> Choice:
@@ -325,10 +330,10 @@ def router_of(ensemble: Ensemble, row: Row) -> str:
 def tuned_as(source: Trained, preset: Preset) -> Trained:
     """Return the model whose rate others of its kind take: unconditional, of clusters, of a smaller budget."""
     if isinstance(source, Monolith):
-        return Monolith(budget=preset.tuning, batch=source.batch)
+        return Monolith(budget=preset.tuning, batch=source.batch, updates=source.updates)
     if isinstance(source, Federated):
         rounds = max(1, round(preset.tuning * source.rounds))
         return Federated(budget=preset.tuning, num=source.num, rounds=rounds)
     if isinstance(source, Student):
         return Student(budget=preset.tuning, num=source.num, num_samples=source.num_samples, steps=source.steps)
-    return Experts(budget=preset.tuning, num=source.num)
+    return Experts(budget=preset.tuning, num=source.num, updates=source.updates)

@@ -80,19 +80,30 @@ class Workshop:
         """Return the condition of models that are told the class of an image, or of those that are not."""
         return ClassCondition(num_classes=self.world.num_classes) if told else NoCondition()
 
-    def training(self, budget: float, batch_size: int, rate: float, seed: int) -> TrainingRecipe:
-        """The recipe of all models alike; what it leaves out is the library's default."""
+    def training(self, budget: float, batch_size: int, rate: float, seed: int, updates: int = 1) -> TrainingRecipe:
+        """The recipe of all models alike; what it leaves out is the library's default.
+
+        Args:
+            budget: of training, in units of the preset.
+            batch_size: images in a step, before `updates`.
+            rate: learning rate.
+            seed: of weights and batches.
+            updates: how many times as many steps, each of as many times fewer images.
+        """
+        num_steps = round(budget * self.preset.num_steps)
         return TrainingRecipe(
-            num_steps=max(1, round(budget * self.preset.num_steps)),
-            batch_size=max(1, batch_size),
+            num_steps=max(1, num_steps) * updates,
+            batch_size=max(1, batch_size // updates),
             learning_rate=rate,
-            warmup_steps=min(100, round(budget * self.preset.num_steps) // 10),
+            warmup_steps=min(100, num_steps // 10) * updates,
             seed=_APART * seed,
         )
 
-    def dense_training(self, budget: float, rate: float, seed: int, told: bool = False) -> TrainingRecipe:
+    def dense_training(
+        self, budget: float, rate: float, seed: int, told: bool = False, updates: int = 1
+    ) -> TrainingRecipe:
         """The same of a model of all images, with as many steps more as an ensemble's router costs."""
-        settings = self.training(budget, self.preset.batch_size, rate, seed)
+        settings = self.training(budget, self.preset.batch_size, rate, seed, updates)
         each = count_flops(self.preset.network, self.world.data.shape)[1] * settings.batch_size
         extra = ceil(self.router_flops(budget, self.preset.num_islands, told) / each)
         return settings.model_copy(update={"num_steps": settings.num_steps + extra})
@@ -162,7 +173,7 @@ def monolith(shop: Workshop, source: Monolith, rate: float, seed: int, name: str
         seed: of weights and batches.
         name: of its folder.
     """
-    recipe = shop.dense_training(source.budget, rate, seed, source.conditional)
+    recipe = shop.dense_training(source.budget, rate, seed, source.conditional, source.updates)
     recipe = recipe.model_copy(update={"batch_size": max(1, round(source.batch * recipe.batch_size))})
     settings = recipe.plain(shop.preset.network)
     times: TDistribution = LogitNormalT()

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from ddm.system.console import human_flops, human_seconds
 from examples.paper.tables.figures import draw_table
@@ -16,7 +17,7 @@ from examples.paper.tables.targets import Cells, Target, targets, write_targets
 
 _TITLES = {
     "fid": "FID",
-    "fid_pca": "FID, encoder",
+    "fid_pca": "FID, PCA",
     "kid": "KID",
     "precision": "precision",
     "recall": "recall",
@@ -89,23 +90,27 @@ class Report:
         hardware = sorted({cell.hardware.split(", load")[0] for cell in cells})
         days = sorted({cell.utc[:10] for cell in cells})
         interval = (
-            "Intervals are 95%, by Student's t over seeds."
+            "Intervals are 95%, by Student's t over seeds; of FID and of ratios on logarithms, with geometric means."
             if len(seeds) > 1
             else "One seed: intervals are 95% over samples and test images alone, and say nothing of other seeds."
         )
         text = (
             f"`{self.command}`; seeds {', '.join(map(str, seeds))}, {' to '.join(dict.fromkeys((days[0], days[-1])))}, "
-            f"commit {', '.join(commits)}, {'; '.join(hardware)}. Seconds were taken beside other work where the load "
-            f"in the CSV says so. {len(world.train)} training, {len(world.public)} public, {len(world.validation)} "
-            f"validation and {len(world.test)} test images. Monolith and experts are the same transformer (patch "
-            f"{network.patch}, width {network.hidden}, depth {network.depth}), trained by the same recipe for the same "
-            f"FLOPs: an expert of K takes as many steps of {self.preset.batch_size}/K images, and the monolith as many "
-            f"more as training a router takes. Routers of ensembles: {self._routers()}. Samples are "
-            f"{self.preset.num_samples}, by {self.preset.sampling_steps} steps of midpoint, against the test images; "
-            "rates and routers are chosen on the validation images. "
-            f"FID, KID, precision and recall are by the 64 features of a small classifier trained on the public images "
-            f"(sha256 `{self.judge.about.digest[:16]}`, {self.judge.about.accuracy:.1%} of the test images right), FID "
-            f"also by the {self.preset.pca_dim} principal components of the public images. {interval}"
+            f"commit {', '.join(commits)}, {'; '.join(hardware)}. Seconds are medians over seeds, taken beside other "
+            f"work where the load in the CSV says so. {len(world.train)} training, {len(world.public)} public, "
+            f"{len(world.validation)} validation and {len(world.test)} test images. Monolith and experts are the same "
+            f"transformer (patch {network.patch}, width {network.hidden}, depth {network.depth}), trained by the same "
+            f"recipe for the same FLOPs: an expert of K takes as many steps of {self.preset.batch_size}/K images, and "
+            "the monolith as many more as training a router takes. Routers of ensembles: "
+            f"{self._routers()}. Samples are {self.preset.num_samples}, by {self.preset.sampling_steps} steps of "
+            "midpoint, against the test images; learning rates are chosen on the validation images, a router's "
+            "temperature on training images that its groups were not fitted on. FID, KID, precision and recall are by "
+            "the 64 features of a small classifier trained on the public images (sha256 "
+            f"`{self.judge.about.digest[:16]}`, {self.judge.about.accuracy:.1%} of the test images right), and so "
+            "comparable within these tables alone; FID, PCA is by the "
+            f"{self.preset.pca_dim} principal components of the public images. Seeds change clusters, weights, batches "
+            "and noise; images, classifier and learning rates are the same for all, and intervals do not cover them. "
+            f"{interval}"
         )
         lines = [f"# The paper's tables: {self._origin()}", _filled(text)]
         if self.missing:
@@ -137,13 +142,16 @@ class Report:
         cells = self.found[table.number]
         rows = []
         for label, by_seed in cells.items():
-            cost = next(iter(by_seed.values())).cost
+            costs = [cell.cost for cell in by_seed.values() if cell.cost]
             values = [_shown(by_seed, name) for name in table.columns]
-            took = (
-                (f"{cost.steps} x {cost.batch_size}", human_flops(cost.flops), human_seconds(cost.seconds))
-                if cost
-                else ("",) * 3
-            )
+            took = ("",) * 3
+            if costs:
+                seconds = median(cost.seconds for cost in costs)
+                took = (
+                    f"{costs[0].steps} x {costs[0].batch_size}",
+                    human_flops(costs[0].flops),
+                    human_seconds(seconds),
+                )
             rows.append((label, *values, *took, str(len(by_seed))))
         titles = ("", *(_TITLES[name] for name in table.columns), "steps", "training", "time", "seeds")
         number, note = table.number, f"{_filled(table.note)}\n\n" if table.note else ""
@@ -204,14 +212,14 @@ def _write_cells(path: Path, cells: Cells) -> None:
             "rate",
             "flops",
         )
-        writer.writerow((*head, "router_flops", "training_s", "commit", "hardware", "utc"))
+        writer.writerow((*head, "router_flops", "training_s", "trained_commit", "commit", "hardware", "utc"))
         for label, by_seed in cells.items():
             for seed, cell in by_seed.items():
                 cost = cell.cost
-                spent: tuple[object, ...] = ("",) * 6
+                spent: tuple[object, ...] = ("",) * 7
                 if cost:
                     spent = (cost.steps, cost.batch_size, f"{cost.learning_rate:g}", f"{cost.flops:.6g}")
-                    spent += (f"{cost.router_flops:.6g}", f"{cost.seconds:.1f}")
+                    spent += (f"{cost.router_flops:.6g}", f"{cost.seconds:.1f}", cost.commit)
                 for name, figure in cell.figures.items():
                     numbers = [
                         "" if each is None else f"{each:.6g}" for each in (figure.value, figure.low, figure.high)

@@ -29,6 +29,7 @@ class Preset(Model):
         classifier_steps: of the network whose features FID is taken in.
         num_islands: K of the ensembles whose strategies are compared.
         other_islands: further K.
+        updates: how many times as many steps, each of as many times fewer images, a monolith is tried with as well.
         budgets: shares of budget 1 of which FID is shown.
         num_samples: of every figure.
         sampling_steps: of the midpoint rule, two evaluations each.
@@ -59,6 +60,7 @@ class Preset(Model):
     classifier_steps: int
     num_islands: int = 8
     other_islands: tuple[int, ...] = (2, 4, 16)
+    updates: tuple[int, ...] = (2, 4, 8)
     budgets: tuple[float, ...] = (0.125, 0.25, 0.5)
     num_samples: int
     sampling_steps: int
@@ -103,6 +105,7 @@ def _smoke(patch: int) -> Preset:
         classifier_steps=150,
         num_islands=4,
         other_islands=(2,),
+        updates=(2,),
         budgets=(0.25, 0.5),
         num_samples=96,
         sampling_steps=4,

@@ -5,7 +5,7 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum, sqrt
+from math import exp, fsum, log, sqrt
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from ddm.io.files import write_atomic
 from ddm.protocol.base import Model, now_utc, sha256_hex
 
 Document = TypeVar("Document", bound=Model)
+_RATIOS = {"fid", "fid_pca"}  # which differ by factors from seed to seed
 
 
 class Figure(Model):
@@ -112,10 +113,18 @@ class Kept:
         write_atomic(self.file(key), document.model_dump_json(indent=1).encode() + b"\n")
 
 
-def spread(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the mean over seeds with its 95% interval by Student's t; without an interval for one seed."""
+def spread(values: Sequence[float], *, as_ratios: bool = False) -> tuple[float, float | None, float | None]:
+    """Return the mean over seeds with its 95% interval by Student's t; without an interval for one seed.
+
+    Args:
+        values: one of each seed.
+        as_ratios: whether they are positive and differ by factors: then mean and interval are those of logarithms.
+    """
     from scipy.stats import t as student
 
+    if as_ratios and min(values) > 0:
+        mean, low, high = spread([log(value) for value in values])
+        return exp(mean), None if low is None else exp(low), None if high is None else exp(high)
     num, mean = len(values), fsum(values) / len(values)
     if num == 1:
         return mean, None, None
@@ -126,6 +135,7 @@ def spread(values: Sequence[float]) -> tuple[float, float | None, float | None]:
 def over_seeds(cells: Mapping[int, Cell], name: str) -> tuple[float, float | None, float | None] | None:
     """Return a figure's mean over seeds with its interval; of one seed, with that of its images. None without one.
 
+    FID has a geometric mean and an interval by logarithms.
     Counts and rates have no interval of their own, and get none over seeds.
     """
     figures = [cell.figures[name] for cell in cells.values() if name in cell.figures]
@@ -133,7 +143,7 @@ def over_seeds(cells: Mapping[int, Cell], name: str) -> tuple[float, float | Non
         return fsum(figure.value for figure in figures) / len(figures), None, None
     if len(figures) == 1:
         return figures[0].value, figures[0].low, figures[0].high
-    return spread([figure.value for figure in figures]) if figures else None
+    return spread([figure.value for figure in figures], as_ratios=name in _RATIOS) if figures else None
 
 
 def hardware(device: torch.device) -> str:
@@ -141,8 +151,8 @@ def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = str(torch.cpu.get_capabilities().get("cpu_name") or platform.machine())
-    load = f"load {os.getloadavg()[0]:.0f}"
-    return f"{name}, {torch.get_num_threads()} threads on {os.cpu_count()} cores, {load}"
+    num, load = torch.get_num_threads(), f"load {os.getloadavg()[0]:.0f}"
+    return f"{name}, {num} thread{'s' if num != 1 else ''} on {os.cpu_count()} cores, {load}"
 
 
 def commit() -> str:

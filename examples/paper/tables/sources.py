@@ -14,6 +14,7 @@ Partition = Literal["clusters", "random", "silos", "unequal"]
 Recipe = Literal["default", "former"]
 Objectives = Literal["velocity", "mixed"]
 Told = Annotated[bool, Field(exclude_if=lambda told: not told)]
+Times = Annotated[int, Field(ge=1, exclude_if=lambda times: times == 1)]
 
 
 class Monolith(Model):
@@ -22,6 +23,7 @@ class Monolith(Model):
     Attributes:
         budget: of training, in units of the preset.
         batch: images in a step, as a share of the preset's.
+        updates: how many times as many steps it takes, each of as many times fewer images.
         recipe: what plans leave to the library; or what they left to it before: uniform t, a constant rate.
         tuned: whether its rate is chosen among several, or is the one that plans take where they name none.
         conditional: whether it is told the class of an image.
@@ -30,6 +32,7 @@ class Monolith(Model):
     kind: Literal["monolith"] = "monolith"
     budget: float = 1.0
     batch: Annotated[float, Field(exclude_if=lambda share: share == 1.0)] = 1.0
+    updates: Times = 1
     recipe: Annotated[Recipe, Field(exclude_if=lambda recipe: recipe == "default")] = "default"
     tuned: Annotated[bool, Field(exclude_if=lambda tuned: tuned)] = True
     conditional: Told = False
@@ -41,6 +44,7 @@ class Experts(Model):
     Attributes:
         budget: of training, in units of the preset; all experts together take it.
         num: K.
+        updates: how many times as many steps an expert takes, each of as many times fewer images.
         partition: whose images an expert has.
         objectives: what experts predict, on which path: all velocities on the linear one, or one of `MIXED` in turn.
         conditional: whether experts and router are told the class of an image.
@@ -49,6 +53,7 @@ class Experts(Model):
     kind: Literal["experts"] = "experts"
     budget: float = 1.0
     num: int
+    updates: Times = 1
     partition: Partition = "clusters"
     objectives: Annotated[Objectives, Field(exclude_if=lambda which: which == "velocity")] = "velocity"
     conditional: Told = False
