@@ -75,6 +75,8 @@ class Routers:
         match wanted.family:
             case "prior":
                 return None
+            case "own":
+                return self.made.ensemble.router
             case "labels":
                 return as_published(self._exactly(self._from_training_images()), self.silos, self.parts, self.seed)
             case "samples":

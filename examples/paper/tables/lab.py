@@ -160,6 +160,8 @@ class Lab:
             if source.num != self.preset.num_islands:
                 return f"{source.num} experts"
             return "experts" if source.updates == 1 else f"experts, batch {batch // source.num}"
+        if isinstance(source, Federated) and source.rounds != self.preset.rounds:
+            return f"{source.kind}, {source.rounds} rounds"
         if isinstance(source, Student | Federated):
             return source.kind
         if source.recipe == "former" or not source.tuned:

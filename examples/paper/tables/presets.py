@@ -41,6 +41,7 @@ class Preset(Model):
         completed: test images whose halves are completed, to compare routers.
         num_silos: of federated averaging, and of the ensemble beside it.
         rounds: of federated averaging.
+        fewer_rounds: of its cheaper row.
         mu: weight of FedProx's proximal term.
         federated_tuned: whether averaging has a learning rate of its own, or that of as many experts.
         guidance: scales of the guidance towards classes, beside 0.
@@ -72,6 +73,7 @@ class Preset(Model):
     completed: int = 500
     num_silos: int = 4
     rounds: int
+    fewer_rounds: int = 10
     mu: float = 0.01
     federated_tuned: bool = True
     guidance: tuple[float, ...] = (1.0, 3.0)
@@ -117,6 +119,7 @@ def _smoke(patch: int) -> Preset:
         completed=24,
         num_silos=2,
         rounds=2,
+        fewer_rounds=1,
         federated_tuned=False,
         guidance=(1.0,),
         seeds=1,

@@ -33,12 +33,12 @@ class FittedRouter(Model):
     """A router in place of the ensemble's own.
 
     Attributes:
-        family: the prior alone, a router on the training images and their silos, one on images that the experts draw,
-            or one of a federation's statistics.
+        family: the prior alone, the ensemble's own, a router on the training images and their silos, one on images
+            that the experts draw, or one of a federation's statistics.
         epsilon: of all statistics together; None without noise.
     """
 
-    family: Literal["prior", "labels", "samples", "counts", "learned", "moments"]
+    family: Literal["prior", "own", "labels", "samples", "counts", "learned", "moments"]
     epsilon: float | None = None
 
 

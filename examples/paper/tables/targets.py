@@ -1,7 +1,7 @@
 """The figures that the tables are held against, from one run: value, interval over seeds, met or not."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 from pathlib import Path
@@ -87,12 +87,17 @@ def _neutral(cells: Cells) -> Target:
 
 def best_monolith(cells: Cells) -> str:
     """Return the monolith with the lowest mean FID, whatever its batch: chosen by what is measured, in its favour."""
+    dense = "monolith"
+    return _lowest_fid(cells, lambda label: label.startswith(dense) and label not in (UNTUNED, FORMER), dense)
+
+
+def _lowest_fid(cells: Cells, wanted: Callable[[str], bool], otherwise: str) -> str:
     mean = {
         label: sum(cell.figures["fid"].value for cell in seeds.values()) / len(seeds)
         for label, seeds in cells.items()
-        if label.startswith("monolith") and label not in (UNTUNED, FORMER)
+        if wanted(label)
     }
-    return min(mean, key=lambda label: mean[label], default="monolith")
+    return min(mean, key=lambda label: mean[label], default=otherwise)
 
 
 def best_neutral(cells: Cells) -> str | None:
@@ -130,7 +135,7 @@ def _private_routers(cells: Cells) -> Target:
     """
     figure, most = "FID with a router of epsilon 1 over the exact one's, full and lock(.5), the larger", 1.02
     private = _lowest(cells, [f"{family}, epsilon 1" for family in ("counts", "learned", "moments")])
-    exact = _lowest(cells, ["exact counts", "labelled training images"])
+    exact = _lowest(cells, ["exact counts", "the ensemble's own", "labelled training images"])
     if private is None or exact is None:
         return Target(figure, f"at most {most:g}")
     rows = [(cells[f"{private}, {each}"], cells[f"{exact}, {each}"]) for each in STRATEGIES_OF_ROUTERS]
@@ -141,14 +146,16 @@ def _private_routers(cells: Cells) -> Target:
 
 
 def _one_shot(cells: Cells) -> Target:
-    """Bytes of the ensemble over FedAvg's; met only where its mean FID is no worse as well."""
+    """Bytes of the ensemble over FedAvg's; met only where its FID is no worse than that of any FedAvg as well."""
     figure, most = "bytes of the one-shot ensemble over those of FedAvg; FID no worse", 0.01
     found = _ratio(figure, most, cells, ONE_SHOT, FEDAVG, name="bytes")
-    fid = _ratio(figure, 1.0, cells, ONE_SHOT, FEDAVG)
+    fid = _ratio(figure, 1.0, cells, ONE_SHOT, _lowest_fid(cells, lambda label: label.startswith(FEDAVG), FEDAVG))
     if found.value is None or fid.value is None:
         return replace(found, target="under 0.01")
     met: Met = "no" if found.value >= most else fid.met
-    return replace(found, target="under 0.01", met=met, note=f"{ONE_SHOT}; its FID is {fid.value:.3g} of FedAvg's")
+    return replace(
+        found, target="under 0.01", met=met, note=f"{ONE_SHOT}; its FID is {fid.value:.3g} of that of the best {FEDAVG}"
+    )
 
 
 def _lowest(cells: Cells, names: Sequence[str]) -> str | None:
