@@ -21,12 +21,13 @@ from examples.paper.tables.contents import tables
 from examples.paper.tables.data import UNEQUAL, World, read_world
 from examples.paper.tables.exact import ExactRouter
 from examples.paper.tables.figures import draw_table
-from examples.paper.tables.lab import rate_beyond
+from examples.paper.tables.lab import rate_beyond, tuned_as
 from examples.paper.tables.models import Workshop
 from examples.paper.tables.presets import Preset, preset_for
 from examples.paper.tables.results import Cell, Cost, Figure, Kept, over_seeds, spread
 from examples.paper.tables.rows import FORMER, UNTUNED, Table
 from examples.paper.tables.sharing import alone
+from examples.paper.tables.sources import Experts, Monolith
 from examples.paper.tables.targets import flops_to, targets
 from tests.support.waiting import wait_until
 
@@ -371,6 +372,21 @@ def test_every_preset_has_rows_that_differ_and_batches_that_divide() -> None:
         for table in tables(preset).values():
             assert len({row.label for row in table.rows}) == len(table.rows)
             assert len({row.model_dump_json(exclude={"label"}) for row in table.rows}) == len(table.rows)
+
+
+def test_more_updates_take_as_many_images_in_all() -> None:
+    for name in ("smoke", "cpu", "gpu"):
+        preset = preset_for(name, (1, 28, 28))
+        shop = Workshop(read_world("digits", None), preset, Path(), Clock())
+        sources = [row.source for row in tables(preset)[1].rows if isinstance(row.source, Monolith | Experts)]
+        assert {source.updates for source in sources} == {1, *preset.updates}
+        for source in sources:
+            batch = preset.batch_size // (source.num if isinstance(source, Experts) else 1)
+            plain, more = (shop.training(1.0, batch, 0.1, 0, times) for times in (1, source.updates))
+            assert more.num_steps == source.updates * plain.num_steps
+            assert more.num_steps * more.batch_size == plain.num_steps * plain.batch_size
+            chosen_on = tuned_as(source, preset)
+            assert isinstance(chosen_on, Monolith | Experts) and chosen_on.updates == source.updates
 
 
 def test_damaged_cell_is_measured_again(tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ def tables(preset: Preset) -> dict[int, Table]:
 
 def _strategies(preset: Preset) -> Table:
     experts, batch = Experts(num=preset.num_islands), preset.batch_size
-    halved = experts.model_copy(update={"updates": 2})
     rows = [
         Row(table=1, label="training images (floor)", source=TrainingImages()),
         Row(table=1, label="monolith", source=Monolith()),
@@ -50,7 +49,14 @@ def _strategies(preset: Preset) -> Table:
         Row(table=1, label=FORMER, source=Monolith(recipe="former")),
         Row(table=1, label="sample, exact router (oracle)", source=experts, strategy="sample", router="exact"),
         *(Row(table=1, label=name, source=experts, strategy=name) for name in STRATEGIES),
-        Row(table=1, label=f"lock(1), batch {batch // preset.num_islands // 2}", source=halved),
+        *(
+            Row(
+                table=1,
+                label=f"lock(1), batch {batch // preset.num_islands // times}",
+                source=experts.model_copy(update={"updates": times}),
+            )
+            for times in preset.updates[:2]
+        ),
     ]
     columns = (
         "fid",
