@@ -29,7 +29,6 @@ from examples.paper.tables.presets import PresetName, preset_for
 from examples.paper.tables.results import Cell, Choice
 from examples.paper.tables.rows import Row, Table
 from examples.paper.tables.sharing import alone
-from examples.paper.tables.sources import TrainingImages
 
 EXIT_OUT_OF_TIME = 75  # EX_TEMPFAIL: the same command goes on
 _PLANNED = range(1, 11)
@@ -136,7 +135,7 @@ def _wanted(rows: Sequence[Row], texts: Sequence[str] | None) -> list[Row]:
 
 def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int) -> None:
     """Choose all rates and measure all rows with every seed; what another process is at comes later."""
-    trained = {lab.kind(row.source): row.source for row in rows if not isinstance(row.source, TrainingImages)}
+    trained = {lab.kind(source): source for row in rows for source in lab.candidates(row)}
     left: list[Callable[[], object]] = [partial(lab.rate, source) for source in trained.values()]
     left += [partial(lab.cell, row, seed) for seed in range(num_seeds) for row in rows]
     while left:
@@ -159,14 +158,13 @@ def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command
     for number, table in known.items():
         rows: dict[str, dict[int, Cell]] = {}
         for row in table.rows:
-            cells = {seed: lab.kept.read(lab.key(row, seed), Cell) for seed in range(num_seeds)}
+            cells = {seed: lab.found(row, seed) for seed in range(num_seeds)}
             if present := {seed: cell for seed, cell in cells.items() if cell is not None}:
                 rows[row.label] = present
         if not rows or (number not in wanted and len(rows) < len(table.rows)):
             continue
         found[number] = rows
-        sources = [row.source for row in table.rows if row.label in rows]
-        for source in (source for source in sources if not isinstance(source, TrainingImages)):
+        for source in (source for row in table.rows if row.label in rows for source in lab.candidates(row)):
             if choice := lab.chosen(source):
                 rates[lab.kind(source)] = choice
     missing = [f"table {number}" for number in _PLANNED if number not in found]

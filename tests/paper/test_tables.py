@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -21,13 +22,14 @@ from examples.paper.tables.contents import tables
 from examples.paper.tables.data import UNEQUAL, World, read_world
 from examples.paper.tables.exact import ExactRouter
 from examples.paper.tables.figures import draw_table
-from examples.paper.tables.lab import rate_beyond, tuned_as
+from examples.paper.tables.judging import Judge
+from examples.paper.tables.lab import Lab, rate_beyond, tuned_as
 from examples.paper.tables.models import Workshop
 from examples.paper.tables.presets import Preset, preset_for
-from examples.paper.tables.results import Cell, Cost, Figure, Kept, over_seeds, spread
-from examples.paper.tables.rows import FORMER, UNTUNED, Table
+from examples.paper.tables.results import Cell, Choice, Cost, Figure, Kept, over_seeds, spread
+from examples.paper.tables.rows import FORMER, UNTUNED, Row, Table
 from examples.paper.tables.sharing import alone
-from examples.paper.tables.sources import Experts, Monolith
+from examples.paper.tables.sources import Experts, Monolith, Trained
 from examples.paper.tables.targets import flops_to, targets
 from tests.support.waiting import wait_until
 
@@ -352,6 +354,44 @@ def test_flops_to_an_fid_lie_between_the_budgets_around_it() -> None:
     assert flops_to(curve, 20.0)[0] == pytest.approx(2.0)
     assert flops_to(curve, 40.0) == (1.0, "upper bound: the smallest budget reaches it")
     assert flops_to(curve, 5.0)[0] is None
+
+
+def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best(world: World) -> None:
+    preset = preset_for("cpu", (1, 28, 28))
+    lab = Lab(world, preset, Path(), cast(Judge, None), Clock())
+    fids = {1: 40.0, 2: 30.0, 4: 25.0, 8: 26.0}
+
+    def choice(source: Trained) -> Choice | None:
+        fid = fids.get(cast(Monolith, source).updates)
+        return None if fid is None else Choice(rate=0.1, tried={"0.1": fid, "0.2": None}, steps=1, flops=1.0)
+
+    plain, best = Monolith(budget=0.5), tables(preset)[4].rows[6]
+    assert best.label == "monolith, best batch, budget 0.25"
+    settled = lab.settled(best, choice)
+    assert settled and settled.source == Monolith(budget=0.25, updates=4)
+    fixed = Row(table=1, label="monolith, batch 16", source=Monolith(updates=4))
+    whole = Row(table=4, label="monolith, best batch, budget 1", source=Monolith(), best_batch=True)
+    same = lab.settled(whole, choice)
+    assert same and same.model_dump(exclude={"table", "label"}) == fixed.model_dump(exclude={"table", "label"})
+    del fids[8]
+    assert lab.settled(best, choice) is None
+    assert lab.candidates(Row(table=4, label="", source=plain)) == [plain]
+
+    def row(flops: float, fid: float) -> dict[int, Cell]:
+        return {seed: cell(seed, flops=flops, fid=fid) for seed in range(3)}
+
+    cells = {
+        f"{name}, budget {flops:g}": row(flops, fid)
+        for name, curve in {
+            "monolith": [(1.0, 80.0), (4.0, 1.0)],
+            "monolith, best batch": [(1.0, 40.0), (4.0, 10.0)],
+            "lock(1)": [(1.0, 80.0), (4.0, 1.0)],
+            "lock(1), best batch": [(1.0, 20.0), (4.0, 5.0)],
+        }.items()
+        for flops, fid in curve
+    }
+    found = next(each for each in targets({4: cells}) if each.figure.startswith("training FLOPs"))
+    assert found.value == pytest.approx(0.5)
 
 
 def test_figures_of_one_seed_have_no_interval_over_seeds() -> None:

@@ -112,7 +112,7 @@ def _lines(axis: Axes, cells: Cells, at: Callable[[str], float] | None, title: s
             x, name = float(at(label)), _series(label)
         else:
             flops = over_seeds(by_seed, "flops")
-            x, name = flops[0] if flops else 0.0, label.split(",")[0]
+            x, name = flops[0] if flops else 0.0, label.rsplit(", budget", 1)[0]
         lines.setdefault(name, []).append((x, point))
     colours: dict[str, str] = {}
     for name, points in lines.items():

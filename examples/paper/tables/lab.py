@@ -92,6 +92,7 @@ class Lab:
         Raises:
             BusyError: another process measures it, or trains the model that it needs.
         """
+        row = self.settled(row, self.rate) or row
 
         def measure() -> Cell:
             self.clock.check()
@@ -120,6 +121,33 @@ class Lab:
         if isinstance(row.router, FittedRouter):
             parts.append(self.preset.model_dump(include={"learned_steps", "completed"}))
         return self._key(*parts)
+
+    def found(self, row: Row, seed: int) -> Cell | None:
+        """Return a row's figures if they were measured."""
+        settled = self.settled(row, self.chosen)
+        return self.kept.read(self.key(settled, seed), Cell) if settled else None
+
+    def candidates(self, row: Row) -> list[Trained]:
+        """Return the models of a row whose rates are chosen before it is measured: its own, or one for each batch."""
+        source = row.source
+        if isinstance(source, TrainingImages):
+            return []
+        if not row.best_batch or not isinstance(source, Monolith | Experts):
+            return [source]
+        more = self.preset.updates if isinstance(source, Monolith) else self.preset.expert_updates
+        return [source.model_copy(update={"updates": times}) for times in (1, *more)]
+
+    def settled(self, row: Row, choice_of: Callable[[Trained], Choice | None]) -> Row | None:
+        """Return a row with the batch that is best on validation images; None where a choice of the rate is missing."""
+        if not row.best_batch:
+            return row
+        lowest: list[float] = []
+        for source in self.candidates(row):
+            if (choice := choice_of(source)) is None:
+                return None
+            lowest.append(min((fid for fid in choice.tried.values() if fid is not None), default=inf))
+        best = self.candidates(row)[lowest.index(min(lowest))]
+        return row.model_copy(update={"source": best, "best_batch": False})
 
     def rate(self, source: Trained) -> Choice:
         """Return the learning rate of models like this one that is best on validation images.

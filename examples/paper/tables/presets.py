@@ -30,6 +30,7 @@ class Preset(Model):
         num_islands: K of the ensembles whose strategies are compared.
         other_islands: further K.
         updates: how many times as many steps, each of as many times fewer images, a monolith is tried with as well.
+        expert_updates: the same of experts.
         budgets: shares of budget 1 of which FID is shown.
         num_samples: of every figure.
         sampling_steps: of the midpoint rule, two evaluations each.
@@ -62,6 +63,7 @@ class Preset(Model):
     num_islands: int = 8
     other_islands: tuple[int, ...] = (2, 4, 16)
     updates: tuple[int, ...] = (2, 4, 8)
+    expert_updates: tuple[int, ...] = (2, 4)
     budgets: tuple[float, ...] = (0.125, 0.25, 0.5)
     num_samples: int
     sampling_steps: int
@@ -108,6 +110,7 @@ def _smoke(patch: int) -> Preset:
         num_islands=4,
         other_islands=(2,),
         updates=(2,),
+        expert_updates=(2,),
         budgets=(0.25, 0.5),
         num_samples=96,
         sampling_steps=4,
