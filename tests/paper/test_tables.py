@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 import torch
 from matplotlib.figure import Figure as Figures
+from matplotlib.patches import Rectangle
 from pytest import CaptureFixture, MonkeyPatch
 
 from examples.paper import run
@@ -319,8 +320,10 @@ def test_bars_of_one_row_stand_beside_each_other_where_others_have_no_figure(
     draw_table(Table(1, "strategies", ("fid", "share_error"), ()), cells, tmp_path / "table.png", "")
     left, right = drawn[0].axes
     assert left.get_ylim() == right.get_ylim() == (1.5, -0.5)
-    assert [bar.get_extents().y0 for bar in right.patches] == [left.patches[1].get_extents().y0]  # in pixels of both
-    assert left.get_xlim()[0] == 0.0  # although the interval of one reaches below
+    rows = [line.get_ydata()[0] for line in left.lines if line.get_marker() == "o"]
+    bars = [bar for bar in right.patches if isinstance(bar, Rectangle)]
+    assert rows == [0, 1] and [bar.get_y() + bar.get_height() / 2 for bar in bars] == [rows[1]]
+    assert left.get_xscale() == "log" and right.get_xlim()[0] == 0.0
 
 
 def test_target_is_met_or_missed_by_its_whole_interval() -> None:

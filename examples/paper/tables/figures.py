@@ -13,11 +13,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ddm.system.console import human_flops
 from examples.paper.tables.data import UNEQUAL
-from examples.paper.tables.results import Cell, over_seeds
+from examples.paper.tables.results import RATIOS, Cell, over_seeds
 from examples.paper.tables.rows import Table
 from examples.paper.tables.targets import Cells
 
-_BLUE, _RED, _GREY = "#1b6ca8", "#c8553d", "0.45"
+_BLUE, _RED, _GREY, _ERRORS = "#1b6ca8", "#c8553d", "0.45", "0.3"
 _OF_BARS, _OF_TWO = (1, 3, 5, 6, 7, 8, 9), (1, 5, 6, 7, 8, 9)
 _LINES = (_BLUE, "#2e8b57", "#7b5ea7", "#d98e04", "#4a4a4a", "#5ab4ac")
 
@@ -85,19 +85,29 @@ def _point(cells: Mapping[int, Cell], name: str) -> tuple[float, float, float] |
 
 
 def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool = True) -> None:
-    labels = list(cells)
+    labels, as_ratios = list(cells), name in RATIOS
     for place, label in enumerate(labels):
         point = _point(cells[label], name)
         if point is None:
             continue
+        if as_ratios and "floor" in label:  # far below all others
+            axis.text(0.0, place, f" {point[0]:.3g}", va="center", fontsize=7, transform=axis.get_yaxis_transform())
+            continue
         colour = _RED if "monolith" in label else _GREY if "floor" in label or "oracle" in label else _BLUE
-        axis.barh(place, point[0], color=colour, height=0.7, alpha=0.85)
-        axis.errorbar(point[0], place, xerr=[[point[1]], [point[2]]], color="black", capsize=2, lw=1)
-        axis.text(point[0] + point[2], place, f" {point[0]:.3g}", va="center", fontsize=7)
+        if as_ratios:
+            axis.plot(point[0], place, marker="o", ms=5, color=colour, zorder=3)
+        else:
+            axis.barh(place, point[0], color=colour, height=0.7, alpha=0.85)
+        axis.errorbar(point[0], place, xerr=[[point[1]], [point[2]]], color=_ERRORS, capsize=2, lw=1)
+        axis.text(point[0] + point[2], place, f"  {point[0]:.3g}", va="center", fontsize=7)
     axis.set_yticks(range(len(labels)), labels if names else [""] * len(labels), fontsize=8)
     axis.set_ylim(len(labels) - 0.5, -0.5)  # rows without a bar take their place too, beside the other panel's
+    if as_ratios:
+        axis.set_xscale("log")
+        _plain(axis.xaxis, (1, 2, 5), "{:g}".format)
     axis.margins(x=0.15)
-    axis.set_xlim(left=0.0)
+    if not as_ratios:
+        axis.set_xlim(left=0.0)
     axis.set_title(title, fontsize=9)
     axis.grid(axis="x", alpha=0.25)
 

@@ -70,7 +70,7 @@ class Report:
         for table in shown:
             cells = self.found[table.number]
             _write_cells(out / f"table{table.number}.csv", cells)
-            draw_table(table, cells, out / f"table{table.number}.png", self._origin())
+            draw_table(table, cells, out / f"table{table.number}.png", self._origin(cells))
         reached = targets(self.found)
         write_targets(out / "targets.csv", reached)
         parts = [self._head(), self._tuning(), *(self._section(table) for table in shown), self._targets(reached)]
@@ -79,9 +79,12 @@ class Report:
     def _cells(self) -> list[Cell]:
         return [cell for cells in self.found.values() for by_seed in cells.values() for cell in by_seed.values()]
 
-    def _origin(self) -> str:
-        num = len({cell.seed for cell in self._cells()})
-        return f"{self.judge.world.name}, preset {self.preset.name}, {num} seed{'s' if num != 1 else ''}"
+    def _origin(self, *tables: Cells) -> str:
+        """Name data set and preset, and how many seeds the rows of these tables have, or of all."""
+        nums = {len(by_seed) for cells in tables or self.found.values() for by_seed in cells.values()}
+        least, most = min(nums), max(nums)
+        seeds = f"{most} seed{'s' if most != 1 else ''}" if least == most else f"{least} to {most} seeds"
+        return f"{self.judge.world.name}, preset {self.preset.name}, {seeds}"
 
     def _head(self) -> str:
         world, cells, network = self.judge.world, self._cells(), self.preset.network

@@ -17,7 +17,7 @@ from ddm.io.files import write_atomic
 from ddm.protocol.base import Model, now_utc, sha256_hex
 
 Document = TypeVar("Document", bound=Model)
-_RATIOS = {"fid", "fid_pca"}  # which differ by factors from seed to seed
+RATIOS = {"fid", "fid_pca"}  # which differ by factors from seed to seed
 
 
 class Figure(Model):
@@ -143,7 +143,7 @@ def over_seeds(cells: Mapping[int, Cell], name: str) -> tuple[float, float | Non
         return fsum(figure.value for figure in figures) / len(figures), None, None
     if len(figures) == 1:
         return figures[0].value, figures[0].low, figures[0].high
-    return spread([figure.value for figure in figures], as_ratios=name in _RATIOS) if figures else None
+    return spread([figure.value for figure in figures], as_ratios=name in RATIOS) if figures else None
 
 
 def hardware(device: torch.device) -> str:
