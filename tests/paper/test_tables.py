@@ -46,6 +46,7 @@ def tiny(name: str, shape: tuple[int, ...]) -> Preset:
         "other_islands": (),
         "rates": (0.5,),
         "num_samples": 24,
+        "router": "samples",
     }
     transformer = preset_for("smoke", shape).transformer.model_copy(update={"num_steps": 3})
     return preset_for("smoke", shape).model_copy(

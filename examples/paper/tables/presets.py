@@ -103,6 +103,7 @@ def _smoke(patch: int) -> Preset:
         batch_size=32,
         rates=(RATE_TIMES_WIDTH, 2 * RATE_TIMES_WIDTH),
         tuning=0.5,
+        router="counts",
         transformer=SamplesRouter(
             patch=patch, hidden=16, depth=1, heads=2, num_steps=30, batch_size=32, images_per_expert=64
         ),
