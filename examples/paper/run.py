@@ -65,7 +65,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="its files; digits need none")
     parser.add_argument("--preset", choices=get_args(PresetName), required=True, help="how large everything is")
     parser.add_argument("--tables", type=_numbers, help="as in 1,3,7; default all that the preset has")
-    parser.add_argument("--row", action="append", metavar="TEXT", help="only rows whose name has it; may be repeated")
+    parser.add_argument(
+        "--row", action="append", metavar="TEXT", help="only the row of this name, or rows with the text"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for models, cells, tables, figures and page")
     parser.add_argument("--seeds", type=int, help="how many; default as the preset says")
     parser.add_argument("--scale", type=float, default=1.0, help="share of all training steps and samples; default 1")
@@ -108,7 +110,7 @@ def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
     world = read_world(given.dataset, given.data)
     preset = preset_for(given.preset, world.data.shape).scaled(given.scale)
     known = tables(preset)
-    rows = _wanted([row for number in given.tables for row in known[number].rows], given.row)
+    rows = wanted([row for number in given.tables for row in known[number].rows], given.row)
     given.out.mkdir(parents=True, exist_ok=True)
     judge = Judge.open(world, preset, given.out, clock)
     lab = Lab(world, preset, given.out, judge, clock)
@@ -121,9 +123,11 @@ def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
     say(f"Tables {', '.join(map(str, given.tables))}: {given.out / 'README.md'}")
 
 
-def _wanted(rows: Sequence[Row], texts: Sequence[str] | None) -> list[Row]:
-    """Return the rows whose name has one of these texts, or all where none was given."""
-    found = [row for row in rows if texts is None or any(text in row.label for text in texts)]
+def wanted(rows: Sequence[Row], texts: Sequence[str] | None) -> list[Row]:
+    """Return the rows that have one of these names, or whose name has the text where none is it; all without texts."""
+    labels = {row.label for row in rows}
+    exact, parts = set(texts or ()) & labels, set(texts or ()) - labels
+    found = [row for row in rows if texts is None or row.label in exact or any(part in row.label for part in parts)]
     if not found:
         raise SetupError(
             "--row",

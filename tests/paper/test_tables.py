@@ -227,6 +227,16 @@ def test_rows_are_chosen_by_a_part_of_their_names(
     assert "2, lock(1)" in said and "smaple" in said and "Traceback" not in said
 
 
+def test_whole_name_of_a_row_is_that_row_alone() -> None:
+    rows = tables(preset_for("smoke", (1, 8, 8)))[1].rows
+
+    def names(*texts: str) -> list[str]:
+        return [row.label for row in run.wanted(rows, texts)]
+
+    assert names("lock(1)", "monolith") == ["monolith", "lock(1)"]
+    assert names("lock(1),") == ["lock(1), batch 4"] and len(names("lock")) > 3
+
+
 def test_wrong_words_are_refused_on_one_screen(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(words(tmp_path, "--tables", "1,11"))
