@@ -31,7 +31,7 @@ from examples.paper.tables.results import Cell, Choice, Cost, Figure, Kept, over
 from examples.paper.tables.rows import FORMER, UNTUNED, Row, Table
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Experts, Monolith, Trained
-from examples.paper.tables.targets import flops_to, targets
+from examples.paper.tables.targets import Target, flops_to, targets
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -165,9 +165,16 @@ def test_router_of_epsilon_1_is_held_against_the_best_exact_one_by_cross_entropy
 
     cells = rows("exact counts", 0.5, 10.0, 20.0) | rows("labelled training images", 0.7, 1.0, 1.0)
     cells |= rows("counts, epsilon 1", 0.6, 11.0, 24.0) | rows("moments, epsilon 1", 0.9, 5.0, 5.0)
-    found = next(target for target in targets({6: cells}) if "epsilon 1" in target.figure)
-    assert found.value == pytest.approx(1.2) and found.met == "no"
-    assert found.note == "counts, epsilon 1, over exact counts"
+    del cells["moments, epsilon 1, full"]  # which is dear, and not needed of a router that is not the best
+
+    def target() -> Target:
+        return next(target for target in targets({6: cells}) if "epsilon 1" in target.figure)
+
+    assert target().value == pytest.approx(1.2) and target().met == "no"
+    assert target().note == "counts, epsilon 1, over exact counts"
+    cells |= rows("learned, epsilon 1", 0.55, 5.0, 5.0)
+    del cells["learned, epsilon 1, full"]
+    assert target().value is None  # the best is not measured with both strategies
 
 
 def test_stopped_run_measures_only_what_is_missing(

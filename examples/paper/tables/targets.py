@@ -136,9 +136,10 @@ def _private_routers(cells: Cells) -> Target:
     figure, most = "FID with a router of epsilon 1 over the exact one's, full and lock(.5), the larger", 1.02
     private = _lowest(cells, [f"{family}, epsilon 1" for family in ("counts", "learned", "moments")])
     exact = _lowest(cells, ["exact counts", "the ensemble's own", "labelled training images"])
-    if private is None or exact is None:
+    names = [(f"{private}, {each}", f"{exact}, {each}") for each in STRATEGIES_OF_ROUTERS]
+    if not all(name in cells for pair in names for name in pair):
         return Target(figure, f"at most {most:g}")
-    rows = [(cells[f"{private}, {each}"], cells[f"{exact}, {each}"]) for each in STRATEGIES_OF_ROUTERS]
+    rows = [(cells[over], cells[under]) for over, under in names]
     seeds = sorted(set.intersection(*(set(by_seed) for pair in rows for by_seed in pair)))
     values = [max(over[n].figures["fid"].value / under[n].figures["fid"].value for over, under in rows) for n in seeds]
     used = [by_seed[seed] for pair in rows for by_seed in pair for seed in seeds]
@@ -159,14 +160,13 @@ def _one_shot(cells: Cells) -> Target:
 
 
 def _lowest(cells: Cells, names: Sequence[str]) -> str | None:
-    """Return the router with the lowest mean cross-entropy among those measured with all strategies."""
-    there = [name for name in names if all(f"{name}, {each}" in cells for each in STRATEGIES_OF_ROUTERS)]
-
-    def loss(name: str) -> float:
-        each = cells[f"{name}, {STRATEGIES_OF_ROUTERS[0]}"].values()
-        return sum(cell.figures["validation_cross_entropy"].value for cell in each) / len(each)
-
-    return min(there, key=loss) if there else None
+    """Return the router with the lowest mean cross-entropy, which is the same whatever the strategy."""
+    mean: dict[str, float] = {}
+    for name in names:
+        each = [cell for strategy in STRATEGIES_OF_ROUTERS for cell in cells.get(f"{name}, {strategy}", {}).values()]
+        if each:
+            mean[name] = sum(cell.figures["validation_cross_entropy"].value for cell in each) / len(each)
+    return min(mean, key=lambda name: mean[name], default=None)
 
 
 def _flops(cells: Cells) -> Target:
