@@ -26,6 +26,7 @@ from examples.paper.tables.judging import Judge
 from examples.paper.tables.lab import Lab
 from examples.paper.tables.page import Report
 from examples.paper.tables.presets import PresetName, preset_for
+from examples.paper.tables.rates import candidates, kind_of
 from examples.paper.tables.results import Cell, Choice
 from examples.paper.tables.rows import Row, Table
 from examples.paper.tables.sharing import alone
@@ -139,7 +140,7 @@ def wanted(rows: Sequence[Row], texts: Sequence[str] | None) -> list[Row]:
 
 def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int) -> None:
     """Choose all rates and measure all rows with every seed; what another process is at comes later."""
-    trained = {lab.kind(source): source for row in rows for source in lab.candidates(row)}
+    trained = {kind_of(source, lab.preset): source for row in rows for source in candidates(row, lab.preset)}
     left: list[Callable[[], object]] = [partial(lab.rate, source) for source in trained.values()]
     left += [partial(lab.cell, row, seed) for seed in range(num_seeds) for row in rows]
     while left:
@@ -168,9 +169,9 @@ def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command
         if not rows or (number not in wanted and len(rows) < len(table.rows)):
             continue
         found[number] = rows
-        for source in (source for row in table.rows if row.label in rows for source in lab.candidates(row)):
+        for source in (source for row in table.rows if row.label in rows for source in candidates(row, lab.preset)):
             if choice := lab.chosen(source):
-                rates[lab.kind(source)] = choice
+                rates[kind_of(source, lab.preset)] = choice
     missing = [f"table {number}" for number in _PLANNED if number not in found]
     for table in (known[number] for number in found):
         measured = found[table.number]

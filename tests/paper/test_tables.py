@@ -23,10 +23,9 @@ from examples.paper.tables.contents import tables
 from examples.paper.tables.data import UNEQUAL, World, read_world
 from examples.paper.tables.exact import ExactRouter
 from examples.paper.tables.figures import draw_table
-from examples.paper.tables.judging import Judge
-from examples.paper.tables.lab import Lab, rate_beyond, tuned_as
 from examples.paper.tables.models import Workshop
 from examples.paper.tables.presets import Preset, preset_for
+from examples.paper.tables.rates import candidates, rate_beyond, settled, tuned_as
 from examples.paper.tables.results import Cell, Choice, Cost, Figure, Kept, over_seeds, spread
 from examples.paper.tables.rows import FORMER, UNTUNED, Row, Table
 from examples.paper.tables.sharing import alone
@@ -377,9 +376,8 @@ def test_flops_to_an_fid_lie_between_the_budgets_around_it() -> None:
     assert flops_to(curve, 5.0)[0] is None
 
 
-def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best(world: World) -> None:
+def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() -> None:
     preset = preset_for("cpu", (1, 28, 28))
-    lab = Lab(world, preset, Path(), cast(Judge, None), Clock())
     fids = {1: 40.0, 2: 30.0, 4: 25.0, 8: 26.0}
 
     def choice(source: Trained) -> Choice | None:
@@ -388,15 +386,15 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best(wo
 
     plain, best = Monolith(budget=0.5), tables(preset)[4].rows[6]
     assert best.label == "monolith, best batch, budget 0.25"
-    settled = lab.settled(best, choice)
-    assert settled and settled.source == Monolith(budget=0.25, updates=4)
+    small = settled(best, preset, choice)
+    assert small and small.source == Monolith(budget=0.25, updates=4)
     fixed = Row(table=1, label="monolith, batch 16", source=Monolith(updates=4))
     whole = Row(table=4, label="monolith, best batch, budget 1", source=Monolith(), best_batch=True)
-    same = lab.settled(whole, choice)
+    same = settled(whole, preset, choice)
     assert same and same.model_dump(exclude={"table", "label"}) == fixed.model_dump(exclude={"table", "label"})
     del fids[8]
-    assert lab.settled(best, choice) is None
-    assert lab.candidates(Row(table=4, label="", source=plain)) == [plain]
+    assert settled(best, preset, choice) is None
+    assert candidates(Row(table=4, label="", source=plain), preset) == [plain]
 
     def row(flops: float, fid: float) -> dict[int, Cell]:
         return {seed: cell(seed, flops=flops, fid=fid) for seed in range(3)}

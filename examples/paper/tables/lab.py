@@ -1,18 +1,16 @@
 """Measures rows: chooses rates, finds or trains the models, draws samples and judges them; keeps every cell."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ddm.ensemble import Ensemble
-from ddm.errors import NumericalError
 from ddm.evaluation.shares import share_error
-from ddm.planning.training import RATE_TIMES_WIDTH
 from ddm.protocol.base import sha256_hex
 from ddm.routers.calibration import Calibrated
 from ddm.sampling.samples import Samples
@@ -24,8 +22,9 @@ from examples.paper.tables.drawing import classes_of, drawn, prepared, prior_of
 from examples.paper.tables.ensembles import experts, island_of, islands_of
 from examples.paper.tables.fitted import Routers, completion_error, with_router
 from examples.paper.tables.judging import Judge, clipped
-from examples.paper.tables.models import FORMER, Made, Workshop, monolith
+from examples.paper.tables.models import Made, Workshop, monolith
 from examples.paper.tables.presets import Preset
+from examples.paper.tables.rates import best_rate, kind_of, only_rate, settled, tuned_as
 from examples.paper.tables.results import Cell, Choice, Cost, Document, Figure, Kept, commit, hardware, utc
 from examples.paper.tables.rows import STRATEGIES, FittedRouter, Row
 from examples.paper.tables.sharing import alone
@@ -34,7 +33,6 @@ from examples.paper.tables.students import student
 
 _VERSION = 2  # of all that figures mean; whoever changes that raises it, and nothing measured before is used again
 _TUNING_SEED = 1000  # none of the seeds that are reported
-_MOST_BEYOND = 2  # rates beyond those of the preset
 _SILOS = 7  # the table whose rows say what becomes of the smallest silo
 _WIRE = 8  # the one whose rows say what travels
 _TRAINING = {
@@ -92,7 +90,7 @@ class Lab:
         Raises:
             BusyError: another process measures it, or trains the model that it needs.
         """
-        row = self.settled(row, self.rate) or row
+        row = settled(row, self.preset, self.rate) or row
 
         def measure() -> Cell:
             self.clock.check()
@@ -124,30 +122,8 @@ class Lab:
 
     def found(self, row: Row, seed: int) -> Cell | None:
         """Return a row's figures if they were measured."""
-        settled = self.settled(row, self.chosen)
-        return self.kept.read(self.key(settled, seed), Cell) if settled else None
-
-    def candidates(self, row: Row) -> list[Trained]:
-        """Return the models of a row whose rates are chosen before it is measured: its own, or one for each batch."""
-        source = row.source
-        if isinstance(source, TrainingImages):
-            return []
-        if not row.best_batch or not isinstance(source, Monolith | Experts):
-            return [source]
-        more = self.preset.updates if isinstance(source, Monolith) else self.preset.expert_updates
-        return [source.model_copy(update={"updates": times}) for times in (1, *more)]
-
-    def settled(self, row: Row, choice_of: Callable[[Trained], Choice | None]) -> Row | None:
-        """Return a row with the batch that is best on validation images; None where a choice of the rate is missing."""
-        if not row.best_batch:
-            return row
-        lowest: list[float] = []
-        for source in self.candidates(row):
-            if (choice := choice_of(source)) is None:
-                return None
-            lowest.append(min((fid for fid in choice.tried.values() if fid is not None), default=inf))
-        best = self.candidates(row)[lowest.index(min(lowest))]
-        return row.model_copy(update={"source": best, "best_batch": False})
+        known = settled(row, self.preset, self.chosen)
+        return self.kept.read(self.key(known, seed), Cell) if known else None
 
     def rate(self, source: Trained) -> Choice:
         """Return the learning rate of models like this one that is best on validation images.
@@ -157,10 +133,10 @@ class Lab:
         """
         if isinstance(source, Federated) and not self.preset.federated_tuned:
             return self.rate(Experts(num=source.num))
-        kind = self.kind(source)
+        kind = kind_of(source, self.preset)
 
         def choose() -> Choice:
-            found = self._chosen(tuned_as(source, self.preset))
+            found = best_rate(self.preset, kind, partial(self._tried, tuned_as(source, self.preset)))
             tried = ", ".join(
                 f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in found.tried.items()
             )
@@ -170,58 +146,15 @@ class Lab:
         return self.chosen(source) or self._once(self._key("rate", kind), Choice, choose)
 
     def chosen(self, source: Trained) -> Choice | None:
-        """Return the rate of models like this one, if it was chosen already or leaves nothing to choose.
+        """Return the rate of models like this one, if it was chosen already or leaves nothing to choose."""
+        kind = kind_of(source, self.preset)
+        return only_rate(source, self.preset) or self.kept.read(self._key("rate", kind), Choice)
 
-        A preset with one rate leaves nothing; the former recipe has a rate of its own, and what is not tuned that of
-        plans which name none.
-        """
-        if isinstance(source, Monolith) and source.recipe == "former":
-            return Choice(rate=FORMER.training.learning_rate, tried={}, steps=0, flops=0.0)
-        if len(self.preset.rates) == 1 or (isinstance(source, Monolith) and not source.tuned):
-            return Choice(rate=RATE_TIMES_WIDTH / self.preset.network.hidden, tried={}, steps=0, flops=0.0)
-        return self.kept.read(self._key("rate", self.kind(source)), Choice)
-
-    def kind(self, source: Trained) -> str:
-        """Name the models that share a rate with this one."""
-        batch = self.preset.batch_size // getattr(source, "updates", 1)
-        if isinstance(source, Experts):
-            if source.num != self.preset.num_islands:
-                return f"{source.num} experts"
-            return "experts" if source.updates == 1 else f"experts, batch {batch // source.num}"
-        if isinstance(source, Federated) and source.rounds != self.preset.rounds:
-            return f"{source.kind}, {source.rounds} rounds"
-        if isinstance(source, Student | Federated):
-            return source.kind
-        if source.recipe == "former" or not source.tuned:
-            return "monolith, former recipe" if source.recipe == "former" else "monolith, default rate"
-        if source.updates != 1:
-            return f"monolith, batch {batch}"
-        return "monolith" if source.batch == 1.0 else f"monolith, batch x {source.batch:g}"
-
-    def _chosen(self, source: Trained) -> Choice:
-        tried: dict[float, float] = {}
-        costs: list[Cost] = []
-
-        def measure(rate: float) -> None:
-            try:
-                made = self._made(source, rate, _TUNING_SEED)
-                images = self._drawn(made.ensemble, Row(table=0, label="tuning", source=source), _TUNING_SEED).images
-                tried[rate] = self.judge.validation_fid(clipped(images))
-                costs.append(made.cost)
-            except NumericalError:
-                tried[rate] = inf
-
-        for times_width in self.preset.rates:
-            measure(times_width / self.preset.network.hidden)
-        for _ in range(_MOST_BEYOND):
-            if (beyond := rate_beyond(tried)) is None:
-                break
-            measure(beyond)
-        if not costs:
-            raise NumericalError(f"rates of {self.kind(source)}", expected="one that trains", got="none of them")
-        shown = {f"{rate:.3g}": None if fid == inf else fid for rate, fid in sorted(tried.items())}
-        best, cost = min(tried, key=lambda rate: tried[rate]), costs[0]
-        return Choice(rate=best, tried=shown, steps=cost.steps, flops=cost.flops)
+    def _tried(self, source: Trained, rate: float) -> tuple[float, Cost]:
+        """Return the FID on validation images of a model that is trained at a rate, and what training it took."""
+        made = self._made(source, rate, _TUNING_SEED)
+        images = self._drawn(made.ensemble, Row(table=0, label="tuning", source=source), _TUNING_SEED).images
+        return self.judge.validation_fid(clipped(images)), made.cost
 
     def made(self, source: Trained, seed: int) -> Made:
         """Return a model at its chosen rate, trained now unless it is there."""
@@ -334,18 +267,6 @@ class Lab:
         )
 
 
-def rate_beyond(tried: Mapping[float, float]) -> float | None:
-    """Return twice the highest rate where that is the best so far, half the lowest where that is; else None.
-
-    Args:
-        tried: the FID by rate, infinite where training diverged.
-    """
-    best = min(tried, key=lambda rate: tried[rate])
-    if tried[best] == inf or min(tried) < best < max(tried):
-        return None
-    return best / 2 if best == min(tried) else 2 * best
-
-
 def router_of(ensemble: Ensemble, row: Row) -> str:
     """Name the router that samples of a row were drawn with."""
     router = ensemble.router
@@ -355,15 +276,3 @@ def router_of(ensemble: Ensemble, row: Row) -> str:
         return "exact posterior" if row.router == "exact" else "prior"
     family = type(router.router).__name__.removesuffix("Router").lower()
     return f"{family}, T = {router.temperature:.2f}"
-
-
-def tuned_as(source: Trained, preset: Preset) -> Trained:
-    """Return the model whose rate others of its kind take: unconditional, of clusters, of a smaller budget."""
-    if isinstance(source, Monolith):
-        return Monolith(budget=preset.tuning, batch=source.batch, updates=source.updates)
-    if isinstance(source, Federated):
-        rounds = max(1, round(preset.tuning * source.rounds))
-        return Federated(budget=preset.tuning, num=source.num, rounds=rounds)
-    if isinstance(source, Student):
-        return Student(budget=preset.tuning, num=source.num, num_samples=source.num_samples, steps=source.steps)
-    return Experts(budget=preset.tuning, num=source.num, updates=source.updates)

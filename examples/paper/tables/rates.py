@@ -1,0 +1,127 @@
+"""How learning rates and batches are chosen on validation images: what is tuned as what, and which rates are tried."""
+
+from collections.abc import Callable, Mapping
+from math import inf
+
+from ddm.errors import NumericalError
+from ddm.planning.training import RATE_TIMES_WIDTH
+from examples.paper.tables.models import FORMER
+from examples.paper.tables.presets import Preset
+from examples.paper.tables.results import Choice, Cost
+from examples.paper.tables.rows import Row
+from examples.paper.tables.sources import Experts, Federated, Monolith, Student, Trained, TrainingImages
+
+_MOST_BEYOND = 2  # rates beyond those of the preset
+
+
+def kind_of(source: Trained, preset: Preset) -> str:
+    """Name the models that share a rate with this one."""
+    batch = preset.batch_size // getattr(source, "updates", 1)
+    if isinstance(source, Experts):
+        if source.num != preset.num_islands:
+            return f"{source.num} experts"
+        return "experts" if source.updates == 1 else f"experts, batch {batch // source.num}"
+    if isinstance(source, Federated) and source.rounds != preset.rounds:
+        return f"{source.kind}, {source.rounds} rounds"
+    if isinstance(source, Student | Federated):
+        return source.kind
+    if source.recipe == "former" or not source.tuned:
+        return "monolith, former recipe" if source.recipe == "former" else "monolith, default rate"
+    if source.updates != 1:
+        return f"monolith, batch {batch}"
+    return "monolith" if source.batch == 1.0 else f"monolith, batch x {source.batch:g}"
+
+
+def tuned_as(source: Trained, preset: Preset) -> Trained:
+    """Return the model whose rate others of its kind take: unconditional, of clusters, of a smaller budget."""
+    if isinstance(source, Monolith):
+        return Monolith(budget=preset.tuning, batch=source.batch, updates=source.updates)
+    if isinstance(source, Federated):
+        rounds = max(1, round(preset.tuning * source.rounds))
+        return Federated(budget=preset.tuning, num=source.num, rounds=rounds)
+    if isinstance(source, Student):
+        return Student(budget=preset.tuning, num=source.num, num_samples=source.num_samples, steps=source.steps)
+    return Experts(budget=preset.tuning, num=source.num, updates=source.updates)
+
+
+def only_rate(source: Trained, preset: Preset) -> Choice | None:
+    """Return the rate of a model where nothing is to be chosen; else None.
+
+    A preset with one rate leaves nothing; the former recipe has a rate of its own, and what is not tuned that of plans
+    which name none.
+    """
+    if isinstance(source, Monolith) and source.recipe == "former":
+        return Choice(rate=FORMER.training.learning_rate, tried={}, steps=0, flops=0.0)
+    if len(preset.rates) == 1 or (isinstance(source, Monolith) and not source.tuned):
+        return Choice(rate=RATE_TIMES_WIDTH / preset.network.hidden, tried={}, steps=0, flops=0.0)
+    return None
+
+
+def best_rate(preset: Preset, kind: str, measure: Callable[[float], tuple[float, Cost]]) -> Choice:
+    """Try the preset's rates, and further ones while the best is the lowest or the highest.
+
+    Args:
+        preset: holds the rates.
+        kind: what is tuned, for an error.
+        measure: trains at a rate, and returns FID and cost; raises NumericalError where training diverges.
+
+    Raises:
+        NumericalError: it diverged at every rate.
+    """
+    tried: dict[float, float] = {}
+    costs: list[Cost] = []
+
+    def attempt(rate: float) -> None:
+        try:
+            tried[rate], cost = measure(rate)
+            costs.append(cost)
+        except NumericalError:
+            tried[rate] = inf
+
+    for times_width in preset.rates:
+        attempt(times_width / preset.network.hidden)
+    for _ in range(_MOST_BEYOND):
+        if (beyond := rate_beyond(tried)) is None:
+            break
+        attempt(beyond)
+    if not costs:
+        raise NumericalError(f"rates of {kind}", expected="one that trains", got="none of them")
+    shown = {f"{rate:.3g}": None if fid == inf else fid for rate, fid in sorted(tried.items())}
+    best, cost = min(tried, key=lambda rate: tried[rate]), costs[0]
+    return Choice(rate=best, tried=shown, steps=cost.steps, flops=cost.flops)
+
+
+def rate_beyond(tried: Mapping[float, float]) -> float | None:
+    """Return twice the highest rate where that is the best so far, half the lowest where that is; else None.
+
+    Args:
+        tried: the FID by rate, infinite where training diverged.
+    """
+    best = min(tried, key=lambda rate: tried[rate])
+    if tried[best] == inf or min(tried) < best < max(tried):
+        return None
+    return best / 2 if best == min(tried) else 2 * best
+
+
+def candidates(row: Row, preset: Preset) -> list[Trained]:
+    """Return the models of a row whose rates are chosen before it is measured: its own, or one for each batch."""
+    source = row.source
+    if isinstance(source, TrainingImages):
+        return []
+    if not row.best_batch or not isinstance(source, Monolith | Experts):
+        return [source]
+    more = preset.updates if isinstance(source, Monolith) else preset.expert_updates
+    return [source.model_copy(update={"updates": times}) for times in (1, *more)]
+
+
+def settled(row: Row, preset: Preset, choice_of: Callable[[Trained], Choice | None]) -> Row | None:
+    """Return a row with the batch that is best on validation images; None where a choice of the rate is missing."""
+    if not row.best_batch:
+        return row
+    lowest: list[float] = []
+    for source in candidates(row, preset):
+        if (choice := choice_of(source)) is None:
+            return None
+        lowest.append(min((fid for fid in choice.tried.values() if fid is not None), default=inf))
+    best = candidates(row, preset)[lowest.index(min(lowest))]
+    return row.model_copy(update={"source": best, "best_batch": False})
