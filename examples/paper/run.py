@@ -173,9 +173,10 @@ def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command
             if choice := lab.chosen(source):
                 rates[kind_of(source, lab.preset)] = choice
     missing = [f"table {number}" for number in _PLANNED if number not in found]
+    least = min(num_seeds, lab.preset.seeds)  # more seeds of some rows than the preset has are no reason to miss others
     for table in (known[number] for number in found):
         measured = found[table.number]
-        if few := sum(len(measured.get(row.label, {})) < num_seeds for row in table.rows):
+        if few := sum(len(measured.get(row.label, {})) < least for row in table.rows):
             missing.append(f"{few} of {len(table.rows)} rows of table {table.number} with some seed")
     return Report(lab.judge, lab.preset, list(known.values()), found, rates, command, missing)
 
