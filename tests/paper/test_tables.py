@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -231,6 +232,17 @@ def test_rows_are_chosen_by_a_part_of_their_names(
     assert run.main(words(measured, "--row", "smaple")) == 3
     said = capsys.readouterr().err
     assert "2, lock(1)" in said and "smaple" in said and "Traceback" not in said
+
+
+def test_more_seeds_of_a_row_do_not_count_others_as_missing(
+    measured: Path, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "preset_for", tiny)
+    out = tmp_path / "out"
+    shutil.copytree(measured, out)
+    assert run.main(words(out, "--seeds", "2", "--row", "sample")) == 0
+    page = (out / "README.md").read_text("utf-8")
+    assert "1 to 2 seeds" in page and "of table 2" not in page
 
 
 def test_whole_name_of_a_row_is_that_row_alone() -> None:
