@@ -434,6 +434,10 @@ def test_figures_of_one_seed_have_no_interval_over_seeds() -> None:
     assert mean == pytest.approx(4.0) and low is not None and high is not None
     assert low > 0 and high / mean == pytest.approx(mean / low)
     assert over_seeds({0: cell(0, rate=1.0), 1: cell(1, rate=3.0)}, "rate") == (2.0, None, None)  # a rate has none
+    recalls = {seed: Figure(value=recall, low=0.8, high=1.0) for seed, recall in enumerate((0.9, 1.0, 1.0))}
+    by_seed = {seed: cell(seed).model_copy(update={"figures": {"recall": each}}) for seed, each in recalls.items()}
+    found = over_seeds(by_seed, "recall")
+    assert found and found[1] and 0 < found[1] < found[0] and found[2] == 1.0  # a share is never above 1
 
 
 def test_every_preset_has_rows_that_differ_and_batches_that_divide() -> None:

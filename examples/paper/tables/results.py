@@ -18,6 +18,16 @@ from ddm.protocol.base import Model, now_utc, sha256_hex
 
 Document = TypeVar("Document", bound=Model)
 RATIOS = {"fid", "fid_pca"}  # which differ by factors from seed to seed
+_SHARES = {
+    "precision",
+    "recall",
+    "agreement",
+    "share_error",
+    "share_error_images",
+    "router_share_error",
+    "smallest_drawn",
+    "smallest_recall",
+}  # which lie between 0 and 1
 
 
 class Figure(Model):
@@ -135,15 +145,20 @@ def spread(values: Sequence[float], *, as_ratios: bool = False) -> tuple[float, 
 def over_seeds(cells: Mapping[int, Cell], name: str) -> tuple[float, float | None, float | None] | None:
     """Return a figure's mean over seeds with its interval; of one seed, with that of its images. None without one.
 
-    FID has a geometric mean and an interval by logarithms.
-    Counts and rates have no interval of their own, and get none over seeds.
+    FID has a geometric mean and an interval by logarithms, and that of a share ends at 0 and 1. Counts and rates have
+    no interval of their own, and get none over seeds.
     """
     figures = [cell.figures[name] for cell in cells.values() if name in cell.figures]
     if figures and all(figure.low is None for figure in figures):
         return fsum(figure.value for figure in figures) / len(figures), None, None
     if len(figures) == 1:
         return figures[0].value, figures[0].low, figures[0].high
-    return spread([figure.value for figure in figures], as_ratios=name in RATIOS) if figures else None
+    if not figures:
+        return None
+    mean, low, high = spread([figure.value for figure in figures], as_ratios=name in RATIOS)
+    if name in _SHARES and low is not None and high is not None:
+        low, high = max(low, 0.0), min(high, 1.0)
+    return mean, low, high
 
 
 def hardware(device: torch.device) -> str:
