@@ -14,6 +14,7 @@ from typing import cast
 
 import pytest
 import torch
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure as Figures
 from matplotlib.patches import Rectangle
 from pytest import CaptureFixture, MonkeyPatch
@@ -353,6 +354,19 @@ def test_bars_of_one_row_stand_beside_each_other_where_others_have_no_figure(
     bars = [bar for bar in right.patches if isinstance(bar, Rectangle)]
     assert rows == [0, 1] and [bar.get_y() + bar.get_height() / 2 for bar in bars] == [rows[1]]
     assert left.get_xscale() == "log" and right.get_xlim()[0] == 0.0
+
+
+def test_every_line_of_a_picture_looks_different(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    drawn: list[Figures] = []
+    monkeypatch.setattr("examples.paper.tables.figures.plt.close", drawn.append)
+    for table in (tables(preset_for("cpu", (1, 28, 28)))[number] for number in (4, 10)):
+        cells = {row.label: {0: cell(0, fid=9.0, flops=1.0)} for row in table.rows}
+        draw_table(table, cells, tmp_path / "table.png", "")
+        (axis,) = drawn[-1].axes
+        handles, names = axis.get_legend_handles_labels()
+        lines = [cast(ErrorbarContainer, handle).lines[0] for handle in handles]
+        looks = {(line.get_color(), line.get_linestyle()) for line in lines if line is not None}
+        assert len(looks) == len(names) > 3
 
 
 def test_target_is_met_or_missed_by_its_whole_interval() -> None:

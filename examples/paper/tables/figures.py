@@ -14,12 +14,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from ddm.system.console import human_flops
 from examples.paper.tables.data import UNEQUAL
 from examples.paper.tables.results import RATIOS, Cell, over_seeds
-from examples.paper.tables.rows import Table
+from examples.paper.tables.rows import BEST_BATCH, Table
 from examples.paper.tables.targets import Cells
 
 _BLUE, _RED, _GREY, _ERRORS = "#1b6ca8", "#c8553d", "0.45", "0.3"
 _OF_BARS, _OF_TWO = (1, 3, 5, 6, 7, 8, 9), (1, 5, 6, 7, 8, 9)
-_LINES = (_BLUE, "#2e8b57", "#7b5ea7", "#d98e04", "#4a4a4a", "#5ab4ac")
+_LINES = (_BLUE, "#2e8b57", "#7b5ea7", "#d98e04", "#4a4a4a", "#5ab4ac", "#b0307a")
 
 
 def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
@@ -128,9 +128,10 @@ def _lines(axis: Axes, cells: Cells, at: Callable[[str], float] | None, title: s
     for name, points in lines.items():
         points.sort()
         at_x, (y, down, up) = [place for place, _ in points], zip(*(each for _, each in points), strict=True)
-        kind = name.split(", ")[-1]
+        best = name.endswith(BEST_BATCH)
+        kind = name.removesuffix(BEST_BATCH).split(", ")[-1]
         colours.setdefault(kind, _RED if kind == "monolith" else _LINES[len(colours) % len(_LINES)])
-        style, colour = "--" if name.startswith("sample") else "-", colours[kind]
+        style, colour = "--" if best or name.startswith("sample") else "-", colours[kind]
         axis.errorbar(
             at_x, y, yerr=[down, up], label=name, marker="o", ms=4, capsize=2.5, lw=1.4, ls=style, color=colour
         )
