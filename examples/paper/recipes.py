@@ -61,7 +61,7 @@ _BOTH = _PLAIN.but("logit-normal t and cosine", times=LogitNormalT(), schedule="
 _FOUR = _BOTH.but("... and 4 times the rate", learning_rate=0.004)
 _EIGHT = _FOUR.but("... and 8 times the rate, bf16", learning_rate=0.008, precision="bf16")
 _DEFAULT = Row(
-    "what a recipe leaves out, 3000 steps of 32 images",
+    "all defaults, 3000 steps of 32 images",
     TrainingRecipe(num_steps=3000, batch_size=32, precision="bf16").plain(_NETWORK),
     LogitNormalT(),
 )

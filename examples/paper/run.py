@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     given = parse(words)
     if given.threads:
         torch.set_num_threads(given.threads)
-    command = shlex.join(["python", "-m", "examples.paper.run", *_without_paths(words)])
+    command = shlex.join(["python", "-m", "examples.paper.run", *_as_shown(words)])
     try:
         run(given, Clock(given.minutes), command)
     except OutOfTime:
@@ -96,10 +96,11 @@ def _numbers(text: str) -> tuple[int, ...]:
     return found
 
 
-def _without_paths(words: list[str]) -> list[str]:
-    """Return the words that were typed, less where files lie on this machine."""
+def _as_shown(words: list[str]) -> list[str]:
+    """Return the words that were typed, less where files lie on this machine and which rows this run was limited to."""
     named = {"--data": "DATA", "--out": "DIR"}
-    return [named.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    pairs = zip(["", *words], words, strict=False)
+    return [named.get(before, word) for before, word in pairs if "--row" not in (before, word.partition("=")[0])]
 
 
 def run(given: argparse.Namespace, clock: Clock, command: str) -> None:

@@ -99,12 +99,14 @@ class Report:
         )
         text = (
             f"`{self.command}`; seeds {', '.join(map(str, seeds))}, {' to '.join(dict.fromkeys((days[0], days[-1])))}, "
-            f"commit {', '.join(commits)}, {'; '.join(hardware)}. Seconds are medians over seeds, taken beside other "
-            f"work where the load in the CSV says so. {len(world.train)} training, {len(world.public)} public, "
+            f"commit {', '.join(commits)} (each row's own in its CSV), {'; '.join(hardware)}. Seconds are medians over "
+            "seeds; they and images/s were taken beside other work where the load in the CSV says so, so that rows of "
+            f"as many evaluations may differ. {len(world.train)} training, {len(world.public)} public, "
             f"{len(world.validation)} validation and {len(world.test)} test images. Monolith and experts are the same "
             f"transformer (patch {network.patch}, width {network.hidden}, depth {network.depth}), trained by the same "
-            f"recipe for the same FLOPs: an expert of K takes as many steps of {self.preset.batch_size}/K images, and "
-            "the monolith as many more as training a router takes. Routers of ensembles: "
+            f"recipe for the same FLOPs: each of K experts takes as many steps of {self.preset.batch_size}/K images, "
+            "and the monolith as many more as training a router takes; 1500 x 8 are 1,500 steps of 8 images by each "
+            "expert. Routers of ensembles: "
             f"{self._routers()}. Samples are {self.preset.num_samples}, by {self.preset.sampling_steps} steps of "
             "midpoint, against the test images; learning rates are chosen on the validation images, a router's "
             "temperature on training images that its groups were not fitted on. FID, KID, precision and recall are by "
@@ -139,7 +141,13 @@ class Report:
             )
             rows.append((kind, f"{choice.rate:.3g}", tried or "not tuned", str(choice.steps or "")))
         table = _markdown(("model", "rate", "FID on validation images by rate", "steps"), rows)
-        return f"## Learning rates\n\nChosen on the validation images, with a seed of their own.\n\n{table}"
+        text = (
+            "Each was chosen on the validation images, by one seed of its own, in runs of as many steps as the last "
+            f"column says ({self.preset.tuning:g} of all), and serves at every budget. Rates beyond the grid are tried "
+            "while the best lies at its edge. Experts of random parts and of silos take the rate of as many feature "
+            "clusters, which may not suit them."
+        )
+        return f"## Learning rates\n\n{_filled(text)}\n\n{table}"
 
     def _section(self, table: Table) -> str:
         cells = self.found[table.number]
@@ -157,7 +165,8 @@ class Report:
                 )
             rows.append((label, *values, *took, str(len(by_seed))))
         titles = ("", *(_TITLES[name] for name in table.columns), "steps", "training", "time", "seeds")
-        number, note = table.number, f"{_filled(table.note)}\n\n" if table.note else ""
+        text = f"{table.note} {_by_chance(cells) if 'share_error' in table.columns else ''}".strip()
+        number, note = table.number, f"{_filled(text)}\n\n" if text else ""
         return (
             f"## Table {number}: {table.title}\n\n{note}{_markdown(titles, rows)}\n\n"
             f"![{table.title}](table{number}.png)\n\nEvery seed: [table{number}.csv](table{number}.csv)."
@@ -194,6 +203,22 @@ def _shown(by_seed: Mapping[int, Cell], name: str) -> str:
     places = _PLACES.get(name, 3)
     interval = "" if low is None or high is None else f" ({low:.{places}f} to {high:.{places}f})"
     return f"{mean:.{places}f}{interval}"
+
+
+def _by_chance(cells: Cells) -> str:
+    """Say how large a share error is where experts are drawn exactly by their priors."""
+    each = [cell.figures for by_seed in cells.values() for cell in by_seed.values()]
+    mean, limit = (
+        sorted(figures[name].value for figures in each if name in figures)
+        for name in ("share_mean_by_chance", "share_by_chance")
+    )
+    if not mean:
+        return ""
+    means = " to ".join(dict.fromkeys((f"{mean[0]:.3f}", f"{mean[-1]:.3f}")))
+    return (
+        f"Draws that follow the priors exactly have a share error of {means} by chance, on average, and at most "
+        f"{limit[-1]:.3f} in 97.5 of 100 runs."
+    )
 
 
 def _write_cells(path: Path, cells: Cells) -> None:

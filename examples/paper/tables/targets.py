@@ -77,7 +77,7 @@ def targets(found: Mapping[int, Cells]) -> list[Target]:
 
 
 def _neutral(cells: Cells) -> Target:
-    figure, most = "FID of the best neutral strategy over the tuned monolith's", 0.5
+    figure, most = "FID of the best neutral strategy over the tuned monolith's, the best batch of each", 0.5
     best, monolith = best_neutral(cells), best_monolith(cells)
     found = _ratio(figure, most, cells, best, monolith)
     if cells and best is None:
@@ -171,7 +171,10 @@ def _lowest(cells: Cells, names: Sequence[str]) -> str | None:
 
 def _flops(cells: Cells) -> Target:
     """How much of the FLOPs of the monolith's best FID an ensemble takes for the same, each with its best batch."""
-    figure, most = "training FLOPs to the tuned monolith's best FID, over the monolith's own", 0.25
+    figure, most = (
+        "training FLOPs to the tuned monolith's best FID, over its own, batches chosen on validation images",
+        0.25,
+    )
     cells = {label: by_seed for label, by_seed in cells.items() if BEST_BATCH in label}
     seeds = sorted(set.intersection(*(set(by_seed) for by_seed in cells.values()))) if cells else []
     values, notes = [], []
