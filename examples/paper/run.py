@@ -112,7 +112,7 @@ def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
     world = read_world(given.dataset, given.data)
     preset = preset_for(given.preset, world.data.shape).scaled(given.scale)
     known = tables(preset)
-    rows = wanted([row for number in given.tables for row in known[number].rows], given.row)
+    rows = rows_named([row for number in given.tables for row in known[number].rows], given.row)
     given.out.mkdir(parents=True, exist_ok=True)
     judge = Judge.open(world, preset, given.out, clock)
     lab = Lab(world, preset, given.out, judge, clock)
@@ -125,7 +125,7 @@ def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
     say(f"Tables {', '.join(map(str, given.tables))}: {given.out / 'README.md'}")
 
 
-def wanted(rows: Sequence[Row], texts: Sequence[str] | None) -> list[Row]:
+def rows_named(rows: Sequence[Row], texts: Sequence[str] | None) -> list[Row]:
     """Return the rows that have one of these names, or whose name has the text where none is it; all without texts."""
     labels = {row.label for row in rows}
     exact, parts = set(texts or ()) & labels, set(texts or ()) - labels

@@ -250,7 +250,7 @@ def test_whole_name_of_a_row_is_that_row_alone() -> None:
     rows = tables(preset_for("smoke", (1, 8, 8)))[1].rows
 
     def names(*texts: str) -> list[str]:
-        return [row.label for row in run.wanted(rows, texts)]
+        return [row.label for row in run.rows_named(rows, texts)]
 
     assert names("lock(1)", "monolith") == ["monolith", "lock(1)"]
     assert names("lock(1),") == ["lock(1), batch 4"] and len(names("lock")) > 3

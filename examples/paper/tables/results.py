@@ -149,12 +149,12 @@ def over_seeds(cells: Mapping[int, Cell], name: str) -> tuple[float, float | Non
     no interval of their own, and get none over seeds.
     """
     figures = [cell.figures[name] for cell in cells.values() if name in cell.figures]
-    if figures and all(figure.low is None for figure in figures):
+    if not figures:
+        return None
+    if all(figure.low is None for figure in figures):
         return fsum(figure.value for figure in figures) / len(figures), None, None
     if len(figures) == 1:
         return figures[0].value, figures[0].low, figures[0].high
-    if not figures:
-        return None
     mean, low, high = spread([figure.value for figure in figures], as_ratios=name in RATIOS)
     if name in _SHARES and low is not None and high is not None:
         low, high = max(low, 0.0), min(high, 1.0)

@@ -171,10 +171,8 @@ def _lowest(cells: Cells, names: Sequence[str]) -> str | None:
 
 def _flops(cells: Cells) -> Target:
     """How much of the FLOPs of the monolith's best FID an ensemble takes for the same, each with its best batch."""
-    figure, most = (
-        "training FLOPs to the tuned monolith's best FID, over its own, batches chosen on validation images",
-        0.25,
-    )
+    figure = "training FLOPs to the tuned monolith's best FID, over its own, batches chosen on validation images"
+    most = 0.25
     cells = {label: by_seed for label, by_seed in cells.items() if BEST_BATCH in label}
     seeds = sorted(set.intersection(*(set(by_seed) for by_seed in cells.values()))) if cells else []
     values, notes = [], []
