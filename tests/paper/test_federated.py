@@ -8,9 +8,9 @@ import torch
 from ddm.errors import NumericalError, TransportError
 from ddm.models import build_expert
 from ddm.protocol.plan import Dit
-from examples.paper.federated.client import learn, pull
 from examples.paper.federated.running import run
 from examples.paper.federated.terms import ROUND, Terms
+from examples.paper.federated.trainer import learn, pull
 from examples.paper.tables.further import FEDAVG, ONE_SHOT
 from examples.paper.tables.results import Cell, Figure
 from examples.paper.tables.targets import targets
@@ -115,7 +115,7 @@ def test_silo_that_is_killed_half_way_is_done_without_and_a_stopped_run_goes_on(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "silos", "error", "words"),
-    [(1e30, 2, NumericalError, "diverged"), (0.5, 1, TransportError, "1 silos of 2")],
+    [(1e30, 2, NumericalError, "diverged"), (0.5, 1, TransportError, "trainer-1")],
     ids=["diverges", "absent"],
 )
 def test_run_ends_where_a_silo_diverges_or_does_not_answer(

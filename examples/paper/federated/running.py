@@ -1,8 +1,10 @@
-"""Runs a SuperLink, a SuperNode for every silo and the app, and counts the bytes between them."""
+"""Runs a SuperLink, a SuperNode and a trainer for every silo and the app, and counts the bytes between them."""
 
+import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,12 @@ from ddm.io.files import write_atomic
 from ddm.protocol.base import Model
 from ddm.system.processes import Child, flower_environment, free_port, program, spawn, terminate_all
 from examples.paper.federated.counting import Relay
+from examples.paper.federated.handing import trainer_folder
 from examples.paper.federated.terms import DIVERGED, DONE, FAILED, LOSE, LOST, TERMS, Terms
 
 ROOT = Path(__file__).parents[3]
 _APP = Path(__file__).parent / "app"
+_TRAINER = "examples.paper.federated.trainer"
 _HOST, _CONNECTION, _COUNTED = "127.0.0.1", "paper", "counted.json"
 _START_S, _POLL_S = 120.0, 0.1
 Check = Callable[[], object]
@@ -39,12 +43,12 @@ class Counted(Model):
 
 @dataclass(frozen=True)
 class _Flower:
-    """What runs, and where it logs."""
+    """What runs, and where it logs; each silo's SuperNode and trainer."""
 
     folder: Path
     environment: dict[str, str]
     relay: Relay
-    nodes: list[Child]
+    silos: list[list[Child]]
     servers: list[Child]
     port: int
 
@@ -80,7 +84,8 @@ def run(folder: Path, terms: Terms, check: Check) -> Counted:
             if over:
                 return found
             if (folder / LOSE).exists() and not (folder / LOST).exists():
-                flower.nodes.pop().kill()  # the last silo's
+                for child in flower.silos.pop():
+                    child.kill()
                 (folder / LOST).touch()
             _refuse_failure(folder)
             _alive(flower)
@@ -103,7 +108,7 @@ def _since(started: float) -> float:
 
 @contextmanager
 def _running(folder: Path, terms: Terms) -> Iterator[_Flower]:
-    """Run Flower without TLS on loopback, each silo's SuperNode through the relay that counts."""
+    """Run Flower without TLS on loopback, each silo's SuperNode through the relay that counts, and the trainers."""
     home = folder / "flower"
     home.mkdir(exist_ok=True)
     environment = flower_environment(home) | {"PYTHONPATH": str(ROOT)}
@@ -112,19 +117,28 @@ def _running(folder: Path, terms: Terms) -> Iterator[_Flower]:
         children: list[Child] = []
         stack.callback(lambda: terminate_all(children))
 
-        def start(name: str, *words: str) -> Child:
-            command = [str(program(f"flower-{name.split('-')[0]}")), "--insecure", *words]
+        def start(name: str, command: Sequence[str]) -> Child:
             children.append(spawn(command, log_path=home / f"{name}.log", env=environment, cwd=home))
             return children[-1]
 
-        server = start("superlink", f"--port={port}", "--disable-runtime-dependency-installation")
+        def flower(name: str) -> list[str]:
+            return [str(program(f"flower-{name}")), "--insecure"]
+
+        words = [f"--port={port}", "--disable-runtime-dependency-installation"]
+        server = start("superlink", [*flower("superlink"), *words])
         relay = stack.enter_context(Relay(port))
-        nodes = []
+        silos = []
         for silo in range(terms.num_silos - (folder / LOST).exists()):
             words = [f"--superlink={_HOST}:{relay.port}", f"--port={free_port()}"]
             words.append(f'--node-config=silo={silo} folder="{folder.absolute()}"')
-            nodes.append(start(f"supernode-{silo}", *words))
-        yield _Flower(folder, environment, relay, nodes, [server], port)
+            silos.append([start(f"supernode-{silo}", [*flower("supernode"), *words])])
+            if terms.method != "collect":
+                own = trainer_folder(folder, silo)
+                shutil.rmtree(own, ignore_errors=True)  # what an earlier run asked
+                own.mkdir()
+                trainer = [sys.executable, "-m", _TRAINER, str(folder.absolute()), str(silo)]
+                silos[-1].append(start(f"trainer-{silo}", trainer))
+        yield _Flower(folder, environment, relay, silos, [server], port)
 
 
 def _submit(flower: _Flower) -> None:
@@ -151,7 +165,7 @@ def _submit(flower: _Flower) -> None:
 
 
 def _alive(flower: _Flower) -> None:
-    for child in [*flower.servers, *flower.nodes]:
+    for child in [*flower.servers, *(child for silo in flower.silos for child in silo)]:
         if not child.running():
             remedy = f"Read {child.log_path}; the same command goes on."
             got = f"one that ended: {' '.join(child.log_tail(300).split())}"
