@@ -11,8 +11,8 @@ STAMP := $(VENV)/.installed
 # pip's time; where it finds no index, being configured apart from pip, pip does it.
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps
 UV_INSTALL = UV_FIND_LINKS="$$PIP_FIND_LINKS" $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps
-SELDOM = /tests?/|/testing/|/transformers/models/|pipelines/|/_inductor/|/devtools/|/lexers/|/sympy/(physics|stats)/
-SELDOM := $(SELDOM)|/(pip|setuptools|networkx|fontTools|mypyc?|Crypto|dns|torchgen)/
+SELDOM = /tests?/|/testing/|/transformers/models/|pipelines/|/_inductor/|/devtools/|/sympy/(physics|stats)/
+SELDOM := $(SELDOM)|/(pip|setuptools|networkx|fontTools|mypyc?|dns|torchgen)/
 INSTALL_LOCK = $(UV_INSTALL) --require-hashes -r $(1) 2>/dev/null || $(PIP_INSTALL) --require-hashes -r $(1)
 
 help:  ## Show this list.

@@ -8,6 +8,7 @@ import torch
 from ddm.errors import NumericalError, TransportError
 from ddm.models import build_expert
 from ddm.protocol.plan import Dit
+from examples.paper.federated.flattening import flat, named
 from examples.paper.federated.running import run
 from examples.paper.federated.terms import ROUND, Terms
 from examples.paper.federated.trainer import learn, pull
@@ -34,6 +35,13 @@ def test_rounds_take_all_steps_at_a_falling_rate(tmp_path: Path) -> None:
     (tmp_path / ROUND.format(1)).touch()
     (tmp_path / ROUND.format(3)).touch()
     assert TERMS.done(tmp_path) == 1
+
+
+def test_weights_travel_as_one_vector_and_come_back_under_their_names() -> None:
+    state = build_expert(TERMS.network, TERMS.shape, seed=5).state_dict()
+    back = named(flat(state), state)
+    assert list(back) == list(state) and all(torch.equal(back[name], state[name]) for name in state)
+    assert flat(state).shape == (sum(value.numel() for value in state.values()),)
 
 
 def test_proximal_term_adds_its_own_gradient() -> None:

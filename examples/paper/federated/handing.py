@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ddm.io.files import write_atomic
 
 ASKED, ANSWERED = "asked-", "answered-"
-_POLL_S = 0.02
+_POLL_S = 0.05
 
 Weights = Mapping[str, NDArray[Any]]
 Numbers = Mapping[str, float]

@@ -111,7 +111,7 @@ def _running(folder: Path, terms: Terms) -> Iterator[_Flower]:
     """Run Flower without TLS on loopback, each silo's SuperNode through the relay that counts, and the trainers."""
     home = folder / "flower"
     home.mkdir(exist_ok=True)
-    environment = flower_environment(home) | {"PYTHONPATH": str(ROOT)}
+    environment = flower_environment(home) | {"PYTHONPATH": str(ROOT), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1"}
     port = free_port()  # all of the SuperLink's interfaces
     with ExitStack() as stack:
         children: list[Child] = []

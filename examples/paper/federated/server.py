@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg, FedProx
 
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.models import build_expert
+from examples.paper.federated.flattening import WEIGHTS, flat, named
 from examples.paper.federated.terms import DIVERGED, DONE, FAILED, LOSE, LOST, ROUND, Terms
 
 _MAX_BYTES = 1 << 32
@@ -40,12 +42,9 @@ def _until(reached: Callable[[], bool]) -> None:
 def _average(grid: Grid, folder: Path, terms: Terms) -> str:
     """Average until all rounds are done; return what went wrong. A silo may be missing where it is lost, only there."""
     first = terms.done(folder)
-    if first:
-        state = load_tensors(folder / ROUND.format(first), None, max_bytes=_MAX_BYTES)
-    else:
-        model = build_expert(terms.network, terms.shape, seed=terms.seed)
-        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    arrays, longest = ArrayRecord(state), 0.0
+    like = build_expert(terms.network, terms.shape, seed=terms.seed).state_dict()
+    state = load_tensors(folder / ROUND.format(first), None, max_bytes=_MAX_BYTES) if first else like
+    arrays, longest = ArrayRecord({WEIGHTS: Array(flat(state).numpy())}), 0.0
     for number in range(first, terms.rounds):
         if number == terms.lost_after and not (folder / LOST).exists():
             (folder / LOSE).touch()
@@ -63,7 +62,7 @@ def _average(grid: Grid, folder: Path, terms: Terms) -> str:
         if number != terms.lost_after:
             longest = max(longest, time.monotonic() - started)
         (folder / f"round-{number + 1:04d}.txt").write_text(f"{metrics['flops']} {metrics['silos']}\n")
-        save_tensors(folder / ROUND.format(number + 1), dict(arrays.to_torch_state_dict()))
+        save_tensors(folder / ROUND.format(number + 1), named(torch.from_numpy(arrays[WEIGHTS].numpy()), like))
     return ""
 
 

@@ -21,11 +21,12 @@ from ddm.protocol.plan import LogitNormalT
 from ddm.training.config import Engine
 from ddm.training.loop import Trained
 from ddm.training.loop import train as train_model
+from examples.paper.federated.flattening import WEIGHTS, flat, named
 from examples.paper.federated.handing import ANSWERED, ASKED, hand, handed, trainer_folder
 from examples.paper.federated.terms import Terms
 
 _WARMUP = 10  # every round has a new optimizer
-_POLL_S = 0.02
+_POLL_S = 0.05
 
 
 def main() -> None:
@@ -33,18 +34,19 @@ def main() -> None:
     folder, silo = Path(sys.argv[1]), int(sys.argv[2])
     terms, own = Terms.read(folder), trainer_folder(folder, silo)
     images = torch.from_numpy(np.load(folder / f"silo{silo}.npy"))
+    like = build_expert(terms.network, terms.shape, seed=terms.seed).state_dict()
     while True:
         for asked in own.glob(f"{ASKED}*.npz"):
             weights, numbers = handed(asked)
-            state = {name: torch.from_numpy(value) for name, value in weights.items()}
+            state = named(torch.from_numpy(weights[WEIGHTS]), like)
             answer = own / asked.name.replace(ASKED, ANSWERED)
             try:
                 state, trained = learn(terms, silo, int(numbers["round"]), state, images, numbers["mu"])
             except NumericalError:  # an answer all the same: Flower would only leave out a silo that fails
                 hand(answer, weights, {"images": len(images), "flops": 0.0, "diverged": 1.0})
             else:
-                learnt = {name: value.numpy() for name, value in state.items()}
-                hand(answer, learnt, {"images": len(images), "flops": trained.flops, "diverged": 0.0})
+                learnt = flat({name: state[name] for name in like}).numpy()
+                hand(answer, {WEIGHTS: learnt}, {"images": len(images), "flops": trained.flops, "diverged": 0.0})
             asked.unlink()
         time.sleep(_POLL_S)
 
