@@ -23,9 +23,10 @@ from examples.paper.tables.clock import Clock, OutOfTime
 from examples.paper.tables.contents import tables
 from examples.paper.tables.data import DatasetName, read_world
 from examples.paper.tables.judging import Judge
-from examples.paper.tables.lab import Lab
+from examples.paper.tables.lab import Lab, settings_of
 from examples.paper.tables.page import Report
 from examples.paper.tables.presets import PresetName, preset_for
+from examples.paper.tables.published import Cells, Origin, Published, Record, bring_classifier
 from examples.paper.tables.rates import candidates, kind_of
 from examples.paper.tables.results import Cell, Choice
 from examples.paper.tables.rows import Row, Table
@@ -70,6 +71,12 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--row", action="append", metavar="TEXT", help="only the row of this name, or rows with the text"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for models, cells, tables, figures and page")
+    parser.add_argument(
+        "--published",
+        type=Path,
+        metavar="FOLDER",
+        help="tables of an earlier run: what they hold is not measured again",
+    )
     parser.add_argument("--seeds", type=int, help="how many; default as the preset says")
     parser.add_argument("--scale", type=float, default=1.0, help="share of all training steps and samples; default 1")
     parser.add_argument("--minutes", type=float, help=f"stop after so many, with status {EXIT_OUT_OF_TIME}")
@@ -98,7 +105,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _as_shown(words: list[str]) -> list[str]:
     """Return the words that were typed, less where files lie on this machine and which rows this run was limited to."""
-    named = {"--data": "DATA", "--out": "DIR"}
+    named = {"--data": "DATA", "--out": "DIR", "--published": "PUBLISHED"}
     pairs = zip(["", *words], words, strict=False)
     return [named.get(before, word) for before, word in pairs if "--row" not in (before, word.partition("=")[0])]
 
@@ -114,8 +121,12 @@ def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
     known = tables(preset)
     rows = rows_named([row for number in given.tables for row in known[number].rows], given.row)
     given.out.mkdir(parents=True, exist_ok=True)
+    published = Published()
+    if given.published:
+        published = Published.read(given.published, settings_of(world, preset))
+        bring_classifier(given.published, given.out)
     judge = Judge.open(world, preset, given.out, clock)
-    lab = Lab(world, preset, given.out, judge, clock)
+    lab = Lab(world, preset, given.out, judge, clock, published)
     num_seeds = given.seeds or preset.seeds
     try:
         _measure(lab, rows, num_seeds)
@@ -158,18 +169,22 @@ def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int) -> None:
 
 
 def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command: str, num_seeds: int) -> Report:
-    """Gather what is there: of the tables that were asked for, and of others that earlier runs measured whole."""
-    found: dict[int, dict[str, dict[int, Cell]]] = {}
+    """Gather what is there: of the tables that were asked for, and of others that were measured whole or published.
+
+    A table that was not asked for, and that another classifier judged, is shown as it was published.
+    """
+    found: dict[int, Cells] = {}
+    origins: dict[int, Origin] = {}
     rates: dict[str, Choice] = {}
     for number, table in known.items():
-        rows: dict[str, dict[int, Cell]] = {}
-        for row in table.rows:
-            cells = {seed: lab.found(row, seed) for seed in range(num_seeds)}
-            if present := {seed: cell for seed, cell in cells.items() if cell is not None}:
-                rows[row.label] = present
-        if not rows or (number not in wanted and len(rows) < len(table.rows)):
+        origin = lab.published.origin(number)
+        asked = number in wanted
+        judged_otherwise = origin is not None and origin.judge != lab.judge.about
+        rows = lab.published.cells[number] if judged_otherwise and not asked else _rows(lab, table, num_seeds)
+        if not rows or not (asked or origin or len(rows) == len(table.rows)):
             continue
         found[number] = rows
+        origins[number] = origin if origin and not asked else Origin(command=command, judge=lab.judge.about)
         for source in (source for row in table.rows if row.label in rows for source in candidates(row, lab.preset)):
             if choice := lab.chosen(source):
                 rates[kind_of(source, lab.preset)] = choice
@@ -179,7 +194,19 @@ def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command
         measured = found[table.number]
         if few := sum(len(measured.get(row.label, {})) < least for row in table.rows):
             missing.append(f"{few} of {len(table.rows)} rows of table {table.number} with some seed")
-    return Report(lab.judge, lab.preset, list(known.values()), found, rates, command, missing)
+    record = Record(settings=settings_of(lab.world, lab.preset), tables=origins, rates=rates)
+    return Report(lab.world, lab.preset, list(known.values()), found, record, missing)
+
+
+def _rows(lab: Lab, table: Table, num_seeds: int) -> Cells:
+    """Return the cells of a table that this run's classifier judged, by label and seed, and of published seeds."""
+    rows: dict[str, dict[int, Cell]] = {}
+    for row in table.rows:
+        seeds = sorted({*range(num_seeds), *lab.published.cells.get(table.number, {}).get(row.label, {})})
+        cells = {seed: cell for seed in seeds if (cell := lab.found(row, seed)) is not None}
+        if cells:
+            rows[row.label] = cells
+    return rows
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ddm.system.console import human_flops
 from examples.paper.tables.data import UNEQUAL
+from examples.paper.tables.published import Cells
 from examples.paper.tables.results import RATIOS, Cell, over_seeds
 from examples.paper.tables.rows import BEST_BATCH, Table
-from examples.paper.tables.targets import Cells
 
 _BLUE, _RED, _GREY, _ERRORS = "#1b6ca8", "#c8553d", "0.45", "0.3"
 _OF_BARS, _OF_TWO = (1, 3, 5, 6, 7, 8, 9), (1, 5, 6, 7, 8, 9)

@@ -19,6 +19,7 @@ from examples.paper.tables.results import Figure, Kept
 from examples.paper.tables.sharing import alone
 
 NEIGHBOURS = 5
+CLASSIFIER = "classifier.safetensors"
 _SHOWN = ("fid", "kid", "precision", "recall")
 
 
@@ -61,7 +62,7 @@ class Judge:
     @classmethod
     def open(cls, world: World, preset: Preset, out: Path, clock: Clock) -> "Judge":
         """Train the classifier, or open the one that is there, and encode the reference."""
-        path = out / "classifier.safetensors"
+        path = out / CLASSIFIER
         with alone(out, path.stem, wait=True):
             if not path.exists():
                 _train(world, preset, path, clock)

@@ -24,6 +24,7 @@ from examples.paper.tables.fitted import Routers, completion_error, with_router
 from examples.paper.tables.judging import Judge, clipped
 from examples.paper.tables.models import Made, Workshop, monolith
 from examples.paper.tables.presets import Preset
+from examples.paper.tables.published import Published
 from examples.paper.tables.rates import best_rate, kind_of, only_rate, settled, tuned_as
 from examples.paper.tables.results import Cell, Choice, Cost, Document, Figure, Kept, commit, hardware, utc
 from examples.paper.tables.rows import STRATEGIES, FittedRouter, Row
@@ -57,6 +58,7 @@ class Lab:
         out: the folder of everything.
         judge: judges samples.
         clock: says when to stop.
+        published: what an earlier run measured.
         at_hand: the model that was used last, by its name.
         routers: those for the ensemble that was used last.
     """
@@ -66,6 +68,7 @@ class Lab:
     out: Path
     judge: Judge
     clock: Clock
+    published: Published = Published()
     at_hand: dict[str, Made] = field(default_factory=dict)
     routers: list[Routers] = field(default_factory=list)
 
@@ -81,8 +84,8 @@ class Lab:
 
     def _key(self, *parts: object) -> tuple[object, ...]:
         """Name what every figure depends on, and these parts."""
-        preset = self.preset.model_dump(include={*_TRAINING, "rates", "tuning", "num_samples", "sampling_steps"})
-        return (_VERSION, self.world.name, len(self.world.train), self.judge.about.digest, preset, *parts)
+        version, name, num, preset = depends_on(self.world, self.preset)
+        return (version, name, num, self.judge.about.digest, preset, *parts)
 
     def cell(self, row: Row, seed: int) -> Cell:
         """Return a row's figures for a seed, measured now unless they are there.
@@ -91,6 +94,8 @@ class Lab:
             BusyError: another process measures it, or trains the model that it needs.
         """
         row = settled(row, self.preset, self.rate) or row
+        if found := self.published.cell(row.table, row.label, seed, self.judge.about):
+            return found
 
         def measure() -> Cell:
             self.clock.check()
@@ -123,7 +128,8 @@ class Lab:
     def found(self, row: Row, seed: int) -> Cell | None:
         """Return a row's figures if they were measured."""
         known = settled(row, self.preset, self.chosen)
-        return self.kept.read(self.key(known, seed), Cell) if known else None
+        kept = self.kept.read(self.key(known, seed), Cell) if known else None
+        return kept or self.published.cell(row.table, row.label, seed, self.judge.about)
 
     def rate(self, source: Trained) -> Choice:
         """Return the learning rate of models like this one that is best on validation images.
@@ -148,7 +154,8 @@ class Lab:
     def chosen(self, source: Trained) -> Choice | None:
         """Return the rate of models like this one, if it was chosen already or leaves nothing to choose."""
         kind = kind_of(source, self.preset)
-        return only_rate(source, self.preset) or self.kept.read(self._key("rate", kind), Choice)
+        kept = only_rate(source, self.preset) or self.kept.read(self._key("rate", kind), Choice)
+        return kept or self.published.rate(kind)
 
     def _tried(self, source: Trained, rate: float) -> tuple[float, Cost]:
         """Return the FID on validation images of a model that is trained at a rate, and what training it took."""
@@ -265,6 +272,17 @@ class Lab:
             hardware=hardware(self.workshop.device),
             utc=utc(),
         )
+
+
+def depends_on(world: World, preset: Preset) -> tuple[int, str, int, dict[str, object]]:
+    """Return all that every figure depends on, beside its row, its seed and the classifier."""
+    sizes = preset.model_dump(include={*_TRAINING, "rates", "tuning", "num_samples", "sampling_steps"})
+    return _VERSION, world.name, len(world.train), sizes
+
+
+def settings_of(world: World, preset: Preset) -> str:
+    """Return its digest, by which published tables are known to be of the same kind."""
+    return sha256_hex(repr(depends_on(world, preset)).encode())[:16]
 
 
 def router_of(ensemble: Ensemble, row: Row) -> str:

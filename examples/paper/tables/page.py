@@ -1,6 +1,5 @@
 """The page: what was measured, by which command, with which seeds and on what; and what is missing."""
 
-import csv
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,12 +7,14 @@ from pathlib import Path
 from statistics import median
 
 from ddm.system.console import human_flops, human_seconds
+from examples.paper.tables.data import World
 from examples.paper.tables.figures import draw_table
-from examples.paper.tables.judging import Judge
+from examples.paper.tables.judging import Judged
 from examples.paper.tables.presets import Preset
-from examples.paper.tables.results import Cell, Choice, over_seeds
+from examples.paper.tables.published import Cells, Record, write_cells
+from examples.paper.tables.results import Cell, over_seeds
 from examples.paper.tables.rows import Table
-from examples.paper.tables.targets import Cells, Target, targets, write_targets
+from examples.paper.tables.targets import Target, targets, write_targets
 
 _TITLES = {
     "fid": "FID",
@@ -45,34 +46,33 @@ class Report:
     """All that the page says.
 
     Attributes:
-        judge: the reference.
+        world: the data set.
         preset: the sizes.
         tables: in order.
         found: cells by table, label and seed; what was not measured is not in it.
-        rates: how learning rates were chosen, by kind of model.
-        command: that was typed.
+        record: where each of these tables comes from, and how learning rates were chosen.
         missing: what is not in it, in words.
     """
 
-    judge: Judge
+    world: World
     preset: Preset
     tables: Sequence[Table]
     found: Mapping[int, Cells]
-    rates: Mapping[str, Choice]
-    command: str
+    record: Record
     missing: Sequence[str]
 
     def write(self, out: Path) -> None:
-        """Write README.md, a CSV and a PNG for each table, and targets.csv; nothing where nothing was measured."""
+        """Write README.md, run.json, a CSV and a PNG for each table, and targets.csv; nothing without a figure."""
         if not self._cells():
             return
         shown = [table for table in self.tables if self.found.get(table.number)]
         for table in shown:
             cells = self.found[table.number]
-            _write_cells(out / f"table{table.number}.csv", cells)
+            write_cells(out / f"table{table.number}.csv", cells)
             draw_table(table, cells, out / f"table{table.number}.png", self._origin(cells))
         reached = targets(self.found)
         write_targets(out / "targets.csv", reached)
+        self.record.write(out)
         parts = [self._head(), self._tuning(), *(self._section(table) for table in shown), self._targets(reached)]
         (out / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n", "utf-8")
 
@@ -84,10 +84,10 @@ class Report:
         nums = {len(by_seed) for cells in tables or self.found.values() for by_seed in cells.values()}
         least, most = min(nums), max(nums)
         seeds = f"{most} seed{'s' if most != 1 else ''}" if least == most else f"{least} to {most} seeds"
-        return f"{self.judge.world.name}, preset {self.preset.name}, {seeds}"
+        return f"{self.world.name}, preset {self.preset.name}, {seeds}"
 
     def _head(self) -> str:
-        world, cells, network = self.judge.world, self._cells(), self.preset.network
+        world, cells, network = self.world, self._cells(), self.preset.network
         seeds = sorted({cell.seed for cell in cells})
         commits = sorted({cell.commit for cell in cells})
         hardware = sorted({cell.hardware.split(", load")[0] for cell in cells})
@@ -98,8 +98,8 @@ class Report:
             else "One seed: intervals are 95% over samples and test images alone, and say nothing of other seeds."
         )
         text = (
-            f"`{self.command}`; seeds {', '.join(map(str, seeds))}, {' to '.join(dict.fromkeys((days[0], days[-1])))}, "
-            f"commit {', '.join(commits)} (each row's own in its CSV), {'; '.join(hardware)}. Seconds are medians over "
+            f"Seeds {', '.join(map(str, seeds))}, {' to '.join(dict.fromkeys((days[0], days[-1])))}, commit "
+            f"{', '.join(commits)} (each row's own in its CSV), {'; '.join(hardware)}. Seconds are medians over "
             "seeds; they and images/s were taken beside other work where the load in the CSV says so, so that rows of "
             f"as many evaluations may differ. {len(world.train)} training, {len(world.public)} public, "
             f"{len(world.validation)} validation and {len(world.test)} test images. Monolith and experts are the same "
@@ -110,17 +110,36 @@ class Report:
             f"{self._routers()}. Samples are {self.preset.num_samples}, by {self.preset.sampling_steps} steps of "
             "midpoint, against the test images; learning rates are chosen on the validation images, a router's "
             "temperature on training images that its groups were not fitted on. FID, KID, precision and recall are by "
-            "the 64 features of a small classifier trained on the public images (sha256 "
-            f"`{self.judge.about.digest[:16]}`, {self.judge.about.accuracy:.1%} of the test images right), and so "
-            "comparable within these tables alone; FID, PCA is by the "
+            f"the 64 features of a small classifier trained on the public images: {self._judges()}; FID, PCA is by the "
             f"{self.preset.pca_dim} principal components of the public images. Seeds change clusters, weights, batches "
             "and noise; images, classifier and learning rates are the same for all, and intervals do not cover them. "
             f"{interval}"
         )
-        lines = [f"# The paper's tables: {self._origin()}", _filled(text)]
+        lines = [f"# The paper's tables: {self._origin()}", self._commands(), _filled(text)]
         if self.missing:
             lines.append(_filled("Not measured: " + "; ".join(self.missing) + "."))
         return "\n\n".join(lines)
+
+    def _commands(self) -> str:
+        """List the commands, with the tables that each measured."""
+        of: dict[str, list[int]] = {}
+        for number in sorted(self.found):
+            of.setdefault(self.record.tables[number].command, []).append(number)
+        lines = [f"{command}    # {_numbers(numbers)}" for command, numbers in of.items()]
+        return "\n".join(["```", *lines, "```"])
+
+    def _judges(self) -> str:
+        """Name the classifiers, with the tables that each judged; figures of one alone can be compared."""
+        of: dict[Judged, list[int]] = {}
+        for number in sorted(self.found):
+            of.setdefault(self.record.tables[number].judge, []).append(number)
+        each = [
+            f"sha256 `{judge.digest[:16]}`, {judge.accuracy:.1%} of the test images right"
+            + (f", in {_numbers(numbers)}" if len(of) > 1 else "")
+            for judge, numbers in of.items()
+        ]
+        alone = "these tables" if len(of) == 1 else "the tables of one classifier"
+        return f"{'; '.join(each)}; figures can be compared within {alone} alone"
 
     def _routers(self) -> str:
         """Name the families of the ensembles' own routers, with their temperatures."""
@@ -132,10 +151,10 @@ class Report:
         return ", ".join(each) or "none was asked"
 
     def _tuning(self) -> str:
-        if not any(choice.tried for choice in self.rates.values()):
+        if not any(choice.tried for choice in self.record.rates.values()):
             return ""
         rows = []
-        for kind, choice in self.rates.items():
+        for kind, choice in self.record.rates.items():
             tried = ", ".join(
                 f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in choice.tried.items()
             )
@@ -221,48 +240,9 @@ def _by_chance(cells: Cells) -> str:
     )
 
 
-def _write_cells(path: Path, cells: Cells) -> None:
-    """Write every figure of every seed."""
-    with path.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.writer(handle)
-        head = (
-            "row",
-            "seed",
-            "figure",
-            "value",
-            "low",
-            "high",
-            "router",
-            "samples",
-            "sampling_s",
-            "steps",
-            "batch",
-            "rate",
-            "flops",
-        )
-        writer.writerow((*head, "router_flops", "training_s", "trained_commit", "commit", "hardware", "utc"))
-        for label, by_seed in cells.items():
-            for seed, cell in by_seed.items():
-                cost = cell.cost
-                spent: tuple[object, ...] = ("",) * 7
-                if cost:
-                    spent = (cost.steps, cost.batch_size, f"{cost.learning_rate:g}", f"{cost.flops:.6g}")
-                    spent += (f"{cost.router_flops:.6g}", f"{cost.seconds:.1f}", cost.commit)
-                for name, figure in cell.figures.items():
-                    numbers = [
-                        "" if each is None else f"{each:.6g}" for each in (figure.value, figure.low, figure.high)
-                    ]
-                    row = (
-                        label,
-                        seed,
-                        name,
-                        *numbers,
-                        cell.router,
-                        cell.num_samples,
-                        f"{cell.sampling_seconds:.1f}",
-                        *spent,
-                    )
-                    writer.writerow((*row, cell.commit, cell.hardware, cell.utc))
+def _numbers(tables: Sequence[int]) -> str:
+    *first, last = map(str, tables)
+    return f"tables {', '.join(first)} and {last}" if first else f"table {last}"
 
 
 def _markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

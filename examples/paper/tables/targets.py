@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from examples.paper.tables.further import FEDAVG, ONE_SHOT, STRATEGIES_OF_ROUTERS, STUDENT
+from examples.paper.tables.published import Cells
 from examples.paper.tables.results import Cell, spread
 from examples.paper.tables.rows import BEST_BATCH, FORMER, UNTUNED
 
-# The cells of a table, by label and then by seed.
-Cells = Mapping[str, Mapping[int, Cell]]
 Met = Literal["yes", "no", "undecided", ""]
 _NEUTRAL = 0.02
 _SEEDS = 3  # the fewest that a target is met with
