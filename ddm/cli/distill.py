@@ -21,7 +21,7 @@ from ddm.cli.options import (
 from ddm.errors import DataError, SetupError
 from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
-from ddm.protocol.plan import Architecture, Autoencoder, Condition, NoCondition, TextCondition
+from ddm.protocol.plan import Architecture, Autoencoder, Condition, ExpertObjective, NoCondition, TextCondition
 from ddm.system.console import human_seconds, progress, say
 from ddm.system.devices import DeviceName
 from ddm.system.signals import stop_on_first_signal
@@ -49,6 +49,13 @@ class TeacherName(StrEnum):
     LABEL = "label"
     DRAWN = "drawn"
     MIXTURE = "mixture"
+
+
+class StartName(StrEnum):
+    """Which weights training starts from."""
+
+    EXPERT = "expert"
+    RANDOM = "random"
 
 
 class StudentSettings(Settings):
@@ -98,6 +105,12 @@ Teacher = Annotated[
     TeacherName | None,
     typer.Option(help="Default: label without --data, drawn with it.", rich_help_panel=_TRAINING),
 ]
+Start = Annotated[
+    StartName | None,
+    typer.Option(
+        help="Weights to start from; default: an expert's, if the student has its form.", rich_help_panel=_TRAINING
+    ),
+]
 Steps = Annotated[
     int | None,
     typer.Option(min=1, max=_MOST, help="Training steps; default: as an expert.", rich_help_panel=_TRAINING),
@@ -107,9 +120,10 @@ Seed = Annotated[int, typer.Option(min=0, max=_MOST, help="Of weights, samples a
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What to train, on which release."""
+    """What to train, on which release, and from which weights: a file and the folder that it is in, or random ones."""
 
     opened: "Release"
+    start: "tuple[Path, File] | None"
     ensemble: "Ensemble"
     source: "Source"
     teacher: TeacherName
@@ -124,13 +138,6 @@ class _Wanted:
         """Where samples and checkpoints are kept."""
         return self.out.with_suffix(_WORK_SUFFIX)
 
-    @property
-    def base(self) -> "File | None":
-        """The public expert that the experts started from, where the student has their architecture and condition."""
-        plan = self.opened.plan
-        same_form = (self.network, self.condition) == (plan.expert.architecture, plan.condition)
-        return plan.file(plan.expert.base) if plan.expert.base and same_form else None
-
 
 @grouped
 def distill(
@@ -143,6 +150,7 @@ def distill(
     texts: Texts = None,
     num: Num = None,
     teacher: Teacher = None,
+    start: Start = None,
     steps: Steps = None,
     seed: Seed = 0,
     verification: Verification,
@@ -165,6 +173,13 @@ def distill(
     network, condition = own_network or plan.expert.architecture, NoCondition() if unconditional else plan.condition
     if misfit := network.misfit(plan.expert_shape, condition):
         raise SetupError("--architecture", expected=misfit, got=f"shape {plan.expert_shape}, {condition.kind}")
+    found = None if start is StartName.RANDOM else _start(opened, network, condition)
+    if start is StartName.EXPERT and found is None:
+        expected = (
+            "a student of an expert's architecture and condition, and an expert of velocities on the ensemble's path"
+        )
+        remedy = "Leave the flag out, to start from random weights."
+        raise SetupError("--start expert", expected=expected, got="none of them", remedy=remedy)
     if texts and not isinstance(condition, TextCondition):
         raise SetupError("--texts", expected="a student with texts as its condition", got=f"condition {condition.kind}")
     # No tokens are masked: the teacher answers about whole images.
@@ -182,7 +197,7 @@ def distill(
     limit = memory_limit(memory_bytes)
     room = room_for_experts(plan, opened.manifest, limit, beside=beside, remedy=remedy)
     ensemble = build_ensemble(plan, opened.manifest, opened.folder, memory_bytes=room, device=where)
-    wanted = _Wanted(opened, ensemble, _source(opened), chosen, condition, network, training, out, device)
+    wanted = _Wanted(opened, found, ensemble, _source(opened), chosen, condition, network, training, out, device)
     wanted.work.mkdir(parents=True, exist_ok=True)
     with locked(wanted.work, "distillation"):
         dataset, images = _public_images(wanted, data) if data else _own_samples(wanted, num or _DEFAULT_NUM, texts)
@@ -208,6 +223,20 @@ def _needed(plan: "Plan", network: Architecture, condition: Condition, num_exper
     teachers = sampling_bytes(plan, num_experts, num=batch, batch=batch, steps=_SOLVER_STEPS)
     kept = 3 * (4 * num * prod(plan.expert_shape) + labels_bytes(condition, num))
     return student + teachers + kept
+
+
+def _start(opened: "Release", network: Architecture, condition: Condition) -> "tuple[Path, File] | None":
+    """Return the weights of the expert with the largest prior that a student of this form can start from, or None."""
+    plan = opened.plan
+    if (network, condition) != (plan.expert.architecture, plan.condition):
+        return None
+    alike = ExpertObjective(path=plan.objective.ensemble_path)
+    learned = ((expert, plan.objective.of(expert.silo_id)) for expert in opened.manifest.experts)
+    fitting = [expert for expert, its in learned if (its.path, its.prediction) == (alike.path, alike.prediction)]
+    if not fitting:
+        return None
+    largest = max(fitting, key=lambda expert: expert.prior)
+    return opened.folder.parent / plan.origin(largest.silo_id), largest.file
 
 
 def _source(opened: "Release") -> "Source":
@@ -276,8 +305,8 @@ def _trained(wanted: _Wanted, dataset: "DistillationData") -> "Trained":
 
     plan = wanted.opened.plan
     network, shape, condition = wanted.network, plan.expert_shape, wanted.condition
-    if wanted.base:
-        student = load_expert(network, shape, wanted.opened.folder, wanted.base, condition).requires_grad_(True)
+    if wanted.start:
+        student = load_expert(network, shape, *wanted.start, condition).requires_grad_(True)
     else:
         student = build_expert(network, shape, condition=condition, seed=wanted.training.seed)
     try:
@@ -289,7 +318,7 @@ def _trained(wanted: _Wanted, dataset: "DistillationData") -> "Trained":
                 wanted.training,
                 teacher=wanted.teacher.value,
                 engine=Engine(device=wanted.device),
-                source=wanted.source.manifest,
+                source=f"{wanted.source.manifest} {wanted.start[1].digest if wanted.start else 'random'}",
                 checkpoint_dir=wanted.work / _CHECKPOINTS,
                 on_progress=lambda reached: tell(reached.step, reached.num_steps),
                 should_stop=stop.is_set,
@@ -326,7 +355,7 @@ def _keep(wanted: _Wanted, trained: "Trained", images: "OwnSamples | GivenImages
         path=plan.objective.ensemble_path,
         t_distribution=plan.t_distribution,
         training=wanted.training,
-        base=wanted.base.digest if wanted.base else None,
+        base=wanted.start[1].digest if wanted.start else None,
         loss=trained.loss,
         seconds=trained.seconds,
         file=File.of("student.safetensors", out),

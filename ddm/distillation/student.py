@@ -93,7 +93,7 @@ class Student(Document):
         path: the probability path.
         t_distribution: of the training times.
         training: the recipe.
-        base: digest of the public expert's weights that training started from; None for random ones.
+        base: digest of the expert's weights that training started from; None for random ones.
         loss: mean squared error against the teacher per value, averaged over about the last hundred steps.
         seconds: time spent training, over all restarts.
         file: its weights, whatever their file is called now.

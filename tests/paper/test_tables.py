@@ -25,6 +25,7 @@ from examples.paper.tables.contents import tables
 from examples.paper.tables.data import UNEQUAL, World, read_world
 from examples.paper.tables.exact import ExactRouter
 from examples.paper.tables.figures import draw_table
+from examples.paper.tables.further import FROM_EXPERT, STUDENT
 from examples.paper.tables.models import Workshop
 from examples.paper.tables.presets import Preset, preset_for
 from examples.paper.tables.rates import candidates, rate_beyond, settled, tuned_as
@@ -81,7 +82,7 @@ def figures(out: Path, name: str) -> dict[str, float]:
 def test_page_names_what_it_was_made_from_and_what_is_missing(measured: Path) -> None:
     page = (measured / "README.md").read_text("utf-8")
     assert set(figures(measured, "fid")) == {"1 (monolith)", "2, lock(1)", "2, sample"}
-    assert "seeds 0," in page and "table 1;" in page and str(measured) not in page
+    assert "Seeds 0," in page and "table 1;" in page and str(measured) not in page
     assert (measured / "table2.png").read_bytes().startswith(b"\x89PNG")
     with (measured / "targets.csv").open(encoding="utf-8") as handle:
         rows = list(csv.DictReader(handle))
@@ -101,7 +102,7 @@ def test_monolith_takes_as_many_flops_as_experts_and_router_together(measured: P
 
 
 SOME = {
-    5: ("monolith", "student, own samples", "student, training images"),
+    5: ("monolith", STUDENT, FROM_EXPERT, "student, training images"),
     6: (
         "exact counts, lock(.5)",
         "the ensemble's own, lock(.5)",
@@ -135,10 +136,12 @@ def shown(out: Path, table: int, name: str) -> dict[str, float]:
 
 def test_student_pays_for_its_teachers_and_costs_one_evaluation_a_step(further: Path) -> None:
     evaluations, flops = shown(further, 5, "evaluations"), shown(further, 5, "flops")
-    assert evaluations["student, own samples"] == evaluations["monolith"] == 4
+    assert evaluations[STUDENT] == evaluations["monolith"] == 4
     # A teacher's evaluation is a third of a step's forward and backward pass; drawing comes on top.
     assert flops["student, training images"] == pytest.approx(flops["monolith"] / 4 * 4 / 3, rel=0.02)
-    assert flops["student, own samples"] > flops["student, training images"]
+    assert flops[STUDENT] == flops[FROM_EXPERT] > flops["student, training images"]
+    fids = shown(further, 5, "fid")
+    assert fids[STUDENT] != fids[FROM_EXPERT]
 
 
 def test_routers_of_a_federation_are_told_apart_by_what_they_know(further: Path) -> None:
@@ -338,6 +341,17 @@ def test_target_takes_the_best_strategy_that_keeps_the_shares() -> None:
     assert targets({1: two})[1].met == "undecided"  # too few seeds
     none = targets({1: {label: row for label, row in first.items() if label in ("monolith", "top-1")}})[0]
     assert none.met == "no" and none.value is None
+
+
+def test_student_of_the_target_starts_from_an_expert_where_that_was_measured() -> None:
+    cells = {name: {n: cell(n, fid=fid) for n in range(3)} for name, fid in (("monolith", 10.0), (STUDENT, 20.0))}
+
+    def value() -> float | None:
+        return next(each for each in targets({5: cells}) if "student" in each.figure).value
+
+    assert value() == pytest.approx(2.0)
+    cells[FROM_EXPERT] = {n: cell(n, fid=9.0) for n in range(3)}
+    assert value() == pytest.approx(0.9)
 
 
 def test_bars_of_one_row_stand_beside_each_other_where_others_have_no_figure(

@@ -7,7 +7,8 @@ from examples.paper.tables.rows import FittedRouter, Row, Table
 from examples.paper.tables.sources import Experts, Federated, Monolith, Student
 from examples.paper.tables.students import QUARTER
 
-STUDENT = "student, own samples"  # the row that the target is of
+STUDENT = "student, own samples"  # a row that the target is of where the next one was not measured
+FROM_EXPERT = f"{STUDENT}, from an expert"
 ONE_SHOT, FEDAVG = "one-shot ensemble, lock(1)", "FedAvg"  # as is theirs
 STRATEGIES_OF_ROUTERS = ("full", "lock(.5)")
 _GUIDED = ("full", "sample", "lock(1)", "lock(.5)")
@@ -26,6 +27,7 @@ def students(preset: Preset) -> Table:
         Row(table=5, label="lock(1)", source=experts),
         Row(table=5, label="full", source=experts, strategy="full"),
         Row(table=5, label=STUDENT, source=distilled()),
+        Row(table=5, label=FROM_EXPERT, source=distilled(start="expert")),
         Row(table=5, label="student, own samples, mixture", source=distilled(teacher="mixture")),
         Row(table=5, label="student, training images", source=distilled(images="training images")),
     ]
@@ -34,8 +36,9 @@ def students(preset: Preset) -> Table:
         "The student is the monolith's network and takes as many steps, of a quarter of its images. Own samples are "
         f"{preset.own_samples}, drawn as those of the table, each with the expert that drew it, as `ddm distill` does "
         "without data; training images have the island that they lie in, as in the paper, which no federation has. "
-        "FLOPs of a student are its own, those of its teachers' forward passes and those of drawing own samples; "
-        "training the ensemble comes on top. Its rate is chosen as the others, with own samples."
+        "One starts from the weights of the expert with the largest prior, as `ddm distill` does, the others from "
+        "random ones. FLOPs of a student are its own, those of its teachers' forward passes and those of drawing own "
+        "samples; training the ensemble comes on top. Rates are chosen as the others, with own samples."
     )
     return Table(5, f"Students of {preset.num_islands} experts", columns, rows, note)
 

@@ -23,7 +23,9 @@ def kind_of(source: Trained, preset: Preset) -> str:
         return "experts" if source.updates == 1 else f"experts, batch {batch // source.num}"
     if isinstance(source, Federated) and source.rounds != preset.rounds:
         return f"{source.kind}, {source.rounds} rounds"
-    if isinstance(source, Student | Federated):
+    if isinstance(source, Student):
+        return source.kind if source.start == "random" else f"{source.kind}, from an {source.start}"
+    if isinstance(source, Federated):
         return source.kind
     if source.recipe == "former" or not source.tuned:
         return "monolith, former recipe" if source.recipe == "former" else "monolith, default rate"
@@ -40,7 +42,7 @@ def tuned_as(source: Trained, preset: Preset) -> Trained:
         rounds = max(1, round(preset.tuning * source.rounds))
         return Federated(budget=preset.tuning, num=source.num, rounds=rounds)
     if isinstance(source, Student):
-        return Student(budget=preset.tuning, num=source.num, num_samples=source.num_samples, steps=source.steps)
+        return source.model_copy(update={"budget": preset.tuning, "images": "own samples", "teacher": "label"})
     return Experts(budget=preset.tuning, num=source.num, updates=source.updates)
 
 

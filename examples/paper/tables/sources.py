@@ -69,6 +69,7 @@ class Student(Model):
         num_samples: how many own samples.
         steps: of the midpoint rule that draws them, two evaluations each.
         teacher: which experts' velocity is the target.
+        start: the weights that it starts from: random ones, or those of the expert with the largest prior.
     """
 
     kind: Literal["student"] = "student"
@@ -78,6 +79,7 @@ class Student(Model):
     num_samples: int
     steps: int
     teacher: Literal["label", "mixture"] = "label"
+    start: Annotated[Literal["random", "expert"], Field(exclude_if=lambda start: start == "random")] = "random"
 
     @property
     def conditional(self) -> bool:

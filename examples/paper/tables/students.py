@@ -7,6 +7,8 @@ from torch import nn
 
 from ddm.distillation.dataset import DistillationData, own_samples
 from ddm.distillation.distill import distill
+from ddm.ensemble import Ensemble
+from ddm.errors import SetupError
 from ddm.models import count_flops
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import LogitNormalT
@@ -48,6 +50,8 @@ def student(shop: Workshop, source: Student, teachers: Made, rate: float, seed: 
         on_progress: Callable[[Progress], None],
         should_stop: Callable[[], bool],
     ) -> Trained:
+        if source.start == "expert":
+            model.load_state_dict(_largest(teachers.ensemble).state_dict())
         return distill(
             teachers.ensemble,
             model,
@@ -64,6 +68,15 @@ def student(shop: Workshop, source: Student, teachers: Made, rate: float, seed: 
 
     shop.trained(name, False, settings, run, teaching=float(forward) * (asked + own))
     return shop.opened(name)
+
+
+def _largest(ensemble: Ensemble) -> nn.Module:
+    """Return the expert with the largest prior."""
+    prior = list(ensemble.prior)
+    found = ensemble.experts[prior.index(max(prior))]
+    if not isinstance(found, nn.Module):
+        raise SetupError("the student's start", expected="an expert that is a network", got=type(found).__name__)
+    return found
 
 
 def _images(shop: Workshop, source: Student, teachers: Made, seed: int, name: str) -> DistillationData:

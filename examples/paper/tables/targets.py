@@ -7,7 +7,7 @@ from math import exp, log, sqrt
 from pathlib import Path
 from typing import Any, Literal
 
-from examples.paper.tables.further import FEDAVG, ONE_SHOT, STRATEGIES_OF_ROUTERS, STUDENT
+from examples.paper.tables.further import FEDAVG, FROM_EXPERT, ONE_SHOT, STRATEGIES_OF_ROUTERS, STUDENT
 from examples.paper.tables.published import Cells
 from examples.paper.tables.results import Cell, spread
 from examples.paper.tables.rows import BEST_BATCH, FORMER, UNTUNED
@@ -68,7 +68,7 @@ def targets(found: Mapping[int, Cells]) -> list[Target]:
     former = "FID of the default recipe over that of the former one, monoliths of the same FLOPs"
     rows += [
         _private_routers(found.get(6, {})),
-        _ratio("FID of the student over the monolith's, at a quarter of the batch", 1.0, students, STUDENT, "monolith"),
+        _student(students),
         _one_shot(found.get(8, {})),
         _ratio(former, 0.6, first, UNTUNED, FORMER),
     ]
@@ -82,6 +82,12 @@ def _neutral(cells: Cells) -> Target:
     if cells and best is None:
         return replace(found, met="no", note="no strategy is neutral")
     return replace(found, note=f"{best}, over {monolith}") if found.value is not None else found
+
+
+def _student(cells: Cells) -> Target:
+    label = FROM_EXPERT if FROM_EXPERT in cells else STUDENT
+    figure = "FID of the student over the monolith's, at a quarter of the batch"
+    return _ratio(figure, 1.0, cells, label, "monolith")
 
 
 def best_monolith(cells: Cells) -> str:

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from ddm.cli.main import app
 from ddm.distillation.student import Student, load_student
 from ddm.errors import BusyError, DigestError, SetupError
 from ddm.io.locks import locked
 from ddm.protocol.base import sha256_hex
+from ddm.protocol.manifest import Manifest
 from ddm.system.console import run_app
 from tests.conftest import Published
 
@@ -58,6 +61,35 @@ def test_command_distils_at_given_images_into_another_architecture(published: Pu
     assert record.images.model_dump() == {"kind": "given_images", "num": 30, "digest": sha256_hex(images.read_bytes())}
     assert (record.teacher, record.architecture.hidden) == ("drawn", 24)  # type: ignore[union-attr]
     assert load_student(out)[1].sample(1, steps=2).images.shape == (1, 1, 4, 4)
+
+
+def test_student_of_an_experts_form_starts_from_the_largest_one_and_others_from_random_weights(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = Manifest.parse(next(published.release.glob("targets/*/manifest.json")).read_bytes(), subject="manifest")
+    largest = max(manifest.experts, key=lambda expert: expert.prior)
+    asked = ("--num", 8, "--steps", 1, "--seed", 3)
+
+    def made(name: str, *more: object) -> tuple[Student, dict[str, torch.Tensor]]:
+        out = tmp_path / f"{name}.safetensors"
+        assert distilled(published, out, *asked, *more) == 0
+        return load_student(out)[0], load_file(out)
+
+    record, weights = made("a")
+    other, random = made("b", "--start", "random")
+    assert record.base == largest.file.digest and other.base is None
+    expert = load_file(next(published.release.glob(f"targets/*/{largest.file.path}")))
+    near, far = (
+        sum(float((found[name] - expert[name]).square().sum()) for name in expert) for found in (weights, random)
+    )
+    assert near < far / 10
+    assert distilled(published, tmp_path / "a.safetensors", *asked, "--start", "random") == SetupError.exit_code
+    assert "checkpoints" in capsys.readouterr().err
+    toml = tmp_path / "wide.toml"
+    toml.write_text('[architecture]\nkind = "dit"\npatch = 2\nhidden = 24\ndepth = 2\nheads = 2\n')
+    assert made("c", "--architecture", toml)[0].base is None
+    wrong = distilled(published, tmp_path / "d.safetensors", *asked, "--architecture", toml, "--start", "expert")
+    assert wrong == SetupError.exit_code and "none of them" in capsys.readouterr().err
 
 
 def test_command_takes_any_file_name_and_refuses_what_would_fail_when_all_is_done(
