@@ -108,7 +108,7 @@ Teacher = Annotated[
 Start = Annotated[
     StartName | None,
     typer.Option(
-        help="Weights to start from; default: an expert's, if the student has its form.", rich_help_panel=_TRAINING
+        help="Weights to start from; default: an expert's, where the student has its form.", rich_help_panel=_TRAINING
     ),
 ]
 Steps = Annotated[
@@ -226,10 +226,16 @@ def _needed(plan: "Plan", network: Architecture, condition: Condition, num_exper
 
 
 def _start(opened: "Release", network: Architecture, condition: Condition) -> "tuple[Path, File] | None":
-    """Return the weights of the expert with the largest prior that a student of this form can start from, or None."""
+    """Return the weights that a student of this form can start from, or None.
+
+    They are the public expert's, where the plan's experts started from one too, else those of the expert with the
+    largest prior.
+    """
     plan = opened.plan
     if (network, condition) != (plan.expert.architecture, plan.condition):
         return None
+    if plan.expert.base:
+        return opened.folder, plan.file(plan.expert.base)
     alike = ExpertObjective(path=plan.objective.ensemble_path)
     learned = ((expert, plan.objective.of(expert.silo_id)) for expert in opened.manifest.experts)
     fitting = [expert for expert, its in learned if (its.path, its.prediction) == (alike.path, alike.prediction)]
@@ -318,7 +324,7 @@ def _trained(wanted: _Wanted, dataset: "DistillationData") -> "Trained":
                 wanted.training,
                 teacher=wanted.teacher.value,
                 engine=Engine(device=wanted.device),
-                source=f"{wanted.source.manifest} {wanted.start[1].digest if wanted.start else 'random'}",
+                source=wanted.source.manifest,
                 checkpoint_dir=wanted.work / _CHECKPOINTS,
                 on_progress=lambda reached: tell(reached.step, reached.num_steps),
                 should_stop=stop.is_set,

@@ -17,7 +17,7 @@ from typing import get_args
 
 import torch
 
-from ddm.errors import ArchipelagoError, BusyError, SetupError
+from ddm.errors import ArchipelagoError, BusyError, DataError, MissingFileError, SetupError
 from ddm.system.console import EXIT_INTERRUPTED, fail, say
 from examples.paper.tables.clock import Clock, OutOfTime
 from examples.paper.tables.contents import tables
@@ -75,7 +75,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--published",
         type=Path,
         metavar="FOLDER",
-        help="tables of an earlier run: what they hold is not measured again",
+        help="tables of an earlier run to go on with, by its classifier if it is there",
     )
     parser.add_argument("--seeds", type=int, help="how many; default as the preset says")
     parser.add_argument("--scale", type=float, default=1.0, help="share of all training steps and samples; default 1")
@@ -175,16 +175,27 @@ def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command
     """
     found: dict[int, Cells] = {}
     origins: dict[int, Origin] = {}
+    settings = settings_of(lab.world, lab.preset)
+    try:
+        before = Record.read(lab.out, settings).tables
+    except (MissingFileError, DataError):  # the first run here, or one of other sizes
+        before = {}
     rates: dict[str, Choice] = {}
     for number, table in known.items():
-        origin = lab.published.origin(number)
+        origin = before.get(number) or lab.published.origin(number)
         asked = number in wanted
-        judged_otherwise = origin is not None and origin.judge != lab.judge.about
-        rows = lab.published.cells[number] if judged_otherwise and not asked else _rows(lab, table, num_seeds)
+        judged_otherwise = origin is not None and not origin.judged_by(lab.judge.about)
+        elsewhere = lab.published.cells.get(number, {})
+        rows = elsewhere if judged_otherwise and not asked else _rows(lab, table, num_seeds)
         if not rows or not (asked or origin or len(rows) == len(table.rows)):
             continue
         found[number] = rows
-        origins[number] = origin if origin and not asked else Origin(command=command, judge=lab.judge.about)
+        if origin and not asked:
+            origins[number] = origin
+        else:
+            earlier = origin.commands if origin and not judged_otherwise else ()
+            commands = tuple(dict.fromkeys((*earlier, command)))
+            origins[number] = Origin(commands=commands, judge=lab.judge.about)
         for source in (source for row in table.rows if row.label in rows for source in candidates(row, lab.preset)):
             if choice := lab.chosen(source):
                 rates[kind_of(source, lab.preset)] = choice
@@ -194,7 +205,7 @@ def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command
         measured = found[table.number]
         if few := sum(len(measured.get(row.label, {})) < least for row in table.rows):
             missing.append(f"{few} of {len(table.rows)} rows of table {table.number} with some seed")
-    record = Record(settings=settings_of(lab.world, lab.preset), tables=origins, rates=rates)
+    record = Record(settings=settings, tables=origins, rates=rates)
     return Report(lab.world, lab.preset, list(known.values()), found, record, missing)
 
 

@@ -418,11 +418,12 @@ def test_flops_to_an_fid_lie_between_the_budgets_around_it() -> None:
 
 def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() -> None:
     preset = preset_for("cpu", (1, 28, 28))
-    fids = {1: 40.0, 2: 30.0, 4: 25.0, 8: 26.0}
+    fids, judges = {1: 40.0, 2: 30.0, 4: 25.0, 8: 26.0}, {1: "a"}
 
     def choice(source: Trained) -> Choice | None:
         fid = fids.get(cast(Monolith, source).updates)
-        return None if fid is None else Choice(rate=0.1, tried={"0.1": fid, "0.2": None}, steps=1, flops=1.0)
+        judge = judges.get(cast(Monolith, source).updates, "a")
+        return None if fid is None else Choice(rate=0.1, tried={"0.1": fid, "0.2": None}, steps=1, judge=judge)
 
     plain, best = Monolith(budget=0.5), tables(preset)[4].rows[6]
     assert best.label == "monolith, best batch, budget 0.25"
@@ -432,7 +433,9 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
     whole = Row(table=4, label="monolith, best batch, budget 1", source=Monolith(), best_batch=True)
     same = settled(whole, preset, choice)
     assert same and same.model_dump(exclude={"table", "label"}) == fixed.model_dump(exclude={"table", "label"})
-    del fids[8]
+    judges[8] = "b"
+    assert settled(best, preset, choice) is None  # whose FIDs cannot be compared
+    del judges[8], fids[8]
     assert settled(best, preset, choice) is None
     assert candidates(Row(table=4, label="", source=plain), preset) == [plain]
 

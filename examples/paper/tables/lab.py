@@ -93,7 +93,7 @@ class Lab:
         Raises:
             BusyError: another process measures it, or trains the model that it needs.
         """
-        row = settled(row, self.preset, self.rate) or row
+        row = settled(row, self.preset, self.rate) or settled(row, self.preset, self._own_rate) or row
         if found := self.published.cell(row.table, row.label, seed, self.judge.about):
             return found
 
@@ -127,7 +127,7 @@ class Lab:
 
     def found(self, row: Row, seed: int) -> Cell | None:
         """Return a row's figures if they were measured."""
-        known = settled(row, self.preset, self.chosen)
+        known = settled(row, self.preset, self.chosen) or settled(row, self.preset, self._own_choice)
         kept = self.kept.read(self.key(known, seed), Cell) if known else None
         return kept or self.published.cell(row.table, row.label, seed, self.judge.about)
 
@@ -137,25 +137,32 @@ class Lab:
         Raises:
             BusyError: another process chooses it.
         """
+        return self.chosen(source) or self._own_rate(source)
+
+    def _own_rate(self, source: Trained) -> Choice:
+        """Return the rate that this run's classifier chooses."""
         if isinstance(source, Federated) and not self.preset.federated_tuned:
             return self.rate(Experts(num=source.num))
-        kind = kind_of(source, self.preset)
+        kind, judge = kind_of(source, self.preset), self.judge.about.digest
 
         def choose() -> Choice:
-            found = best_rate(self.preset, kind, partial(self._tried, tuned_as(source, self.preset)))
+            found = best_rate(self.preset, kind, judge, partial(self._tried, tuned_as(source, self.preset)))
             tried = ", ".join(
                 f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in found.tried.items()
             )
             say(f"rate of {kind} {found.rate:g}, by FID on validation images: {tried}")
             return found
 
-        return self.chosen(source) or self._once(self._key("rate", kind), Choice, choose)
+        return self._own_choice(source) or self._once(self._key("rate", kind), Choice, choose)
 
     def chosen(self, source: Trained) -> Choice | None:
         """Return the rate of models like this one, if it was chosen already or leaves nothing to choose."""
+        return self._own_choice(source) or self.published.rate(kind_of(source, self.preset))
+
+    def _own_choice(self, source: Trained) -> Choice | None:
+        """Return the rate that this run's classifier chose, or that leaves nothing to choose."""
         kind = kind_of(source, self.preset)
-        kept = only_rate(source, self.preset) or self.kept.read(self._key("rate", kind), Choice)
-        return kept or self.published.rate(kind)
+        return only_rate(source, self.preset) or self.kept.read(self._key("rate", kind), Choice)
 
     def _tried(self, source: Trained, rate: float) -> tuple[float, Cost]:
         """Return the FID on validation images of a model that is trained at a rate, and what training it took."""
@@ -281,8 +288,9 @@ def depends_on(world: World, preset: Preset) -> tuple[int, str, int, dict[str, o
 
 
 def settings_of(world: World, preset: Preset) -> str:
-    """Return its digest, by which published tables are known to be of the same kind."""
-    return sha256_hex(repr(depends_on(world, preset)).encode())[:16]
+    """Return a digest of the data set and all sizes, by which published tables are known to be of the same kind."""
+    sizes = preset.model_dump(exclude={"seeds", "chunk"})
+    return sha256_hex(repr((_VERSION, world.name, len(world.train), sizes)).encode())[:16]
 
 
 def router_of(ensemble: Ensemble, row: Row) -> str:

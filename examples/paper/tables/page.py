@@ -9,7 +9,6 @@ from statistics import median
 from ddm.system.console import human_flops, human_seconds
 from examples.paper.tables.data import World
 from examples.paper.tables.figures import draw_table
-from examples.paper.tables.judging import Judged
 from examples.paper.tables.presets import Preset
 from examples.paper.tables.published import Cells, Record, write_cells
 from examples.paper.tables.results import Cell, over_seeds
@@ -124,19 +123,23 @@ class Report:
         """List the commands, with the tables that each measured."""
         of: dict[str, list[int]] = {}
         for number in sorted(self.found):
-            of.setdefault(self.record.tables[number].command, []).append(number)
+            for command in self.record.tables[number].commands:
+                of.setdefault(command, []).append(number)
         lines = [f"{command}    # {_numbers(numbers)}" for command, numbers in of.items()]
         return "\n".join(["```", *lines, "```"])
 
     def _judges(self) -> str:
         """Name the classifiers, with the tables that each judged; figures of one alone can be compared."""
-        of: dict[Judged, list[int]] = {}
+        of: dict[str, list[int]] = {}
+        accuracy: dict[str, float] = {}
         for number in sorted(self.found):
-            of.setdefault(self.record.tables[number].judge, []).append(number)
+            judge = self.record.tables[number].judge
+            of.setdefault(judge.digest, []).append(number)
+            accuracy[judge.digest] = judge.accuracy
         each = [
-            f"sha256 `{judge.digest[:16]}`, {judge.accuracy:.1%} of the test images right"
+            f"sha256 `{digest[:16]}`, {accuracy[digest]:.1%} of the test images right"
             + (f", in {_numbers(numbers)}" if len(of) > 1 else "")
-            for judge, numbers in of.items()
+            for digest, numbers in of.items()
         ]
         alone = "these tables" if len(of) == 1 else "the tables of one classifier"
         return f"{'; '.join(each)}; figures can be compared within {alone} alone"
@@ -158,14 +161,17 @@ class Report:
             tried = ", ".join(
                 f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in choice.tried.items()
             )
-            rows.append((kind, f"{choice.rate:.3g}", tried or "not tuned", str(choice.steps or "")))
-        table = _markdown(("model", "rate", "FID on validation images by rate", "steps"), rows)
+            tried = tried or "not tuned"
+            rows.append((kind, f"{choice.rate:.3g}", tried, str(choice.steps or ""), choice.judge[:8]))
+        table = _markdown(("model", "rate", "FID on validation images by rate", "steps", "classifier"), rows)
         text = (
             "Each was chosen on the validation images, by one seed of its own, in runs of as many steps as the last "
             f"column says ({self.preset.tuning:g} of all), and serves at every budget. Rates beyond the grid are tried "
             "while the best lies at its edge. Experts of random parts and of silos take the rate of as many feature "
             "clusters, which may not suit them."
         )
+        if len({choice.judge for choice in self.record.rates.values() if choice.judge}) > 1:
+            text += " A rate that one classifier chose serves for the tables of another one as well."
         return f"## Learning rates\n\n{_filled(text)}\n\n{table}"
 
     def _section(self, table: Table) -> str:

@@ -1,7 +1,6 @@
 """What an earlier run published: taken over where the same classifier judged it, else shown table by table."""
 
 import csv
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from ddm.io.files import require_file, write_atomic
 from ddm.protocol.base import Model
 from examples.paper.tables.judging import CLASSIFIER, Judged
 from examples.paper.tables.results import Cell, Choice, Cost, Figure
+from examples.paper.tables.sharing import alone
 
 RECORD = "run.json"
 _COST = ("steps", "batch", "rate", "flops", "router_flops", "training_s", "trained_commit")
@@ -30,19 +30,23 @@ class Origin(Model):
     """Where a table comes from.
 
     Attributes:
-        command: that measured it.
+        commands: of the runs that measured it, one after the other.
         judge: the classifier in whose features its images were judged.
     """
 
-    command: str
+    commands: tuple[str, ...]
     judge: Judged
+
+    def judged_by(self, judge: Judged) -> bool:
+        """Whether it is the same file; its accuracy may differ from machine to machine."""
+        return self.judge.digest == judge.digest
 
 
 class Record(Model):
     """What a folder of tables says beside its figures.
 
     Attributes:
-        settings: digest of all that figures depend on beside rows, seeds and the classifier.
+        settings: digest of the data set and all sizes.
         tables: the origin of each.
         rates: how learning rates were chosen, by kind of model.
     """
@@ -54,6 +58,24 @@ class Record(Model):
     def write(self, folder: Path) -> None:
         """Write it beside the tables."""
         write_atomic(folder / RECORD, self.model_dump_json(indent=1).encode() + b"\n")
+
+    @classmethod
+    def read(cls, folder: Path, settings: str) -> "Record":
+        """Read what a run with the same settings wrote.
+
+        Raises:
+            MissingFileError, DataError: nothing there, or something else, or of other settings.
+        """
+        path = folder / RECORD
+        require_file(path, "the record of published tables")
+        try:
+            record = cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise DataError(path.name, expected="the record of published tables", got="something else") from error
+        if record.settings != settings:
+            remedy = "Name tables of the same data set, preset and scale, or measure all anew."
+            raise DataError(path.name, expected=f"settings {settings}", got=record.settings, remedy=remedy)
+        return record
 
 
 @dataclass(frozen=True)
@@ -70,20 +92,8 @@ class Published:
 
     @classmethod
     def read(cls, folder: Path, settings: str) -> "Published":
-        """Read a folder that a run with the same settings wrote.
-
-        Raises:
-            MissingFileError, DataError: nothing there, or something else, or of other settings.
-        """
-        path = folder / RECORD
-        require_file(path, "the record of published tables")
-        try:
-            record = Record.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise DataError(path.name, expected="the record of published tables", got="something else") from error
-        if record.settings != settings:
-            remedy = "Name tables of the same data set, preset and scale, or measure all anew."
-            raise DataError(path.name, expected=f"settings {settings}", got=record.settings, remedy=remedy)
+        """Read a folder that a run with the same settings wrote; see `Record.read`."""
+        record = Record.read(folder, settings)
         return cls(record, {number: read_cells(folder / f"table{number}.csv") for number in record.tables})
 
     def rate(self, kind: str) -> Choice | None:
@@ -97,14 +107,15 @@ class Published:
     def cell(self, number: int, label: str, seed: int, judge: Judged) -> Cell | None:
         """Return what was measured of a row, if the same classifier judged its table."""
         origin = self.origin(number)
-        same = origin is not None and origin.judge.digest == judge.digest
+        same = origin is not None and origin.judged_by(judge)
         return self.cells[number].get(label, {}).get(seed) if same else None
 
 
 def bring_classifier(folder: Path, out: Path) -> None:
     """Copy the classifier of published tables, where they have one and this run has none yet."""
-    if (folder / CLASSIFIER).exists() and not (out / CLASSIFIER).exists():
-        shutil.copyfile(folder / CLASSIFIER, out / CLASSIFIER)
+    with alone(out, Path(CLASSIFIER).stem, wait=True):
+        if (folder / CLASSIFIER).exists() and not (out / CLASSIFIER).exists():
+            write_atomic(out / CLASSIFIER, (folder / CLASSIFIER).read_bytes())
 
 
 def write_cells(path: Path, cells: Cells) -> None:

@@ -53,18 +53,19 @@ def only_rate(source: Trained, preset: Preset) -> Choice | None:
     which name none.
     """
     if isinstance(source, Monolith) and source.recipe == "former":
-        return Choice(rate=FORMER.training.learning_rate, tried={}, steps=0, flops=0.0)
+        return Choice(rate=FORMER.training.learning_rate, tried={}, steps=0)
     if len(preset.rates) == 1 or (isinstance(source, Monolith) and not source.tuned):
-        return Choice(rate=RATE_TIMES_WIDTH / preset.network.hidden, tried={}, steps=0, flops=0.0)
+        return Choice(rate=RATE_TIMES_WIDTH / preset.network.hidden, tried={}, steps=0)
     return None
 
 
-def best_rate(preset: Preset, kind: str, measure: Callable[[float], tuple[float, Cost]]) -> Choice:
+def best_rate(preset: Preset, kind: str, judge: str, measure: Callable[[float], tuple[float, Cost]]) -> Choice:
     """Try the preset's rates, and further ones while the best is the lowest or the highest.
 
     Args:
         preset: holds the rates.
         kind: what is tuned, for an error.
+        judge: digest of the classifier.
         measure: trains at a rate, and returns FID and cost; raises NumericalError where training diverges.
 
     Raises:
@@ -90,7 +91,7 @@ def best_rate(preset: Preset, kind: str, measure: Callable[[float], tuple[float,
         raise NumericalError(f"rates of {kind}", expected="one that trains", got="none of them")
     shown = {f"{rate:.3g}": None if fid == inf else fid for rate, fid in sorted(tried.items())}
     best, cost = min(tried, key=lambda rate: tried[rate]), costs[0]
-    return Choice(rate=best, tried=shown, steps=cost.steps, flops=cost.flops)
+    return Choice(rate=best, tried=shown, steps=cost.steps, judge=judge)
 
 
 def rate_beyond(tried: Mapping[float, float]) -> float | None:
@@ -117,13 +118,20 @@ def candidates(row: Row, preset: Preset) -> list[Trained]:
 
 
 def settled(row: Row, preset: Preset, choice_of: Callable[[Trained], Choice | None]) -> Row | None:
-    """Return a row with the batch that is best on validation images; None where a choice of the rate is missing."""
+    """Return a row with the batch that is best on validation images.
+
+    None where a choice of the rate is missing, or where different classifiers judged them.
+    """
     if not row.best_batch:
         return row
     lowest: list[float] = []
+    judges = set()
     for source in candidates(row, preset):
         if (choice := choice_of(source)) is None:
             return None
+        judges.add(choice.judge)
         lowest.append(min((fid for fid in choice.tried.values() if fid is not None), default=inf))
+    if len(judges) > 1:
+        return None
     best = candidates(row, preset)[lowest.index(min(lowest))]
     return row.model_copy(update={"source": best, "best_batch": False})

@@ -92,12 +92,19 @@ class Cell(Model):
 
 
 class Choice(Model):
-    """How a learning rate was chosen: the FID on validation images by rate, None where training diverged."""
+    """How a learning rate was chosen.
+
+    Attributes:
+        rate: the best.
+        tried: the FID on validation images by rate, None where training diverged; nothing where there was no choice.
+        steps: of each run.
+        judge: digest of the classifier in whose features that FID is.
+    """
 
     rate: float
     tried: dict[str, float | None]
     steps: int
-    flops: float
+    judge: str = ""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def _neutral(cells: Cells) -> Target:
 
 
 def _student(cells: Cells) -> Target:
-    label = FROM_EXPERT if FROM_EXPERT in cells else STUDENT
+    label = FROM_EXPERT if len(cells.get(FROM_EXPERT, {})) >= len(cells.get(STUDENT, {})) else STUDENT
     figure = "FID of the student over the monolith's, at a quarter of the batch"
     return _ratio(figure, 1.0, cells, label, "monolith")
 
