@@ -56,7 +56,7 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
             _bars(axes[0, 1], cells, "cross_entropy", "cross-entropy, nats", names=False)
         case 8:
             _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
-            _bars(axes[0, 1], cells, "bytes", "bytes on the wire", names=False)
+            _bars(axes[0, 1], cells, "bytes", "megabytes on the wire", names=False, unit=1e6)
         case 9:
             _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
             _bars(axes[0, 1], cells, "agreement", "agreement with the class", names=False)
@@ -84,12 +84,13 @@ def _point(cells: Mapping[int, Cell], name: str) -> tuple[float, float, float] |
     return mean, max(mean - (mean if low is None else low), 0.0), max((mean if high is None else high) - mean, 0.0)
 
 
-def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool = True) -> None:
+def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool = True, unit: float = 1.0) -> None:
     labels, as_ratios = list(cells), name in RATIOS
     for place, label in enumerate(labels):
-        point = _point(cells[label], name)
-        if point is None:
+        found = _point(cells[label], name)
+        if found is None:
             continue
+        point = tuple(each / unit for each in found)
         if as_ratios and "floor" in label:  # far below all others
             axis.text(0.0, place, f" {point[0]:.3g}", va="center", fontsize=7, transform=axis.get_yaxis_transform())
             continue
@@ -99,7 +100,7 @@ def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool = True
         else:
             axis.barh(place, point[0], color=colour, height=0.7, alpha=0.85)
         axis.errorbar(point[0], place, xerr=[[point[1]], [point[2]]], color=_ERRORS, capsize=2, lw=1)
-        axis.text(point[0] + point[2], place, f"  {point[0]:.3g}", va="center", fontsize=7)
+        axis.text(point[0] + point[2], place, f"  {_number(point[0])}", va="center", fontsize=7)
     axis.set_yticks(range(len(labels)), labels if names else [""] * len(labels), fontsize=8)
     axis.set_ylim(len(labels) - 0.5, -0.5)  # rows without a bar take their place too, beside the other panel's
     if as_ratios:
@@ -110,6 +111,11 @@ def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool = True
         axis.set_xlim(left=0.0)
     axis.set_title(title, fontsize=9)
     axis.grid(axis="x", alpha=0.25)
+
+
+def _number(value: float) -> str:
+    """Write a number with three digits, or whole where it has more."""
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _lines(axis: Axes, cells: Cells, at: Callable[[str], float] | None, title: str) -> None:
