@@ -21,7 +21,7 @@ from ddm.cli.options import (
 from ddm.errors import DataError, SetupError
 from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
-from ddm.protocol.plan import Architecture, Autoencoder, Condition, ExpertObjective, NoCondition, TextCondition
+from ddm.protocol.plan import Architecture, Autoencoder, Condition, NoCondition, TextCondition
 from ddm.system.console import human_seconds, progress, say
 from ddm.system.devices import DeviceName
 from ddm.system.signals import stop_on_first_signal
@@ -236,9 +236,9 @@ def _start(opened: "Release", network: Architecture, condition: Condition) -> "t
         return None
     if plan.expert.base:
         return opened.folder, plan.file(plan.expert.base)
-    alike = ExpertObjective(path=plan.objective.ensemble_path)
+    like_student = (plan.objective.ensemble_path, "velocity")
     learned = ((expert, plan.objective.of(expert.silo_id)) for expert in opened.manifest.experts)
-    fitting = [expert for expert, its in learned if (its.path, its.prediction) == (alike.path, alike.prediction)]
+    fitting = [expert for expert, its in learned if (its.path, its.prediction) == like_student]
     if not fitting:
         return None
     largest = max(fitting, key=lambda expert: expert.prior)

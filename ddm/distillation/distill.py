@@ -66,7 +66,8 @@ def distill(
 
     Args:
         ensemble: the teacher; it computes on its experts' device, which is best the engine's.
-        student: freshly built; called as ``student(x_B, t_B)``, or as ``student(x_B, t_B, c)`` where `data` has labels.
+        student: with the weights to start from; called as ``student(x_B, t_B)``, or as ``student(x_B, t_B, c)`` where
+            `data` has labels.
         data: images, their conditions, and for the teacher `label` the expert that each belongs to.
         settings: the recipe, as for an expert.
         teacher: which experts' velocity is the target at x_t.

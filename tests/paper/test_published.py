@@ -56,19 +56,8 @@ def test_published_table_of_another_classifier_is_shown_as_it_was_and_measured_a
     shutil.copytree(published, before)
     (before / CLASSIFIER).unlink()
     judged_by(before, "ab" * 32)
-    more = [
-        "--dataset",
-        "digits",
-        "--preset",
-        "smoke",
-        "--tables",
-        "10",
-        "--out",
-        str(out),
-        "--row",
-        "lock(1), euler, 4",
-    ]
-    assert run.main([*more, "--published", str(before)]) == 0
+    more = ("--tables", "10", "--row", "lock(1), euler, 4", "--published", str(before))
+    assert run.main(words(out, *more)) == 0
     page = (out / "README.md").read_text("utf-8")
     assert f"sha256 `{'ab' * 8}`" in page and "in table 2" in page and "in table 10" in page
     assert page.count("python -m examples.paper.run") == 2 and "of one classifier alone" in page
