@@ -25,7 +25,7 @@ from examples.paper.tables.contents import tables
 from examples.paper.tables.data import UNEQUAL, World, read_world
 from examples.paper.tables.exact import ExactRouter
 from examples.paper.tables.figures import draw_table
-from examples.paper.tables.further import FROM_EXPERT, STUDENT
+from examples.paper.tables.further import FROM_EXPERT, LONGER, STUDENT
 from examples.paper.tables.models import Workshop
 from examples.paper.tables.presets import Preset, preset_for
 from examples.paper.tables.rates import candidates, rate_beyond, settled, tuned_as
@@ -102,7 +102,7 @@ def test_monolith_takes_as_many_flops_as_experts_and_router_together(measured: P
 
 
 SOME = {
-    5: ("monolith", STUDENT, FROM_EXPERT, "student, training images"),
+    5: ("monolith", STUDENT, FROM_EXPERT, LONGER, "student, training images"),
     6: (
         "exact counts, lock(.5)",
         "the ensemble's own, lock(.5)",
@@ -140,6 +140,9 @@ def test_student_pays_for_its_teachers_and_costs_one_evaluation_a_step(further: 
     # A teacher's evaluation is a third of a step's forward and backward pass; drawing comes on top.
     assert flops["student, training images"] == pytest.approx(flops["monolith"] / 4 * 4 / 3, rel=0.02)
     assert flops[STUDENT] == flops[FROM_EXPERT] > flops["student, training images"]
+    drawing = flops[STUDENT] - flops["student, training images"]
+    # Steps that pay for the router are rounded up in each.
+    assert flops[LONGER] - drawing == pytest.approx(4 * flops["student, training images"], rel=0.1)
     fids = shown(further, 5, "fid")
     assert fids[STUDENT] != fids[FROM_EXPERT]
 

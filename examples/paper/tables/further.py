@@ -9,6 +9,7 @@ from examples.paper.tables.students import QUARTER
 
 STUDENT = "student, own samples"  # a row that the target is of where the next one was not measured
 FROM_EXPERT = f"{STUDENT}, from an expert"
+LONGER = f"{FROM_EXPERT}, 4 times the steps"
 ONE_SHOT, FEDAVG = "one-shot ensemble, lock(1)", "FedAvg"  # as is theirs
 STRATEGIES_OF_ROUTERS = ("full", "lock(.5)")
 _GUIDED = ("full", "sample", "lock(1)", "lock(.5)")
@@ -28,6 +29,7 @@ def students(preset: Preset) -> Table:
         Row(table=5, label="full", source=experts, strategy="full"),
         Row(table=5, label=STUDENT, source=distilled()),
         Row(table=5, label=FROM_EXPERT, source=distilled(start="expert")),
+        Row(table=5, label=LONGER, source=distilled(start="expert", updates=4)),
         Row(table=5, label="student, own samples, mixture", source=distilled(teacher="mixture")),
         Row(table=5, label="student, training images", source=distilled(images="training images")),
     ]
@@ -36,9 +38,10 @@ def students(preset: Preset) -> Table:
         "The student is the monolith's network and takes as many steps, of a quarter of its images. Own samples are "
         f"{preset.own_samples}, drawn as those of the table, each with the expert that drew it, as `ddm distill` does "
         "without data; training images have the island that they lie in, as in the paper, which no federation has. "
-        "One starts from the weights of the expert with the largest prior, as `ddm distill` does, the others from "
-        "random ones. FLOPs of a student are its own, those of its teachers' forward passes and those of drawing own "
-        "samples; training the ensemble comes on top. Rates are chosen as the others, with own samples."
+        "Those from an expert start from the weights of the one with the largest prior, as `ddm distill` does, the "
+        "others from random ones; in 4 times the steps a student sees as many images as the monolith. FLOPs of a "
+        "student are its own, those of its teachers' forward passes and those of drawing own samples; training the "
+        "ensemble comes on top. Rates are chosen as the others, with own samples."
     )
     return Table(5, f"Students of {preset.num_islands} experts", columns, rows, note)
 

@@ -42,7 +42,8 @@ def tuned_as(source: Trained, preset: Preset) -> Trained:
         rounds = max(1, round(preset.tuning * source.rounds))
         return Federated(budget=preset.tuning, num=source.num, rounds=rounds)
     if isinstance(source, Student):
-        return source.model_copy(update={"budget": preset.tuning, "images": "own samples", "teacher": "label"})
+        plain = {"budget": preset.tuning, "images": "own samples", "teacher": "label", "updates": 1}
+        return source.model_copy(update=plain)
     return Experts(budget=preset.tuning, num=source.num, updates=source.updates)
 
 

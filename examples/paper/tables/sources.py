@@ -70,6 +70,7 @@ class Student(Model):
         steps: of the midpoint rule that draws them, two evaluations each.
         teacher: which experts' velocity is the target.
         start: the weights that it starts from: random ones, or those of the expert with the largest prior.
+        updates: how many times the monolith's steps it takes.
     """
 
     kind: Literal["student"] = "student"
@@ -80,6 +81,7 @@ class Student(Model):
     steps: int
     teacher: Literal["label", "mixture"] = "label"
     start: Annotated[Literal["random", "expert"], Field(exclude_if=lambda start: start == "random")] = "random"
+    updates: Times = 1
 
     @property
     def conditional(self) -> bool:

@@ -23,7 +23,7 @@ QUARTER = 0.25
 
 
 def student(shop: Workshop, source: Student, teachers: Made, rate: float, seed: int, name: str) -> Made:
-    """Train a student for as many steps as the monolith takes; its cost includes its teachers' evaluations.
+    """Train a student by a quarter of the monolith's batch; its cost includes its teachers' evaluations.
 
     Args:
         shop: where.
@@ -33,8 +33,8 @@ def student(shop: Workshop, source: Student, teachers: Made, rate: float, seed: 
         seed: of weights, samples and batches.
         name: of its folder.
     """
-    recipe = shop.dense_training(source.budget, rate, seed)
-    batch = max(1, round(QUARTER * recipe.batch_size))
+    recipe = shop.dense_training(source.budget, rate, seed, updates=source.updates)
+    batch = max(1, round(QUARTER * shop.preset.batch_size))
     settings = recipe.model_copy(update={"batch_size": batch}).plain(shop.preset.network)
     asked = settings.num_steps * settings.batch_size * (source.num if source.teacher == "mixture" else 1)
     own = 2 * source.steps * source.num_samples if source.images == "own samples" else 0
