@@ -18,6 +18,7 @@ from ddm.cli.options import (
     read_memory,
     warn_if_expired,
 )
+from ddm.distillation.start import initial_weights
 from ddm.errors import DataError, SetupError
 from ddm.io.locks import locked
 from ddm.io.settings import Settings, load_settings
@@ -173,7 +174,7 @@ def distill(
     network, condition = own_network or plan.expert.architecture, NoCondition() if unconditional else plan.condition
     if misfit := network.misfit(plan.expert_shape, condition):
         raise SetupError("--architecture", expected=misfit, got=f"shape {plan.expert_shape}, {condition.kind}")
-    found = None if start is StartName.RANDOM else _start(opened, network, condition)
+    found = None if start is StartName.RANDOM else initial_weights(opened, network, condition)
     if start is StartName.EXPERT and found is None:
         expected = (
             "a student of an expert's architecture and condition, and an expert of velocities on the ensemble's path"
@@ -223,26 +224,6 @@ def _needed(plan: "Plan", network: Architecture, condition: Condition, num_exper
     teachers = sampling_bytes(plan, num_experts, num=batch, batch=batch, steps=_SOLVER_STEPS)
     kept = 3 * (4 * num * prod(plan.expert_shape) + labels_bytes(condition, num))
     return student + teachers + kept
-
-
-def _start(opened: "Release", network: Architecture, condition: Condition) -> "tuple[Path, File] | None":
-    """Return the weights that a student of this form can start from, or None.
-
-    They are the public expert's, where the plan's experts started from one too, else those of the expert with the
-    largest prior.
-    """
-    plan = opened.plan
-    if (network, condition) != (plan.expert.architecture, plan.condition):
-        return None
-    if plan.expert.base:
-        return opened.folder, plan.file(plan.expert.base)
-    like_student = (plan.objective.ensemble_path, "velocity")
-    learned = ((expert, plan.objective.of(expert.silo_id)) for expert in opened.manifest.experts)
-    fitting = [expert for expert, its in learned if (its.path, its.prediction) == like_student]
-    if not fitting:
-        return None
-    largest = max(fitting, key=lambda expert: expert.prior)
-    return opened.folder.parent / plan.origin(largest.silo_id), largest.file
 
 
 def _source(opened: "Release") -> "Source":

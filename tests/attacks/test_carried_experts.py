@@ -20,6 +20,7 @@ from aggregator.membership.withdrawal import withdraw
 from aggregator.planning.carrying import choose_carried
 from aggregator.planning.draft import draft_plan
 from aggregator.planning.sign import sign_plan
+from ddm.distillation.start import initial_weights
 from ddm.errors import PolicyError, ReplayError, RoleError, RollbackError, SetupError, SignatureError
 from ddm.loading.ensemble import open_ensemble
 from ddm.loading.plan_documents import check_origins
@@ -95,6 +96,9 @@ def test_plan_carries_accepted_experts_and_only_the_late_silo_trains(
         for name in (f"metadata/{old_id}.{silo_id}.json", f"targets/{old_id}/{submission_path(silo_id)}"):
             assert (grown_once.release / name).read_bytes() == (published_once.release / name).read_bytes()
         assert release.submissions[silo_id].plan_id == old_id
+    folder, file = initial_weights(release, release.plan.expert.architecture, release.plan.condition) or (None, None)
+    assert folder == release.folder.parent / old_id  # a student starts from a carried expert too
+    assert file == next(expert.file for expert in release.manifest.experts if expert.expert_id == "north")
     drawn = open_ensemble(release).sample(6, strategy="full", steps=2, seed=0)
     assert drawn.images.shape == (6, 1, 4, 4)
     assert np.isfinite(drawn.images.numpy()).all()

@@ -10,7 +10,7 @@ from ddm.models import build_expert
 from ddm.protocol.plan import Dit
 from examples.paper.federated.flattening import flat, named
 from examples.paper.federated.running import run
-from examples.paper.federated.terms import ROUND, Terms
+from examples.paper.federated.terms import LOST, ROUND, Terms
 from examples.paper.federated.trainer import learn, pull
 from examples.paper.tables.further import FEDAVG, ONE_SHOT
 from examples.paper.tables.results import Cell, Figure
@@ -67,6 +67,27 @@ def test_round_is_trained_from_the_weights_that_came_and_mu_keeps_it_near_them()
 
     assert 0 < moved(1e3) < moved(0.0)
     assert moved(0.0) == moved(0.0) != moved(0.0, silo=1)
+
+
+@pytest.mark.parametrize(("answered", "lost_after", "said"), [(1, None, "1 silos of 2"), (0, 0, "0 silos of 1")])
+def test_server_gives_up_a_round_that_a_silo_is_missing_from(
+    answered: int, lost_after: int | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flwr.app import ArrayRecord, MetricRecord
+    from flwr.serverapp.strategy import Result
+
+    from examples.paper.federated import server
+
+    class Strategy:
+        def start(self, grid: object, arrays: ArrayRecord, **how: object) -> Result:
+            metrics = MetricRecord({"silos": answered, "diverged": 0.0, "flops": 1.0})
+            return Result(arrays=arrays, train_metrics_clientapp={1: metrics} if answered else {})
+
+    monkeypatch.setattr(server, "_strategy", lambda terms: Strategy())
+    (tmp_path / LOST).touch()
+    fault = server._average(None, tmp_path, TERMS.model_copy(update={"lost_after": lost_after}))  # type: ignore[arg-type]
+    assert said in fault and "round 1" in fault
+    assert TERMS.done(tmp_path) == 0
 
 
 def test_ensemble_is_held_to_its_fid_as_well_as_to_its_bytes() -> None:

@@ -1,0 +1,31 @@
+"""Which of a release's weights a student starts from."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddm.protocol.architecture import Architecture
+from ddm.protocol.base import File
+from ddm.protocol.plan import Condition
+
+if TYPE_CHECKING:
+    from ddm.loading.release import Release
+
+
+def initial_weights(release: "Release", network: Architecture, condition: Condition) -> tuple[Path, File] | None:
+    """Return the weights that a student of this form can start from, as their folder and file; None without any.
+
+    They are the public expert's, where the plan's experts started from one too, else those of the expert with the
+    largest prior among those that predict velocities on the ensemble's path, as students do.
+    """
+    plan = release.plan
+    if (network, condition) != (plan.expert.architecture, plan.condition):
+        return None
+    if plan.expert.base:
+        return release.folder, plan.file(plan.expert.base)
+    like_student = (plan.objective.ensemble_path, "velocity")
+    learned = ((expert, plan.objective.of(expert.silo_id)) for expert in release.manifest.experts)
+    fitting = [expert for expert, its in learned if (its.path, its.prediction) == like_student]
+    if not fitting:
+        return None
+    largest = max(fitting, key=lambda expert: expert.prior)
+    return release.folder.parent / plan.origin(largest.silo_id), largest.file
