@@ -193,8 +193,14 @@ def train_classifier(
         schedule.step()
         if on_progress:
             on_progress(step + 1, steps)
-    digest = hashlib.sha256(images.float().contiguous().numpy().tobytes() + labels.contiguous().numpy().tobytes())
-    return Classifier(net.eval().requires_grad_(False), data, digest.hexdigest())
+    return Classifier(net.eval().requires_grad_(False), data, digest_of_training(images, labels))
+
+
+def digest_of_training(images: Tensor, labels: Tensor) -> str:
+    """Return the sha256 of training images and labels that a classifier bears."""
+    digest = hashlib.sha256(images.float().contiguous().numpy().data)
+    digest.update(labels.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def _scaled(images: Tensor, data: DataSpec) -> Tensor:

@@ -11,6 +11,7 @@ it to recipe.md and recipe.csv.
 
 import argparse
 import csv
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from ddm.ensemble import Ensemble
 from ddm.evaluation.classifier import Classifier, train_classifier
 from ddm.evaluation.intervals import Estimate
 from ddm.evaluation.metrics import Side, measure
+from ddm.io.files import write_atomic
 from ddm.models import build_expert
 from ddm.protocol.base import Model
 from ddm.protocol.plan import ClassCondition, DataSpec, NoCondition
@@ -32,6 +34,7 @@ from ddm.system.console import UNBROKEN, human_flops, progress, say, table
 from ddm.training.averages import average_of_width
 from ddm.training.loop import train
 from examples.paper.recipes import ROWS, SHAPE, Row
+from examples.paper.tables.clock import ended
 from examples.paper.tables.data import Part, read_world
 from examples.paper.tables.results import commit, hardware, utc
 
@@ -71,7 +74,8 @@ class Measured(Model):
     utc: str
 
 
-def main() -> None:
+def main() -> int:
+    """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of Fashion-MNIST's idx gz files")
     parser.add_argument("--out", type=Path, required=True, help="folder for the table, the classifier, each row")
@@ -82,17 +86,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch; default 1")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    return ended(lambda: run(given), given.out)
+
+
+def run(given: argparse.Namespace) -> None:
+    """Measure the rows that were asked for, and print and write the table."""
     given.out.mkdir(parents=True, exist_ok=True)
     world = read_world("fashion-mnist", given.data)
     judge = _classifier(world.public, given.out / "classifier.safetensors")
     reference = Side.of(judge.encode(world.validation.images), _NEIGHBOURS)
     found: dict[str, Measured] = {}
     for name in given.rows or ROWS:
-        path = given.out / f"{name}-{given.seed}.json"
+        row = ROWS[name] if given.steps is None else ROWS[name].shortened(given.steps)
+        path = given.out / f"{name}-{row.training.num_steps}-{given.num}-{given.seed}.json"
         if not path.exists():
-            row = ROWS[name] if given.steps is None else ROWS[name].shortened(given.steps)
             measured = _measure(name, row, world.train, judge, reference, num=given.num, seed=given.seed)
-            path.write_text(measured.model_dump_json(), "utf-8")
+            write_atomic(path, measured.model_dump_json().encode())
         found[name] = Measured.model_validate_json(path.read_text("utf-8"))
     say(write(given.out, found))
 
@@ -173,4 +182,4 @@ def write(out: Path, found: Mapping[str, Measured]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,6 @@ models that are there; and started again beside itself, with --threads 1 each, i
 """
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,21 +17,20 @@ from typing import get_args
 import torch
 
 from ddm.errors import ArchipelagoError, BusyError, DataError, MissingFileError, SetupError
-from ddm.system.console import EXIT_INTERRUPTED, fail, say
-from examples.paper.tables.clock import Clock, OutOfTime
+from ddm.system.console import fail, say
+from examples.paper.tables.clock import EXIT_OUT_OF_TIME, Clock, ended
 from examples.paper.tables.contents import tables
 from examples.paper.tables.data import DatasetName, read_world
 from examples.paper.tables.judging import Judge
 from examples.paper.tables.lab import Lab, settings_of
 from examples.paper.tables.page import Report
 from examples.paper.tables.presets import PresetName, preset_for
-from examples.paper.tables.published import Cells, Origin, Published, Record, bring_classifier
+from examples.paper.tables.published import Cells, Origin, Published, Record, cells_of
 from examples.paper.tables.rates import candidates, kind_of
-from examples.paper.tables.results import Cell, Choice
+from examples.paper.tables.results import Cell, Choice, command_of, commit
 from examples.paper.tables.rows import Row, Table
 from examples.paper.tables.sharing import alone
 
-EXIT_OUT_OF_TIME = 75  # EX_TEMPFAIL: the same command goes on
 _PLANNED = range(1, 11)
 _PAUSE_S = 2.0
 _DEFAULT_TABLES = {"smoke": tuple(_PLANNED), "cpu": (1, 2, 3, 4, 7), "gpu": tuple(_PLANNED)}
@@ -44,29 +42,23 @@ def main(argv: list[str] | None = None) -> int:
     given = parse(words)
     if given.threads:
         torch.set_num_threads(given.threads)
-    command = shlex.join(["python", "-m", "examples.paper.run", *_as_shown(words)])
-    try:
-        run(given, Clock(given.minutes), command)
-    except OutOfTime:
-        say(f"The {given.minutes:g} minutes are over; the same command goes on from {given.out}.", error=True)
-        return EXIT_OUT_OF_TIME
-    except KeyboardInterrupt:
-        say(f"Stopped; the same command goes on from {given.out}.", error=True)
-        return EXIT_INTERRUPTED
-    except ArchipelagoError as error:
-        return fail(error)
-    return 0
+    commit()  # now: the code that runs, not what is there when a row ends
+    command = command_of("examples.paper.run", words, left_out="--row")
+    return ended(lambda: run(given, Clock(given.minutes), command), given.out)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        "python -m examples.paper.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m examples.paper.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # the command is shown on the page, where files of this machine have names of their own
     )
     parser.add_argument("--dataset", choices=get_args(DatasetName), required=True)
     parser.add_argument("--data", type=Path, help="its files; digits need none")
     parser.add_argument("--preset", choices=get_args(PresetName), required=True, help="how large everything is")
-    parser.add_argument("--tables", type=_numbers, help="as in 1,3,7; default all that the preset has")
+    parser.add_argument("--tables", type=_numbers, help="as in 1,3,7; default 1,2,3,4,7 with the preset cpu, else all")
     parser.add_argument(
         "--row", action="append", metavar="TEXT", help="only the row of this name, or rows with the text"
     )
@@ -103,37 +95,30 @@ def _numbers(text: str) -> tuple[int, ...]:
     return found
 
 
-def _as_shown(words: list[str]) -> list[str]:
-    """Return the words that were typed, less where files lie on this machine and which rows this run was limited to."""
-    named = {"--data": "DATA", "--out": "DIR", "--published": "PUBLISHED"}
-    pairs = zip(["", *words], words, strict=False)
-    return [named.get(before, word) for before, word in pairs if "--row" not in (before, word.partition("=")[0])]
-
-
-def run(given: argparse.Namespace, clock: Clock, command: str) -> None:
-    """Measure the rows that were asked for with every seed, and write the page.
+def run(given: argparse.Namespace, clock: Clock, command: str) -> int:
+    """Measure the rows that were asked for with every seed, and write the page; return the exit status.
 
     Raises:
         SetupError: no row is named like that, or the data set is not there.
     """
+    if given.out.exists() and not given.out.is_dir():
+        raise SetupError("--out", expected="a folder, or none yet", got=f"the file {given.out}")
     world = read_world(given.dataset, given.data)
     preset = preset_for(given.preset, world.data.shape).scaled(given.scale)
     known = tables(preset)
     rows = rows_named([row for number in given.tables for row in known[number].rows], given.row)
     given.out.mkdir(parents=True, exist_ok=True)
-    published = Published()
-    if given.published:
-        published = Published.read(given.published, settings_of(world, preset))
-        bring_classifier(given.published, given.out)
+    published = Published.of(given.out, given.published, settings_of(world, preset))
     judge = Judge.open(world, preset, given.out, clock)
     lab = Lab(world, preset, given.out, judge, clock, published)
     num_seeds = given.seeds or preset.seeds
     try:
-        _measure(lab, rows, num_seeds)
+        status = _measure(lab, rows, num_seeds)
     finally:  # also where it was stopped: the page says what is missing
         with alone(given.out, "page", wait=True):
             _report(lab, known, given.tables, command, num_seeds).write(given.out)
     say(f"Tables {', '.join(map(str, given.tables))}: {given.out / 'README.md'}")
+    return status
 
 
 def rows_named(rows: Sequence[Row], texts: Sequence[str] | None) -> list[Row]:
@@ -150,8 +135,12 @@ def rows_named(rows: Sequence[Row], texts: Sequence[str] | None) -> list[Row]:
     return found
 
 
-def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int) -> None:
-    """Choose all rates and measure all rows with every seed; what another process is at comes later."""
+def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int) -> int:
+    """Choose all rates and measure all rows with every seed; what another process is at comes later.
+
+    A row that fails is reported, and the others go on; return the exit status of the last that failed, or 0.
+    """
+    status = 0
     trained = {kind_of(source, lab.preset): source for row in rows for source in candidates(row, lab.preset)}
     left: list[Callable[[], object]] = [partial(lab.rate, source) for source in trained.values()]
     left += [partial(lab.cell, row, seed) for seed in range(num_seeds) for row in rows]
@@ -162,10 +151,13 @@ def _measure(lab: Lab, rows: Sequence[Row], num_seeds: int) -> None:
                 job()
             except BusyError:
                 busy.append(job)
+            except ArchipelagoError as error:
+                status = fail(error)
         if len(busy) == len(left):
             lab.clock.check()
             sleep(_PAUSE_S)
         left = busy
+    return status
 
 
 def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command: str, num_seeds: int) -> Report:
@@ -200,20 +192,26 @@ def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command
             if choice := lab.chosen(source):
                 rates[kind_of(source, lab.preset)] = choice
     missing = [f"table {number}" for number in _PLANNED if number not in found]
-    least = min(num_seeds, lab.preset.seeds)  # more seeds of some rows than the preset has are no reason to miss others
     for table in (known[number] for number in found):
-        measured = found[table.number]
-        if few := sum(len(measured.get(row.label, {})) < least for row in table.rows):
-            missing.append(f"{few} of {len(table.rows)} rows of table {table.number} with some seed")
+        nums = [len(found[table.number].get(row.label, {})) for row in table.rows]
+        # More seeds of some rows than the preset has are no reason to miss others.
+        least = min(lab.preset.seeds, max([*nums, num_seeds if table.number in wanted else 1]))
+        if few := sum(num < least for num in nums):
+            fewer = f"fewer than {least} seeds" if least > 1 else "no seed"
+            missing.append(f"{few} of {len(nums)} rows of table {table.number} with {fewer}")
     record = Record(settings=settings, tables=origins, rates=rates)
     return Report(lab.world, lab.preset, list(known.values()), found, record, missing)
 
 
 def _rows(lab: Lab, table: Table, num_seeds: int) -> Cells:
-    """Return the cells of a table that this run's classifier judged, by label and seed, and of published seeds."""
+    """Return the cells of a table that this run's classifier judged, by label and seed.
+
+    The seeds are this run's, those of earlier ones in the folder, and published ones.
+    """
     rows: dict[str, dict[int, Cell]] = {}
+    earlier = (cells_of(lab.out, table.number), lab.published.cells.get(table.number, {}))
     for row in table.rows:
-        seeds = sorted({*range(num_seeds), *lab.published.cells.get(table.number, {}).get(row.label, {})})
+        seeds = sorted({*range(num_seeds), *(seed for cells in earlier for seed in cells.get(row.label, {}))})
         cells = {seed: cell for seed in seeds if (cell := lab.found(row, seed)) is not None}
         if cells:
             rows[row.label] = cells

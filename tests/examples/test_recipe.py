@@ -33,9 +33,9 @@ def test_rows_are_measured_once_and_written_as_a_table(tmp_path: Path) -> None:
     lines = (out / "recipe.csv").read_text("utf-8").splitlines()
     assert [line.split(",")[0] for line in lines] == ["row", "plain", "afterwards", "dropped", "told", "default"]
     assert "what a recipe leaves out" in first.stdout
-    measured = (out / "default-0.json").read_bytes()
-    (out / "plain-0.json").unlink()
+    measured = (out / "default-2-80-0.json").read_bytes()
+    (out / "plain-2-80-0.json").unlink()
     again = subprocess.run(rows, capture_output=True, text=True, check=True, cwd=ROOT)
     said = again.stdout + again.stderr
     assert "plain: training" in said and "default: training" not in said
-    assert (out / "default-0.json").read_bytes() == measured
+    assert (out / "default-2-80-0.json").read_bytes() == measured

@@ -10,7 +10,8 @@ from ddm.models import build_expert
 from ddm.protocol.plan import Dit
 from examples.paper.federated.flattening import flat, named
 from examples.paper.federated.running import run
-from examples.paper.federated.terms import LOST, ROUND, Terms
+from examples.paper.federated.terms import DONE, FAILED, LOST, ROUND, Terms
+from examples.paper.federated.terms import TERMS as TERMS_FILE
 from examples.paper.federated.trainer import learn, pull
 from examples.paper.tables.further import FEDAVG, ONE_SHOT
 from examples.paper.tables.results import Cell, Figure
@@ -88,6 +89,20 @@ def test_server_gives_up_a_round_that_a_silo_is_missing_from(
     fault = server._average(None, tmp_path, TERMS.model_copy(update={"lost_after": lost_after}))  # type: ignore[arg-type]
     assert said in fault and "round 1" in fault
     assert TERMS.done(tmp_path) == 0
+
+
+def test_fault_of_the_server_is_told_to_the_runner(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from examples.paper.federated import server
+
+    class Grid:
+        def get_node_ids(self) -> list[int]:
+            raise OSError("no route")
+
+    (tmp_path / TERMS_FILE).write_text(TERMS.model_dump_json())
+    server.main(Grid(), SimpleNamespace(run_config={"folder": str(tmp_path)}))
+    assert (tmp_path / FAILED).read_text() == "OSError: no route" and not (tmp_path / DONE).exists()
 
 
 def test_ensemble_is_held_to_its_fid_as_well_as_to_its_bytes() -> None:

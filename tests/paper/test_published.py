@@ -47,6 +47,8 @@ def test_published_rows_of_the_same_classifier_are_not_measured_again(
     page = (out / "README.md").read_text("utf-8")
     assert "--published PUBLISHED" in page and str(published) not in page
     assert page.count("python -m examples.paper.run") == 2, "the run that measured, and the one that went on"
+    assert run.main(words(out, "--tables", "10", "--row", "lock(1), euler, 4")) == 0  # need not be named again
+    assert (out / "table2.csv").read_text("utf-8") == (published / "table2.csv").read_text("utf-8")
 
 
 def test_published_table_of_another_classifier_is_shown_as_it_was_and_measured_anew_where_asked_for(

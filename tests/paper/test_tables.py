@@ -19,17 +19,22 @@ from matplotlib.figure import Figure as Figures
 from matplotlib.patches import Rectangle
 from pytest import CaptureFixture, MonkeyPatch
 
+from ddm.errors import NumericalError, SetupError
+from ddm.evaluation.classifier import Classifier
 from examples.paper import run
-from examples.paper.tables.clock import Clock
+from examples.paper.tables.clock import EXIT_OUT_OF_TIME, Clock
 from examples.paper.tables.contents import tables
 from examples.paper.tables.data import UNEQUAL, World, read_world
 from examples.paper.tables.exact import ExactRouter
 from examples.paper.tables.figures import draw_table
 from examples.paper.tables.further import FROM_EXPERT, LONGER, STUDENT
+from examples.paper.tables.judging import CLASSIFIER
+from examples.paper.tables.lab import Lab
 from examples.paper.tables.models import Workshop
 from examples.paper.tables.presets import Preset, preset_for
+from examples.paper.tables.published import read_cells
 from examples.paper.tables.rates import candidates, rate_beyond, settled, tuned_as
-from examples.paper.tables.results import Cell, Choice, Cost, Figure, Kept, over_seeds, spread
+from examples.paper.tables.results import Cell, Choice, Cost, Figure, Kept, command_of, over_seeds, spread
 from examples.paper.tables.rows import FORMER, UNTUNED, Row, Table
 from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Experts, Monolith, Trained
@@ -82,7 +87,7 @@ def figures(out: Path, name: str) -> dict[str, float]:
 def test_page_names_what_it_was_made_from_and_what_is_missing(measured: Path) -> None:
     page = (measured / "README.md").read_text("utf-8")
     assert set(figures(measured, "fid")) == {"1 (monolith)", "2, lock(1)", "2, sample"}
-    assert "Seeds 0," in page and "table 1;" in page and str(measured) not in page
+    assert "seed 0," in page and "Incomplete: table 1;" in page and str(measured) not in page
     assert (measured / "table2.png").read_bytes().startswith(b"\x89PNG")
     with (measured / "targets.csv").open(encoding="utf-8") as handle:
         rows = list(csv.DictReader(handle))
@@ -191,7 +196,7 @@ def test_stopped_run_measures_only_what_is_missing(
     before = figures(measured, "fid")
     cells = {path: path.read_text("utf-8") for path in (measured / "cells").iterdir()}
     next(path for path, text in cells.items() if '"share_error"' in text).unlink()  # of one strategy of the experts
-    assert run.main(words(measured, "--minutes", "0.00001")) == run.EXIT_OUT_OF_TIME
+    assert run.main(words(measured, "--minutes", "0.00001")) == EXIT_OUT_OF_TIME
     assert capsys.readouterr().err.count("\n") == 1
     assert len(figures(measured, "fid")) == 2 and "1 of 3 rows" in (measured / "README.md").read_text("utf-8")
     kept = {path: path.stat().st_mtime_ns for path in (measured / "cells").iterdir()}
@@ -250,6 +255,60 @@ def test_more_seeds_of_a_row_do_not_count_others_as_missing(
     assert run.main(words(out, "--seeds", "2", "--row", "sample")) == 0
     page = (out / "README.md").read_text("utf-8")
     assert "1 to 2 seeds" in page and "of table 2" not in page
+    # A run of fewer seeds, and of another table, leaves what was measured with more where it stood.
+    assert run.main(words(out, "--tables", "10", "--row", "lock(1), euler, 4", "--seeds", "1")) == 0
+    assert "1 to 2 seeds" in (out / "README.md").read_text("utf-8")
+    assert [len(by_seed) for by_seed in read_cells(out / "table2.csv").values()] == [1, 1, 2]
+
+
+def test_row_that_fails_is_reported_and_the_others_are_measured(
+    measured: Path, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "preset_for", tiny)
+    out = tmp_path / "out"
+    shutil.copytree(measured, out)
+    for path in [path for path in (out / "cells").iterdir() if '"evaluations"' in path.read_text("utf-8")]:
+        path.unlink()
+    whole = Lab._measured
+
+    def failing(self: Lab, row: Row, seed: int) -> Cell:
+        if row.label == "1 (monolith)":
+            raise NumericalError("a row", expected="finite weights", got="others")
+        return whole(self, row, seed)
+
+    monkeypatch.setattr(Lab, "_measured", failing)
+    assert run.main(words(out)) == NumericalError.exit_code
+    assert "finite weights" in capsys.readouterr().err
+    assert set(read_cells(out / "table2.csv")) == {"2, lock(1)", "2, sample"}
+
+
+def test_folder_of_another_data_set_is_refused(
+    measured: Path, tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "preset_for", tiny)
+    out = tmp_path / "out"
+    out.mkdir()
+    replace(Classifier.load(measured / CLASSIFIER), trained_on="00" * 32).save(out / CLASSIFIER)
+    assert run.main(words(out)) == SetupError.exit_code
+    said = capsys.readouterr().err
+    assert "one of other images" in said and "another --out" in said
+    file = tmp_path / "file"
+    file.touch()
+    assert run.main(words(file)) == SetupError.exit_code and "a folder" in capsys.readouterr().err
+
+
+def test_page_shows_the_command_without_where_files_lie() -> None:
+    typed = ["--data=/home/x", "--out", "/srv/y", "--row", "a b", "--row=c", "--seeds", "3", "--published", "/z"]
+    shown = "python -m m --data DATA --out DIR --seeds 3 --published PUBLISHED"
+    assert command_of("m", typed, left_out="--row") == shown
+    assert "--row 'a b' --row c" in command_of("m", typed)
+
+
+def test_training_that_is_stopped_in_its_last_step_is_stopped() -> None:
+    with pytest.raises(KeyboardInterrupt), Clock().while_training() as should_stop:
+        assert not should_stop()
+        signal.raise_signal(signal.SIGINT)
+        assert should_stop()
 
 
 def test_whole_name_of_a_row_is_that_row_alone() -> None:
@@ -455,8 +514,17 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
         }.items()
         for flops, fid in curve
     }
-    found = next(each for each in targets({4: cells}) if each.figure.startswith("training FLOPs"))
-    assert found.value == pytest.approx(0.5)
+
+    def found() -> Target:
+        return next(each for each in targets({4: cells}) if each.figure.startswith("training FLOPs"))
+
+    assert found().value == pytest.approx(0.5)
+    cells["lock(1), best batch, budget 4"][0] = cell(0, flops=4.0, fid=11.0)  # one seed never gets there
+    assert found().met == "no" and found().value is None and "1 of 3" in found().note
+    cells["lock(1), best batch, budget 1"][1] = cell(1, flops=0.1, fid=9.0)  # and one does at once
+    assert found().met == "undecided"
+    del cells["lock(1), best batch, budget 4"]
+    assert found().met == "" and found().seeds == 0
 
 
 def test_figures_of_one_seed_have_no_interval_over_seeds() -> None:

@@ -152,16 +152,20 @@ def _submit(flower: _Flower) -> None:
     command = [str(program("flwr")), "run", str(_APP), _CONNECTION, "--run-config", settings, "--format", "json"]
     started = time.monotonic()
     while True:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=flower.environment, cwd=home, timeout=_START_S
-        )
-        if answer.returncode == 0 and '"success": true' in answer.stdout:
-            return
+        try:
+            answer = subprocess.run(
+                command, capture_output=True, text=True, check=False, env=flower.environment, cwd=home, timeout=_START_S
+            )
+        except subprocess.TimeoutExpired:
+            said = ""
+        else:
+            said = answer.stdout + answer.stderr
+            if answer.returncode == 0 and '"success": true' in answer.stdout:
+                return
         _alive(flower)
         if _since(started) > _START_S:
-            said = " ".join((answer.stdout + answer.stderr).split())[-300:]
-            remedy = f"Read the logs in {home}."
-            raise TransportError("flwr run", expected="a run that starts", got=said or "no answer", remedy=remedy)
+            got = " ".join(said.split())[-300:] or "no answer"
+            raise TransportError("flwr run", expected="a run that starts", got=got, remedy=f"Read the logs in {home}.")
 
 
 def _alive(flower: _Flower) -> None:

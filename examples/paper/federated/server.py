@@ -26,8 +26,11 @@ def main(grid: Grid, context: Context) -> None:
     folder = Path(str(context.run_config["folder"]))
     terms = Terms.read(folder)
     wanted = terms.num_silos - (folder / LOST).exists()
-    _until(lambda: len(list(grid.get_node_ids())) >= wanted)
-    fault = _collect(grid, folder, wanted) if terms.method == "collect" else _average(grid, folder, terms)
+    try:
+        _until(lambda: len(list(grid.get_node_ids())) >= wanted)
+        fault = _collect(grid, folder, wanted) if terms.method == "collect" else _average(grid, folder, terms)
+    except Exception as error:  # else the runner would wait for ever
+        fault = f"{type(error).__name__}: {error}"
     if fault:
         (folder / FAILED).write_text(fault)
     else:
@@ -35,7 +38,10 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _until(reached: Callable[[], bool]) -> None:
-    while not reached():  # the runner ends this process where it takes too long
+    started = time.monotonic()
+    while not reached():
+        if time.monotonic() - started > _FIRST_S:
+            raise TimeoutError(f"silos did not connect or end within {_FIRST_S:.0f} s")
         time.sleep(0.1)
 
 
@@ -88,7 +94,7 @@ def _collect(grid: Grid, folder: Path, wanted: int) -> str:
         return f"files of {len(replies)} silos of {wanted} within {_FIRST_S:.0f} s"
     for number, reply in enumerate(replies):
         received = folder / "received" / str(number)
-        received.mkdir(parents=True)
+        received.mkdir(parents=True, exist_ok=True)
         for name, data in reply.content["files"].items():
             (received / Path(str(name)).name).write_bytes(data)
     return ""

@@ -6,7 +6,6 @@ Everything measured is kept in OUT and not measured again, so an interrupted run
 """
 
 import argparse
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -17,8 +16,9 @@ from ddm.system.console import say
 from examples.paper.leaks.choices import CHOICES
 from examples.paper.leaks.results import Cell, write_report
 from examples.paper.leaks.site import Data, Silo, Workshop
+from examples.paper.tables.clock import ended
 from examples.paper.tables.data import read_world
-from examples.paper.tables.results import Figure, Kept, commit, hardware, utc
+from examples.paper.tables.results import Figure, Kept, command_of, commit, hardware, utc
 from silo.audit.document import ExpertAudit
 
 # Those that a silo has; the public expert sees the others. Pneumonia among chest X-rays; shoes, shirts, bags.
@@ -26,9 +26,11 @@ PRIVATE_CLASSES = {"fashion-mnist": (5, 6, 7, 8, 9), "cxr": (1,)}
 NUM_IMAGES = (100, 300, 1000, 3000)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--dataset", choices=tuple(PRIVATE_CLASSES), required=True)
     parser.add_argument("--data", type=Path, required=True, help="as examples.paper.run takes it")
     parser.add_argument("--out", type=Path, required=True)
@@ -39,14 +41,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    data = Data.of(read_world(asked.dataset, asked.data), PRIVATE_CLASSES[asked.dataset])
-    asked.out.mkdir(parents=True, exist_ok=True)
-    workshop = Workshop(data, read_world(asked.dataset, asked.data), asked.out / "work", asked.scale)
+    return ended(lambda: run(asked, command_of("examples.paper.leaks", sys.argv[1:])), asked.out)
+
+
+def run(asked: argparse.Namespace, command: str) -> None:
+    """Measure what was asked for, and write the page after each."""
+    world = read_world(asked.dataset, asked.data)
+    data = Data.of(world, PRIVATE_CLASSES[asked.dataset])
+    work = asked.out / "work" / f"{asked.dataset}-{asked.scale:g}"  # experts of other images or steps are others
+    work.mkdir(parents=True, exist_ok=True)
+    workshop = Workshop(data, world, work, asked.scale)
     base = workshop.base
     of_base = workshop.judge(workshop.public_expert, base.folder / base.file.path, asked.samples)
     kept, cells = Kept(asked.out / "cells"), list[Cell]()
-    words = [word for word in sys.argv[1:] if word not in (str(asked.out), "--out", str(asked.data), "--data")]
-    command = shlex.join(["python", "-m", "examples.paper.leaks", *words, "--data", "PATH", "--out", "DIR"])
     for num in sorted({min(num, len(data.learned)) for num in asked.images}):
         for choice in asked.choices:
             key = (asked.dataset, choice, num, asked.scale, asked.samples)
@@ -94,4 +101,4 @@ def _strongest(audit: ExpertAudit) -> dict[str, Figure]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

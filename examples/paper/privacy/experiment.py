@@ -25,10 +25,11 @@ from examples.paper.privacy.measure import TIMES, Measured, measure
 from examples.paper.privacy.public import PublicParts, fit_public
 from examples.paper.privacy.reference import Bench
 from examples.paper.privacy.report import write_report
-from examples.paper.privacy.results import Presets, Record, SeedResult, commit, presets_for
+from examples.paper.privacy.results import Presets, Record, SeedResult, presets_for
 from examples.paper.privacy.shares import Sampler, train_experts
 from examples.paper.privacy.targets import BOTH, ELIGIBLE, REFERENCES, check_targets
 from examples.paper.privacy.worlds import DATASETS, World, make_world
+from examples.paper.tables.results import commit
 
 Say = Callable[[str], None]
 

@@ -1,8 +1,5 @@
 """The measurements of one run, in the form in which they are stored between runs."""
 
-import subprocess
-from pathlib import Path
-
 from pydantic import BaseModel, ConfigDict
 
 from examples.paper.privacy.measure import Measured
@@ -131,18 +128,6 @@ class Reidentification(_Kept):
     epsilon: float
     average: float
     outlying: float
-
-
-def commit() -> str:
-    """Return the commit that is measured, with a mark where files differ from it."""
-    answer = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return answer.stdout.strip() or "unknown"
 
 
 class SeedResult(_Kept):

@@ -16,6 +16,7 @@ from examples.paper.federated.terms import ROUND, Terms
 from examples.paper.tables.ensembles import islands_of
 from examples.paper.tables.models import RECORD, WEIGHTS, Made, Workshop
 from examples.paper.tables.results import Cost, Figure, commit
+from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Experts, Federated
 
 _MAX_BYTES = 1 << 32
@@ -97,7 +98,8 @@ def wire(shop: Workshop, source: Experts | Federated, name: str) -> dict[str, Fi
         counted = Counted.model_validate_json((folder / _COUNTED).read_bytes())
         seconds = counted.seconds
     else:
-        counted = _collected(shop, source, name)
+        with alone(shop.out, f"{name}-wire", wait=True):  # rows with the same ensemble share it
+            counted = _collected(shop, source, name)
         seconds = Cost.model_validate_json((folder / RECORD).read_bytes()).seconds + counted.seconds
     found = {"bytes_up": counted.up, "bytes_down": counted.down, "bytes": counted.up + counted.down, "wall_s": seconds}
     return {key: Figure(value=float(value)) for key, value in found.items()}

@@ -3,8 +3,13 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from ddm.errors import ArchipelagoError
+from ddm.system.console import EXIT_INTERRUPTED, fail, say
 from ddm.system.signals import stop_on_first_signal
+
+EXIT_OUT_OF_TIME = 75  # EX_TEMPFAIL: the same command goes on
 
 
 class OutOfTime(Exception):
@@ -47,7 +52,23 @@ class Clock:
         with stop_on_first_signal() as stop:
             try:
                 yield lambda: stop.is_set() or self.expired
+                if stop.is_set():  # in the last step
+                    raise KeyboardInterrupt
             except KeyboardInterrupt:
                 if self.expired and not stop.is_set():
                     raise OutOfTime from None
                 raise
+
+
+def ended(work: Callable[[], int | None], out: Path) -> int:
+    """Do the work of a command; return its exit status, after a line on why it ended early."""
+    try:
+        return work() or 0
+    except OutOfTime:
+        say(f"The minutes are over; the same command goes on from {out}.", error=True)
+        return EXIT_OUT_OF_TIME
+    except KeyboardInterrupt:
+        say(f"Stopped; the same command goes on from {out}.", error=True)
+        return EXIT_INTERRUPTED
+    except ArchipelagoError as error:
+        return fail(error)

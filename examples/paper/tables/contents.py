@@ -122,7 +122,8 @@ def _budgets(preset: Preset) -> Table:
             ]
     note = (
         "The best batch, with as many more steps, is chosen on validation images together with its learning rate, from "
-        "those of table 1, for monolith and experts alike."
+        "those of table 1, for monolith and experts alike: in the runs that choose rates, of one seed and one budget, "
+        "for all budgets. Batches smaller than those of table 1 were not tried."
     )
     return Table(4, "FID by training FLOPs", ("fid", "fid_pca", "kid", "flops"), rows, note)
 

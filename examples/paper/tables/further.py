@@ -1,4 +1,4 @@
-"""The tables that the paper does not have."""
+"""Tables 5, 6, 8 and 9."""
 
 from typing import Any, Literal
 
@@ -36,12 +36,12 @@ def students(preset: Preset) -> Table:
     columns = ("fid", "fid_pca", "kid", "precision", "recall", "evaluations", "images_per_s", "flops")
     note = (
         "The student is the monolith's network and takes as many steps, of a quarter of its images. Own samples are "
-        f"{preset.own_samples}, drawn as those of the table, each with the expert that drew it, as `ddm distill` does "
-        "without data; training images have the island that they lie in, as in the paper, which no federation has. "
-        "Those from an expert start from the weights of the one with the largest prior, as `ddm distill` does, the "
-        "others from random ones; in 4 times the steps a student sees as many images as the monolith. FLOPs of a "
-        "student are its own, those of its teachers' forward passes and those of drawing own samples; training the "
-        "ensemble comes on top. Rates are chosen as the others, with own samples."
+        f"{preset.own_samples}, by {preset.sampling_steps} steps of Heun, each with the expert that drew it, as "
+        "`ddm distill` draws them without data; training images have the island that they lie in, as in the paper, "
+        "which no federation has. Those from an expert start from the weights of the one with the largest prior, as "
+        "`ddm distill` does, the others from random ones; in 4 times the steps a student sees as many images as the "
+        "monolith. FLOPs of a student are its own, those of its teachers' forward passes and those of drawing own "
+        "samples; training the ensemble comes on top. Rates are chosen as the others, with own samples."
     )
     return Table(5, f"Students of {preset.num_islands} experts", columns, rows, note)
 
@@ -66,7 +66,8 @@ def routers(preset: Preset) -> Table:
     ]
     columns = ("fid", "fid_pca", "cross_entropy", "completion_error", "share_error", "router_share_error")
     note = (
-        f"One ensemble of {preset.num_islands} silos, Dirichlet(0.5), with one router after the other. Statistics are "
+        f"One ensemble of {preset.num_islands} silos, Dirichlet(0.5), with one router after the other; a private one "
+        "may be drawn anew for each of its two rows. Statistics are "
         "drawn and paid for by the silos' own code at delta 1e-5, replace-one, per image; encoder, clusters and sketch "
         "are fitted on public images, as principal components, and a temperature on held-out public ones. Samples is a "
         "transformer on images that the experts draw, as private as their weights; labelled training images is one on "

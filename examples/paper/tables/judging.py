@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ddm.encoders.pca import PcaEncoder
-from ddm.evaluation.classifier import Classifier, train_classifier
+from ddm.errors import SetupError
+from ddm.evaluation.classifier import Classifier, digest_of_training, train_classifier
 from ddm.evaluation.intervals import proportion, wilson
 from ddm.evaluation.metrics import Side, measure
 from ddm.protocol.base import Model, sha256_file
@@ -61,12 +62,20 @@ class Judge:
 
     @classmethod
     def open(cls, world: World, preset: Preset, out: Path, clock: Clock) -> "Judge":
-        """Train the classifier, or open the one that is there, and encode the reference."""
+        """Train the classifier, or open the one that is there, and encode the reference.
+
+        Raises:
+            SetupError: the one that is there was trained on other images: the folder is of another data set.
+        """
         path = out / CLASSIFIER
         with alone(out, path.stem, wait=True):
             if not path.exists():
                 _train(world, preset, path, clock)
         classifier, test = Classifier.load(path), world.test
+        if classifier.trained_on != digest_of_training(world.public.images, world.public.label_N):
+            expected, got = f"a classifier of the public images of {world.name}", "one of other images"
+            remedy = "Give the --data of the earlier run, or another --out."
+            raise SetupError(str(path), expected=expected, got=got, remedy=remedy)
         encoder = PcaEncoder.fit(world.public.images, preset.pca_dim)
         kept = Kept(out / "cells")
         key = ("classifier", sha256_file(path), world.name)

@@ -29,7 +29,7 @@ _TITLES = {
     "router_share_error": "router's share error",
     "evaluations": "evaluations",
     "images_per_s": "images/s",
-    "flops": "FLOPs",
+    "flops": "training FLOPs",
     "bytes_up": "bytes up",
     "bytes_down": "bytes down",
     "wall_s": "wall time",
@@ -37,6 +37,8 @@ _TITLES = {
     "smallest_drawn": "drawn in its region",
     "smallest_recall": "recall of its test images",
 }
+_LIMITED = "Without `--row`, which limited some of these runs to rows of their tables, the commands measure all rows of theirs."
+_TRAINING = ("training steps x batch", "training FLOPs", "training time")
 _PLACES = {"fid": 1, "fid_pca": 1, "kid": 3, "evaluations": 1, "images_per_s": 0}
 
 
@@ -86,37 +88,32 @@ class Report:
         return f"{self.world.name}, preset {self.preset.name}, {seeds}"
 
     def _head(self) -> str:
-        world, cells, network = self.world, self._cells(), self.preset.network
+        world, network, preset = self.world, self.preset.network, self.preset
+        cells = self._cells()
         seeds = sorted({cell.seed for cell in cells})
-        commits = sorted({cell.commit for cell in cells})
-        hardware = sorted({cell.hardware.split(", load")[0] for cell in cells})
+        hardware = sorted({cell.hardware.split(" on ")[0].rpartition(", ")[0] or cell.hardware for cell in cells})
         days = sorted({cell.utc[:10] for cell in cells})
-        interval = (
-            "Intervals are 95%, by Student's t over seeds; of FID and of ratios on logarithms, with geometric means."
-            if len(seeds) > 1
-            else "One seed: intervals are 95% over samples and test images alone, and say nothing of other seeds."
-        )
-        text = (
-            f"Seeds {', '.join(map(str, seeds))}, {' to '.join(dict.fromkeys((days[0], days[-1])))}, commit "
-            f"{', '.join(commits)} (each row's own in its CSV), {'; '.join(hardware)}. Seconds are medians over "
-            "seeds; they and images/s were taken beside other work where the load in the CSV says so, so that rows of "
-            f"as many evaluations may differ. {len(world.train)} training, {len(world.public)} public, "
-            f"{len(world.validation)} validation and {len(world.test)} test images. Monolith and experts are the same "
-            f"transformer (patch {network.patch}, width {network.hidden}, depth {network.depth}), trained by the same "
-            f"recipe for the same FLOPs: each of K experts takes as many steps of {self.preset.batch_size}/K images, "
-            "and the monolith as many more as training a router takes; 1500 x 8 are 1,500 steps of 8 images by each "
-            "expert. Routers of ensembles: "
-            f"{self._routers()}. Samples are {self.preset.num_samples}, by {self.preset.sampling_steps} steps of "
-            "midpoint, against the test images; learning rates are chosen on the validation images, a router's "
-            "temperature on training images that its groups were not fitted on. FID, KID, precision and recall are by "
-            f"the 64 features of a small classifier trained on the public images: {self._judges()}; FID, PCA is by the "
-            f"{self.preset.pca_dim} principal components of the public images. Seeds change clusters, weights, batches "
-            "and noise; images, classifier and learning rates are the same for all, and intervals do not cover them. "
-            f"{interval}"
-        )
-        lines = [f"# The paper's tables: {self._origin()}", self._commands(), _filled(text)]
+        points = [
+            f"**Measured** {' to '.join(dict.fromkeys((days[0], days[-1])))}, {_seeds(seeds)}, on "
+            f"{'; '.join(hardware)}. Commit, threads and load of each row are in its CSV. Times are medians over "
+            "seeds; where other work ran beside, they and images/s differ between rows of as many evaluations.",
+            f"**Images**: {len(world.train)} training, {len(world.public)} public, {len(world.validation)} validation "
+            f"and {len(world.test)} test ones. Learning rates are chosen on the validation images, a router's "
+            "temperature on training images that its groups were not fitted on.",
+            f"**Models**: monolith and experts are the same transformer (patch {network.patch}, width "
+            f"{network.hidden}, depth {network.depth}), trained by the same recipe for the same FLOPs. Each of K "
+            f"experts takes the monolith's steps with {preset.batch_size}/K images each, and the monolith as many more "
+            "as training a router takes: 1500 x 8 are 1,500 training steps of 8 images by each expert. Routers of "
+            f"ensembles: {self._routers()}.",
+            f"**Samples**: {preset.num_samples}, by {preset.sampling_steps} steps of midpoint, against the test "
+            "images. FID, KID, precision and recall are by the 64 features of a small classifier trained on the "
+            f"public images: {self._judges()}. FID, PCA is by the {preset.pca_dim} principal components of the public "
+            "images.",
+            f"**Intervals** are 95%. {_intervals(cells)}",
+        ]
+        lines = [f"# The paper's tables: {self._origin()}", self._commands(), "\n".join(map(_point, points))]
         if self.missing:
-            lines.append(_filled("Not measured: " + "; ".join(self.missing) + "."))
+            lines.append(_filled("Incomplete: " + "; ".join(self.missing) + "."))
         return "\n\n".join(lines)
 
     def _commands(self) -> str:
@@ -126,7 +123,8 @@ class Report:
             for command in self.record.tables[number].commands:
                 of.setdefault(command, []).append(number)
         lines = [f"{command}    # {_numbers(numbers)}" for command, numbers in of.items()]
-        return "\n".join(["```", *lines, "```"])
+        limited = "" if not any("rows" in each for each in self.missing) else f"\n\n{_filled(_LIMITED)}"
+        return "\n".join(["```", *lines, "```"]) + limited
 
     def _judges(self) -> str:
         """Name the classifiers, with the tables that each judged; figures of one alone can be compared."""
@@ -168,7 +166,8 @@ class Report:
             "Each was chosen on the validation images, by one seed of its own, in runs of as many steps as the last "
             f"column says ({self.preset.tuning:g} of all), and serves at every budget. Rates beyond the grid are tried "
             "while the best lies at its edge. Experts of random parts and of silos take the rate of as many feature "
-            "clusters, which may not suit them."
+            "clusters, which may not suit them. So do mixed objectives and models that are told classes that of plain "
+            "ones, FedProx that of FedAvg, and a longer student that of the shorter one."
         )
         if len({choice.judge for choice in self.record.rates.values() if choice.judge}) > 1:
             text += " A rate that one classifier chose serves for the tables of another one as well."
@@ -180,16 +179,16 @@ class Report:
         for label, by_seed in cells.items():
             costs = [cell.cost for cell in by_seed.values() if cell.cost]
             values = [_shown(by_seed, name) for name in table.columns]
-            took = ("",) * 3
+            took = dict.fromkeys(_TRAINING, "")
             if costs:
-                seconds = median(cost.seconds for cost in costs)
-                took = (
-                    f"{costs[0].steps} x {costs[0].batch_size}",
-                    human_flops(costs[0].flops),
-                    human_seconds(seconds),
-                )
-            rows.append((label, *values, *took, str(len(by_seed))))
-        titles = ("", *(_TITLES[name] for name in table.columns), "steps", "training", "time", "seeds")
+                steps, flops = f"{costs[0].steps} x {costs[0].batch_size}", human_flops(costs[0].flops)
+                seconds = human_seconds(median(cost.seconds for cost in costs))
+                took = dict(zip(_TRAINING, (steps, flops, seconds), strict=True))
+            if "flops" in table.columns:  # the same figure
+                del took[_TRAINING[1]]
+            rows.append((label, *values, *took.values(), str(len(by_seed))))
+        training = [title for title in _TRAINING if "flops" not in table.columns or title != _TRAINING[1]]
+        titles = ("", *(_TITLES[name] for name in table.columns), *training, "seeds")
         text = f"{table.note} {_by_chance(cells) if 'share_error' in table.columns else ''}".strip()
         number, note = table.number, f"{_filled(text)}\n\n" if text else ""
         return (
@@ -208,7 +207,8 @@ class Report:
         note = (
             "A strategy is neutral where its mean share error is under .02, or no more than chance gives so many "
             "samples and seeds in 97.5 of 100 runs. A target is met where the whole interval reaches it, with three "
-            "seeds or more, and missed where none of it does; else it is undecided."
+            "seeds or more, and missed where none of it does; else it is undecided. The best strategy and the "
+            "best monolith are those of the lowest FIDs shown, which favours whoever has more rows."
         )
         table = _markdown(("figure", "to reach", "measured", "seeds", "met", "of"), rows)
         return f"## Targets\n\n{_filled(note)}\n\n{table}"
@@ -228,6 +228,23 @@ def _shown(by_seed: Mapping[int, Cell], name: str) -> str:
     places = _PLACES.get(name, 3)
     interval = "" if low is None or high is None else f" ({low:.{places}f} to {high:.{places}f})"
     return f"{mean:.{places}f}{interval}"
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+
+
+def _intervals(cells: Sequence[Cell]) -> str:
+    """Say what intervals are of, where some rows have more seeds than others as well."""
+    of_one = "Those of one seed are over samples and test images alone, narrower, and say nothing of other seeds."
+    if len({cell.seed for cell in cells}) == 1:
+        return of_one
+    return (
+        "Those of several seeds are over seeds, by Student's t; of FID and of ratios on logarithms, with geometric "
+        f"means. {of_one} Seeds change clusters, weights, batches and noise; images, classifier and learning rates are "
+        "the same for all, and intervals do not cover them. A ratio is over the seeds that both rows have, so that it "
+        "may not be the ratio of the means shown where rows have different numbers of seeds."
+    )
 
 
 def _by_chance(cells: Cells) -> str:
@@ -256,5 +273,9 @@ def _markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def _point(text: str) -> str:
+    return _filled(f"- {text}").replace("\n", "\n  ")
+
+
 def _filled(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)

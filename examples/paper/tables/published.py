@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ddm.errors import DataError
+from ddm.errors import DataError, MissingFileError
 from ddm.io.files import require_file, write_atomic
 from ddm.protocol.base import Model
 from examples.paper.tables.judging import CLASSIFIER, Judged
@@ -15,6 +15,7 @@ from examples.paper.tables.results import Cell, Choice, Cost, Figure
 from examples.paper.tables.sharing import alone
 
 RECORD = "run.json"
+_PUBLISHED = "published"
 _COST = ("steps", "batch", "rate", "flops", "router_flops", "training_s", "trained_commit")
 COLUMNS = (
     *("row", "seed", "figure", "value", "low", "high", "router", "samples", "sampling_s"),
@@ -96,6 +97,21 @@ class Published:
         record = Record.read(folder, settings)
         return cls(record, {number: read_cells(folder / f"table{number}.csv") for number in record.tables})
 
+    @classmethod
+    def of(cls, out: Path, folder: Path | None, settings: str) -> "Published":
+        """Return what a run in `out` goes on with: a folder that is named now, or was once; nothing without any.
+
+        What is named is copied to `out`, so that further runs need not name it.
+
+        Raises:
+            MissingFileError, DataError: see `Record.read`.
+        """
+        with alone(out, Path(CLASSIFIER).stem, wait=True):
+            if folder:
+                (out / _PUBLISHED).mkdir(exist_ok=True)
+                return _brought(folder, out, settings)
+            return cls.read(out / _PUBLISHED, settings) if (out / _PUBLISHED / RECORD).exists() else cls()
+
     def rate(self, kind: str) -> Choice | None:
         """Return how the learning rate of a kind of model was chosen, if it was."""
         return self.record.rates.get(kind) if self.record else None
@@ -111,11 +127,15 @@ class Published:
         return self.cells[number].get(label, {}).get(seed) if same else None
 
 
-def bring_classifier(folder: Path, out: Path) -> None:
-    """Copy the classifier of published tables, where they have one and this run has none yet."""
-    with alone(out, Path(CLASSIFIER).stem, wait=True):
-        if (folder / CLASSIFIER).exists() and not (out / CLASSIFIER).exists():
-            write_atomic(out / CLASSIFIER, (folder / CLASSIFIER).read_bytes())
+def _brought(folder: Path, out: Path, settings: str) -> Published:
+    """Copy published tables, and their classifier where this run has none yet; return them."""
+    found = Published.read(folder, settings)
+    names = [f"table{number}.csv" for number in found.cells]
+    for name in (*names, RECORD):  # the record last: it says that the tables are there
+        write_atomic(out / _PUBLISHED / name, (folder / name).read_bytes())
+    if (folder / CLASSIFIER).exists() and not (out / CLASSIFIER).exists():
+        write_atomic(out / CLASSIFIER, (folder / CLASSIFIER).read_bytes())
+    return found
 
 
 def write_cells(path: Path, cells: Cells) -> None:
@@ -138,6 +158,14 @@ def write_cells(path: Path, cells: Cells) -> None:
                     writer.writerow((label, seed, name, *numbers, *drawn, *spent, cell.commit, cell.hardware, cell.utc))
 
 
+def cells_of(folder: Path, number: int) -> Cells:
+    """Return the cells of a table in a folder; none where there is no such table, or another file of that name."""
+    try:
+        return read_cells(folder / f"table{number}.csv")
+    except (MissingFileError, DataError):
+        return {}
+
+
 def read_cells(path: Path) -> dict[str, dict[int, Cell]]:
     """Read what `write_cells` wrote.
 
@@ -145,11 +173,14 @@ def read_cells(path: Path) -> dict[str, dict[int, Cell]]:
         MissingFileError, DataError: nothing there, or something else.
     """
     require_file(path, "a table's figures")
-    with path.open(newline="", encoding="utf-8") as handle:
-        reader = csv.DictReader(handle)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise DataError(path.name, expected=f"the columns {', '.join(COLUMNS)}", got="others")
-        lines = list(reader)
+    try:
+        with path.open(newline="", encoding="utf-8") as handle:
+            reader = csv.DictReader(handle)
+            if tuple(reader.fieldnames or ()) != COLUMNS:
+                raise DataError(path.name, expected=f"the columns {', '.join(COLUMNS)}", got="others")
+            lines = list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(path.name, expected="a table's figures as CSV", got="something else") from error
     cells: dict[str, dict[int, Cell]] = {}
     try:
         for line in lines:

@@ -2,9 +2,11 @@
 
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import exp, fsum, log, sqrt
 from pathlib import Path
 from typing import TypeVar
@@ -177,11 +179,21 @@ def hardware(device: torch.device) -> str:
     return f"{name}, {num} thread{'s' if num != 1 else ''} on {os.cpu_count()} cores, {load}"
 
 
+@cache
 def commit() -> str:
-    """Return the commit that is measured, with a mark where files differ from it."""
+    """Return the commit that was there at the first call, with a mark where files differ from it."""
     words = ["git", "describe", "--always", "--dirty"]
     answer = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return answer.stdout.strip() or "unknown"
+
+
+def command_of(module: str, words: Sequence[str], *, left_out: str = "") -> str:
+    """Return the command that was typed, without where files lie on this machine, and without one option."""
+    named = {"--data": "DATA", "--out": "DIR", "--published": "PUBLISHED"}
+    apart = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    pairs = zip(["", *apart], apart, strict=False)
+    shown = [named.get(before, word) for before, word in pairs if left_out not in (before, word) or not left_out]
+    return shlex.join(["python", "-m", module, *shown])
 
 
 def utc() -> str:

@@ -77,7 +77,7 @@ class Table:
     """A table.
 
     Attributes:
-        number: the paper's plan's.
+        number: as `--tables` takes it.
         title: what it says.
         columns: the figures that it shows, by their names in a cell.
         rows: what is measured.

@@ -1,7 +1,7 @@
 """Where samples of a row come from, as plain data: which model, trained how, of how much.
 
-Fields that later tables brought are left out of a document while they say nothing, so that what was measured before
-keeps its key.
+Fields that later tables brought are left out of a document where they have their default, so that what was measured
+before keeps its key.
 """
 
 from typing import Annotated, Literal
@@ -67,7 +67,7 @@ class Student(Model):
         num: K of the ensemble.
         images: the ensemble's own samples, labelled with their experts, or the training images with theirs.
         num_samples: how many own samples.
-        steps: of the midpoint rule that draws them, two evaluations each.
+        steps: of Heun's method, which draws them, two evaluations each.
         teacher: which experts' velocity is the target.
         start: the weights that it starts from: random ones, or those of the expert with the largest prior.
         updates: how many times the monolith's steps it takes.
