@@ -37,7 +37,7 @@ _TITLES = {
     "smallest_drawn": "drawn in its region",
     "smallest_recall": "recall of its test images",
 }
-_LIMITED = "Without `--row`, which limited some of these runs to rows of their tables, the commands measure all rows of theirs."
+_LIMITED = "Without `--row`, which limited some of these runs to rows of their tables, the commands measure all rows."
 _TRAINING = ("training steps x batch", "training FLOPs", "training time")
 _PLACES = {"fid": 1, "fid_pca": 1, "kid": 3, "evaluations": 1, "images_per_s": 0}
 
