@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -290,10 +291,13 @@ def test_errors_have_distinct_codes_a_remedy_and_a_name_that_ends_in_error() -> 
     assert not reserved & {kind.exit_code for kind in kinds}
 
 
-def test_error_page_lists_every_class_with_its_code() -> None:
+def test_error_page_lists_every_class_with_its_code_and_remedy() -> None:
     page = (ROOT / "docs" / "reference" / "errors.md").read_text("utf-8")
-    missing = [kind.__name__ for kind in error_classes() if f"| {kind.exit_code} | `{kind.__name__}` |" not in page]
-    assert not missing
+    remedies = dict(re.findall(r"^\| (\d+ \| `\w+`) \|.*\| ([^|]+) \|$", page, re.MULTILINE))
+    said = {f"{kind.exit_code} | `{kind.__name__}`": kind.default_remedy for kind in error_classes()}
+    assert {name: remedies.get(name, "").replace("`", "") for name in said} == {
+        name: remedy.replace("`", "") for name, remedy in said.items()
+    }
 
 
 def test_heading_of_the_errors_draws_the_tree_as_it_is() -> None:
