@@ -22,7 +22,8 @@ from examples.paper.federated.terms import DIVERGED, DONE, FAILED, LOSE, LOST, T
 ROOT = Path(__file__).parents[3]
 _APP = Path(__file__).parent / "app"
 _TRAINER = "examples.paper.federated.trainer"
-_HOST, _CONNECTION, _COUNTED = "127.0.0.1", "paper", "counted.json"
+_HOST, _CONNECTION = "127.0.0.1", "paper"
+COUNTED = "counted.json"
 _START_S, _POLL_S = 120.0, 0.1
 Check = Callable[[], object]
 
@@ -66,7 +67,7 @@ def run(folder: Path, terms: Terms, check: Check) -> Counted:
         NumericalError: training diverged.
     """
     write_atomic(folder / TERMS, terms.model_dump_json().encode())
-    kept = Counted.model_validate_json((folder / _COUNTED).read_bytes()) if (folder / _COUNTED).exists() else Counted()
+    kept = Counted.model_validate_json((folder / COUNTED).read_bytes()) if (folder / COUNTED).exists() else Counted()
     if (folder / DONE).exists():
         return kept
     for former in (LOSE, FAILED):
@@ -80,7 +81,7 @@ def run(folder: Path, terms: Terms, check: Check) -> Counted:
                 rounds = terms.done(folder)
                 up, down = flower.relay.up - before[0], flower.relay.down - before[1]
                 found = Counted(up=kept.up + up, down=kept.down + down, seconds=kept.seconds + _since(started))
-                write_atomic(folder / _COUNTED, found.model_dump_json().encode())
+                write_atomic(folder / COUNTED, found.model_dump_json().encode())
             if over:
                 return found
             if (folder / LOSE).exists() and not (folder / LOST).exists():

@@ -4,7 +4,6 @@ Classes go to silos by Dirichlet(0.5) shares, so who holds an image depends on i
 ``p(k | class)`` is known for every test image, and cross-entropies are taken against it instead of one drawn silo.
 """
 
-import gzip
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from ddm.io.idx import read_idx
 
 CONCENTRATION = 0.5
 
@@ -134,17 +135,10 @@ def _fashion_mnist(data: Path | None) -> tuple[Split, Split]:
         )
 
     def split(part: str) -> Split:
-        pixels = _idx(data / f"{part}-images-idx3-ubyte.gz").astype(np.float32)
-        return pixels / 127.5 - 1.0, _idx(data / f"{part}-labels-idx1-ubyte.gz").astype(np.int64)
+        pixels = read_idx(data / f"{part}-images-idx3-ubyte.gz").astype(np.float32)
+        return pixels / 127.5 - 1.0, read_idx(data / f"{part}-labels-idx1-ubyte.gz").astype(np.int64)
 
     return split("train"), split("t10k")
-
-
-def _idx(path: Path) -> NDArray[np.uint8]:
-    """Read an idx file: two zero bytes, the type, the number of dimensions, each as a big-endian int32, the values."""
-    data = gzip.decompress(path.read_bytes())
-    shape = np.frombuffer(data, ">i4", count=data[3], offset=4)
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape)
 
 
 def _images(pixels: NDArray[np.float32]) -> Tensor:

@@ -10,8 +10,7 @@ from ddm.io.files import write_atomic
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.islands.router import exact_counts
 from ddm.planning.training import TrainingRecipe
-from ddm.system.console import progress
-from examples.paper.federated.running import Counted, run
+from examples.paper.federated.running import COUNTED, Counted, run
 from examples.paper.federated.terms import ROUND, Terms
 from examples.paper.tables.ensembles import islands_of
 from examples.paper.tables.models import RECORD, WEIGHTS, Made, Workshop
@@ -20,7 +19,6 @@ from examples.paper.tables.sharing import alone
 from examples.paper.tables.sources import Experts, Federated
 
 _MAX_BYTES = 1 << 32
-_COUNTED = "counted.json"
 
 
 def averaged(shop: Workshop, source: Federated, rate: float, seed: int, name: str) -> Made:
@@ -40,8 +38,7 @@ def averaged(shop: Workshop, source: Federated, rate: float, seed: int, name: st
         silo_N = shop.world.silos(source.num, seed)
         for silo in range(source.num):
             np.save(folder / f"silo{silo}.npy", shop.world.train.images[silo_N == silo].numpy())
-        with progress(f"{name}: rounds of {source.method} through Flower") as tell:
-            counted = _run(shop, folder, terms, tell)
+        counted = _run(shop, folder, terms, f"{name}: rounds of {source.method} through Flower")
         lines = [(folder / f"round-{number + 1:04d}.txt").read_text().split() for number in range(terms.rounds)]
         save_tensors(folder / WEIGHTS, load_tensors(folder / ROUND.format(terms.rounds), None, max_bytes=_MAX_BYTES))
         cost = Cost(
@@ -77,13 +74,9 @@ def _terms(shop: Workshop, source: Federated, recipe: TrainingRecipe, rate: floa
     )
 
 
-def _run(shop: Workshop, folder: Path, terms: Terms, tell: object) -> Counted:
-    def check() -> None:
-        shop.clock.check()
-        if callable(tell):
-            tell(terms.done(folder), terms.rounds)
-
-    return run(folder, terms, check)
+def _run(shop: Workshop, folder: Path, terms: Terms, label: str) -> Counted:
+    with shop.clock.progress(label) as step:
+        return run(folder, terms, lambda: step(terms.done(folder), terms.rounds))
 
 
 def wire(shop: Workshop, source: Experts | Federated, name: str) -> dict[str, Figure]:
@@ -95,7 +88,7 @@ def wire(shop: Workshop, source: Experts | Federated, name: str) -> dict[str, Fi
     """
     folder = shop.out / name
     if isinstance(source, Federated):
-        counted = Counted.model_validate_json((folder / _COUNTED).read_bytes())
+        counted = Counted.model_validate_json((folder / COUNTED).read_bytes())
         seconds = counted.seconds
     else:
         with alone(shop.out, f"{name}-wire", wait=True):  # rows with the same ensemble share it
@@ -121,5 +114,4 @@ def _collected(shop: Workshop, source: Experts, name: str) -> Counted:
                 shutil.copy(signed, own)
             save_tensors(own / "counts.safetensors", {"counts": counts[silo]})
         part.rename(folder)
-    with progress(f"{name}: collecting the experts through Flower") as tell:
-        return _run(shop, folder, terms, tell)
+    return _run(shop, folder, terms, f"{name}: collecting the experts through Flower")

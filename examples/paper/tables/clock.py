@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ddm.errors import ArchipelagoError
-from ddm.system.console import EXIT_INTERRUPTED, fail, say
+from ddm.system.console import EXIT_INTERRUPTED, fail, progress, say
 from ddm.system.signals import stop_on_first_signal
 
 EXIT_OUT_OF_TIME = 75  # EX_TEMPFAIL: the same command goes on
@@ -39,6 +39,17 @@ class Clock:
         """
         if self.expired:
             raise OutOfTime
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Callable[..., None]]:
+        """Yield what shows the steps done of all steps; it raises `OutOfTime` when the minutes are over."""
+        with progress(label) as tell:
+
+            def step(done: int, total: int, *_: object) -> None:
+                self.check()
+                tell(done, total)
+
+            yield step
 
     @contextmanager
     def while_training(self) -> Iterator[Callable[[], bool]]:

@@ -94,14 +94,9 @@ def _assemble(shop: Workshop, islands: Islands, release: Path, seed: int, name: 
     """Fit the router and publish the ensemble; whatever an interrupted run left is published anew."""
     if release.exists():
         shutil.rmtree(release)
-    with progress(f"{name}: router") as tell:
-
-        def show(step: int, num_steps: int, _: float) -> None:
-            shop.clock.check()
-            tell(step, num_steps)
-
+    with shop.clock.progress(f"{name}: router") as step:
         check = shop.clock.check
-        assemble(islands, release, _PASSPHRASE, seed=seed, device=shop.device, on_progress=show, on_draw=check)
+        assemble(islands, release, _PASSPHRASE, seed=seed, device=shop.device, on_progress=step, on_draw=check)
 
 
 def _split(shop: Workshop, source: Experts, rate: float, seed: int, path: Path) -> None:

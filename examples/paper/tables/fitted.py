@@ -16,6 +16,7 @@ from ddm.sampling.strategies import Strategy
 from examples.paper.privacy.families import PATH, Fitted, Terms, as_published, fit_exact, fit_family
 from examples.paper.privacy.measure import measure
 from examples.paper.privacy.public import PublicParts, fit_public
+from examples.paper.privacy.shares import PriorOnly
 from examples.paper.privacy.worlds import Dataset
 from examples.paper.privacy.worlds import World as Silos
 from examples.paper.tables.data import Part, World
@@ -135,18 +136,7 @@ def completion_error(ensemble: Ensemble, images: Tensor, strategy: Strategy, ste
 
 def with_router(ensemble: Ensemble, router: Router | None) -> Ensemble:
     """Return the ensemble with another router; one that answers the prior for None."""
-    return replace(ensemble, router=router or _Prior(len(ensemble.experts)))
-
-
-class _Prior:
-    """Knows nothing of x_t."""
-
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
-
-    def log_likelihood(self, x_B: Tensor, t_B: Tensor) -> Tensor:
-        """See `ddm.routers.base.Router`."""
-        return x_B.new_zeros(len(x_B), self.num_experts)
+    return replace(ensemble, router=router or PriorOnly(len(ensemble.experts)))
 
 
 def _mean(value_N: Tensor, seed: int) -> Figure:

@@ -12,7 +12,6 @@ from ddm.evaluation.classifier import Classifier, digest_of_training, train_clas
 from ddm.evaluation.intervals import proportion, wilson
 from ddm.evaluation.metrics import Side, measure
 from ddm.protocol.base import Model, sha256_file
-from ddm.system.console import progress
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.data import UNEQUAL, World
 from examples.paper.tables.presets import Preset
@@ -123,12 +122,7 @@ class Judge:
 
 
 def _train(world: World, preset: Preset, path: Path, clock: Clock) -> None:
-    with progress("training the classifier on public images") as tell:
-
-        def step(done: int, total: int) -> None:
-            clock.check()
-            tell(done, total)
-
+    with clock.progress("training the classifier on public images") as step:
         train_classifier(
             world.public.images,
             world.public.label_N,

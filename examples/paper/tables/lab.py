@@ -14,7 +14,7 @@ from ddm.evaluation.shares import share_error
 from ddm.protocol.base import sha256_hex
 from ddm.routers.calibration import Calibrated
 from ddm.sampling.samples import Samples
-from ddm.system.console import progress, say
+from ddm.system.console import say
 from examples.paper.tables.averaging import averaged, wire
 from examples.paper.tables.clock import Clock
 from examples.paper.tables.data import World
@@ -147,10 +147,7 @@ class Lab:
 
         def choose() -> Choice:
             found = best_rate(self.preset, kind, judge, partial(self._tried, tuned_as(source, self.preset)))
-            tried = ", ".join(
-                f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in found.tried.items()
-            )
-            say(f"rate of {kind} {found.rate:g}, by FID on validation images: {tried}")
+            say(f"rate of {kind} {found.rate:g}, by FID on validation images: {found.in_words}")
             return found
 
         return self._own_choice(source) or self._once(self._key("rate", kind), Choice, choose)
@@ -241,12 +238,7 @@ class Lab:
         return self.routers[0]
 
     def _drawn(self, ensemble: Ensemble, row: Row, seed: int, classes: Tensor | None = None) -> Samples:
-        with progress(f"{row.label}: drawing") as tell:
-
-            def step(done: int, total: int) -> None:
-                self.clock.check()
-                tell(done, total)
-
+        with self.clock.progress(f"{row.label}: drawing") as step:
             return drawn(ensemble, row, self.preset, seed, classes, step)
 
     def _shares(self, samples: Samples, prior: Sequence[float], seed: int) -> dict[str, Figure]:

@@ -156,10 +156,7 @@ class Report:
             return ""
         rows = []
         for kind, choice in self.record.rates.items():
-            tried = ", ".join(
-                f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in choice.tried.items()
-            )
-            tried = tried or "not tuned"
+            tried = choice.in_words or "not tuned"
             rows.append((kind, f"{choice.rate:.3g}", tried, str(choice.steps or ""), choice.judge[:8]))
         table = _markdown(("model", "rate", "FID on validation images by rate", "steps", "classifier"), rows)
         text = (

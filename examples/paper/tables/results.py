@@ -108,6 +108,11 @@ class Choice(Model):
     steps: int
     judge: str = ""
 
+    @property
+    def in_words(self) -> str:
+        """What was tried: the FID of each rate."""
+        return ", ".join(f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in self.tried.items())
+
 
 @dataclass(frozen=True)
 class Kept:

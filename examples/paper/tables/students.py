@@ -12,7 +12,6 @@ from ddm.errors import SetupError
 from ddm.models import count_flops
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import LogitNormalT
-from ddm.system.console import progress
 from ddm.training.config import Engine
 from ddm.training.loop import Progress, Trained
 from examples.paper.tables.models import RECORD, Made, Workshop
@@ -89,12 +88,7 @@ def _images(shop: Workshop, source: Student, teachers: Made, seed: int, name: st
     drawn = repr((teachers.ensemble.release, source.num_samples, source.steps))
     folder = shop.out / f"samples-{sha256_hex(drawn.encode())[:10]}"
     label = f"{name}: drawing {source.num_samples} samples of the ensemble"
-    with alone(shop.out, folder.name), progress(label) as tell:
-
-        def step(done: int, total: int) -> None:
-            shop.clock.check()
-            tell(done, total)
-
+    with alone(shop.out, folder.name), shop.clock.progress(label) as step:
         return own_samples(
             teachers.ensemble,
             source.num_samples,
