@@ -85,10 +85,10 @@ def test_a_run_measures_each_expert_once_and_an_overfitted_one_is_found(
     words = ["leaks", "--dataset", "fashion-mnist", "--data", "x", "--out", str(tmp_path), "--images", "60"]
     monkeypatch.setitem(leaks.PRIVATE_CLASSES, "fashion-mnist", (1, 2))
     monkeypatch.setattr("sys.argv", [*words, "--choices", "whole", "lora-2", "--samples", "300"])
-    leaks.main()
+    assert leaks.main() == 0
     page = (tmp_path / "README.md").read_text("utf-8")
     whole, private = (float(found) for found in re.findall(r"(?:fail|pass|inconclusive) +(\d\.\d+)", page))
     assert whole > 0.9 > 0.7 > private
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
-    leaks.main()
+    assert leaks.main() == 0
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}

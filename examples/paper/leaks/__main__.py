@@ -72,11 +72,10 @@ def run(asked: argparse.Namespace, command: str) -> None:
 
 def measured(silo: Silo, choice: str, num_samples: int) -> Cell:
     """Train, audit and judge one expert."""
+    training_s = silo.train()
     started = time.monotonic()
-    silo.train()
-    trained = time.monotonic()
     audit = silo.audit()
-    audited = time.monotonic()
+    audit_s = time.monotonic() - started
     paid = silo.expert.paid
     return Cell(
         choice=choice,
@@ -86,8 +85,8 @@ def measured(silo: Silo, choice: str, num_samples: int) -> Cell:
         reason=audit.reason,
         figures=_strongest(audit) | {name: Figure.of(each) for name, each in silo.judge(num_samples).items()},
         noise_multiplier=paid.noise_multiplier if paid else None,
-        training_s=trained - started,
-        audit_s=audited - trained,
+        training_s=training_s,
+        audit_s=audit_s,
         commit=commit(),
         hardware=hardware(torch.device("cpu")),
         utc=utc(),

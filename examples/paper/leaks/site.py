@@ -19,6 +19,7 @@ from ddm.encoders.pca import PcaEncoder
 from ddm.evaluation.classifier import Classifier, train_classifier
 from ddm.evaluation.intervals import Estimate
 from ddm.evaluation.metrics import Side, measure
+from ddm.io.files import write_atomic
 from ddm.loading.plan import PlanFiles
 from ddm.models import load_expert
 from ddm.partition.clustering import fit_clustering
@@ -28,7 +29,7 @@ from ddm.protocol.weight_privacy import DpSgdMechanism
 from ddm.routers.sketch import Sketch
 from ddm.system.console import progress
 from ddm.training.config import Engine, TrainingSettings
-from ddm.training.job import JobFolder, discard
+from ddm.training.job import JobFolder, Result, discard
 from ddm.training.jobs import Wanted, train_job
 from ddm.training.planned import Base, PlannedExpert
 from examples.paper.leaks.choices import CHOICES, HELD_OUT, PUBLIC, Choice, plan_of
@@ -44,6 +45,7 @@ from silo.worker.training import wanted_job
 NEIGHBOURS = 5
 _GROUPS, _DIMS, _RANK = 16, 32, 8
 _MOST_SAMPLES = 2000
+_RESULT = ".result.json"  # beside an expert, once it is trained
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,10 @@ class Silo:
         base = self.workshop.base if self.choice.lora else None
         return PlannedExpert(plan, "north", 0, base, Engine(), stops=False, paid=paid)
 
-    def train(self) -> None:
-        """Train the expert, unless it is there."""
+    def train(self) -> float:
+        """Train the expert, unless it is there; return the seconds that training took, over all restarts."""
         self.workshop.train(self.expert, self.cohort, torch.arange(self.num), self.file, self.choice.label)
+        return Result.parse(self.file.with_suffix(_RESULT).read_bytes(), subject="result").seconds
 
     def audit(self) -> ExpertAudit:
         """Audit the expert as its site would."""
@@ -214,13 +217,13 @@ class Workshop:
 
     def train(self, expert: PlannedExpert, cohort: Cohort, chosen: Tensor, path: Path, label: str) -> None:
         """Train an expert as a job, from its last checkpoint where there is one; does nothing if it is there."""
-        if path.exists():
+        if path.with_suffix(_RESULT).exists():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = JobFolder(path.parent / "job")
         folder.path.mkdir(exist_ok=True)
         with progress(f"training {label}, {len(chosen)} images") as tell:
-            train_job(
+            result = train_job(
                 wanted_job(expert, cohort, chosen, folder),
                 folder,
                 TrainingSettings(),
@@ -228,6 +231,7 @@ class Workshop:
                 on_progress=lambda told: tell(told.step, told.num_steps),
                 should_stop=lambda: False,
             )
+        write_atomic(path.with_suffix(_RESULT), result.encode())
         discard(folder)
 
     def judge(self, expert: PlannedExpert, file: Path, num_samples: int) -> dict[str, Estimate]:
