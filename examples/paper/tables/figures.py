@@ -18,7 +18,19 @@ from examples.paper.tables.results import RATIOS, Cell, over_seeds
 from examples.paper.tables.rows import BEST_BATCH, Table
 
 _BLUE, _RED, _GREY, _ERRORS = "#1b6ca8", "#c8553d", "0.45", "0.3"
-_OF_BARS, _OF_TWO = (1, 3, 5, 6, 7, 8, 9), (1, 5, 6, 7, 8, 9)
+_FID = ("fid", "FID (small classifier)", 1.0)
+_BARS = {  # figure, title and unit of each panel of a table's picture
+    1: (_FID, ("share_error", "share error", 1.0)),
+    3: (_FID,),
+    5: (_FID, ("images_per_s", "images a second", 1.0)),
+    6: (_FID, ("cross_entropy", "cross-entropy, nats", 1.0)),
+    7: (
+        ("smallest_drawn", "samples in the smallest silo's region", 1.0),
+        ("smallest_recall", "recall of its test images", 1.0),
+    ),
+    8: (_FID, ("bytes", "megabytes on the wire", 1e6)),
+    9: (_FID, ("agreement", "agreement with the class", 1.0)),
+}
 _LINES = (_BLUE, "#2e8b57", "#7b5ea7", "#d98e04", "#4a4a4a", "#5ab4ac", "#b0307a")
 
 
@@ -31,45 +43,29 @@ def draw_table(table: Table, cells: Cells, path: Path, origin: str) -> None:
         path: a PNG.
         origin: data set, preset and seeds, for the title.
     """
-    height = 0.3 * len(cells) + 1.4 if table.number in _OF_BARS else 4.2
-    panels = 2 if table.number in _OF_TWO else 1
-    figure, axes = plt.subplots(1, panels, figsize=(9, height), constrained_layout=True, squeeze=False)
+    bars = _BARS.get(table.number, ())
+    height = 0.3 * len(cells) + 1.4 if bars else 4.2
+    figure, axes = plt.subplots(1, len(bars) or 1, figsize=(9, height), constrained_layout=True, squeeze=False)
+    axis = axes[0, 0]
+    for place, (name, title, unit) in enumerate(bars):
+        _bars(axes[0, place], cells, name, title, names=place == 0, unit=unit)
     match table.number:
-        case 1:
-            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
-            _bars(axes[0, 1], cells, "share_error", "share error", names=False)
-        case 3:
-            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
         case 7:
-            _bars(axes[0, 0], cells, "smallest_drawn", "samples in the smallest silo's region")
-            axes[0, 0].axvline(UNEQUAL[-1], color=_GREY, ls=":", lw=1)
-            _bars(axes[0, 1], cells, "smallest_recall", "recall of its test images", names=False)
+            axis.axvline(UNEQUAL[-1], color=_GREY, ls=":", lw=1)
         case 2:
-            _lines(axes[0, 0], cells, lambda label: float(label.split(",")[0].split(" ")[0]), "experts")
-            axes[0, 0].set_xscale("log", base=2)
-            _plain(axes[0, 0].xaxis, (1,), "{:g}".format)
-        case 5:
-            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
-            _bars(axes[0, 1], cells, "images_per_s", "images a second", names=False)
-        case 6:
-            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
-            _bars(axes[0, 1], cells, "cross_entropy", "cross-entropy, nats", names=False)
-        case 8:
-            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
-            _bars(axes[0, 1], cells, "bytes", "megabytes on the wire", names=False, unit=1e6)
-        case 9:
-            _bars(axes[0, 0], cells, "fid", "FID (small classifier)")
-            _bars(axes[0, 1], cells, "agreement", "agreement with the class", names=False)
+            _lines(axis, cells, lambda label: float(label.split(",")[0].split(" ")[0]), "experts")
+            axis.set_xscale("log", base=2)
+            _plain(axis.xaxis, (1,), "{:g}".format)
         case 4:
-            _lines(axes[0, 0], cells, None, "training FLOPs, router included")
-            axes[0, 0].set(xscale="log", yscale="log")
-            _plain(axes[0, 0].xaxis, (1, 2, 5), human_flops)
-            _plain(axes[0, 0].yaxis, (1, 2, 5), "{:g}".format)
-        case _:
-            _lines(axes[0, 0], cells, lambda label: float(label.rsplit(",", 1)[1]), "evaluations a sample")
-            axes[0, 0].set(xscale="log", yscale="log")
-            _plain(axes[0, 0].xaxis, (1, 2, 5), "{:g}".format)
-            _plain(axes[0, 0].yaxis, (1, 2, 5), "{:g}".format)
+            _lines(axis, cells, None, "training FLOPs, router included")
+            axis.set(xscale="log", yscale="log")
+            _plain(axis.xaxis, (1, 2, 5), human_flops)
+            _plain(axis.yaxis, (1, 2, 5), "{:g}".format)
+        case 10:
+            _lines(axis, cells, lambda label: float(label.rsplit(",", 1)[1]), "evaluations a sample")
+            axis.set(xscale="log", yscale="log")
+            _plain(axis.xaxis, (1, 2, 5), "{:g}".format)
+            _plain(axis.yaxis, (1, 2, 5), "{:g}".format)
     figure.suptitle(f"{table.title}: {origin}", fontsize=10)
     figure.savefig(path, dpi=120, metadata={"Software": None})
     plt.close(figure)
@@ -84,7 +80,7 @@ def _point(cells: Mapping[int, Cell], name: str) -> tuple[float, float, float] |
     return mean, max(mean - (mean if low is None else low), 0.0), max((mean if high is None else high) - mean, 0.0)
 
 
-def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool = True, unit: float = 1.0) -> None:
+def _bars(axis: Axes, cells: Cells, name: str, title: str, *, names: bool, unit: float) -> None:
     labels, as_ratios = list(cells), name in RATIOS
     for place, label in enumerate(labels):
         found = _point(cells[label], name)
