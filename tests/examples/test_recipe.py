@@ -32,7 +32,7 @@ def test_rows_are_measured_once_and_written_as_a_table(tmp_path: Path) -> None:
     first = subprocess.run(rows, capture_output=True, text=True, check=True, cwd=ROOT)
     lines = (out / "recipe.csv").read_text("utf-8").splitlines()
     assert [line.split(",")[0] for line in lines] == ["row", "plain", "afterwards", "dropped", "told", "default"]
-    assert "what a recipe leaves out" in first.stdout
+    assert "all defaults, 3000 steps" in first.stdout
     measured = (out / "default-2-80-0.json").read_bytes()
     (out / "plain-2-80-0.json").unlink()
     again = subprocess.run(rows, capture_output=True, text=True, check=True, cwd=ROOT)
