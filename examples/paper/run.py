@@ -198,7 +198,8 @@ def _report(lab: Lab, known: Mapping[int, Table], wanted: Sequence[int], command
         least = min(lab.preset.seeds, max([*nums, num_seeds if table.number in wanted else 1]))
         if few := sum(num < least for num in nums):
             fewer = f"fewer than {least} seeds" if least > 1 else "no seed"
-            missing.append(f"{few} of {len(nums)} rows of table {table.number} with {fewer}")
+            none = f", {nums.count(0)} of them with none" if least > 1 and 0 in nums else ""
+            missing.append(f"{few} of {len(nums)} rows of table {table.number} with {fewer}{none}")
     record = Record(settings=settings, tables=origins, rates=rates)
     return Report(lab.world, lab.preset, list(known.values()), found, record, missing)
 

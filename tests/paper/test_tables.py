@@ -298,7 +298,7 @@ def test_folder_of_another_data_set_is_refused(
 
 
 def test_page_shows_the_command_without_where_files_lie() -> None:
-    typed = ["--data=/home/x", "--out", "/srv/y", "--row", "a b", "--row=c", "--seeds", "3", "--published", "/z"]
+    typed = ["--data=here/x", "--out", "there/y", "--row", "a b", "--row=c", "--seeds", "3", "--published", "z"]
     shown = "python -m m --data DATA --out DIR --seeds 3 --published PUBLISHED"
     assert command_of("m", typed, left_out="--row") == shown
     assert "--row 'a b' --row c" in command_of("m", typed)
