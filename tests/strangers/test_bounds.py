@@ -127,6 +127,15 @@ def test_measurement_sees_what_is_spent() -> None:
     assert attempt(lambda: [None for _ in iter(int, 1)], mib=10**6, cpu_s=0).error in ("Killed", "MemoryError")
 
 
+def test_measurement_sees_memory_that_the_process_had_freed() -> None:
+    """A heap with a hole of 95 MiB, which a block behind it keeps from shrinking: its pages are still resident."""
+    freed = [bytearray(100_000) for _ in range(1000)]
+    behind = bytearray(100_000)
+    del freed
+    assert attempt(lambda: bytearray(64 * 1024**2).count(1), mib=MIB, cpu_s=CPU_S).mib > 60
+    del behind
+
+
 def test_honest_json_as_large_as_documents_may_be_is_read() -> None:
     data = json.dumps({"experts": ["a" * 58] * (MAX_VALUES - 1)}).encode()
     assert len(data) > MAX_DOCUMENT_BYTES * 0.9
