@@ -33,11 +33,11 @@ from examples.paper.tables.lab import Lab
 from examples.paper.tables.models import Workshop
 from examples.paper.tables.presets import Preset, preset_for
 from examples.paper.tables.published import read_cells
-from examples.paper.tables.rates import candidates, rate_beyond, settled, tuned_as
+from examples.paper.tables.rates import candidates, kind_of, rate_beyond, settled, tuned_as
 from examples.paper.tables.results import Cell, Choice, Cost, Figure, Kept, command_of, over_seeds, spread
 from examples.paper.tables.rows import FORMER, UNTUNED, Row, Table
 from examples.paper.tables.sharing import alone
-from examples.paper.tables.sources import Experts, Monolith, Trained
+from examples.paper.tables.sources import Experts, Federated, Monolith, Trained
 from examples.paper.tables.targets import Target, flops_to, targets
 from tests.support.waiting import wait_until
 
@@ -478,6 +478,25 @@ def test_flops_to_an_fid_lie_between_the_budgets_around_it() -> None:
     assert flops_to(curve, 5.0)[0] is None
 
 
+def test_weight_of_fedprox_is_chosen_on_validation_images_with_a_rate_for_each() -> None:
+    preset = preset_for("cpu", (1, 28, 28))
+    row = next(row for row in tables(preset)[8].rows if row.label == "FedProx")
+    weights = candidates(row, preset)
+    assert [cast(Federated, source).mu for source in weights] == list(preset.mus)
+    assert [kind_of(source, preset) for source in weights] == [f"federated, mu {mu:g}" for mu in preset.mus]
+    tuned = [cast(Federated, tuned_as(source, preset)) for source in weights]
+    assert [(source.method, source.mu, source.rounds) for source in tuned] == [("fedprox", mu, 25) for mu in preset.mus]
+
+    def choice(source: Trained) -> Choice:
+        fid = {0.0001: 30.0, 0.001: 20.0, 0.01: 40.0}[cast(Federated, source).mu]
+        return Choice(rate=0.1, tried={"0.1": fid}, steps=1, judge="a")
+
+    best = settled(row, preset, choice)
+    assert best and best.source == weights[1]
+    only = settled(row, preset.model_copy(update={"mus": (0.01,)}), lambda source: None)  # nothing to choose
+    assert only and only.source == weights[2]
+
+
 def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() -> None:
     preset = preset_for("cpu", (1, 28, 28))
     fids, judges = {1: 40.0, 2: 30.0, 4: 25.0, 8: 26.0}, {1: "a"}
@@ -492,7 +511,7 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
     small = settled(best, preset, choice)
     assert small and small.source == Monolith(budget=0.25, updates=4)
     fixed = Row(table=1, label="monolith, batch 16", source=Monolith(updates=4))
-    whole = Row(table=4, label="monolith, best batch, budget 1", source=Monolith(), best_batch=True)
+    whole = Row(table=4, label="monolith, best batch, budget 1", source=Monolith(), best=True)
     same = settled(whole, preset, choice)
     assert same and same.model_dump(exclude={"table", "label"}) == fixed.model_dump(exclude={"table", "label"})
     judges[8] = "b"

@@ -117,7 +117,7 @@ def _budgets(preset: Preset) -> Table:
         for how in ("", BEST_BATCH):
             names: dict[str, Monolith | Experts] = {"monolith": Monolith(budget=budget), "lock(1)": experts}
             rows += [
-                Row(table=4, label=f"{name}{how}, budget {budget:g}", source=source, best_batch=bool(how))
+                Row(table=4, label=f"{name}{how}, budget {budget:g}", source=source, best=bool(how))
                 for name, source in names.items()
             ]
     note = (

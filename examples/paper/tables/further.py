@@ -95,7 +95,7 @@ def federated(preset: Preset) -> Table:
         Row(table=8, label=f"{ONE_SHOT}, {lost}", source=experts, prior="lost"),
         Row(table=8, label=FEDAVG, source=one()),
         Row(table=8, label=f"{FEDAVG}, {preset.fewer_rounds} rounds", source=one(preset.fewer_rounds)),
-        Row(table=8, label="FedProx", source=one(method="fedprox", mu=preset.mu)),
+        Row(table=8, label="FedProx", source=one(method="fedprox"), best=True),
         Row(table=8, label=f"{FEDAVG}, {lost}", source=one(lost=True)),
     ]
     columns = ("fid", "fid_pca", "kid", "recall", "bytes_up", "bytes_down", "wall_s", "flops")
@@ -103,11 +103,12 @@ def federated(preset: Preset) -> Table:
         f"{preset.num_silos} silos, Dirichlet(0.5), at equal training FLOPs. FedAvg and FedProx are Flower's own "
         f"strategies in {preset.rounds} rounds of a SuperLink and a SuperNode for each silo on loopback; a silo trains "
         "by the library's loop, with a new optimizer and a short warm-up in every round, as silos without a memory do, "
-        f"the rate falling along a cosine over the rounds, mu {preset.mu:g}, and sends weights averaged over its steps "
-        "in the last round. Fewer rounds have a rate of their own. Bytes are what TCP carried between SuperNodes and "
-        "SuperLink, counted by a relay, "
-        "without TLS. The ensemble's are those of one message of Flower's that takes the plan's files to every silo "
-        "and brings back expert, signed documents and counts; a whole federation with its own transport is in "
+        "the rate falling along a cosine over the rounds, and sends weights averaged over its steps in the last round. "
+        "Fewer rounds have a rate of their own; FedProx has the mu, of "
+        f"{', '.join(f'{mu:g}' for mu in preset.mus)}, and the rate for it that are best on validation images. "
+        "Bytes are what TCP carried between SuperNodes and SuperLink, counted by a relay, without TLS. "
+        "The ensemble's are those of one message of Flower's that takes the plan's files to every silo and brings back "
+        "expert, signed documents and counts; a whole federation with its own transport is in "
         "examples/benchmarks/wire_bytes.py. Seconds are on one machine: silos of a round beside each other, experts "
         "one after the other, router included. The lost silo's SuperNode is killed by force after half the rounds; "
         "the ensemble goes on without its expert, "

@@ -164,7 +164,7 @@ class Report:
             f"column says ({self.preset.tuning:g} of all), and serves at every budget. Rates beyond the grid are tried "
             "while the best lies at its edge. Experts of random parts and of silos take the rate of as many feature "
             "clusters, which may not suit them. So do mixed objectives and models that are told classes that of plain "
-            "ones, FedProx that of FedAvg, and a longer student that of the shorter one."
+            "ones, and a longer student that of the shorter one."
         )
         if len({choice.judge for choice in self.record.rates.values() if choice.judge}) > 1:
             text += " A rate that one classifier chose serves for the tables of another one as well."

@@ -43,7 +43,7 @@ class Preset(Model):
         num_silos: of federated averaging, and of the ensemble beside it.
         rounds: of federated averaging.
         fewer_rounds: of its cheaper row.
-        mu: weight of FedProx's proximal term.
+        mus: weights of FedProx's proximal term that are tried.
         federated_tuned: whether averaging has a learning rate of its own, or that of as many experts.
         guidance: scales of the guidance towards classes, beside 0.
         chunk: samples that are evaluated together.
@@ -76,7 +76,7 @@ class Preset(Model):
     num_silos: int = 4
     rounds: int
     fewer_rounds: int = 10
-    mu: float = 0.01
+    mus: tuple[float, ...] = (0.0001, 0.001, 0.01)
     federated_tuned: bool = True
     guidance: tuple[float, ...] = (1.0, 3.0)
     chunk: int = 128
@@ -124,6 +124,7 @@ def _smoke(patch: int) -> Preset:
         num_silos=2,
         rounds=2,
         fewer_rounds=1,
+        mus=(0.01,),
         federated_tuned=False,
         guidance=(1.0,),
         seeds=1,

@@ -1,4 +1,4 @@
-"""How learning rates and batches are chosen on validation images: what is tuned as what, and which rates are tried."""
+"""How learning rates, batches and FedProx's weight are chosen on validation images, and what is tuned as what."""
 
 from collections.abc import Callable, Mapping
 from math import inf
@@ -21,12 +21,11 @@ def kind_of(source: Trained, preset: Preset) -> str:
         if source.num != preset.num_islands:
             return f"{source.num} experts"
         return "experts" if source.updates == 1 else f"experts, batch {batch // source.num}"
-    if isinstance(source, Federated) and source.rounds != preset.rounds:
-        return f"{source.kind}, {source.rounds} rounds"
+    if isinstance(source, Federated):
+        rounds = "" if source.rounds == preset.rounds else f", {source.rounds} rounds"
+        return source.kind + rounds + (f", mu {source.mu:g}" if source.mu else "")
     if isinstance(source, Student):
         return source.kind if source.start == "random" else f"{source.kind}, from an {source.start}"
-    if isinstance(source, Federated):
-        return source.kind
     if source.recipe == "former" or not source.tuned:
         return "monolith, former recipe" if source.recipe == "former" else "monolith, default rate"
     if source.updates != 1:
@@ -40,7 +39,7 @@ def tuned_as(source: Trained, preset: Preset) -> Trained:
         return Monolith(budget=preset.tuning, batch=source.batch, updates=source.updates)
     if isinstance(source, Federated):
         rounds = max(1, round(preset.tuning * source.rounds))
-        return Federated(budget=preset.tuning, num=source.num, rounds=rounds)
+        return source.model_copy(update={"budget": preset.tuning, "rounds": rounds, "lost": False})
     if isinstance(source, Student):
         plain = {"budget": preset.tuning, "images": "own samples", "teacher": "label", "updates": 1}
         return source.model_copy(update=plain)
@@ -108,31 +107,34 @@ def rate_beyond(tried: Mapping[float, float]) -> float | None:
 
 
 def candidates(row: Row, preset: Preset) -> list[Trained]:
-    """Return the models of a row whose rates are chosen before it is measured: its own, or one for each batch."""
+    """Return the models of a row whose rates are chosen before it is measured: its own, or one for each choice."""
     source = row.source
     if isinstance(source, TrainingImages):
         return []
-    if not row.best_batch or not isinstance(source, Monolith | Experts):
+    if row.best and isinstance(source, Federated):
+        return [source.model_copy(update={"mu": mu}) for mu in preset.mus]
+    if not row.best or isinstance(source, Student | Federated):
         return [source]
     more = preset.updates if isinstance(source, Monolith) else preset.expert_updates
     return [source.model_copy(update={"updates": times}) for times in (1, *more)]
 
 
 def settled(row: Row, preset: Preset, choice_of: Callable[[Trained], Choice | None]) -> Row | None:
-    """Return a row with the batch that is best on validation images.
+    """Return a row with the batch, or the weight of FedProx's term, that is best on validation images.
 
     None where a choice of the rate is missing, or where different classifiers judged them.
     """
-    if not row.best_batch:
+    if not row.best:
         return row
+    if len(options := candidates(row, preset)) == 1:
+        return row.model_copy(update={"source": options[0], "best": False})
     lowest: list[float] = []
     judges = set()
-    for source in candidates(row, preset):
+    for source in options:
         if (choice := choice_of(source)) is None:
             return None
         judges.add(choice.judge)
         lowest.append(min((fid for fid in choice.tried.values() if fid is not None), default=inf))
     if len(judges) > 1:
         return None
-    best = candidates(row, preset)[lowest.index(min(lowest))]
-    return row.model_copy(update={"source": best, "best_batch": False})
+    return row.model_copy(update={"source": options[lowest.index(min(lowest))], "best": False})

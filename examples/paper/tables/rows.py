@@ -56,8 +56,8 @@ class Row(Model):
         solver: of the sampling.
         steps: of the solver; the preset's own where None.
         guidance: towards the class that a sample is asked for, of conditional sources.
-        best_batch: whether the source, a monolith or experts, has the batch, and as many more steps, that is best on
-            validation images, in the place of its own.
+        best: whether the source has what is best on validation images in the place of its own: a monolith or experts
+            the batch, and as many more steps; FedProx the weight of its term.
     """
 
     table: int
@@ -69,7 +69,7 @@ class Row(Model):
     solver: SolverName = "midpoint"
     steps: int | None = None
     guidance: Annotated[float, Field(exclude_if=lambda scale: scale == 0.0)] = 0.0
-    best_batch: Annotated[bool, Field(exclude_if=lambda best: not best)] = False
+    best: Annotated[bool, Field(exclude_if=lambda best: not best)] = False
 
 
 @dataclass(frozen=True)
