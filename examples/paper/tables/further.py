@@ -31,6 +31,7 @@ def students(preset: Preset) -> Table:
         Row(table=5, label=FROM_EXPERT, source=distilled(start="expert")),
         Row(table=5, label=LONGER, source=distilled(start="expert", updates=4)),
         Row(table=5, label="student, own samples, mixture", source=distilled(teacher="mixture")),
+        Row(table=5, label=f"{FROM_EXPERT}, mixture", source=distilled(start="expert", teacher="mixture")),
         Row(table=5, label="student, training images", source=distilled(images="training images")),
     ]
     columns = ("fid", "fid_pca", "kid", "precision", "recall", "evaluations", "images_per_s", "flops")
@@ -40,8 +41,9 @@ def students(preset: Preset) -> Table:
         "`ddm distill` draws them without data; training images have the island that they lie in, as in the paper, "
         "which no federation has. Those from an expert start from the weights of the one with the largest prior, as "
         "`ddm distill` does, the others from random ones; in 4 times the steps a student sees as many images as the "
-        "monolith. FLOPs of a student are its own, those of its teachers' forward passes and those of drawing own "
-        "samples; training the ensemble comes on top. Rates are chosen as the others, with own samples."
+        "monolith. A student learns the velocity of the expert that drew the image, or of the mixture of all. FLOPs of "
+        "a student are its own, those of its teachers' forward passes and those of drawing own samples; training the "
+        "ensemble comes on top. Rates are chosen as the others, with own samples."
     )
     return Table(5, f"Students of {preset.num_islands} experts", columns, rows, note)
 
