@@ -103,13 +103,7 @@ def test_reader_who_pins_the_new_key_has_consented_to_it(
 
 @pytest.fixture(scope="module")
 def founded_once(tmp_path_factory: pytest.TempPathFactory) -> KeyedFederation:
-    keyed = KeyedFederation(tmp_path_factory.mktemp("keyed"))
-    keyed.found()
-    for silo_id in ("east", "north"):
-        keyed.enroll(silo_id)
-    keyed.plan(1)
-    keyed.publish(1, keyed.path / "first")
-    return keyed
+    return KeyedFederation.published(tmp_path_factory.mktemp("keyed"))
 
 
 @pytest.fixture

@@ -67,6 +67,17 @@ class KeyedFederation:
         """The metadata."""
         return Repository(self.federation.tuf)
 
+    @classmethod
+    def published(cls, path: Path) -> "KeyedFederation":
+        """Found a federation of two silos with a plan and a release, `first`."""
+        keyed = cls(path)
+        keyed.found()
+        for silo_id in SILOS:
+            keyed.enroll(silo_id)
+        keyed.plan(1)
+        keyed.publish(1, keyed.path / "first")
+        return keyed
+
     def copy(self, path: Path) -> "KeyedFederation":
         """The same, in another place."""
         shutil.copytree(self.path, path, dirs_exist_ok=True)

@@ -9,13 +9,7 @@ from tests.support.federation_keys import KeyedFederation
 
 @pytest.fixture(scope="session")
 def founded_once(tmp_path_factory: pytest.TempPathFactory) -> KeyedFederation:
-    keyed = KeyedFederation(tmp_path_factory.mktemp("keyed"))
-    keyed.found()
-    for silo_id in ("east", "north"):
-        keyed.enroll(silo_id)
-    keyed.plan(1)
-    keyed.publish(1, keyed.path / "first")
-    return keyed
+    return KeyedFederation.published(tmp_path_factory.mktemp("keyed"))
 
 
 @pytest.fixture
