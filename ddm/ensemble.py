@@ -115,6 +115,7 @@ class Ensemble:
         latent: encodes images into the experts' space, and decodes their samples.
         dtype: the arithmetic of the experts: float32, bfloat16 for matrix products in it, or float64.
         release: digest of the manifest of the release that the experts are from, which saved samples bear.
+        value_range: the lowest and the highest value of the data, to which saved samples are clipped.
 
     Raises:
         ShapeError: the prior, the names or the router are for another number of experts.
@@ -133,6 +134,7 @@ class Ensemble:
     latent: Latent = field(default_factory=Identity)
     dtype: torch.dtype = torch.float32
     release: str = ""
+    value_range: tuple[float, float] = (-1.0, 1.0)
 
     def __post_init__(self) -> None:
         checked(self.dtype)
@@ -328,8 +330,8 @@ class Ensemble:
             ]
         latents, expert_N = (torch.cat(part) for part in zip(*parts, strict=True))
         check_finite(latents, expert_N, self.expert_ids)
-        images, classes = self.latent.decode(latents), names_of(self.condition, condition, begin.num)
-        return Samples(images, expert_N, len(self.experts), latents, log.table(), self.release, classes)
+        told = (log.table(), self.release, names_of(self.condition, condition, begin.num), self.value_range)
+        return Samples(self.latent.decode(latents), expert_N, len(self.experts), latents, *told)
 
     def image_to_image(self, images: Tensor, t_start: float, **how: Any) -> Samples:
         """Noise images to a time and follow them back to data: variations that keep what the noise left of each.

@@ -187,7 +187,7 @@ def make_card(
     patients: int | None = None,
     advance: Callable[[int], None] = lambda done: None,
 ) -> bytes:
-    """Return this silo's public keys, agreed size and most epsilon, sealed with its signing key; the site keeps a copy.
+    """Return this silo's public keys, size and what its policy allows, sealed with its signing key; the site keeps it.
 
     Args:
         site: the silo's folder.
@@ -201,9 +201,11 @@ def make_card(
         SetupError: more patients than images, or fewer than two.
         MissingFileError, DataError: see `silo.data.first_look.count_units`.
     """
+    privacy = site.policy().privacy
     card = Card(
         agreed=_agreed(site, images, patients, advance),
-        max_epsilon=site.policy().privacy.max_epsilon,
+        max_epsilon=privacy.max_epsilon,
+        unit=privacy.unit,
         silo_id=site.settings().silo_id,
         signing_key=str(key.public),
         node_key=(site.courier / "node.pub").read_text("utf-8").strip(),

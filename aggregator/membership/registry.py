@@ -121,7 +121,8 @@ def _check_new(federation: Federation, card: Card) -> None:
                 f"silo {card.silo_id}",
                 expected="a new silo with keys of its own",
                 got="a silo already enrolled with another key" if other_id == card.silo_id else f"a key of {other_id}",
-                remedy="Check the fingerprint with the silo; to replace a key, `aggregator remove` the silo first.",
+                remedy="Check the fingerprint with the silo. It replaces its key with `silo rotate`; if it was lost "
+                "or stolen, `aggregator remove` the silo first.",
             )
 
 

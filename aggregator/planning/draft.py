@@ -79,8 +79,8 @@ def draft_plan(
         got = f"{', '.join(enrolled)}, all carried over"
         raise SetupError("plan", expected="at least one silo that trains", got=got, remedy=remedy)
     stated = cards_for_next_plan(federation, silos)
+    check_feasible(recipe, stated)
     agreed = {silo_id: card.agreed for silo_id, card in stated.items()}
-    check_feasible(recipe, agreed, {silo_id: card.max_epsilon for silo_id, card in stated.items()})
     if isinstance(public, Carrying):
         kept = kept_columns(federation, public.plan.plan_id)
         check_carried(kept, recipe)

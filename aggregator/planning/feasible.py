@@ -10,36 +10,37 @@ from ddm.io.tensors import stored_bytes
 from ddm.models import expected_tensors
 from ddm.planning.recipe import TextRecipe
 from ddm.privacy.plan_cost import check_statistics
+from ddm.protocol.enrolment import Card
 from ddm.protocol.latent import IdentityLatent
-from ddm.protocol.plan import Agreed, FullAdaptation, RandomPartition, Training
+from ddm.protocol.plan import FullAdaptation, RandomPartition, Training
 from ddm.training.schedule import travel
 
 Broken = tuple[str, str, str, str]
 """Subject, what was expected, what was found, what to do."""
 
 
-def check_feasible(recipe: Recipe, agreed: Mapping[str, Agreed], max_epsilon: Mapping[str, float | None]) -> None:
+def check_feasible(recipe: Recipe, cards: Mapping[str, Card]) -> None:
     """Refuse a recipe whose plan every silo, or intake, would refuse later.
 
     Args:
         recipe: what the operator asks for.
-        agreed: the most that each silo which trains may bring, as its card states.
-        max_epsilon: the most that a plan may spend there, where a card states it.
+        cards: of the silos that train, by their names.
 
     Raises:
         SetupError: names the field, what it must be and what to do.
         PolicyError: the statistics cost more than the total that the recipe states.
     """
     check_statistics(recipe.statistics, "recipe, statistics")
-    for subject, expected, got, remedy in broken(recipe, agreed, max_epsilon):
+    for subject, expected, got, remedy in broken(recipe, cards):
         raise SetupError(f"recipe, {subject}", expected=expected, got=got, remedy=remedy)
 
 
-def broken(recipe: Recipe, agreed: Mapping[str, Agreed], max_epsilon: Mapping[str, float | None]) -> Iterator[Broken]:
+def broken(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Broken]:
     """Yield every rule that a recipe breaks."""
     yield from _too_few_steps(recipe)
-    yield from _too_few_images(recipe, agreed)
-    yield from _too_much_epsilon(recipe, max_epsilon)
+    yield from _too_few_images(recipe, cards)
+    yield from _images_for_patients(recipe, cards)
+    yield from _too_much_epsilon(recipe, cards)
     yield from _too_small_limits(recipe)
 
 
@@ -70,12 +71,13 @@ def _enough_steps(training: Training) -> int:
     return bisect_left(range(most), True, key=enough)
 
 
-def _too_few_images(recipe: Recipe, agreed: Mapping[str, Agreed]) -> Iterator[Broken]:
+def _too_few_images(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Broken]:
     """Find silos that cannot bring the fewest images that the plan needs of each."""
     partition = recipe.partition
     parts = partition.num_parts if isinstance(partition, RandomPartition) else 1
     fewest = parts * partition.min_images
-    short = {silo_id: each.images for silo_id, each in agreed.items() if each.images < fewest}
+    most = {silo_id: card.agreed.images for silo_id, card in cards.items()}
+    short = {silo_id: num for silo_id, num in most.items() if num < fewest}
     if short:
         needed = f"{fewest} images of each silo" + (f", {partition.min_images} for each of {parts} parts" * (parts > 1))
         yield (
@@ -87,11 +89,24 @@ def _too_few_images(recipe: Recipe, agreed: Mapping[str, Agreed]) -> Iterator[Br
         )
 
 
-def _too_much_epsilon(recipe: Recipe, max_epsilon: Mapping[str, float | None]) -> Iterator[Broken]:
+def _images_for_patients(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Broken]:
+    """Find silos that protect patients, where the plan would protect single images."""
+    strict = [silo_id for silo_id, card in cards.items() if card.unit == "patient"]
+    if strict and recipe.statistics.unit == "image":
+        yield (
+            "statistics.unit",
+            '"patient", which silos protect by default',
+            f'"image"; by their cards {", ".join(strict)} protect patients'[:400],
+            'Plan with statistics.unit = "patient". Or, where no person has two images, ask these silos for '
+            'a new card: unit = "image" under [privacy] in their policy.toml, then silo enroll and aggregator enroll.',
+        )
+
+
+def _too_much_epsilon(recipe: Recipe, cards: Mapping[str, Card]) -> Iterator[Broken]:
     """Find silos whose policy lets a plan spend less on router and experts together."""
     router, private = recipe.statistics.total.epsilon, recipe.expert.privacy
     spends = router + (private.epsilon if private else 0.0)
-    stated = {silo_id: most for silo_id, most in max_epsilon.items() if most is not None}
+    stated = {silo_id: card.max_epsilon for silo_id, card in cards.items() if card.max_epsilon is not None}
     if not (short := {silo_id: most for silo_id, most in stated.items() if most < spends}):
         return
     yield (

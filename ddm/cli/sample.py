@@ -99,7 +99,8 @@ def sample(
         weight_K = expert_shares(ensemble, weights, class_prior)
         drawn = draw(job, num, processes, weight_K, advance, ensemble)
     classes = names_of(plan.condition, condition, num)
-    written = write_samples(drawn.images, drawn.expert_N.tolist(), out, opened.manifest_digest, classes)
+    owners = drawn.expert_N.tolist()
+    written = write_samples(drawn.images, owners, out, opened.manifest_digest, classes, plan.data.range)
     name = classes[0] if classes else None
     shares = describe_shares(ensemble, shares_of(drawn, ensemble), weights, class_prior, name)
     say(f"{num} samples in {out} ({written}). Experts: {shares}")

@@ -64,8 +64,8 @@ def sample_student(
     with progress(f"sampling {num}") as advance:
         drawn = draw(job, num, processes, torch.ones(1), advance)
     classes = names_of(record.condition, condition, num)
-    written = write_samples(drawn.images, drawn.expert_N.tolist(), out, record.source.manifest, classes)
-    source = record.source
+    source, owners = record.source, drawn.expert_N.tolist()
+    written = write_samples(drawn.images, owners, out, source.manifest, classes, record.data.range)
     say(
         f"{num} samples in {out} ({written}). The student names as its source {source.plan_id}, version "
         f"{source.version}, manifest {source.manifest}; nobody signed that."

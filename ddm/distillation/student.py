@@ -212,4 +212,5 @@ def build_student(
         class_prior=lambda label: ClassPrior([1.0]),
         latent=decoder,
         release=record.source.manifest,
+        value_range=record.data.range,
     )

@@ -185,7 +185,7 @@ def build(size: DiffusersKlSize, channels: int) -> nn.Module:
             warnings.simplefilter("ignore")  # from third-party imports
             from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     except ImportError as error:
-        remedy = "Install it: pip install 'archipelago[diffusers]'."
+        remedy = "Install it: in Archipelago's repository, pip install '.[diffusers]'."
         raise SetupError(
             "latent diffusers_kl", expected="an installed diffusers", got="no module diffusers", remedy=remedy
         ) from error

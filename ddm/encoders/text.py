@@ -239,7 +239,7 @@ def _open(folder: Path, pinned: PinnedEncoder, max_tokens: int) -> TextEncoder:
     except ArchipelagoError:
         raise
     except ImportError as error:
-        remedy = "Install it: pip install 'archipelago[text]'."
+        remedy = "Install it: in Archipelago's repository, pip install '.[text]'."
         expected = "an installed transformers with all that this network needs"
         raise SetupError("texts", expected=expected, got=str(error)[:200], remedy=remedy) from error
     except Exception as error:  # transformers and torch raise all kinds of errors for settings that fit no network

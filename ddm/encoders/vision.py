@@ -78,7 +78,7 @@ class ClipVision:
         except ArchipelagoError:
             raise
         except ImportError as error:
-            remedy = "Install it: pip install 'archipelago[text]'."
+            remedy = "Install it: in Archipelago's repository, pip install '.[text]'."
             raise SetupError(
                 "CLIP", expected="an installed transformers", got=str(error)[:200], remedy=remedy
             ) from error

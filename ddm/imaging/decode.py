@@ -23,7 +23,7 @@ _RASTERS = {
 }
 _GZIP = b"\x1f\x8b"
 _DICOM_GROUPS = (b"\x08\0", b"\x02\0", b"\0\x08", b"\0\x02")  # of the first element of a file without preamble
-_EXTRA = "Install them: pip install 'archipelago[images]'."
+_EXTRA = "Install them: in Archipelago's repository, pip install '.[images]'."
 ARRAYS = ("npz", "npy", "idx", "Parquet")
 
 

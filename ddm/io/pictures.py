@@ -26,23 +26,33 @@ ENDINGS = (".png", ".npz", ".nii", ".nii.gz")
 PALETTE = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167))
 
 
-def to_pixels(images: "Tensor") -> np.ndarray:
-    """Turn images in [-1, 1], shape (N, C, H, W) with C 1 or 3, into uint8 (N, H, W, 3); of a volume, its middle slice.
+def to_pixels(images: "Tensor", value_range: tuple[float, float] = (-1.0, 1.0)) -> np.ndarray:
+    """Turn images, shape (N, C, H, W) with C 1 or 3, into uint8 (N, H, W, 3); of a volume, its middle slice.
+
+    Args:
+        images: whose values are clipped.
+        value_range: what becomes of them 0 and 255.
 
     Raises:
         SetupError: another number of channels.
     """
     if images.dim() == 5:  # (N, C, D, H, W)
         images = images[:, :, images.shape[2] // 2]
-    array = ((images.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    low, high = value_range
+    array = ((images.clamp(low, high) - low) * (255 / (high - low))).round().byte().permute(0, 2, 3, 1).numpy()
     if array.shape[-1] not in (1, 3):
         raise SetupError("pictures", expected="1 or 3 channels", got=f"{array.shape[-1]}", remedy="Write .npz instead.")
     return np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array
 
 
-def grid(images: "Tensor", owners: Sequence[int] | None = None, columns: int | None = None) -> Image.Image:
+def grid(
+    images: "Tensor",
+    owners: Sequence[int] | None = None,
+    columns: int | None = None,
+    value_range: tuple[float, float] = (-1.0, 1.0),
+) -> Image.Image:
     """Lay images out in a grid, square by default, enlarged to be readable; a coloured edge tells each one's expert."""
-    pixels = to_pixels(images)
+    pixels = to_pixels(images, value_range)
     columns = columns or ceil(sqrt(len(pixels)))
     rows = ceil(len(pixels) / columns)
     scale = max(1, CELL_PIXELS // max(pixels.shape[1:3]))
@@ -61,17 +71,23 @@ def grid(images: "Tensor", owners: Sequence[int] | None = None, columns: int | N
 
 
 def write_samples(
-    images: "Tensor", owners: Sequence[int], out: Path, release: str = "", classes: Sequence[str] = ()
+    images: "Tensor",
+    owners: Sequence[int],
+    out: Path,
+    release: str = "",
+    classes: Sequence[str] = (),
+    value_range: tuple[float, float] = (-1.0, 1.0),
 ) -> str:
     """Write samples by the name of `out`, and mark every file as synthetic.
 
     Args:
-        images: samples, in [-1, 1] but not clipped to it.
+        images: samples, in `value_range` but not clipped to it.
         owners: each one's expert.
         out: FILE.png, a grid; FILE.npz, numbers; FILE.nii or FILE.nii.gz, volumes; or a name without an ending, a
             folder with a PNG file, or for a volume a NIfTI file, for each.
         release: digest of the manifest of the release that they come from, if there is one.
         classes: the class that each was asked for, if any was.
+        value_range: the data's; black and white of pictures.
 
     Returns:
         What was written, in words.
@@ -80,6 +96,7 @@ def write_samples(
         SetupError: another ending, or NIfTI for images that are not volumes.
     """
     prepare(out)
+    images = images.clamp(*value_range)
     basic, ending = {"Synthetic": "true", "Software": "Archipelago", "Release": release}, _ending(out)
     each = [{"Class": name} for name in classes] or [{}] * len(images)
     basic = {name: value for name, value in basic.items() if value}
@@ -87,24 +104,24 @@ def write_samples(
     if ending in (".nii", ".nii.gz"):
         if images.dim() != 5:
             raise SetupError(str(out), expected="volumes", got="flat images", remedy="Write .png or .npz instead.")
-        write_atomic(out, encode_volumes(images.clamp(-1, 1), marks, compress=ending == ".nii.gz"))
+        write_atomic(out, encode_volumes(images, marks, compress=ending == ".nii.gz"))
         return "volumes in one file"
     if ending == ".png":
-        write_atomic(out, _png(grid(images, owners), marks))
+        write_atomic(out, _png(grid(images, owners, value_range=value_range), marks))
         return "a grid"
     if ending == ".npz":
         archive = BytesIO()
-        arrays = {"images": images.clamp(-1, 1).numpy(), "expert": np.asarray(owners, dtype=np.int64)}
+        arrays = {"images": images.numpy(), "expert": np.asarray(owners, dtype=np.int64)}
         arrays |= {"class": np.array(classes)} if classes else {}
         np.savez(archive, **arrays, synthetic=np.array(True), release=np.array(release))  # type: ignore[arg-type]
         write_atomic(out, archive.getvalue())
-        return f"{images.dtype} images in [-1, 1]".removeprefix("torch.")
+        return f"{images.dtype} images in [{value_range[0]:g}, {value_range[1]:g}]".removeprefix("torch.")
     if images.dim() == 5:
         for index in range(len(images)):
-            data = encode_volumes(images[index : index + 1].clamp(-1, 1), basic | each[index], compress=True)
+            data = encode_volumes(images[index : index + 1], basic | each[index], compress=True)
             write_atomic(out / f"{index:05d}.nii.gz", data)
         return f"{len(images)} NIfTI files"
-    for index, picture in enumerate(to_pixels(images)):
+    for index, picture in enumerate(to_pixels(images, value_range)):
         write_atomic(out / f"{index:05d}.png", _png(Image.fromarray(picture), basic | each[index]))
     return f"{len(images)} PNG files"
 

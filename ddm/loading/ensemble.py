@@ -150,6 +150,7 @@ def build_ensemble(
         condition=condition,
         class_prior=class_priors(plan, manifest, folder, files, router),
         latent=files.latent,
+        value_range=plan.data.range,
     )
 
 

@@ -43,8 +43,7 @@ def inline(images: "Tensor", value_range: tuple[float, float]) -> tuple[str, ...
     """
     if images.shape[1] not in (1, 3):
         return ()
-    low, high = value_range
-    return tuple(_png(pixels) for pixels in to_pixels((images - low) / (high - low) * 2 - 1))
+    return tuple(_png(pixels) for pixels in to_pixels(images, value_range))
 
 
 def _png(pixels: object) -> str:

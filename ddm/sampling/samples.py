@@ -27,6 +27,7 @@ class Samples:
         release: digest of the manifest of the release that they come from; empty where there is none.
         classes: the class that each sample was asked for, by its name, or its number where it has none; empty where
             they were asked for none.
+        value_range: the data's lowest and highest value.
     """
 
     images: Tensor
@@ -36,6 +37,7 @@ class Samples:
     provenance: Provenance | None = None
     release: str = ""
     classes: tuple[str, ...] = ()
+    value_range: tuple[float, float] = (-1.0, 1.0)
 
     def __repr__(self) -> str:
         shares = ", ".join(f"{share:.2f}" for share in self.shares[:8])
@@ -58,7 +60,7 @@ class Samples:
         | FILE.nii, FILE.nii.gz | all volumes | the field `descrip`, and an extension |
         | a name without ending | a folder of PNG files, or of NIfTI files for volumes | as above |
 
-        Pixels are clipped to [-1, 1].
+        Values are clipped to the data's range, whose ends are black and white in a PNG.
 
         Args:
             path: see above; folders are made, and what is there is replaced.
@@ -70,7 +72,8 @@ class Samples:
             SetupError: another ending, channels that no picture has, or NIfTI for images that are not volumes.
             OSError: it cannot be written.
         """
-        return write_samples(self.images, self.expert_N.tolist(), Path(path), self.release, self.classes)
+        owners = self.expert_N.tolist()
+        return write_samples(self.images, owners, Path(path), self.release, self.classes, self.value_range)
 
 
 def concatenate(parts: Sequence[Samples]) -> Samples:
@@ -84,6 +87,7 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
         provenance=joined([each for each in tables if each]) if all(tables) else None,
         release=parts[0].release,
         classes=tuple(name for part in parts for name in part.classes),
+        value_range=parts[0].value_range,
     )
 
 

@@ -69,7 +69,7 @@ def _next_steps(out: Path, kind: Kind) -> str:
             "systemctl daemon-reload; systemctl enable --now of the two units (docs/how-to/two-users.md)."
         )
     return (
-        f"As the site's owner: make wheelhouse, copy its folder to {out}/wheelhouse, podman build there; cp "
-        f"{out}/*.service ~/.config/systemd/user/; systemctl --user enable --now of the two units "
-        "(docs/how-to/containers.md)."
+        f"As the site's owner: make wheelhouse, copy its folder to {out}/wheelhouse, podman build there; "
+        f"mkdir -p ~/.config/systemd/user; cp {out}/*.service ~/.config/systemd/user/; systemctl --user enable --now "
+        "of the two units (docs/how-to/containers.md)."
     )

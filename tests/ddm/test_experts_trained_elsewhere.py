@@ -34,7 +34,7 @@ def adapters() -> SimpleNamespace:
     import_torchvision()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pytest.importorskip("diffusers", reason="needs diffusers: pip install archipelago[diffusers]")
+        pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[diffusers]'")
         found: dict[str, Any] = {}
         exec(blocks()[0], found)
     return SimpleNamespace(**found)

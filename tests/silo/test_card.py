@@ -71,6 +71,7 @@ def test_card_of_a_site_that_protects_patients_counts_them(planned: tuple[TinyFe
         stated(site, key)
     hold(tiny, **cohort(100, 0.0, 1, patients=True))
     assert stated(site, key) == Agreed(images=128, patients=64)
+    assert Card.parse(site.card_path.read_bytes(), subject="card.json").unit == "patient"
     assert stated(site, key, images=110, patients=40) == Agreed(images=110, patients=40)
 
 

@@ -29,7 +29,7 @@ def autoencoder_kl() -> Any:
             warnings.simplefilter("ignore")
             from diffusers import AutoencoderKL
     except ImportError:
-        pytest.skip("needs diffusers: pip install archipelago[diffusers]")
+        pytest.skip("needs diffusers: pip install '.[diffusers]'")
     return AutoencoderKL
 
 

@@ -41,6 +41,7 @@ _LEAVING = """
 
 `silo withdraw` works in every state in which there is a plan to give up. The silo's key signs that it did, the
 aggregator believes nobody else, and it leaves the silo out of every later version and answers with a signed notice.
+Stop `silo run` first, and start it again afterwards: the aggregator hears of it while the site is connected.
 
 | in state | what it means |
 | --- | --- |

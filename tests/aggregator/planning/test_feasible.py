@@ -14,12 +14,20 @@ from aggregator.planning.recipe import Recipe
 from aggregator.planning.sign import check_signable
 from ddm.errors import BusyError, PolicyError, SetupError
 from ddm.io.locks import locked
-from ddm.protocol.enrolment import Agreed
+from ddm.protocol.base import now_utc
+from ddm.protocol.enrolment import Agreed, Card
 from tests.conftest import Published
 from tests.support.federation import recipe
 
-CARDS = {"east": Agreed(images=64), "north": Agreed(images=128)}
-MOST: dict[str, float | None] = {"east": 8.0, "north": None}
+
+def card(silo_id: str, images: int, **policy: Any) -> Card:
+    """A silo's card, whose fields of the policy may be left out."""
+    key, node = f"ed25519:{'0' * 64}", "ecdsa-sha2-nistp256 AAAA"
+    size = Agreed(images=images)
+    return Card(silo_id=silo_id, signing_key=key, node_key=node, agreed=size, created_at=now_utc(), **policy)
+
+
+CARDS = {"east": card("east", 64, max_epsilon=8.0), "north": card("north", 128)}
 
 
 def changed(table: str, **fields: Any) -> Recipe:
@@ -34,14 +42,14 @@ def changed(table: str, **fields: Any) -> Recipe:
 
 def refused(chosen: Recipe) -> SetupError:
     with pytest.raises(SetupError) as found:
-        check_feasible(chosen, CARDS, MOST)
+        check_feasible(chosen, CARDS)
     assert found.value.expected and found.value.got and found.value.remedy
     return found.value
 
 
 def test_recipe_that_can_work_passes() -> None:
-    check_feasible(recipe(), CARDS, MOST)
-    check_feasible(changed("expert.training", num_steps=200), CARDS, MOST)
+    check_feasible(recipe(), CARDS)
+    check_feasible(changed("expert.training", num_steps=200), CARDS)
 
 
 def test_training_too_short_to_teach_anything_is_refused_unless_it_is_a_rehearsal() -> None:
@@ -53,7 +61,7 @@ def test_training_too_short_to_teach_anything_is_refused_unless_it_is_a_rehearsa
         tables = json.loads(changed("expert.training", num_steps=steps).model_dump_json(exclude_none=True))
         chosen = Recipe.model_validate_json(json.dumps(tables | {"rehearsal": False}))
         if works:
-            check_feasible(chosen, CARDS, MOST)
+            check_feasible(chosen, CARDS)
         else:
             refused(chosen)
 
@@ -61,24 +69,37 @@ def test_training_too_short_to_teach_anything_is_refused_unless_it_is_a_rehearsa
 def test_more_images_than_a_card_allows_are_refused_with_the_silos_that_lack_them() -> None:
     error = refused(recipe(partition={"kind": "silo", "min_images": 65}))
     assert "east has at most 64" in str(error.got) and "north" not in str(error.got)
-    check_feasible(recipe(partition={"kind": "silo", "min_images": 64}), CARDS, MOST)
+    check_feasible(recipe(partition={"kind": "silo", "min_images": 64}), CARDS)
     each = {"kind": "random", "num_parts": 4, "min_images": 17}
     assert "68 images of each silo, 17 for each of 4 parts" in str(refused(recipe(partition=each)).got)
-    check_feasible(recipe(partition=each | {"min_images": 16}), CARDS, MOST)
+    check_feasible(recipe(partition=each | {"min_images": 16}), CARDS)
 
 
 def test_more_epsilon_than_a_card_lets_a_plan_spend_is_refused_with_the_silos_that_lack_it() -> None:
     usual = recipe()
-    assert usual.statistics.total.epsilon == MOST["east"]
+    assert usual.statistics.total.epsilon == CARDS["east"].max_epsilon
     private = {"kind": "dp_sgd", "epsilon": 4.0, "delta": 1e-6, "units_per_step": 4, "images_per_unit": 1, "draws": 2}
     both = changed("expert", privacy=private)
     error = refused(both)
     assert "expert.privacy.epsilon" in error.subject and str(error.expected).endswith("card: 8")
     assert "12, 8 for the router and 4 for the experts" in str(error.got) and "east allows 8" in str(error.got)
     assert "north" not in str(error.got), "whose card says nothing"
-    check_feasible(both, CARDS, {"east": None, "north": 12.0})
+    check_feasible(both, {"east": card("east", 64), "north": card("north", 128, max_epsilon=12.0)})
     with pytest.raises(SetupError, match=r"recipe, statistics\.total\.epsilon: expected at most .* 7\.9"):
-        check_feasible(usual, CARDS, {"east": 7.9, "north": 100.0})
+        check_feasible(usual, {"east": card("east", 64, max_epsilon=7.9)})
+
+
+def test_plan_of_images_is_refused_with_the_silos_whose_cards_say_that_they_protect_patients() -> None:
+    by_image, by_patient = recipe(), changed("statistics", unit="patient")
+    assert by_image.statistics.unit == "image"
+    units = {"east": "patient", "north": "image", "west": None}
+    cards = {name: card(name, 64, unit=unit) for name, unit in units.items()}
+    with pytest.raises(SetupError, match="statistics.unit") as found:
+        check_feasible(by_image, cards)
+    assert "east" in str(found.value.got) and "north" not in str(found.value.got)
+    check_feasible(by_patient, cards)
+    del cards["east"]
+    check_feasible(by_image, cards)
 
 
 def test_expert_that_is_larger_than_the_plan_lets_silos_send_is_refused() -> None:
@@ -87,7 +108,7 @@ def test_expert_that_is_larger_than_the_plan_lets_silos_send_is_refused() -> Non
 
 def test_statistics_above_the_stated_total_are_refused() -> None:
     with pytest.raises(PolicyError, match="all statistics together"):
-        check_feasible(changed("statistics.total", epsilon=7.0), CARDS, MOST)
+        check_feasible(changed("statistics.total", epsilon=7.0), CARDS)
 
 
 def test_nothing_is_fitted_for_a_plan_that_cannot_work(

@@ -36,7 +36,7 @@ INNER = torch.linspace(0.02, 0.97, 41, dtype=torch.float64)
 
 def scheduler(name: str, kind: str = "DDPMScheduler", **changes: object) -> Any:
     """What diffusers calls the schedule."""
-    pytest.importorskip("diffusers", reason="needs diffusers: pip install archipelago[diffusers]")
+    pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[diffusers]'")
     import_torchvision()
     import diffusers
 
@@ -94,7 +94,7 @@ def test_x_0_from_a_prediction_is_the_one_of_diffusers(name: PathName, predictio
 
 @pytest.mark.parametrize("sigma", [0.003, 0.5, 7.0, 60.0])
 def test_karras_path_and_v_are_the_preconditioning_of_edm(sigma: float) -> None:
-    pytest.importorskip("diffusers", reason="needs diffusers: pip install archipelago[diffusers]")
+    pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[diffusers]'")
     import_torchvision()
     from diffusers import EDMEulerScheduler
 

@@ -37,6 +37,7 @@ from tests.support.text_encoders import network, save
 
 SIZE = AutoencoderSize(channels=(8, 8), attention=(False, False), latent_channels=3, num_res_blocks=1, norm_groups=4)
 PIXELS, SEEN = (1, 4, 4), (3, 2, 2)
+RANGE = (-2.0, 2.0)
 ARCHITECTURE = {"kind": "dit", "patch": 2, "hidden": 16, "depth": 1, "heads": 2}
 TRAINING = {
     "num_steps": 12,
@@ -63,6 +64,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyFederation:
     weights = path / "autoencoder.safetensors"
     save_tensors(weights, build_autoencoder(SIZE, PIXELS).state_dict())
     chosen = recipe(
+        data={"shape": list(PIXELS), "range": list(RANGE)},
         latent={"kind": "autoencoder_kl", "weights": str(weights)} | SIZE.model_dump(mode="json"),
         condition={"kind": "class", "num_classes": 2, "drop": 0.2},
         expert={"architecture": ARCHITECTURE, "training": TRAINING},
@@ -107,6 +109,7 @@ def test_student_of_latents_and_classes_draws_pixels_of_the_class_asked_for(
     drawn = alone.sample(4, steps=3, condition=1)
     assert drawn.latents.shape == (4, *SEEN) and drawn.images.shape == (4, *PIXELS)
     ensemble = open_ensemble(tiny.path / "release", root=tiny.root)
+    assert drawn.value_range == ensemble.value_range == RANGE
     assert torch.equal(drawn.images, ensemble.latent.decode(drawn.latents)), "its autoencoder is the release's"
     other = alone.sample(4, steps=3, condition=0)
     assert not torch.equal(other.images, drawn.images)
@@ -128,11 +131,15 @@ def test_student_that_was_interrupted_and_one_that_was_not_are_the_same_bytes(
 
 
 def test_command_draws_from_a_student_and_says_where_it_comes_from(
-    student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    student: Path, tiny: TinyFederation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = (student, "--num", 3, "--steps", 2)
     assert command("sample-student", *asked, "--out", tmp_path / "a.npz", "--class", 1) == 0
-    assert load_student(student)[0].source.manifest in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert load_student(student)[0].source.manifest in told and "images in [-2, 2]" in told
+    release = (tiny.path / "release", "--root", tiny.root, "--state", tmp_path / "state")
+    assert command("sample", *release, "--num", 2, "--steps", 2, "--out", tmp_path / "e.npz") == 0
+    assert "images in [-2, 2]" in capsys.readouterr().out
     assert command("sample-student", *asked, "--out", tmp_path / "b.npz", "--class", 1, "--guidance", 2) == 0
     images = [np.load(tmp_path / name)["images"] for name in ("a.npz", "b.npz")]
     assert images[0].shape == (3, *PIXELS) and not np.array_equal(*images)
@@ -154,7 +161,7 @@ def told_texts(folder: Path) -> Path:
         source=Source(plan_id="tiny-00000000", version=1, manifest="0" * 64, root="0" * 64),
         images=OwnSamples(num=1, seed=0),
         teacher="label",
-        data=DataSpec(shape=PIXELS, range=(-1.0, 1.0)),
+        data=DataSpec(shape=PIXELS, range=(-0.5, 0.5)),
         condition=condition,
         architecture=Dit.model_validate(ARCHITECTURE),
         path="linear",
@@ -184,7 +191,7 @@ def test_command_tells_a_student_the_prompt_through_the_pinned_encoder_alone(
             found[prompt] = drawn["images"]
         text = encoder.encode([prompt])[0]
         images = alone.sample(3, steps=2, condition=text, guidance=2).images
-        assert np.array_equal(found[prompt], images.clamp(-1, 1).numpy())
+        assert np.array_equal(found[prompt], images.clamp(-0.5, 0.5).numpy())
     assert not np.allclose(*found.values(), atol=1e-3)
     assert command("sample-student", *asked, "--text", "bright left", *reading, "--class", 1) == SetupError.exit_code
     assert command("sample-student", *asked, "--class", 1) == SetupError.exit_code

@@ -188,7 +188,7 @@ def test_missing_diffusers_is_told_with_what_to_install(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "diffusers.models.autoencoders.autoencoder_kl", None)
     with pytest.raises(SetupError, match="no module diffusers") as refused:
         open_latent(spec.model_copy(update={"path": WEIGHTS}), SHAPE, None, tmp_path)
-    assert "archipelago[diffusers]" in str(refused.value.remedy)
+    assert ".[diffusers]" in str(refused.value.remedy)
 
 
 def test_published_sizes_have_the_tensors_that_diffusers_gives_them(tmp_path: Path) -> None:

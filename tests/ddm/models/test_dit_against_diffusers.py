@@ -20,7 +20,7 @@ def diffusers_dit() -> Any:
     import_torchvision()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pytest.importorskip("diffusers", reason="needs diffusers: pip install archipelago[diffusers]")
+        pytest.importorskip("diffusers", reason="needs diffusers: pip install '.[diffusers]'")
         from diffusers import DiTTransformer2DModel
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)

@@ -1,6 +1,7 @@
 """Samples on disk: readable by others, and marked as synthetic with the digest of their release."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel
@@ -51,6 +52,22 @@ def test_npz_bears_the_mark_and_the_numbers(tmp_path: Path) -> None:
     first = (tmp_path / "a.npz").read_bytes()
     drawn.save(tmp_path / "a.npz")
     assert (tmp_path / "a.npz").read_bytes() == first
+
+
+def test_values_are_clipped_to_the_range_of_the_data_whose_ends_are_black_and_white(tmp_path: Path) -> None:
+    drawn = replace(samples(1, 8, 8), images=torch.linspace(-60, 315, 64).view(1, 1, 8, 8), value_range=(0.0, 255.0))
+    drawn = replace(drawn, expert_N=torch.tensor([0]))
+    clipped = drawn.images[0, 0].clamp(0, 255)
+    assert drawn.save(tmp_path / "a.npz") == "float32 images in [0, 255]"
+    with np.load(tmp_path / "a.npz") as found:
+        np.testing.assert_array_equal(found["images"][0, 0], clipped.numpy())
+    drawn.save(tmp_path / "each")
+    with Image.open(tmp_path / "each" / "00000.png") as picture:
+        np.testing.assert_array_equal(np.asarray(picture)[:, :, 0], clipped.round().numpy())
+    volume = replace(drawn, images=drawn.images[:, :, None])
+    volume.save(tmp_path / "a.nii")
+    stored = np.asarray(nibabel.load(tmp_path / "a.nii").dataobj)  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(stored[:, :, 0], clipped.T.numpy())
 
 
 @pytest.mark.parametrize("channels", [1, 2])
