@@ -14,6 +14,7 @@ from ddm.cli.options import (
     MemoryOption,
     ReleaseArgument,
     Verification,
+    check_null,
     grouped,
     read_memory,
     warn_if_expired,
@@ -172,6 +173,8 @@ def distill(
     opened = verification.open(release, experts_later=True)
     plan = opened.plan
     network, condition = own_network or plan.expert.architecture, NoCondition() if unconditional else plan.condition
+    if unconditional:
+        check_null(plan.condition, "--unconditional", "Leave --unconditional out.")
     if misfit := network.misfit(plan.expert_shape, condition):
         raise SetupError("--architecture", expected=misfit, got=f"shape {plan.expert_shape}, {condition.kind}")
     found = None if start is StartName.RANDOM else initial_weights(opened, network, condition)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddm.cli.editing import interval
-from ddm.cli.evaluated_conditions import Asked, conditions_for
+from ddm.cli.evaluated_conditions import Asked, conditions_for, held_of_class
 from ddm.cli.following import FLAGS, Following, StrategyName, chosen_strategy, priors
 from ddm.cli.options import (
     HOW,
@@ -21,13 +21,14 @@ from ddm.cli.options import (
     Solving,
     TextOption,
     Verification,
+    check_null,
     grouped,
     read_memory,
     warn_if_expired,
 )
 from ddm.cli.settings import DrawingSettings, read_settings, set_option
 from ddm.errors import SetupError
-from ddm.protocol.architecture import NoCondition
+from ddm.protocol.architecture import ClassCondition, NoCondition
 from ddm.system.console import progress, say, table
 
 if TYPE_CHECKING:
@@ -177,7 +178,12 @@ def evaluate(
         counted = declared is not None or plan.statistics.class_counts is not None or len(weights) == 1
         under = conditions_for(asked, plan.condition, real, count, solving.seed, counted=counted)
         _check_told(under.value is not None, rare, guidance)
-        real, words = real if under.kept is None else real.only(under.kept), under.words
+        if guidance:
+            check_null(plan.condition, "--guidance", "Leave --guidance out.")
+        words = under.words
+        if under.kept is not None and isinstance(under.value, int) and isinstance(plan.condition, ClassCondition):
+            real = real.only(under.kept)
+            held = held and held_of_class(under.value, plan.condition, held)
         how = {
             "steps": solving.steps,
             "solver": solving.solver.value,

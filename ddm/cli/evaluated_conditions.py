@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddm.cli.options import check_text
+from ddm.cli.options import check_null, check_text
 from ddm.errors import DataError, SetupError
-from ddm.protocol.plan import ClassCondition, Condition, NoCondition, TextCondition
+from ddm.protocol.plan import ClassCondition, Condition, TextCondition
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,11 +134,31 @@ def _one_class(text: str, condition: ClassCondition, label_M: "Tensor | None") -
     name = condition.classes.name(label)
     if label_M is None:
         return Conditions(label, f"class {name}, against all reference images")
-    kept = (label_M == label).tolist()
-    if sum(kept) < _LEAST:
-        expected = f"at least {_LEAST} reference images of class {name}"
-        raise DataError("labels of the reference", expected=expected, got=str(sum(kept)))
+    kept = _of_class(label, condition, label_M, "reference")
     return Conditions(label, f"class {name}, against reference images of it", kept)
+
+
+def held_of_class(label: int, condition: ClassCondition, holdout: "Reference") -> "Reference":
+    """Return the held-out images of a class, of which alone the samples and the reference are.
+
+    Raises:
+        SetupError: a holdout without labels.
+        DataError: labels that do not fit, or too few images of the class.
+    """
+    from ddm.evaluation.reference import classes_of
+
+    if (label_M := classes_of(holdout, condition.classes)) is None:
+        expected, got = "labels of the held-out images, in a column labels, as of the reference", "none"
+        raise SetupError("--holdout", expected=expected, got=got, remedy="Leave --holdout or --class out.")
+    return holdout.only(_of_class(label, condition, label_M, "holdout"))
+
+
+def _of_class(label: int, condition: ClassCondition, label_M: "Tensor", what: str) -> list[bool]:
+    kept: list[bool] = (label_M == label).tolist()
+    if sum(kept) < _LEAST:
+        expected = f"at least {_LEAST} images of class {condition.classes.name(label)}"
+        raise DataError(f"labels of the {what}", expected=expected, got=str(sum(kept)))
+    return kept
 
 
 def _texts(asked: Asked, condition: TextCondition, reference: "Reference", num: int, seed: int) -> Conditions:
@@ -168,10 +188,8 @@ def _nothing(kind: str, condition: Condition) -> Conditions:
     Raises:
         SetupError: experts that never learned it.
     """
-    if not isinstance(condition, NoCondition) and not condition.drop:
-        flags = "--class data or --class equal" if kind == "class" else "--text-encoder"
-        got = f"none, and experts that were always told a {kind} (drop = 0)"
-        raise SetupError("condition", expected=f"a {kind}", got=got, remedy=f"Give {flags}.")
+    remedy = "Give --class data or --class equal." if kind == "class" else "Give --text-encoder."
+    check_null(condition, "condition", remedy)
     return Conditions(None, f"without a {kind}")
 
 

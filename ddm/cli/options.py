@@ -255,10 +255,14 @@ class Told:
         """Return the condition in the form in which experts of this kind take it, None where there is none.
 
         Raises:
-            SetupError: experts that take another kind of condition, or have no such class.
+            SetupError: experts that take another kind of condition, have no such class, or cannot do without one.
         """
         from ddm.cli.conditions import class_number, encoded
 
+        if not self.anything:
+            check_null(condition, "condition", f"Give --{condition.kind}.")
+        if self.guidance:
+            check_null(condition, "--guidance", "Leave --guidance out.")
         if self.label is not None:
             return class_number(self.label, condition)
         if self.text is None or self.text_encoder is None:
@@ -331,6 +335,18 @@ def check_text(text: str | None, folder: Path | None) -> None:
         raise SetupError("--text", expected=expected, got="a text without an encoder")
     if text is not None and not text.strip():
         raise SetupError("--text", expected="a text", got=f"{len(text)} blank characters")
+
+
+def check_null(condition: "Condition", subject: str, remedy: str) -> None:
+    """Refuse to leave the condition out, or to guide away from that, where experts were always told one.
+
+    Raises:
+        SetupError: the plan's `condition.drop` is 0, so that the experts' answers without a condition are untrained.
+    """
+    if getattr(condition, "drop", None) == 0:
+        expected = "experts that have also learned to do without their condition"
+        got = f"experts that were always told a {condition.kind} (drop = 0)"
+        raise SetupError(subject, expected=expected, got=got, remedy=remedy)
 
 
 def read_memory(text: str | None) -> int | None:

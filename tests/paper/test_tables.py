@@ -10,8 +10,10 @@ import sys
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.container import ErrorbarContainer
@@ -19,7 +21,7 @@ from matplotlib.figure import Figure as Figures
 from matplotlib.patches import Rectangle
 from pytest import CaptureFixture, MonkeyPatch
 
-from ddm.errors import NumericalError, SetupError
+from ddm.errors import DataError, NumericalError, SetupError
 from ddm.evaluation.classifier import Classifier
 from examples.paper import run
 from examples.paper.tables.clock import EXIT_OUT_OF_TIME, Clock
@@ -28,12 +30,13 @@ from examples.paper.tables.data import UNEQUAL, World, read_world
 from examples.paper.tables.exact import ExactRouter
 from examples.paper.tables.figures import draw_table
 from examples.paper.tables.further import FROM_EXPERT, LONGER, STUDENT
-from examples.paper.tables.judging import CLASSIFIER
+from examples.paper.tables.judging import CLASSIFIER, Judge, Judged
 from examples.paper.tables.lab import Lab
 from examples.paper.tables.models import Workshop
+from examples.paper.tables.page import _shown
 from examples.paper.tables.presets import Preset, preset_for
-from examples.paper.tables.published import read_cells
-from examples.paper.tables.rates import candidates, kind_of, rate_beyond, settled, tuned_as
+from examples.paper.tables.published import Published, Record, read_cells
+from examples.paper.tables.rates import best_rate, candidates, kind_of, rate_beyond, settled, tuned_as
 from examples.paper.tables.results import Cell, Choice, Cost, Figure, Kept, command_of, over_seeds, spread
 from examples.paper.tables.rows import FORMER, UNTUNED, Row, Table
 from examples.paper.tables.sharing import alone
@@ -77,6 +80,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(run, "preset_for", tiny)
         assert run.main(words(out)) == 0
     return out
+
+
+def nobody(world: World) -> Judge:
+    """A judge who is asked for nothing but his name."""
+    return cast(Judge, SimpleNamespace(about=Judged(digest="this run's", accuracy=0.0), world=world))
 
 
 def figures(out: Path, name: str) -> dict[str, float]:
@@ -403,6 +411,10 @@ def test_target_takes_the_best_strategy_that_keeps_the_shares() -> None:
     assert targets({1: two})[1].met == "undecided"  # too few seeds
     none = targets({1: {label: row for label, row in first.items() if label in ("monolith", "top-1")}})[0]
     assert none.met == "no" and none.value is None
+    assert targets({1: {"monolith": first["monolith"]}})[0].met == "", "nothing says of whom it draws"
+    near = {seed: cell(seed, fid=fid) for seed, fid in enumerate((4.0, 4.0, 27.0, 16.0))}  # 9.1 by logarithms
+    whole = {seed: cell(seed, fid=10.0) for seed in range(4)}
+    assert targets({1: {**first, "monolith": whole, "monolith, batch 8": near}})[0].note.endswith("monolith, batch 8")
 
 
 def test_student_of_the_target_starts_from_an_expert_where_that_was_measured() -> None:
@@ -493,6 +505,12 @@ def test_weight_of_fedprox_is_chosen_on_validation_images_with_a_rate_for_each()
 
     best = settled(row, preset, choice)
     assert best and best.source == weights[1]
+
+    def diverging(source: Trained) -> Choice:
+        return choice(source) if source == weights[2] else Choice(rate=0.1, tried={"0.1": None}, steps=0, judge="a")
+
+    left = settled(row, preset, diverging)
+    assert left and left.source == weights[2], "the only one that trains"
     only = settled(row, preset.model_copy(update={"mus": (0.01,)}), lambda source: None)  # nothing to choose
     assert only and only.source == weights[2]
 
@@ -542,8 +560,67 @@ def test_batch_is_chosen_on_validation_images_and_flops_are_those_of_the_best() 
     assert found().met == "no" and found().value is None and "1 of 3" in found().note
     cells["lock(1), best batch, budget 1"][1] = cell(1, flops=0.1, fid=9.0)  # and one does at once
     assert found().met == "undecided"
+    cells["lock(1), best batch, budget 4"][0] = cell(0, flops=4.0, fid=5.0)
+    cells |= {f"lock(1), best batch, budget {flops}": row(float(flops), 9.0) for flops in (1, 4)}
+    bound = found()  # at most a quarter with each: which meets the target, and would not miss a lower one
+    assert bound.met == "yes" and bound.low is None and "3 of 3" in bound.note
+    cells |= {f"{name}, best batch, budget 4": row(2.0, 10.0) for name in ("monolith", "lock(1)")}
+    assert found().value == pytest.approx(0.5) and found().met == "undecided"
     del cells["lock(1), best batch, budget 4"]
     assert found().met == "" and found().seeds == 0
+
+
+def test_rate_at_which_nothing_trains_is_kept_and_told_where_a_model_is_needed(world: World, tmp_path: Path) -> None:
+    def diverges(rate: float) -> tuple[float, Cost]:
+        raise NumericalError("loss", expected="a finite number", got="nan")
+
+    preset = preset_for("cpu", world.data.shape)
+    none = best_rate(preset, "a", diverges)
+    assert not none.trains and set(none.tried.values()) == {None} and Choice(rate=1.0, tried={}, steps=0).trains
+    lab = Lab(world, preset, tmp_path, nobody(world), Clock())
+    lab.kept.write(lab._key("rate", "monolith"), none)
+    with pytest.raises(NumericalError, match="rates of monolith"):
+        lab.made(Monolith(), 0)
+
+
+def test_all_seeds_of_a_row_are_trained_at_one_rate(world: World, tmp_path: Path) -> None:
+    """A published rate stays in force where this run's classifier chooses as well; cells of another rate do not."""
+    preset, judge = preset_for("cpu", world.data.shape), nobody(world)
+    before = Choice(rate=0.5, tried={"0.5": 1.0}, steps=1, judge="another")
+    lab = Lab(
+        world, preset, tmp_path, judge, Clock(), Published(Record(settings="", tables={}, rates={"monolith": before}))
+    )
+    lab.kept.write(lab._key("rate", "monolith"), before.model_copy(update={"rate": 0.25, "judge": judge.about.digest}))
+    assert lab.rate(Monolith()) == lab.chosen(Monolith()) == before
+    row = Row(table=1, label="monolith", source=Monolith())
+    for rate, found in ((0.25, False), (0.5, True)):
+        cost = Cost(steps=1, batch_size=1, learning_rate=rate, flops=1, router_flops=0, seconds=1, commit="")
+        lab.kept.write(lab.key(row, 0), cell(0, fid=1.0).model_copy(update={"cost": cost}))
+        assert (lab.found(row, 0) is not None) == found
+
+
+def test_labels_and_pixels_of_an_npz_are_held_to_what_they_mean(tmp_path: Path) -> None:
+    images, label_N = np.zeros((20, 4, 4), np.float32), np.arange(20) % 2
+    path = tmp_path / "a.npz"
+    for changed in (
+        {"labels": np.eye(2)[label_N]},
+        {"labels": label_N.astype(np.float32)},
+        {"labels": label_N - 1},
+        {"images": np.full_like(images, np.nan)},
+        {"images": images + 2},
+        {"images": images[:0], "labels": label_N[:0]},
+    ):
+        np.savez(path, **({"images": images, "labels": label_N} | changed))
+        with pytest.raises(DataError):
+            read_world("npz", path)
+    np.savez(path, images=images, labels=label_N[:, None])
+    assert read_world("npz", path).data.shape == (1, 4, 4)
+
+
+def test_wall_time_is_a_median_as_the_page_says() -> None:
+    assert (
+        _shown({n: cell(n, wall_s=seconds) for n, seconds in enumerate((60.0, 120.0, 600.0))}, "wall_s") == "2 min 00 s"
+    )
 
 
 def test_figures_of_one_seed_have_no_interval_over_seeds() -> None:

@@ -161,11 +161,14 @@ def _pneumonia(path: Path) -> tuple[Part, Part]:
 def _npz(path: Path) -> Part:
     require_file(path, "an npz with images and labels")
     images, labels = (read_array(path, name, max_bytes=_MAX_BYTES) for name in ("images", "labels"))
-    if len(labels) != len(images) or images.ndim not in (3, 4):
-        got = f"images {images.shape} and {len(labels)} labels"
-        raise DataError(path.name, expected="images (N, H, W) or (N, C, H, W), and a label for each", got=got)
+    fits = labels.size == len(images) > 0 and labels.dtype.kind in "iu" and labels.min() >= 0
+    if not fits or images.ndim not in (3, 4):
+        got = f"images {images.shape}, labels {labels.shape} of {labels.dtype}"
+        expected = "images (N, H, W) or (N, C, H, W), and for each a class, a whole number from 0"
+        raise DataError(path.name, expected=expected, got=got)
     if images.dtype == np.uint8:
         return _part(images, labels)
-    if images.dtype.kind != "f" or images.min() < -1 or images.max() > 1:
-        raise DataError(path.name, expected="images in uint8, or floats in [-1, 1]", got=str(images.dtype))
+    if images.dtype.kind != "f" or not (images.min() >= -1 and images.max() <= 1):  # NaN is neither
+        got = f"{images.dtype}, {images.min():g} to {images.max():g}"
+        raise DataError(path.name, expected="images in uint8, or floats in [-1, 1]", got=got)
     return _part((images + 1).astype(np.float64), labels, levels=1.0)

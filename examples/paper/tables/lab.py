@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import isclose
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ddm.ensemble import Ensemble
+from ddm.errors import NumericalError
 from ddm.evaluation.shares import share_error
 from ddm.protocol.base import sha256_hex
 from ddm.routers.calibration import Calibrated
@@ -103,13 +105,21 @@ class Lab:
             say(f"table {row.table}, seed {seed}, {row.label}: FID {found.figures['fid'].value:.1f}")
             return found
 
-        return self._once(self.key(row, seed), Cell, measure)
+        return self._once(self.key(row, seed), partial(self._kept_cell, row, seed), measure)
 
-    def _once(self, key: object, kind: type[Document], make: Callable[[], Document]) -> Document:
+    def _kept_cell(self, row: Row, seed: int) -> Cell | None:
+        """Return a row's cell, unless its model was trained at another rate than the one that is chosen now."""
+        found = self.kept.read(self.key(row, seed), Cell)
+        if found is None or found.cost is None or isinstance(row.source, TrainingImages):
+            return found
+        chosen = self.chosen(row.source)
+        return found if chosen and isclose(chosen.rate, found.cost.learning_rate, rel_tol=1e-4) else None
+
+    def _once(self, key: object, read: Callable[[], Document | None], make: Callable[[], Document]) -> Document:
         """Return what is kept under a key, or make it as the only process that does."""
-        if (found := self.kept.read(key, kind)) is None:
+        if (found := read()) is None:
             with alone(self.out, self.kept.file(key).stem):
-                if (found := self.kept.read(key, kind)) is None:  # another process may have been a moment earlier
+                if (found := read()) is None:  # another process may have been a moment earlier
                     found = make()
                     self.kept.write(key, found)
         return found
@@ -128,7 +138,7 @@ class Lab:
     def found(self, row: Row, seed: int) -> Cell | None:
         """Return a row's figures if they were measured."""
         known = settled(row, self.preset, self.chosen) or settled(row, self.preset, self._own_choice)
-        kept = self.kept.read(self.key(known, seed), Cell) if known else None
+        kept = self._kept_cell(known, seed) if known else None
         return kept or self.published.cell(row.table, row.label, seed, self.judge.about)
 
     def rate(self, source: Trained) -> Choice:
@@ -137,24 +147,34 @@ class Lab:
         Raises:
             BusyError: another process chooses it.
         """
+        source = self._tuned(source)
         return self.chosen(source) or self._own_rate(source)
+
+    def _tuned(self, source: Trained) -> Trained:
+        """Return whose rate a model takes: its own, or where averaging is not tuned that of as many experts."""
+        if isinstance(source, Federated) and not self.preset.federated_tuned:
+            return Experts(num=source.num)
+        return source
 
     def _own_rate(self, source: Trained) -> Choice:
         """Return the rate that this run's classifier chooses."""
-        if isinstance(source, Federated) and not self.preset.federated_tuned:
-            return self.rate(Experts(num=source.num))
         kind, judge = kind_of(source, self.preset), self.judge.about.digest
 
         def choose() -> Choice:
-            found = best_rate(self.preset, kind, judge, partial(self._tried, tuned_as(source, self.preset)))
+            found = best_rate(self.preset, judge, partial(self._tried, tuned_as(source, self.preset)))
             say(f"rate of {kind} {found.rate:g}, by FID on validation images: {found.in_words}")
             return found
 
-        return self._own_choice(source) or self._once(self._key("rate", kind), Choice, choose)
+        return self._once(self._key("rate", kind), partial(self._own_choice, source), choose)
 
     def chosen(self, source: Trained) -> Choice | None:
-        """Return the rate of models like this one, if it was chosen already or leaves nothing to choose."""
-        return self._own_choice(source) or self.published.rate(kind_of(source, self.preset))
+        """Return the rate of models like this one, if it was chosen already or leaves nothing to choose.
+
+        A published one comes first: where this run's classifier chooses as well, to compare, all seeds have one rate.
+        """
+        source = self._tuned(source)
+        published = self.published.rate(kind_of(source, self.preset))
+        return only_rate(source, self.preset) or published or self._own_choice(source)
 
     def _own_choice(self, source: Trained) -> Choice | None:
         """Return the rate that this run's classifier chose, or that leaves nothing to choose."""
@@ -168,8 +188,15 @@ class Lab:
         return self.judge.validation_fid(clipped(images)), made.cost
 
     def made(self, source: Trained, seed: int) -> Made:
-        """Return a model at its chosen rate, trained now unless it is there."""
-        return self._made(source, self.rate(source).rate, seed)
+        """Return a model at its chosen rate, trained now unless it is there.
+
+        Raises:
+            NumericalError: training diverges at all rates that were tried.
+        """
+        if not (choice := self.rate(source)).trains:
+            got = choice.in_words
+            raise NumericalError(f"rates of {kind_of(source, self.preset)}", expected="one that trains", got=got)
+        return self._made(source, choice.rate, seed)
 
     def name(self, source: Trained, rate: float, seed: int) -> str:
         """Name the folder of a model by all that it depends on."""

@@ -219,7 +219,7 @@ def _shown(by_seed: Mapping[int, Cell], name: str) -> str:
     if name == "flops":
         return human_flops(mean)
     if name == "wall_s":
-        return human_seconds(mean)
+        return human_seconds(median(cell.figures[name].value for cell in by_seed.values() if name in cell.figures))
     if name.startswith("bytes"):
         return f"{mean / 1e6:.2f} MB"
     places = _PLACES.get(name, 3)

@@ -59,17 +59,13 @@ def only_rate(source: Trained, preset: Preset) -> Choice | None:
     return None
 
 
-def best_rate(preset: Preset, kind: str, judge: str, measure: Callable[[float], tuple[float, Cost]]) -> Choice:
-    """Try the preset's rates, and further ones while the best is the lowest or the highest.
+def best_rate(preset: Preset, judge: str, measure: Callable[[float], tuple[float, Cost]]) -> Choice:
+    """Try the preset's rates, and further ones while the best is the lowest or the highest; see `Choice.trains`.
 
     Args:
         preset: holds the rates.
-        kind: what is tuned, for an error.
         judge: digest of the classifier.
         measure: trains at a rate, and returns FID and cost; raises NumericalError where training diverges.
-
-    Raises:
-        NumericalError: it diverged at every rate.
     """
     tried: dict[float, float] = {}
     costs: list[Cost] = []
@@ -87,11 +83,9 @@ def best_rate(preset: Preset, kind: str, judge: str, measure: Callable[[float], 
         if (beyond := rate_beyond(tried)) is None:
             break
         attempt(beyond)
-    if not costs:
-        raise NumericalError(f"rates of {kind}", expected="one that trains", got="none of them")
     shown = {f"{rate:.3g}": None if fid == inf else fid for rate, fid in sorted(tried.items())}
-    best, cost = min(tried, key=lambda rate: tried[rate]), costs[0]
-    return Choice(rate=best, tried=shown, steps=cost.steps, judge=judge)
+    best = min(tried, key=lambda rate: tried[rate])
+    return Choice(rate=best, tried=shown, steps=costs[0].steps if costs else 0, judge=judge)
 
 
 def rate_beyond(tried: Mapping[float, float]) -> float | None:

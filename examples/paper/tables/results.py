@@ -109,6 +109,11 @@ class Choice(Model):
     judge: str = ""
 
     @property
+    def trains(self) -> bool:
+        """Whether training at the rate does not diverge, as far as it was tried."""
+        return not self.tried or any(fid is not None for fid in self.tried.values())
+
+    @property
     def in_words(self) -> str:
         """What was tried: the FID of each rate."""
         return ", ".join(f"{rate}: {'diverged' if fid is None else f'{fid:.1f}'}" for rate, fid in self.tried.items())

@@ -1,7 +1,7 @@
 """The figures that the tables are held against, from one run: value, interval over seeds, met or not."""
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 from pathlib import Path
@@ -15,6 +15,7 @@ from examples.paper.tables.rows import BEST_BATCH, FORMER, UNTUNED
 Met = Literal["yes", "no", "undecided", ""]
 _NEUTRAL = 0.02
 _CURVES = ("monolith", "lock(1)")
+_BOUND = "upper bound: the smallest budget reaches it"
 _SEEDS = 3  # the fewest that a target is met with
 _PAPER = 0.72  # FID of the paper's ensemble over its monolith's, 28% lower
 
@@ -80,8 +81,9 @@ def _neutral(cells: Cells) -> Target:
     figure, most = "FID of the best neutral strategy over the tuned monolith's, the best batch of each", 0.5
     best, monolith = best_neutral(cells), best_monolith(cells)
     found = _ratio(figure, most, cells, best, monolith)
-    if cells and best is None:
-        return replace(found, met="no", note="no strategy is neutral")
+    told = [len(seeds) for label, seeds in cells.items() if _shares(label, seeds)]
+    if told and best is None:
+        return replace(found, met="no" if max(told) >= _SEEDS else "undecided", note="no strategy is neutral")
     return replace(found, note=f"{best}, over {monolith}") if found.value is not None else found
 
 
@@ -98,12 +100,18 @@ def best_monolith(cells: Cells) -> str:
 
 
 def _lowest_fid(cells: Cells, wanted: Callable[[str], bool], otherwise: str) -> str:
-    mean = {
-        label: sum(cell.figures["fid"].value for cell in seeds.values()) / len(seeds)
-        for label, seeds in cells.items()
-        if wanted(label)
-    }
+    mean = {label: _fid(seeds.values()) for label, seeds in cells.items() if wanted(label)}
     return min(mean, key=lambda label: mean[label], default=otherwise)
+
+
+def _fid(cells: Iterable[Cell]) -> float:
+    """Return the mean FID that the page shows."""
+    return spread([cell.figures["fid"].value for cell in cells], as_ratios=True)[0]
+
+
+def _shares(label: str, seeds: Mapping[int, Cell]) -> list[Cell]:
+    """Return the cells that say how far from the priors a strategy draws; none of the oracle's."""
+    return [cell for cell in seeds.values() if "share_error" in cell.figures and "oracle" not in label]
 
 
 def best_neutral(cells: Cells) -> str | None:
@@ -114,13 +122,12 @@ def best_neutral(cells: Cells) -> str | None:
     """
     mean: dict[str, float] = {}
     for label, seeds in cells.items():
-        each = [cell.figures for cell in seeds.values() if "share_error" in cell.figures]
-        if not each or "oracle" in label:
+        if not (each := _shares(label, seeds)):
             continue
-        names = ("fid", "share_error", "share_by_chance", "share_mean_by_chance")
-        fid, error, limit, expected = (sum(figures[name].value for figures in each) / len(each) for name in names)
+        names = ("share_error", "share_by_chance", "share_mean_by_chance")
+        error, limit, expected = (sum(cell.figures[name].value for cell in each) / len(each) for name in names)
         if error < max(_NEUTRAL, expected + (limit - expected) / sqrt(len(each))):
-            mean[label] = fid
+            mean[label] = _fid(each)
     return min(mean, key=lambda label: mean[label]) if mean else None
 
 
@@ -197,7 +204,12 @@ def _flops(cells: Cells) -> Target:
         note = f"not reached with {len(seeds) - len(values)} of {len(seeds)} seeds"
         met: Met = "no" if len(seeds) >= _SEEDS and all(value > most for value in values) else "undecided"
         return Target(figure, f"at most {most:g}", seeds=len(seeds), met=met, note=note, **_origin(used))
-    return _target(figure, f"at most {most:g}", values, most, used, notes[0] if notes else "")
+    found = _target(figure, f"at most {most:g}", values, most, used, notes[0] if notes else "")
+    if bounds := sum(note == _BOUND for note in notes):
+        note = f"{_BOUND}, with {bounds} of {len(seeds)} seeds"
+        met = "yes" if found.met == "yes" else "undecided"  # what is at most so much may be less
+        return replace(found, low=None, high=None, met=met, note=note)
+    return found
 
 
 def _curve(cells: Cells, kind: str, seed: int) -> list[tuple[float, float]]:
@@ -219,7 +231,7 @@ def flops_to(curve: Sequence[tuple[float, float]], fid: float) -> tuple[float | 
     for flops, found in curve:
         if found <= fid:
             if before is None or before[1] == found:
-                return flops, "upper bound: the smallest budget reaches it"
+                return flops, _BOUND
             share = log(before[1] / fid) / log(before[1] / found)
             return exp(log(before[0]) + share * log(flops / before[0])), "interpolated"
         before = (flops, found)

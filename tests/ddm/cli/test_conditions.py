@@ -10,6 +10,7 @@ import torch
 
 from ddm.cli.drawing import Computing, Job, ReleaseSource, draw_together
 from ddm.cli.evaluated_conditions import Asked, conditions_for
+from ddm.cli.options import Told, check_null
 from ddm.distillation.student import load_student
 from ddm.errors import DataError, SetupError
 from ddm.evaluation.reference import Reference, open_reference
@@ -93,6 +94,15 @@ def test_one_class_is_compared_with_its_own_reference_images_on_what_ddm_sample_
     again = evaluated(owner, "only", "--samples", out)
     for name, each in again["metrics"].items():
         assert found["metrics"][name] == pytest.approx(each, rel=1e-4, abs=1e-6), name
+    np.savez(owner.path / "threes.npz", images=digits()[0][label_N == 3], labels=label_N[label_N == 3])
+    mixed, own = (
+        evaluated(owner, "all", "--num", NUM, *told, "--holdout", owner.path / name)
+        for name in ("all.npz", "threes.npz")
+    )
+    assert mixed["holdout"]["num"] == own["holdout"]["num"] == int((label_N == 3).sum())
+    assert mixed["metrics"] == own["metrics"] and mixed["copies"] == own["copies"]
+    bare = ("--reference", owner.path / "all.npz", "--num", NUM, "--class", 3, "--holdout", owner.path / "bare.npz")
+    assert "--holdout" in owner.read("evaluate", "release", *bare).err
     other = evaluated(owner, "all", "--num", NUM, "--class", 4)
     assert other["metrics"]["kid"] != pytest.approx(found["metrics"]["kid"], rel=1e-3)
 
@@ -131,7 +141,7 @@ def test_condition_that_does_not_fit_is_refused_with_what_does(tmp_path: Path) -
         (("none", None, None), undropped, "bare", SetupError, "drop = 0"),
         ((None, None, None), CLASSES, "wide", DataError, "0 to 9"),
         ((None, None, None), CLASSES, "named", DataError, "--class equal"),
-        (("3", None, None), CLASSES, "few", DataError, "8 reference images of class 3"),
+        (("3", None, None), CLASSES, "few", DataError, "8 images of class 3"),
         ((None, "a cat", folder), CLASSES, "bare", SetupError, "experts with classes"),
         (("equal", None, None), text, "bare", SetupError, "experts with texts"),
         ((None, None, folder), text, "bare", SetupError, "captions"),
@@ -145,6 +155,19 @@ def test_condition_that_does_not_fit_is_refused_with_what_does(tmp_path: Path) -
             Asked(*words)
     found = conditions_for(Asked(None, None, None), undropped, real(tmp_path / "bare.npz"), 10, 0, counted=True)
     assert found.words == "all 10 classes equally often"  # experts that never learned to do without
+
+
+def test_experts_that_were_always_told_a_class_are_not_asked_without_one() -> None:
+    undropped = ClassCondition(num_classes=10, drop=0.0)
+    for told, subject in ((Told(), "condition"), (Told("3", guidance=2.0), "--guidance")):
+        with case(told=told), pytest.raises(SetupError, match="drop = 0") as refused:
+            told.value(undropped)
+        assert refused.value.subject == subject
+        told.value(CLASSES)
+    assert Told("3").value(undropped) == Told("3", guidance=2.0).value(CLASSES) == 3
+    with pytest.raises(SetupError, match="drop = 0"):
+        check_null(undropped, "--unconditional", "")
+    check_null(NoCondition(), "--unconditional", "")
 
 
 def test_wrong_options_are_refused_before_anything_is_drawn(owner: Owner) -> None:
