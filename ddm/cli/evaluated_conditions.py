@@ -148,7 +148,7 @@ def held_of_class(label: int, condition: ClassCondition, holdout: "Reference") -
     from ddm.evaluation.reference import classes_of
 
     if (label_M := classes_of(holdout, condition.classes)) is None:
-        expected, got = "labels of the held-out images, in a column labels, as of the reference", "none"
+        expected, got = "labels of the held-out images, as of the reference", "held-out images without labels"
         raise SetupError("--holdout", expected=expected, got=got, remedy="Leave --holdout or --class out.")
     return holdout.only(_of_class(label, condition, label_M, "holdout"))
 
