@@ -4,7 +4,7 @@
 
 The number is on disk before an attempt begins, and the file is deleted when the attempt ends, whatever the outcome. A
 process that is killed in between leaves it behind, be it for lack of memory or because the supervisor found it hanging;
-one that is asked to stop, or finds the disk full, takes its attempt back.
+one that is asked to stop, or finds the disk full or a file of the federation damaged, takes its attempt back.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from aggregator.intake.own_files import OwnFilesError
 from ddm.errors import ArchipelagoError, RefusedError
 from ddm.io.files import read_bounded, sync_folder, write_atomic
 
@@ -49,7 +50,7 @@ class Attempts:
         try:
             write_atomic(path, b"%d" % (before + 1))
             yield
-        except (KeyboardInterrupt, OSError):
+        except (KeyboardInterrupt, OSError, OwnFilesError):
             if before:
                 write_atomic(path, b"%d" % before)
             else:

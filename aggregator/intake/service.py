@@ -22,6 +22,7 @@ from aggregator.intake.checks import Expectation, Intake, Signed, authenticate, 
 from aggregator.intake.claims import claim_faults
 from aggregator.intake.examination import Examiner
 from aggregator.intake.limits import submission_bytes, submission_entries
+from aggregator.intake.own_files import own_files
 from aggregator.intake.quarantine import (
     MAX_REASONS,
     Decision,
@@ -32,7 +33,14 @@ from aggregator.intake.quarantine import (
     is_admitted,
     set_aside,
 )
-from aggregator.membership.registry import check_ledger, members, remember_ledger, signing_key, taking_part
+from aggregator.membership.registry import (
+    check_ledger,
+    known_ledger,
+    members,
+    remember_ledger,
+    signing_key,
+    taking_part,
+)
 from aggregator.membership.withdrawal import GIVEN_UP, finish_withdrawal, withdraw, withdrawn_silos
 from aggregator.transfer.delivery import forget_unsigned, note_unsigned
 from ddm.errors import ArchipelagoError, BusyError, PolicyError, RefusedError
@@ -98,6 +106,9 @@ class IntakeService:
 
         Returns:
             The number of submissions answered.
+
+        Raises:
+            OwnFilesError: a file of the federation cannot be used; nobody is answered for that.
         """
         self._let_go()
         for silo_id in set(withdrawn_silos(self.federation, self.plan)) - self._gone:
@@ -244,11 +255,14 @@ class IntakeService:
 
     def _set_aside(self, verified: Intake, sequence: int, folder: Path) -> bool:
         """Move an implausible submission into quarantine, unless a person admitted it."""
-        silo_id = verified.submission.silo_id
+        silo_id, num_units = verified.submission.silo_id, verified.submission.num_units
+        with own_files():
+            self.examiner.trial(silo_id)
+            accepted, admitted = self.examiner.accepted(), is_admitted(self.federation, verified.digest)
+            reasons = self._claim_faults(silo_id, num_units)
         examination = self.examiner.examine(silo_id, verified.submission, verified.digest, folder)
-        num_units = verified.submission.num_units
-        reasons = self._claim_faults(silo_id, num_units) + self.examiner.faults(examination, self.examiner.accepted())
-        if not reasons or is_admitted(self.federation, examination.submission_digest):
+        reasons += self.examiner.faults(examination, accepted)
+        if not reasons or admitted:
             return False
         more = [f"and {len(reasons) - MAX_REASONS} more"] if len(reasons) > MAX_REASONS else []
         why = SetAside(
@@ -306,7 +320,8 @@ class IntakeService:
         return Attempts(self.federation.attempts / self.plan.plan_id / folder).attempt(sequence)
 
     def _expectation(self, silo_id: str, sequence: int) -> Expectation:
-        card = taking_part(self.federation, self.plan).get(silo_id)
+        with own_files():
+            card = taking_part(self.federation, self.plan).get(silo_id)
         if card is None:
             got = "a silo that was removed, or enrolled anew with another key"
             raise PolicyError(f"silo {silo_id}", expected="a silo that takes part in the plan", got=got)
@@ -322,7 +337,9 @@ class IntakeService:
 
     def _verify(self, signed: Signed, expected: Expectation) -> Intake:
         verified = verify_submission(signed, expected)
-        check_ledger(self.federation, expected.silo_id, self.plan.plan_id, verified.submission.ledger.chain)
+        with own_files():
+            known = known_ledger(self.federation, expected.silo_id)
+        check_ledger(known, expected.silo_id, self.plan.plan_id, verified.submission.ledger.chain)
         return verified
 
     def _keep(self, silo_id: str, verified: Intake, part: Path) -> None:

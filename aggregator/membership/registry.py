@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from pydantic import Field
 
 from aggregator.config import Federation
@@ -58,10 +58,14 @@ def read_card(data: bytes) -> Card:
         expected = f"a signature by the key that it names, {ascii(card.signing_key[:40])}"
         raise DocumentError("enrolment card", expected=expected, got=f"a signature by {ascii(str(signer)[:40])}")
     try:
-        load_ssh_public_key(card.node_key.encode())
+        node = load_ssh_public_key(card.node_key.encode())
     except (ValueError, UnsupportedAlgorithm) as error:
         got = f"{len(card.node_key)} characters that are no such key"
         raise DocumentError("enrolment card, node_key", expected="an OpenSSH public key", got=got) from error
+    # One key has one text: keys are compared as texts.
+    if node.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() != card.node_key:
+        expected, got = "an OpenSSH public key as OpenSSH writes it", "another spelling of a key"
+        raise DocumentError("enrolment card, node_key", expected=expected, got=got)
     return card
 
 
@@ -245,13 +249,12 @@ def signing_key(card: Card) -> PublicKey:
     return PublicKey.parse(card.signing_key)
 
 
-def check_ledger(federation: Federation, silo_id: str, plan_id: str, chain: tuple[str, ...]) -> None:
+def check_ledger(known: KnownLedger, silo_id: str, plan_id: str, chain: tuple[str, ...]) -> None:
     """Refuse a ledger that does not extend the last known one, or that did not grow for a new plan.
 
     Raises:
         LedgerError: earlier entries are gone or changed, or nothing was debited for this plan.
     """
-    known = _known_ledger(federation, silo_id)
     grows = len(chain) > len(known.chain) or (known.plan_id == plan_id and len(chain) == len(known.chain))
     if chain[: len(known.chain)] != known.chain or not grows:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chain, known.chain, strict=False)))
@@ -272,6 +275,7 @@ def _ledger_path(federation: Federation, silo_id: str) -> Path:
     return federation.registry / "ledgers" / f"{silo_id}.json"
 
 
-def _known_ledger(federation: Federation, silo_id: str) -> KnownLedger:
+def known_ledger(federation: Federation, silo_id: str) -> KnownLedger:
+    """Return what is known of a silo's ledger; nothing before its first accepted submission."""
     path = _ledger_path(federation, silo_id)
     return KnownLedger.parse(path.read_bytes(), subject=path.name) if path.exists() else KnownLedger()

@@ -17,6 +17,7 @@ import typer
 
 from aggregator.config import Federation
 from aggregator.intake.limits import submission_bytes
+from aggregator.intake.own_files import OwnFilesError
 from aggregator.intake.quarantine import SetAside
 from aggregator.intake.service import IntakeService
 from ddm.errors import BusyError
@@ -90,6 +91,9 @@ def _step(desk: IntakeService) -> float:
         desk.step()
     except OSError as error:  # a full disk: what arrived stays where it is
         _log.warning("intake waits: %s", error.strerror or type(error).__name__)
+        return _REFUSED_S
+    except OwnFilesError as error:
+        _log.error("intake waits, and answers nobody, until this is mended: %s", error)
         return _REFUSED_S
     return _CHECK_S
 

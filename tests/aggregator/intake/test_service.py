@@ -16,6 +16,7 @@ from tuf.api.metadata import TargetFile, Targets
 
 from aggregator.intake import service as taking_in
 from aggregator.intake.bounds import cell_noise_bound
+from aggregator.intake.own_files import OwnFilesError
 from aggregator.membership.registry import card_of, signing_key
 from aggregator.transfer.delivery import plan_done
 from ddm.errors import (
@@ -123,6 +124,21 @@ def test_rubbish_in_a_silos_name_is_never_answered_however_often_it_comes(arriva
         (arrival.folder / "rubbish").write_bytes(os.urandom(100))
         arrival.thrown_away(times=times)
     arrival.arrive_again(1)
+    assert arrival.verdict().verdict.kind == "accepted"
+
+
+@pytest.mark.parametrize("name", ["registry/notes.json", "federation.toml", f"registry/ledgers/{SILO}.json"])
+def test_nobody_is_answered_for_a_damaged_file_of_the_federation(arrival: Arrival, name: str) -> None:
+    """What arrives meanwhile waits, rubbish is not refused in the silo's name, and no attempt is counted."""
+    path = arrival.tiny.federation.path / name
+    before = path.read_bytes() if path.exists() else None
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("no such document = ")
+    with pytest.raises(OwnFilesError):
+        arrival.tiny.take_in()
+    path.unlink() if before is None else path.write_bytes(before)
+    assert not (arrival.receipts / "1.json").exists() and (arrival.folder / "metadata").is_dir()
+    assert not list((arrival.tiny.federation.attempts / arrival.plan_id).rglob("[0-9]*"))
     assert arrival.verdict().verdict.kind == "accepted"
 
 

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from aggregator.config import Federation
-from aggregator.membership.registry import cards, check_ledger, enroll, remember_ledger
+from aggregator.membership.registry import cards, check_ledger, enroll, known_ledger, remember_ledger
 from ddm.errors import (
     ArchipelagoError,
     BusyError,
@@ -145,20 +145,20 @@ def test_enroll_of_nothing_says_so(federation: Federation, tmp_path: Path) -> No
 
 def test_ledger_may_only_grow(federation: Federation) -> None:
     one, two, three = "1" * 64, "2" * 64, "3" * 64
-    check_ledger(federation, "north", PLAN, (one,))
+    check_ledger(known_ledger(federation, "north"), "north", PLAN, (one,))
     remember_ledger(federation, "north", PLAN, (one, two))
     for plan_id in (PLAN, NEXT_PLAN):
-        check_ledger(federation, "north", plan_id, (one, two, three))
+        check_ledger(known_ledger(federation, "north"), "north", plan_id, (one, two, three))
         for chain in ((), (one,), (one, three), (two, one, three)):
             with pytest.raises(LedgerError):
-                check_ledger(federation, "north", plan_id, chain)
-    check_ledger(federation, "south", PLAN, (three,))
+                check_ledger(known_ledger(federation, "north"), "north", plan_id, chain)
+    check_ledger(known_ledger(federation, "south"), "south", PLAN, (three,))
 
 
 def test_ledger_must_grow_for_another_plan(federation: Federation) -> None:
     """The attack: releases of a new plan that no debit stands for."""
     chain = ("1" * 64, "2" * 64)
     remember_ledger(federation, "north", PLAN, chain)
-    check_ledger(federation, "north", PLAN, chain)
+    check_ledger(known_ledger(federation, "north"), "north", PLAN, chain)
     with pytest.raises(LedgerError):
-        check_ledger(federation, "north", NEXT_PLAN, chain)
+        check_ledger(known_ledger(federation, "north"), "north", NEXT_PLAN, chain)

@@ -1,0 +1,23 @@
+"""Tells a fault of the federation's own files from one of what a silo sent, for which alone the silo is answered."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ddm.errors import ArchipelagoError
+
+
+class OwnFilesError(Exception):
+    """A file of the federation cannot be used: submissions wait until the operator has mended it."""
+
+
+@contextmanager
+def own_files() -> Iterator[None]:
+    """Read the federation's own files.
+
+    Raises:
+        OwnFilesError: in place of every error of ours.
+    """
+    try:
+        yield
+    except ArchipelagoError as error:
+        raise OwnFilesError(str(error)) from error
