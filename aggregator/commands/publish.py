@@ -70,5 +70,8 @@ def withdraw(
     record = take_out(federation, silo_id, reason, key)
     say(f"Withdrew {silo_id} from plan {record.plan_id}: {record.reason}")
     say(f"Next: aggregator router {fed}, then aggregator publish {fed} --out RELEASE.")
-    say(f"The silo learns of it once it and `aggregator run {fed}` run at the same time.")
+    if record.carried_from is None:
+        say(f"The silo learns of it once it and `aggregator run {fed}` run at the same time.")
+    else:
+        say("Tell the silo: its expert was carried over into this plan, of which no notice reaches it.")
     say("Versions published so far keep its experts: replace them where you serve them.")

@@ -98,11 +98,12 @@ def check_cards(federation: Federation, plan: Plan, keys: Mapping[str, PublicKey
         PolicyError: names the silo; the silo would refuse this plan, or is no silo of the federation any more.
     """
     enrolled = cards(federation)
+    following = cards_for_next_plan(federation, (name for name in plan.members if name in enrolled))
     # A carried silo keeps the key that signed its submission: a rotated card waits for a plan in which it signs anew.
-    following = {**enrolled, **cards_for_next_plan(federation, (name for name in plan.silos if name in enrolled))}
+    signing = {**enrolled, **{silo_id: following[silo_id] for silo_id in plan.silos if silo_id in following}}
     for silo_id in plan.members:
         card = following.get(silo_id)
-        if card is None or signing_key(card) != keys.get(silo_id):
+        if card is None or signing_key(signing[silo_id]) != keys.get(silo_id):
             expected = f"silo {silo_id} enrolled with the key that this plan names"
             got = "a silo enrolled with another key" if card else "a silo that is not enrolled"
         elif card.agreed != plan.agreed[silo_id]:

@@ -12,7 +12,7 @@ from typing import Any
 from aggregator.config import Federation
 from aggregator.intake.examination import public_images
 from aggregator.intake.inventory import Inventory, take_inventory
-from aggregator.membership.registry import cards
+from aggregator.keys.silo_rotation import cards_for_next_plan
 from aggregator.planning.recipe import Recipe
 from ddm.errors import PolicyError, SetupError
 from ddm.io.files import link_or_copy
@@ -111,9 +111,9 @@ def _earlier(plan: Plan, folder: Path, carried: Carried) -> Plan:
 
 
 def _check_sizes(federation: Federation, inventory: Inventory, carried: list[Carried]) -> None:
-    enrolled = cards(federation)
+    following = cards_for_next_plan(federation, [each.silo_id for each in carried])
     for each in carried:
-        stated, now = inventory.plan.agreed[each.silo_id], enrolled[each.silo_id].agreed
+        stated, now = inventory.plan.agreed[each.silo_id], following[each.silo_id].agreed
         if stated != now:
             raise PolicyError(
                 f"agreed size of {each.silo_id}, to be carried over",

@@ -7,7 +7,7 @@ from typing import Self
 
 from tuf.api.metadata import DelegatedRole, Delegations, Key, Role, Root, Targets
 
-from ddm.errors import DocumentError, RoleError, SetupError
+from ddm.errors import RoleError, SetupError
 from ddm.trust.keys import PublicKey
 from ddm.trust.metadata import METADATA_LIFE, expiry, public_key
 from ddm.trust.paths import PLANS, RELEASE, delegated_paths, is_plan_id, is_silo_id, silo_role, split_silo_role
@@ -90,17 +90,11 @@ class Delegates:
 
 
 def holders_of(root: Root) -> dict[str, Holders]:
-    """Read the holders of each top role.
-
-    Raises:
-        DocumentError: a role names a key that is not there.
-    """
-    found = {}
-    for name, role in root.roles.items():
-        if lost := [keyid for keyid in role.keyids if keyid not in root.keys]:
-            raise DocumentError(f"role {name}", expected="the keys that it names", got=f"no key {lost[0][:16]}...")
-        found[name] = Holders(tuple(public_key(root.keys[keyid]) for keyid in role.keyids), role.threshold)
-    return found
+    """Read the holders of each top role."""
+    return {
+        name: Holders(tuple(public_key(root.keys[keyid]) for keyid in role.keyids), role.threshold)
+        for name, role in root.roles.items()
+    }
 
 
 def draft_root(version: int, holders: Mapping[str, Holders], now: datetime, log_key: str | None = None) -> Root:

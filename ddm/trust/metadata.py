@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from securesystemslib.exceptions import UnverifiedSignatureError, VerificationError
 from securesystemslib.signer import Key, Signature, SSlibKey
 from tuf.api.exceptions import UnsignedMetadataError
-from tuf.api.metadata import Metadata, Root, Signed, Snapshot, Targets, Timestamp
+from tuf.api.metadata import Metadata, Role, Root, Signed, Snapshot, Targets, Timestamp
 from tuf.api.serialization import DeserializationError
 from tuf.api.serialization.json import CanonicalJSONSerializer
 
@@ -160,14 +160,19 @@ def public_key(key: Key) -> PublicKey:
 
 
 def _check_keyids(signed: Signed, subject: str) -> None:
-    """Check that each key id is the key's digest, so that one key cannot count twice towards a threshold."""
+    """Check that each key id is the key's digest, so that one key cannot count twice, and that each role's is there."""
     keys: dict[str, Key] = {}
+    roles: Mapping[str, Role] = {}
     if isinstance(signed, Root):
-        keys = signed.keys
+        keys, roles = signed.keys, signed.roles
     elif isinstance(signed, Targets) and signed.delegations is not None:
-        keys = signed.delegations.keys
+        keys, roles = signed.delegations.keys, signed.delegations.roles or {}
     for keyid, key in keys.items():
         if not isinstance(key, SSlibKey) or public_key(key).tuf_key().keyid != keyid:
             raise DocumentError(
                 subject, expected="key ids that are the keys' digests", got=f"key id {keyid[:16]}... of another key"
             )
+    for name, role in roles.items():
+        if absent := [keyid for keyid in role.keyids if keyid not in keys]:
+            got = f"role {ascii(name[:80])} with key id {absent[0][:16]}..., whose key is absent"
+            raise DocumentError(subject, expected="the key of every key id", got=got)

@@ -384,6 +384,26 @@ def test_carried_silo_keeps_its_key_and_a_rotation_waits_until_it_signs_anew(
     assert tiny.federation.delegations()[f"{again}.east"] == str(tiny.key("east").public)
 
 
+def test_new_size_of_a_carried_silo_counts_although_it_is_on_a_rotated_card(
+    published: Published, tmp_path: Path
+) -> None:
+    tiny, card, secret = published.tiny, tmp_path / "card.json", tmp_path / "pass"
+    secret.write_bytes(PASSPHRASE + b"\n")
+    tiny.join("west", LATE, 1)
+    draft = draft_plan(
+        tiny.federation, recipe(), choose_carried(tiny.federation, published.plan_id, []), tmp_path / "plan"
+    )
+    for words in (("rotate",), ("enroll", "--images", 50)):
+        site = tiny.sites["east"].path
+        assert command("silo", words[0], site, *words[1:], "--out", card, "--passphrase-file", secret).code == 0
+        assert command("aggregator", "enroll", tiny.federation.path, card).code == 0
+    with pytest.raises(PolicyError, match="agreed size of east"):
+        choose_carried(tiny.federation, published.plan_id, [])
+    with pytest.raises(PolicyError, match="agreed size of east"):
+        sign_plan(tiny.federation, draft, PASSPHRASE)
+    assert [each.silo_id for each in choose_carried(tiny.federation, published.plan_id, ["east"]).carried] == ["north"]
+
+
 def test_aggregators_own_key_for_a_carried_silo_is_refused(grown: Published, tmp_path: Path) -> None:
     tiny = grown.tiny
     opened(grown, tmp_path / "state")

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from securesystemslib.formats import encode_canonical
 
 from aggregator.keys.ceremony import abandon, read_request, sign_document
 from aggregator.keys.removal import remove
@@ -211,6 +212,20 @@ def test_words_name_every_key_that_comes_stays_or_goes_and_every_threshold(keyed
     assert f"  + key {keyed.silos['north'].public.short}" in text
     assert "  + may list digits-00000001/silos/north/*" in text
     assert "east" not in text
+
+
+def test_sender_adds_no_line_to_the_words_and_a_role_whose_key_is_absent_is_refused(keyed: KeyedFederation) -> None:
+    keyed.plan(1, ("north",))
+    path = keyed.document("targets")
+    document = json.loads(path.read_bytes())
+    path.write_text(json.dumps(document | {"purpose": "a plan\nroot: 2 of 3 must sign"}))
+    lines = in_words(read_request(path)).splitlines()
+    assert "The sender says that it is for: a plan\\nroot: 2 of 3 must sign" in lines
+    payload = json.loads(document["payload"])
+    payload["delegations"]["keys"].pop(keyed.silos["north"].public.tuf_key().keyid)
+    path.write_text(json.dumps(document | {"payload": encode_canonical(payload)}))
+    with pytest.raises(DocumentError, match="key is absent"):
+        in_words(read_request(path))
 
 
 def test_root_passes_to_other_holders_when_enough_old_and_new_ones_sign(keyed: KeyedFederation) -> None:

@@ -110,6 +110,13 @@ def test_enroll_refuses_another_key_for_an_enrolled_silo(federation: Federation,
         enroll(federation, other)
 
 
+def test_enroll_refuses_another_spelling_of_a_node_key(federation: Federation, tmp_path: Path) -> None:
+    """The attack: another silo's node key, spelt so that it differs as text, takes over that silo's conversation."""
+    enroll(federation, write_card(tmp_path, "north", SigningKey.generate()))
+    with pytest.raises(DocumentError, match="node_key"):
+        enroll(federation, write_card(tmp_path, "south", SigningKey.generate(), node=f"{NODE}="))
+
+
 @pytest.mark.parametrize("kept", ["node key", "signing key"])
 def test_enroll_refuses_a_card_that_keeps_one_public_key_of_a_silo_and_replaces_the_other(
     federation: Federation, tmp_path: Path, kept: str

@@ -27,6 +27,7 @@ from ddm.system.console import human_seconds
 from ddm.trust.repository import Repository
 from ddm.trust.verify import verify_bundle
 from tests.conftest import Published
+from tests.support.case import case
 from tests.support.federation import PASSPHRASE, TinyFederation, images, recipe
 
 pytestmark = pytest.mark.usefixtures("short_pages")
@@ -233,3 +234,14 @@ def test_recipe_whose_training_ends_before_its_first_checkpoint_is_refused_as_ev
     tables["expert"]["training"]["checkpoint_steps"] = tables["expert"]["training"]["num_steps"] + 1
     with pytest.raises(ValidationError, match="checkpoint_steps must be at most num_steps"):
         Recipe.model_validate(tables, strict=False)
+
+
+def test_recipe_of_pixels_far_from_the_scale_of_the_noise_is_refused_and_one_of_latents_is_not() -> None:
+    data = recipe().model_dump(mode="json")["data"]
+    for wrong in ([0.0, 255.0], [-10.0, 10.1], [0.0, 0.49], [-1000.0, 3000.0]):
+        with case(wrong), pytest.raises(ValidationError, match=r"map to \[-1, 1\], or scale the arrays"):
+            recipe(data=data | {"range": wrong})
+    for right in ([0.0, 1.0], [-10.0, 10.0], [1000.0, 1002.0], [0.0, 0.5]):
+        recipe(data=data | {"range": right})
+    latents = {"kind": "autoencoder_kl", "weights": "a", "channels": [32], "attention": [False], "latent_channels": 2}
+    recipe(data=data | {"range": [0.0, 255.0]}, latent=latents)
