@@ -1,7 +1,7 @@
 """The commands `aggregator quarantine`, `admit` and `refuse`: show what screening set aside, and decide about it."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +12,7 @@ from ddm.errors import SetupError
 from ddm.system.console import say, table
 
 if TYPE_CHECKING:
-    from aggregator.intake.quarantine import Held, Verdict
+    from aggregator.intake.quarantine import Held, Rule, Verdict
 
 SiloArgument = Annotated[str, typer.Argument(metavar="SILO", help="The silo's id.")]
 ReasonOption = Annotated[str, typer.Option(help="Why, for the record; 1 to 200 characters.")]
@@ -68,7 +68,9 @@ def admit(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption, uni
     waiting = _waiting(federation, silo)
     if waiting:
         counted = _counted(federation, silo, waiting.why.num_units, units)
-        _record(federation, silo, waiting.why.submission_digest, "admitted", reason, counted)
+        _record(
+            federation, silo, waiting.why.submission_digest, "admitted", reason, counted, _shown(federation, waiting)
+        )
         say(f"Admitted {silo}, submission {waiting.why.sequence}. `aggregator run {fed}` signs the receipt.")
         if counted < waiting.why.num_units:
             say(f"Its prior counts {counted} of the {waiting.why.num_units} that it states; the reason is published.")
@@ -78,14 +80,18 @@ def admit(fed: FederationArgument, silo: SiloArgument, reason: ReasonOption, uni
 
     examiner = Examiner(federation, federation.current_plan()[0])
     accepted = examiner.accepted()
-    apart = silo in examiner.outliers(accepted) or silo in _overweight(federation, accepted)
-    if silo not in accepted or not (apart or units):
+    flagged: Mapping[Rule, Collection[str]] = {
+        "stands_apart": examiner.outliers(accepted),
+        "influence": _overweight(federation, accepted),
+    }
+    shown = [rule for rule, silos in flagged.items() if silo in silos]
+    if silo not in accepted or not (shown or units):
         raise _nothing_waits(federation, silo)
     present = take_inventory(federation).silos[silo].counted.units
     counted = _counted(federation, silo, present, units)
-    if not apart and counted == present:
+    if not shown and counted == present:
         raise SetupError("--units", expected=f"fewer than the {present} that {silo} counts as", got=f"{units}")
-    _record(federation, silo, accepted[silo].submission_digest, "admitted", reason, counted)
+    _record(federation, silo, accepted[silo].submission_digest, "admitted", reason, counted, shown)
     say(f"Admitted {silo} as it was accepted, counted as {counted}. Next: aggregator router {fed}")
 
 
@@ -121,8 +127,18 @@ def _overweight(federation: Federation, accepted: Collection[str]) -> dict[str, 
     if not accepted:
         return {}
     inventory = take_inventory(federation)
-    admitted = [silo_id for silo_id, silo in inventory.silos.items() if silo.admitted]
-    return overweight_words(inventory.counted_units, admitted, federation.settings().max_influence)
+    return overweight_words(federation, inventory.counted_units, inventory.digests)
+
+
+def _shown(federation: Federation, waiting: "Held") -> "list[Rule] | None":
+    """Return the rules by which a submission waits; None, which covers all, where their record is gone."""
+    from aggregator.intake.claims import claim_faults
+    from aggregator.intake.flags import flags_of
+
+    why, (plan, _) = waiting.why, federation.current_plan()
+    flags = flags_of(federation, why.plan_id, why.submission_digest).values()
+    rules: set[Rule] = {rule for each in flags for rule in each}
+    return sorted(rules | claim_faults(federation, plan, why.silo_id, why.num_units).keys()) or None
 
 
 def _counted(federation: Federation, silo_id: str, claimed: int, units: int | None) -> int:
@@ -138,7 +154,13 @@ def _counted(federation: Federation, silo_id: str, claimed: int, units: int | No
 
 
 def _record(
-    federation: Federation, silo_id: str, digest: str, verdict: "Verdict", reason: str, units: int | None = None
+    federation: Federation,
+    silo_id: str,
+    digest: str,
+    verdict: "Verdict",
+    reason: str,
+    units: int | None = None,
+    shown: "Sequence[Rule] | None" = None,
 ) -> None:
     from pydantic import ValidationError
 
@@ -153,6 +175,7 @@ def _record(
             submission_digest=digest,
             verdict=verdict,
             units=units,
+            shown=None if shown is None else tuple(shown),
             reason=reason,
             at=now_utc(),
         )

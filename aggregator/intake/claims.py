@@ -6,11 +6,13 @@ all units. So a submission that states more than was agreed at enrolment, or tha
 with one above what was agreed; the manifest then carries that number and the reason.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aggregator.config import Federation
-from aggregator.intake.quarantine import decisions
+from aggregator.intake.quarantine import Rule, decisions, is_admitted
+from aggregator.membership.registry import members
+from aggregator.membership.withdrawal import withdrawn_silos
 from ddm.errors import PolicyError, RefusedError
 from ddm.protocol.plan import Plan
 
@@ -46,23 +48,26 @@ def counted_units(federation: Federation, plan: Plan, silo_id: str, digest: str,
     return Counted(units, about[-1].reason if units < claimed else None)
 
 
-def claim_faults(plan: Plan, silo_id: str, claimed: int, *, absent: Collection[str], max_influence: float) -> list[str]:
-    """Describe what is implausible about the number of units that a silo states, whatever its statistics.
+def claim_faults(federation: Federation, plan: Plan, silo_id: str, claimed: int) -> dict[Rule, str]:
+    """Describe what is implausible about the number of units that a silo states, whatever its statistics, by rule.
 
     Args:
+        federation: the operator's folder.
         plan: the plan.
         silo_id: the silo.
         claimed: the number.
-        absent: silos of the plan that take no part any more.
-        max_influence: the federation's.
     """
-    agreed, what, found = agreed_units(plan, silo_id), f"{plan.statistics.unit}s", []
+    present = set(members(federation, plan)) - set(withdrawn_silos(federation, plan))
+    max_influence = federation.settings().max_influence
+    agreed, what = agreed_units(plan, silo_id), f"{plan.statistics.unit}s"
+    found: dict[Rule, str] = {}
     if claimed > agreed:
-        found.append(f"states {claimed} {what}, more than the {agreed} agreed at enrolment, which stand in the plan")
-    others = {each: agreed_units(plan, each) for each in plan.members if each != silo_id and each not in absent}
+        words = f"states {claimed} {what}, more than the {agreed} agreed at enrolment, which stand in the plan"
+        found["units"] = words
+    others = {each: agreed_units(plan, each) for each in plan.members if each != silo_id and each in present}
     share = overweight({**others, silo_id: claimed}, max_influence).get(silo_id)
     if share is not None:
-        found.append(
+        found["influence"] = (
             f"states {claimed} {what} ({agreed} agreed): {share:.1%} of the prior even if all others bring as many as "
             f"they agreed to, above max_influence of {max_influence:.1%}"
         )
@@ -80,22 +85,34 @@ def overweight(units: Mapping[str, int], max_influence: float) -> dict[str, floa
     return {silo_id: num / total for silo_id, num in units.items() if num / total > max_influence * (1.0 + 1e-12)}
 
 
-def overweight_words(units: Mapping[str, int], admitted: Collection[str], max_influence: float) -> dict[str, str]:
-    """Describe which accepted silos hold too much of the prior, except those that a person admitted."""
+def overweight_words(federation: Federation, units: Mapping[str, int], digests: Mapping[str, str]) -> dict[str, str]:
+    """Describe which accepted silos hold too much of the prior, except those that a person admitted in spite of it.
+
+    Args:
+        federation: the operator's folder.
+        units: what each silo counts as.
+        digests: of their submissions.
+    """
+    max_influence = federation.settings().max_influence
     return {
         silo_id: f"{units[silo_id]} units, {share:.1%} of the prior, above max_influence of {max_influence:.1%}"
         for silo_id, share in overweight(units, max_influence).items()
-        if silo_id not in admitted
+        if not is_admitted(federation, digests[silo_id], "influence")
     }
 
 
-def refuse_overweight(federation: Federation, units: Mapping[str, int], admitted: Collection[str]) -> None:
+def refuse_overweight(federation: Federation, units: Mapping[str, int], digests: Mapping[str, str]) -> None:
     """Compare all accepted silos before the router is trained: others may have brought less than agreed.
+
+    Args:
+        federation: the operator's folder.
+        units: what each silo counts as.
+        digests: of their submissions.
 
     Raises:
         RefusedError: one holds more of the prior than `max_influence`, and nobody has admitted it.
     """
-    if found := overweight_words(units, admitted, federation.settings().max_influence):
+    if found := overweight_words(federation, units, digests):
         raise RefusedError(
             "accepted submissions",
             expected="no silo with more of the prior than max_influence, unless a person admitted it",

@@ -198,11 +198,15 @@ class Examiner:
         return self._kept(new, found)
 
     def outliers(self, accepted: Mapping[str, Examination]) -> dict[str, list[str]]:
-        """Describe which accepted silos stand apart now that later ones are there, except those a person admitted."""
+        """Describe which accepted silos stand apart now that later ones are there, except those admitted for it."""
         apart = self._apart(accepted)
         found = {silo_id: self._kept(accepted[silo_id], faults) for silo_id, faults in apart.items()}
         digests = {silo_id: accepted[silo_id].submission_digest for silo_id in found}
-        return {silo_id: text for silo_id, text in found.items() if not is_admitted(self.federation, digests[silo_id])}
+        return {
+            silo_id: text
+            for silo_id, text in found.items()
+            if not is_admitted(self.federation, digests[silo_id], "stands_apart")
+        }
 
     def ratios(self, examination: Examination) -> dict[str, tuple[float, ...]]:
         """Return each expert's loss in each band as a multiple of that of answering 0."""

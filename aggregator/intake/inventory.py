@@ -83,6 +83,11 @@ class Inventory:
         """The number of units that each silo counts as, beside the others: its own, or a lower one."""
         return {silo_id: silo.counted.units for silo_id, silo in self.silos.items()}
 
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The digest of each silo's submission."""
+        return {silo_id: silo.digest for silo_id, silo in self.silos.items()}
+
     def counts(self) -> Mapping[str, Tensor]:
         """Each silo's noised histogram, shape (G,), int64."""
         return {silo_id: tensors["counts"] for silo_id, tensors in self._statistics("counts").items()}

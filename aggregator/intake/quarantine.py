@@ -20,13 +20,15 @@ from ddm.errors import SetupError
 from ddm.io.files import move_into_place, read_bounded, write_atomic
 from ddm.io.locks import locked
 from ddm.protocol.base import Digest, Document, PlanId, PositiveInt, SiloId, Time
-from ddm.protocol.manifest import ReasonText
+from ddm.protocol.manifest import Flag, ReasonText
 
 MAX_DECISIONS_BYTES = 16 << 20
 MAX_REASON_BYTES = 1 << 20
 MAX_REASONS = 50
 
 Verdict = Literal["admitted", "refused"]
+Rule = Flag | Literal["units", "influence"]
+"""What a submission may be admitted in spite of: a rule of screening, more units than agreed, too much of the prior."""
 
 
 class SetAside(Document):
@@ -48,7 +50,11 @@ class SetAside(Document):
 
 
 class Decision(Document):
-    """A person's decision about one submission; `units`, where it is admitted, is the most that its prior counts."""
+    """A person's decision about one submission; `units`, where it is admitted, is the most that its prior counts.
+
+    An admission covers the rules that were `shown` and no others; none where it only lowers the units. Decisions of
+    before do not name them and cover all.
+    """
 
     format: Literal["archipelago/decision/1"] = "archipelago/decision/1"
     plan_id: PlanId
@@ -56,6 +62,7 @@ class Decision(Document):
     submission_digest: Digest
     verdict: Verdict
     units: PositiveInt | None = None
+    shown: Annotated[tuple[Rule, ...] | None, Field(exclude_if=lambda rules: rules is None)] = None
     reason: ReasonText
     at: Time
 
@@ -111,14 +118,15 @@ def refused_before(federation: Federation, plan_id: str, silo_id: str) -> bool:
     )
 
 
-def is_admitted(federation: Federation, submission_digest: str) -> bool:
-    """Whether a person admitted a submission although screening found it implausible."""
-    decision = decision_on(federation, submission_digest)
-    return decision is not None and decision.verdict == "admitted"
+def is_admitted(federation: Federation, submission_digest: str, rule: Rule | None = None) -> bool:
+    """Whether a person admitted a submission in spite of a rule, or of any."""
+    about = [each for each in decisions(federation) if each.submission_digest == submission_digest]
+    shown = [each.shown for each in about if each.verdict == "admitted"]
+    return any(rules is None or (rule in rules if rule else bool(rules)) for rules in shown)
 
 
 def decide(federation: Federation, decision: Decision) -> None:
-    """Add a decision to the record. A second one about a submission may lower the units of an admitted one only.
+    """Add a decision to the record. A second one may lower an admitted submission's units, or cover a further rule.
 
     Raises:
         SetupError: this submission was decided on before.
@@ -126,10 +134,10 @@ def decide(federation: Federation, decision: Decision) -> None:
     """
     with locked(federation.path, "decisions"):
         about = [each for each in decisions(federation) if each.submission_digest == decision.submission_digest]
-        if about and not _lowers(decision, about):
+        if about and not _goes_on(decision, about):
             earlier = about[0]
             got = f"{earlier.verdict} at {earlier.at.isoformat()}"
-            remedy = "The first decision stands; only --units may be lowered. To take a silo out: aggregator withdraw."
+            remedy = "It stands; only --units may be lowered. To take a silo out: aggregator withdraw."
             subject = f"submission of {decision.silo_id}"
             raise SetupError(subject, expected="no decision yet", got=got, remedy=remedy)
         old = read_bounded(federation.decisions, MAX_DECISIONS_BYTES) if federation.decisions.exists() else b""
@@ -137,8 +145,12 @@ def decide(federation: Federation, decision: Decision) -> None:
         write_atomic(federation.decisions, old + line + b"\n")
 
 
-def _lowers(decision: Decision, earlier: Sequence[Decision]) -> bool:
-    """Whether a decision only lowers the units of a submission that was admitted before."""
+def _goes_on(decision: Decision, earlier: Sequence[Decision]) -> bool:
+    """Whether a decision lowers the units of a submission admitted before, or admits it in spite of a further rule."""
     if {decision.verdict, *(each.verdict for each in earlier)} != {"admitted"} or decision.units is None:
         return False
-    return all(each.units is None or decision.units < each.units for each in earlier)
+    if all(each.units is None or decision.units < each.units for each in earlier):
+        return True
+    covered = {rule for each in earlier for rule in each.shown or ()}
+    further = set(decision.shown or ()) - covered and all(each.shown is not None for each in earlier)
+    return bool(further) and all(each.units is None or decision.units <= each.units for each in earlier)

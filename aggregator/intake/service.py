@@ -36,7 +36,6 @@ from aggregator.intake.quarantine import (
 from aggregator.membership.registry import (
     check_ledger,
     known_ledger,
-    members,
     remember_ledger,
     signing_key,
     taking_part,
@@ -259,7 +258,7 @@ class IntakeService:
         with own_files():
             self.examiner.trial(silo_id)
             accepted, admitted = self.examiner.accepted(), is_admitted(self.federation, verified.digest)
-            reasons = self._claim_faults(silo_id, num_units)
+            reasons = list(claim_faults(self.federation, self.plan, silo_id, num_units).values())
         examination = self.examiner.examine(silo_id, verified.submission, verified.digest, folder)
         reasons += self.examiner.faults(examination, accepted)
         if not reasons or admitted:
@@ -278,11 +277,6 @@ class IntakeService:
         set_aside(self.federation, why, folder)
         self.on_set_aside(why)
         return True
-
-    def _claim_faults(self, silo_id: str, num_units: int) -> list[str]:
-        present = set(members(self.federation, self.plan)) - set(withdrawn_silos(self.federation, self.plan))
-        absent, most = set(self.plan.members) - present, self.federation.settings().max_influence
-        return claim_faults(self.plan, silo_id, num_units, absent=absent, max_influence=most)
 
     def _sign(self, silo_id: str, sequence: int, digest: str | None, verdict: Accepted | Refused) -> None:
         receipt = Receipt(

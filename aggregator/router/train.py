@@ -92,9 +92,7 @@ def train_router(
     require_room({home: _ROUTER_BYTES}, "the router and its report")
     refuse_outliers(federation, inventory)
     counted = list(inventory.counted_units.values())
-    refuse_overweight(
-        federation, inventory.counted_units, [name for name, each in inventory.silos.items() if each.admitted]
-    )
+    refuse_overweight(federation, inventory.counted_units, inventory.digests)
     plan, layout = inventory.plan, inventory.layout()
     path = path_named(plan.objective.ensemble_path)
     noisy_KG = torch.stack(list(inventory.counts().values()))

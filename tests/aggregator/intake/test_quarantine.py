@@ -17,7 +17,7 @@ from aggregator.intake import quarantine
 from aggregator.intake import service as taking_in
 from aggregator.intake.examination import Examination, Examiner
 from aggregator.intake.inventory import take_inventory
-from aggregator.intake.quarantine import MAX_REASONS, Decision, decide, decision_on, decisions, held
+from aggregator.intake.quarantine import MAX_REASONS, Decision, decide, decision_on, decisions, held, is_admitted
 from aggregator.intake.screening import ExpertFigures
 from aggregator.intake.service import IntakeService
 from aggregator.router.train import train_router
@@ -267,6 +267,31 @@ def test_router_waits_for_a_person_when_an_accepted_expert_stands_apart_by_now(
         "east": (True, {"east": ("stands_apart",)}),
         "north": (False, {}),
     }
+    train_router(federation, take_inventory(federation), seed=0)
+
+
+def test_admission_covers_what_a_person_was_shown_and_nothing_else(
+    published: Published, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lowers what a silo counts has not admitted that its expert stands apart, which shows later."""
+    federation = published.tiny.federation
+    units = take_inventory(federation).silos["east"].counted.units
+
+    def admit(*words: object) -> int:
+        return run("admit", federation.path, "east", "--reason", "agreed with them", *words)
+
+    assert admit("--units", units - 1) == 0
+    east = take_inventory(federation).silos["east"]
+    assert (east.counted.units, east.admitted) == (units - 1, False)
+    assert not is_admitted(federation, east.digest, "influence")
+    _let_stand_apart(published, "east", monkeypatch)
+    assert run("router", federation.path) == RefusedError.exit_code
+    assert "stands apart" in capsys.readouterr().err
+    assert admit() == 0
+    assert [each.shown for each in decisions(federation)] == [(), ("stands_apart",)]
+    assert take_inventory(federation).silos["east"].admitted
+    assert admit() == SetupError.exit_code, "nothing waits any more"
+    assert admit("--units", units - 2) == 0
     train_router(federation, take_inventory(federation), seed=0)
 
 
