@@ -13,7 +13,6 @@ from tuf.api.metadata import Root, Targets
 
 from ddm.errors import SignatureError
 from ddm.protocol.base import Digest, Document, KeyText, ShortText, sha256_hex
-from ddm.system.escape import escape_control
 from ddm.trust.drafts import Holders, holders_of, log_key_of
 from ddm.trust.keys import PublicKey, SigningKey
 from ddm.trust.metadata import attach, parse_payload, payload_of, public_key
@@ -154,13 +153,17 @@ def in_words(request: Request) -> str:
     lines = [
         f"{request.role}, version {signed.version} ({replaces}), valid until {signed.expires:%Y-%m-%d}",
         f"sha256 of the bytes to sign: {sha256_hex(request.payload.encode())}",
-        f"The sender says that it is for: {escape_control(request.purpose, one_line=True)}",
+        f"The sender says that it is for: {_on_one_line(request.purpose)}",
         "",
         *_differences(_roles(signed), _roles(before) if before else {}),
         *([f"log: {log}{'' if log == log_before or before is None else f' (was {log_before})'}"] if log else []),
         *([f"log: LEAVES, {log_before}"] if log_before and not log else []),
     ]
     return "\n".join(lines)
+
+
+def _on_one_line(text: str) -> str:
+    return text if text.isprintable() else ascii(text)
 
 
 _Roles = Mapping[str, tuple[int, tuple[PublicKey, ...], tuple[str, ...]]]
@@ -198,7 +201,7 @@ def _differences(now: _Roles, before: _Roles) -> Iterator[str]:
             yield f"  {mark} key {key.short}"
         for path in (*paths, *(path for path in old_paths if path not in paths)):
             mark = "-" if path not in paths else "+" if path not in old_paths else " "
-            yield f"  {mark} may list {escape_control(path, one_line=True)}"
+            yield f"  {mark} may list {_on_one_line(path)}"
 
 
 def _check_holder(request: Request, key: PublicKey) -> None:

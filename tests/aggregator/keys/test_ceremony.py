@@ -220,7 +220,7 @@ def test_sender_adds_no_line_to_the_words_and_a_role_whose_key_is_absent_is_refu
     document = json.loads(path.read_bytes())
     path.write_text(json.dumps(document | {"purpose": "a plan\nroot: 2 of 3 must sign"}))
     lines = in_words(read_request(path)).splitlines()
-    assert "The sender says that it is for: a plan\\nroot: 2 of 3 must sign" in lines
+    assert "The sender says that it is for: 'a plan\\nroot: 2 of 3 must sign'" in lines
     payload = json.loads(document["payload"])
     payload["delegations"]["keys"].pop(keyed.silos["north"].public.tuf_key().keyid)
     path.write_text(json.dumps(document | {"payload": encode_canonical(payload)}))
