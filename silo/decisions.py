@@ -1,6 +1,7 @@
 """Who decided what about this site, and when: a log of decisions that only grows, and that nobody edits unseen.
 
-A decision is written before it takes effect. After a crash in between, giving the command again adds no second record.
+A decision is written before it takes effect. After a crash in between, giving the command again adds no second record,
+except of training again, which cannot be told from a second time.
 How the file is written, verified and repaired: `ddm.io.chain`.
 """
 
@@ -99,7 +100,10 @@ Decision = (
     PlanAccepted | Approved | Withdrew | Retrained | Paused | Resumed | ImagesDecided | PolicyChanged | KeyRotated
 )
 # Decisions that replace each other: one that repeats the last of its subject is no new one.
-_SUBJECTS = {"paused": "pause", "resumed": "pause"}
+_SUBJECTS = {
+    **dict.fromkeys(("paused", "resumed"), "pause"),
+    **dict.fromkeys(("plan accepted", "approved", "withdrew", "retrained"), "plan"),
+}
 
 
 class Decided(chain.Link):
@@ -139,14 +143,15 @@ class DecisionLog:
     def add(self, decision: Decision) -> None:
         """Write a decision down, durably; call it before the decision takes effect.
 
-        One that this user took last about the same subject, such as a pause, is there already.
+        One that this user took last about the same subject, such as a pause, is there already; to train again is a new
+        decision each time.
 
         Raises:
             DecisionLogError: the log is damaged or full; the decision must not take effect.
         """
         with self._held() as entries:
             by, last = who(), _last_about(entries, decision.kind)
-            if last is None or (last.by, last.decision) != (by, decision):
+            if isinstance(decision, Retrained) or last is None or (last.by, last.decision) != (by, decision):
                 self._append(entries, by, decision)
 
     def notice_policy(self, policy: Policy) -> None:

@@ -290,6 +290,8 @@ def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, Give
 
 
 def _trained(wanted: _Wanted, dataset: "DistillationData") -> "Trained":
+    import torch
+
     from ddm.distillation.distill import distill as train_student
     from ddm.models import build_expert, load_expert
 
@@ -314,7 +316,12 @@ def _trained(wanted: _Wanted, dataset: "DistillationData") -> "Trained":
                 should_stop=stop.is_set,
                 t_distribution=plan.t_distribution,
             )
-    except SetupError as error:  # with an Engine of defaults only the checkpoints can be refused
+    except SetupError as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            remedy = "Ask for a smaller student (--architecture), or train without the GPU (--device cpu)."
+            raise SetupError(error.subject, expected=error.expected, got=error.got, remedy=remedy) from error
+        if not error.subject.startswith("checkpoints"):
+            raise
         remedy = f"Give the flags of that run, or another --out, or remove {wanted.work.name}."
         expected = "checkpoints of this release, these flags and images"
         got = "checkpoints of a run with a different release, flags or images"

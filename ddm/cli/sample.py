@@ -59,7 +59,7 @@ def sample(
     editing, within = Editing(init, t_start, inpaint, mask, rare.corrections), interval(rare.guidance_interval)
     strategy = strategy or (StrategyName.SAMPLE if inpaint else StrategyName.LOCK)
     chosen = chosen_strategy(strategy.value, following.settings(rare))
-    _check_together(chosen, rare, told)
+    _check_together(chosen, rare, told, editing)
     prepare(out)
 
     from ddm.cli.conditions import condition_shares, describe_shares, expert_shares
@@ -74,6 +74,7 @@ def sample(
     processes, steps = min(machine.processes, num), solving.steps
     opened = verification.open(release, experts_later=True)
     plan, manifest = opened.plan, opened.manifest
+    prepare(out, plan.data.shape)
     moves = editing.num_moves(steps)
     each = sampling_bytes(plan, len(manifest.experts), num=-(-num // processes), batch=rare.batch, steps=moves)
     beside = picture_bytes(out, num, plan.data.shape) + (condition_bytes(plan.condition) if told.text else 0)
@@ -109,7 +110,7 @@ def sample(
     warn_if_expired(opened)
 
 
-def _check_together(chosen: "Strategy", rare: SampleSettings, told: Told) -> None:
+def _check_together(chosen: "Strategy", rare: SampleSettings, told: Told, editing: Editing) -> None:
     """Refuse options that change nothing beside the others."""
     if rare.guidance_interval is not None and not told.guidance:
         raise SetupError("--set guidance-interval", expected="--guidance as well", got="an interval without guidance")
@@ -117,6 +118,9 @@ def _check_together(chosen: "Strategy", rare: SampleSettings, told: Told) -> Non
         expected = "a strategy that asks the router"
         got = f"{rare.router_every} with --strategy lock --tau 1, which asks no router"
         raise SetupError("--set router-every", expected=expected, got=got)
+    if editing.inpaint and rare.router_every not in (None, 1):
+        expected = "1 with --inpaint, which asks the router at every step"
+        raise SetupError("--set router-every", expected=expected, got=str(rare.router_every))
     if rare.class_prior != "data" and not told.anything:
         got = f"{rare.class_prior!r} without a condition"
         raise SetupError("--set class-prior", expected="--class or --text as well", got=got)

@@ -48,6 +48,7 @@ def sample_student(
 
     computing = Computing(machine.device, machine.arithmetic(), rare.batch)
     processes, record = min(machine.processes, num), read_record(student)
+    prepare(out, record.data.shape)
     needed = record.sampling_bytes(num=-(-num // processes), batch=rare.batch, steps=solving.steps)
     beside = picture_bytes(out, num, record.data.shape) + (condition_bytes(record.condition) if told.text else 0)
     limit = memory_limit(read_memory(machine.memory)).part(processes)

@@ -28,7 +28,8 @@ _SCREENS = {  # width and height of common screens; of telephones upright
 }
 _EXIF_ORIENTATION, _EXIF_COMMENT, _EXIF_PREVIEW = 0x0112, 0x9286, 0x0201
 _PNG_HEAD_BYTES = 26  # to the depth and the type of colours
-_SUBFILE, _PHOTOMETRIC, _BITS = 254, 262, 258
+_SUBFILE, _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 254, 258, 262, 339
+_UNSIGNED, _SIGNED = 1, 2  # sample formats
 
 
 def read_raster(path: Path, kind: str, limits: Limits, content: bytes | None = None) -> Iterator[Decoded]:
@@ -79,8 +80,8 @@ def _values(image: Image.Image, path: Path, page: int) -> tuple[NDArray[np.gener
         return _deep_tiff(path, page), (0.0, 65535.0)
     clear = image.info.get("transparency") if image.mode != "P" else None
     if image.mode in ("I", "F"):
-        if image.format != "PNG":
-            return np.asarray(image)[None], None
+        if image.format == "TIFF":
+            return _unbounded_tiff(image)[None], None
         return np.asarray(image).astype(np.uint16)[None], (0.0, 65535.0)
     if image.mode.startswith("I;16"):
         values: NDArray[Any] = np.asarray(image).astype(np.uint16)
@@ -99,7 +100,20 @@ def _values(image: Image.Image, path: Path, page: int) -> tuple[NDArray[np.gener
         raise ImageError(Reason.UNSUPPORTED, "a colour space other than grey, RGB, CMYK and YCbCr")
     image.load()
     pixels = np.asarray(ImageOps.exif_transpose(image) if image.getexif() else image)
+    if _SIGNED in tags.get(_SAMPLE_FORMAT, ()):  # greys alone, whose sign Pillow drops
+        return pixels.view(np.int8)[None], (-128.0, 127.0)
     return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0), (0.0, 255.0)
+
+
+def _unbounded_tiff(image: Any) -> NDArray[np.generic]:
+    """Return greys of a type without bounds; inverted ones turned within their own, as in DICOM."""
+    tags = image.tag_v2
+    if tags.prefix == b"MM" and image.tile[0].codec_name == "libtiff":  # Pillow leaves their bytes reversed
+        raise ImageError(Reason.UNSUPPORTED, "big-endian values, with a sign or of 32 bits, in a compression")
+    values: NDArray[Any] = np.asarray(image)
+    if image.mode == "I" and _UNSIGNED in tags.get(_SAMPLE_FORMAT, (_UNSIGNED,)):
+        values = values.view(np.uint32)
+    return values.max() + values.min() - values if tags.get(_PHOTOMETRIC) == 0 else values
 
 
 def _upright(image: Image.Image, values: NDArray[np.generic]) -> NDArray[np.generic]:

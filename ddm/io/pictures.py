@@ -32,16 +32,11 @@ def to_pixels(images: "Tensor", value_range: tuple[float, float] = (-1.0, 1.0)) 
     Args:
         images: whose values are clipped.
         value_range: what becomes of them 0 and 255.
-
-    Raises:
-        SetupError: another number of channels.
     """
     if images.dim() == 5:  # (N, C, D, H, W)
         images = images[:, :, images.shape[2] // 2]
     low, high = value_range
     array = ((images.clamp(low, high) - low) * (255 / (high - low))).round().byte().permute(0, 2, 3, 1).numpy()
-    if array.shape[-1] not in (1, 3):
-        raise SetupError("pictures", expected="1 or 3 channels", got=f"{array.shape[-1]}", remedy="Write .npz instead.")
     return np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array
 
 
@@ -93,17 +88,15 @@ def write_samples(
         What was written, in words.
 
     Raises:
-        SetupError: another ending, or NIfTI for images that are not volumes.
+        SetupError: as `prepare` raises it.
     """
-    prepare(out)
+    prepare(out, images.shape[1:])
     images = images.clamp(*value_range)
     basic, ending = {"Synthetic": "true", "Software": "Archipelago", "Release": release}, _ending(out)
     each = [{"Class": name} for name in classes] or [{}] * len(images)
     basic = {name: value for name, value in basic.items() if value}
     marks = basic | ({"Class": ", ".join(dict.fromkeys(classes))} if classes else {})
     if ending in (".nii", ".nii.gz"):
-        if images.dim() != 5:
-            raise SetupError(str(out), expected="volumes", got="flat images", remedy="Write .png or .npz instead.")
         write_atomic(out, encode_volumes(images, marks, compress=ending == ".nii.gz"))
         return "volumes in one file"
     if ending == ".png":
@@ -126,11 +119,16 @@ def write_samples(
     return f"{len(images)} PNG files"
 
 
-def prepare(out: Path) -> None:
+def prepare(out: Path, shape: Sequence[int] | None = None) -> None:
     """Check the name that samples shall have and make its folder: before sampling, which may take long.
 
+    Args:
+        out: as in `write_samples`.
+        shape: of a sample; None where it is not known yet.
+
     Raises:
-        SetupError: another ending, a folder with an ending, or a file without one.
+        SetupError: another ending, a folder with an ending, a file without one, NIfTI for images that are not volumes,
+            or PNG for channels that no picture has.
         OSError: the folder cannot be made or written.
     """
     ending = _ending(out)
@@ -139,6 +137,12 @@ def prepare(out: Path) -> None:
     if out.is_dir() if ending else out.is_file():
         got = "a folder of that name" if ending else "a file of that name"
         raise SetupError(str(out), expected="a file, or a folder by a name without ending", got=got)
+    flat = shape is not None and len(shape) == 3
+    if flat and ending in (".nii", ".nii.gz"):
+        raise SetupError(str(out), expected="volumes", got="flat images", remedy="Write .png or .npz instead.")
+    if shape and shape[0] not in (1, 3) and (ending == ".png" or flat and not ending):
+        got = f"{shape[0]} channels"
+        raise SetupError(str(out), expected="samples of 1 or 3 channels", got=got, remedy="Write .npz instead.")
     folder = out.parent if ending else out
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):

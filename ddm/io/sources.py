@@ -189,18 +189,19 @@ def _opened(source: Source, convert: Convert, shape: tuple[int, ...], folder: Pa
 def unpack(source: Source, folder: Path) -> FileArray:
     """Unpack a source into a file of `folder`, once; one that was unpacked from anything else is removed.
 
+    Whoever unpacks into the same folder meanwhile waits.
+
     Raises:
         DataError: a damaged file, or fewer rows than it says.
         DiskError: too little room.
     """
     dtype, shape = source.row
-    path = unpacked_path(folder, [source.name, dtype.str, shape, source.recipe, stamps(source.files)])
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        require_room({folder: len(source) * prod(shape) * dtype.itemsize}, "the unpacked images")
-        with replacing(path, mode=0o600) as handle:
-            write_rows(handle, (len(source), *shape), dtype, source.unpacked())
-    return open_npy(path)
+    with unpacked_path(folder, [source.name, dtype.str, shape, source.recipe, stamps(source.files)]) as path:
+        if not path.exists():
+            require_room({folder: len(source) * prod(shape) * dtype.itemsize}, "the unpacked images")
+            with replacing(path, mode=0o600) as handle:
+                write_rows(handle, (len(source), *shape), dtype, source.unpacked())
+        return open_npy(path)
 
 
 def _parts(source: Source) -> Iterator[tuple[int, NDArray[np.generic]]]:

@@ -23,6 +23,7 @@ from ddm.protocol.plan import (
 
 MOST_FINE = 1024
 IMAGES_PER_FINE = 4
+_HALF_WIDTHS = (0.25, 10.0)  # of a range of pixels: the noise is N(0, 1), and far from its scale samples are wrong
 
 PathText = Annotated[str, Field(max_length=4096)]
 
@@ -198,6 +199,16 @@ class SharedRecipe(Settings):
     def _base_is_there(self) -> "SharedRecipe":
         if (self.base is None) != (self.expert.base is None):
             raise ValueError("base is needed where the expert is adapted from one, and only there")
+        return self
+
+    @model_validator(mode="after")
+    def _pixels_have_the_scale_of_the_noise(self) -> "SharedRecipe":
+        (low, high), (least, most) = self.data.range, _HALF_WIDTHS
+        if isinstance(self.latent, IdentityLatent) and not least <= (high - low) / 2 <= most:
+            raise ValueError(
+                f"data.range must be {2 * least:g} to {2 * most:g} wide for experts on pixels, got {low:g} to "
+                f"{high:g}: let [transform] map to [-1, 1], or scale the arrays"
+            )
         return self
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ class DataSpec(Model):
 
     Attributes:
         shape: channels, then the sides.
-        range: lowest and highest value.
+        range: lowest and highest value; for experts on pixels, a recipe takes ranges that are 0.5 to 20 wide.
     """
 
     shape: Annotated[tuple[PixelSide, ...], Field(min_length=3, max_length=4)]

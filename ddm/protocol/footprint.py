@@ -36,6 +36,7 @@ _INTEGER_BYTES = _DOUBLE_BYTES = 8
 _ENCODED_AT_ONCE = 64  # images that a network of timm gets at once
 _PCA_AT_ONCE = 1024
 _HOG_VALUES, _HOG_COPIES = 1 << 20, 32  # of images whose gradients are looked at at once; of each value meanwhile
+_PRIVATE_COPIES = 8  # of a weight, in private training: three sums in double precision, a gradient as it is and clipped
 _TIME_FEATURES = 4  # of the learned router
 _IMAGES_ALIVE = 8  # images beside each that is encoded or decoded: itself, its tiles, which overlap, and its copies
 _DECODED_BYTES, _MOST_DECODED = 1 << 26, 64  # of the widest layer of an autoencoder; samples at once
@@ -142,6 +143,8 @@ def training_bytes(plan: Plan, parts: int = 1) -> int:
     size = expert_size(plan)
     averages = 4 if plan.expert.training.ema_snapshots else 0  # two more, and both as they are written
     kept = averages * FLOAT_BYTES * size.parameters
+    if plan.expert.privacy:
+        kept += _PRIVATE_COPIES * FLOAT_BYTES * (factors or size.parameters)
     return size.training_bytes(batch) + NetworkSize(factors, 0, 0, 0).training_bytes(0) + kept
 
 

@@ -107,7 +107,15 @@ def complete(
 
     Returns:
         See `Trajectories.integrate`.
+
+    Raises:
+        MathError: times that end above 0, where what is known is noised, or a router that is not asked at every step.
     """
+    end, every = trajectories.times[-1], trajectories.router_every
+    if end > 0:
+        raise MathError("times", expected="times that end at 0 where a part is known", got=f"{end:g} as the last one")
+    if every != 1:
+        raise MathError("router_every", expected="1 where a part is known", got=str(every))
     known_B, data_B = given.known.to(x_B.device), given.x_0.to(x_B)
     probe = replace(trajectories, step=_velocity_alone, callback=None)
 

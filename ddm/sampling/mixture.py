@@ -7,6 +7,7 @@ there is one conditional branch for each condition.
 
 # Shape legend: K experts, B batch, G conditions, R = rows of the evaluated branches, one after the other,
 # ... all data dimensions.
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,6 +51,13 @@ def mix_velocity(
     Source:
         McAllister et al. 2025, marginal flow over a partition.
     """
+    return _mixed(experts, x_B, t_B, w_BK, None if condition_B is None else condition_B.__getitem__, together)
+
+
+def _mixed(
+    experts: Experts, x_B: Tensor, t_B: Tensor, w_BK: Tensor, told: Callable[[Tensor], Tensor] | None, together: int
+) -> Tensor:
+    """Mix velocities as `mix_velocity` does; `told` returns the conditions of the rows that it is called with."""
     if tuple(w_BK.shape) != (len(x_B), len(experts)) or t_B.shape != x_B.shape[:1]:
         got = f"weights {tuple(w_BK.shape)} and times {tuple(t_B.shape)}"
         expected = f"weights ({len(x_B)}, {len(experts)}) and times ({len(x_B)},)"
@@ -57,7 +65,7 @@ def mix_velocity(
     u_B, has_weight_BK = torch.zeros_like(x_B), w_BK > 0
     for k in has_weight_BK.any(0).nonzero()[:, 0].tolist():
         for rows in torch.split(has_weight_BK[:, k].nonzero()[:, 0], together):
-            condition = () if condition_B is None else (condition_B[rows],)
+            condition = () if told is None else (told(rows),)
             u_rows = evaluate(experts[k], x_B[rows], t_B[rows], *condition)
             u_B.index_add_(0, rows, expand_time(w_BK[rows, k], u_rows) * u_rows)
     return u_B
@@ -234,9 +242,7 @@ class Mixture:
         num, guided_B = len(x_B), self._guided(t_B)
         copies = 1 + len(self._others()) * int(bool(guided_B.any()))
         x_R, t_R = (torch.cat([part] * copies) for part in (x_B, t_B))
-        u_R = mix_velocity(
-            self.experts, x_R, t_R, w_RK[: len(x_R)], self._conditions(x_B, copies), together=self.together
-        )
+        u_R = _mixed(self.experts, x_R, t_R, w_RK[: len(x_R)], self._conditions(x_B, copies), self.together)
         if copies == 1:
             return u_R
         g_B = expand_time(guided_B * self.guidance, x_B)
@@ -250,11 +256,19 @@ class Mixture:
         low, high = self.interval
         return (t_B >= low - 1e-6) & (t_B <= high + 1e-6)
 
-    def _conditions(self, x_B: Tensor, copies: int) -> Tensor | None:
-        """Return the condition of every row of the evaluated branches."""
-        branches = (self.conditional[0], *self._others())[:copies]
-        told = [branch.condition.to(x_B.device) for branch in branches if branch.condition is not None]
-        rows = [each.expand(len(x_B), *each.shape) for each in told]
-        if self.of_samples is not None:
-            rows[0] = self.of_samples.condition_B.to(x_B.device)
-        return torch.cat(rows) if rows else None
+    def _conditions(self, x_B: Tensor, copies: int) -> Callable[[Tensor], Tensor] | None:
+        """Return what tells some rows of the evaluated branches their conditions; texts of all would take gigabytes."""
+        branches, num = (self.conditional[0], *self._others())[:copies], len(x_B)
+        found = [branch.condition for branch in branches if branch.condition is not None]
+        if not found:
+            return None
+        condition_G = torch.stack(found).to(x_B.device)
+
+        def told(rows: Tensor) -> Tensor:
+            condition_R = condition_G[rows // num]
+            if self.of_samples is not None:
+                own = rows < num
+                condition_R[own] = self.of_samples.of(rows[own]).condition_B.to(condition_R)
+            return condition_R
+
+        return told

@@ -7,7 +7,7 @@ import typer
 
 from ddm.system.console import say
 from silo.commands.options import ColumnOption, MaybeSiteArgument
-from silo.config import Site
+from silo.config import ImagesSettings, Site
 
 
 def scan(
@@ -43,7 +43,7 @@ def scan(
     """Look through images before anything is trained: what is there, what cannot be used, what a person must see."""
     from silo.images.command import scan_images
 
-    scan_images(
+    settings = scan_images(
         site,
         data,
         column or [],
@@ -56,16 +56,15 @@ def scan(
         plan=plan,
     )
     if site is not None and data is None:
-        _hold(Site(site), private, quiet=as_json)
+        _hold(Site(site), private, settings, quiet=as_json)
 
 
-def _hold(site: Site, private: Path | None, *, quiet: bool) -> None:
-    """Hold a site's data against what policy.toml declares, or say what it could declare."""
+def _hold(site: Site, private: Path | None, settings: ImagesSettings, *, quiet: bool) -> None:
+    """Hold a site's data, scanned with these settings, against what policy.toml declares, or say what it could."""
     from silo.data.declared import check_values, facts_of
     from silo.images.scan import FOLDER
 
-    settings, policy = site.settings(), site.policy()
-    path = Path(settings.data)
+    path, policy = Path(site.settings().data), site.policy()
     if policy.data.kind is None and quiet:
         return
     if policy.data.kind is None:
@@ -73,6 +72,6 @@ def _hold(site: Site, private: Path | None, *, quiet: bool) -> None:
         words = ", ".join(f"{name} = {value!r}" for name, value in facts.items())
         say(f"\npolicy.toml declares nothing of these data under [data], by which plans are judged. It could: {words}")
         return
-    num = check_values(path, policy, private or site.private / FOLDER, settings.images, lambda done: None)
+    num = check_values(path, policy, private or site.private / FOLDER, settings, lambda done: None)
     if not quiet:
         say(f"\nThe data are what policy.toml declares under [data]: {num} images, at least {policy.least_images}.")

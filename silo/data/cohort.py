@@ -99,7 +99,8 @@ def load_cohort(
         folder: private to the worker, for what cannot be read where it lies; None reads all of it into memory.
         transform: the plan's, where it has one: every picture goes through it once, into a copy in `folder`.
         class_names: what the plan calls its classes, where it names them.
-        known_classes: which ones the site declares, all of them among the plan's; a label must be one of these.
+        known_classes: which ones the site declares, all of them among the plan's, in an order of its own; a label
+            must be one of these, by name or by its number here.
         settings: the site's, for images that are scanned.
         advance: see `silo.data.transformed.open_transformed`.
 
@@ -109,13 +110,14 @@ def load_cohort(
             labels or captions that is absent, of the wrong length, incomplete, out of range or too long.
     """
     classes = None if num_classes is None else Classes(num_classes, class_names)
+    known = classes and (known_classes or classes)
     if transform is None and len(spec.shape) == 4 and _in_files(path, settings):
         transform = TransformSpec()
     per_picture = 1
     if transform:
         if folder is None:
             raise TypeError("a plan with a transform needs a folder for the copy that it makes")
-        asked = Asked(unit == "patient", classes, captions, known_classes, order_key(salt))
+        asked = Asked(unit == "patient", known, captions, order_key(salt))
         carried_out = Transform(transform, spec)
         source = open_transformed(path, carried_out, asked, folder, settings, advance)
         per_picture = 1 if source.name == "latents" else carried_out.num
@@ -129,7 +131,7 @@ def load_cohort(
         raise DataError("data", expected="images: this plan's experts have no autoencoder", got="latents")
     patient_N = read_column(source, "patients") if unit == "patient" else None
     unit_N = np.arange(num) if patient_N is None else numbered(patient_N)
-    label_N = None if classes is None else class_numbers(read_column(source, "labels"), classes)
+    label_N = _labels(read_column(source, "labels"), known, classes) if known and classes else None
     texts = captions_of(read_column(source, "captions")) if captions else None
     if int(unit_N.max()) < 1:
         raise DataError(f"{unit}s", expected="at least 2", got="1")
@@ -149,6 +151,12 @@ def load_cohort(
         rank_U=torch.from_numpy(_ranks(unit_N, patient_N, source, salt)),
         per_picture=per_picture,
     )
+
+
+def _labels(label_N: NDArray[np.generic], known: Classes, classes: Classes) -> NDArray[np.int64]:
+    """Return each image's class as the plan numbers it; a number means what the site, which wrote it, calls by it."""
+    number_C = class_numbers(np.array([known.name(number) for number in range(known.num)]), classes, "data.classes")
+    return number_C[class_numbers(label_N, known)]
 
 
 def _ranks(

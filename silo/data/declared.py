@@ -13,7 +13,7 @@ from ddm.errors import DataError
 from ddm.io.images import blocks
 from ddm.io.labels import class_numbers
 from ddm.io.sources import Source, latents_at, open_images, open_source
-from ddm.protocol.classes import Classes
+from ddm.protocol.classes import Classes, misnamed
 from ddm.protocol.data import DataSpec
 from silo.config import DataPolicy, ImagesSettings, Policy
 from silo.data.columns import read_column
@@ -44,9 +44,12 @@ def check_declared(path: Path, policy: Policy) -> None:
     if (kind := _kind(path)) != data.kind and (data.kind or kind == "latents"):
         expected = f"{data.kind or 'a kind'}, as policy.toml declares (data.kind)"
         raise DataError("data", expected=expected, got=kind, remedy=_MEND)
+    if (classes := data.known_classes) and classes.names and (wrong := misnamed(classes.names, classes.num)):
+        expected = "names of which each means one class, as in a plan"
+        raise DataError("classes in policy.toml (data.classes)", expected=expected, got=wrong, remedy=_MEND)
     if data.kind in ("arrays", "latents"):
         source = open_source(path)
-        problems = [*_header(source, data), *_number(len(source), policy), *_labels(source, data.known_classes)]
+        problems = [*_header(source, data), *_number(len(source), policy), *_labels(source, classes)]
     refuse_all(problems, _MEND)
 
 

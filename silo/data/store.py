@@ -8,7 +8,7 @@ join. The table is in place before the array, so that an array is never without 
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -113,11 +113,11 @@ def find_cohort(folder: Path, inputs: Iterable[object], transform: Transform) ->
             columns are read.
         transform: the plan's.
     """
-    path = _path(folder, inputs, transform)
-    return StoredCohort(path) if path.exists() else None
+    with _path(folder, inputs, transform) as path:
+        return StoredCohort(path) if path.exists() else None
 
 
-def _path(folder: Path, inputs: Iterable[object], transform: Transform) -> Path:
+def _path(folder: Path, inputs: Iterable[object], transform: Transform) -> AbstractContextManager[Path]:
     return unpacked_path(folder, ["cohort", transform.recipe, *inputs])
 
 
@@ -144,16 +144,15 @@ def store_cohort(
         DataError: no image, more than `most`, or an item without what others have.
         DiskError: too little room.
     """
-    path = _path(folder, inputs, transform)
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        row_bytes = transform.data.dim * transform.dtype.itemsize + _ROW_BYTES + captions * _CAPTION_BYTES
-        require_room({folder: most * row_bytes}, "the transformed images")
-        table = path.with_suffix(".parquet")
-        table.unlink(missing_ok=True)  # of an earlier run that came to its end between the two
-        with replacing(path, mode=0o600) as handle:
-            _write(handle, table, transform, items, most)
-    return StoredCohort(path)
+    with _path(folder, inputs, transform) as path:
+        if not path.exists():
+            row_bytes = transform.data.dim * transform.dtype.itemsize + _ROW_BYTES + captions * _CAPTION_BYTES
+            require_room({folder: most * row_bytes}, "the transformed images")
+            table = path.with_suffix(".parquet")
+            table.unlink(missing_ok=True)  # of an earlier run that came to its end between the two
+            with replacing(path, mode=0o600) as handle:
+                _write(handle, table, transform, items, most)
+        return StoredCohort(path)
 
 
 def _write(handle: BinaryIO, table: Path, transform: Transform, items: Iterable[Item], most: int) -> None:

@@ -38,16 +38,14 @@ class Asked:
 
     Attributes:
         patients: whether it needs patients.
-        classes: the names of its classes, where it needs classes.
+        classes: those that the site knows, where it needs classes; a label is stored as a number of theirs.
         captions: whether it needs texts.
-        known: the classes that the site declares, of which each label must be one; the plan's own where None.
         order: the key of the order of patients, see `silo.images.patients.order_key`; needed with patients.
     """
 
     patients: bool = False
     classes: Classes | None = None
     captions: bool = False
-    known: Classes | None = None
     order: bytes = field(default=b"", repr=False)
 
     @property
@@ -143,7 +141,7 @@ class _Making:
             num += 1
             if self.asked.patients and self.pictures.patient(found) is None:
                 lacking["patients"] += 1
-            if self.asked.classes and (self.asked.known or self.asked.classes).number(found.label or "") is None:
+            if self.asked.classes and self.asked.classes.number(found.label or "") is None:
                 lacking["named" if found.label else "labels"] += 1
             if self.asked.captions:
                 lacking["long"] += len(found.caption or "") > MOST_CAPTION
@@ -215,5 +213,6 @@ _REMEDIES = {
     "patients": "Give every image its patient, in a column patient of the images' table or an array patients; one "
     "without could belong to a patient who is counted already. Or leave its row out.",
     "labels": "Give every image its class, in a column label of the images' table; or leave its row out.",
-    "named": "Write the classes as the plan does, by name or by number; `silo scan` counts the labels of this site.",
+    "named": "Write the classes by name, or by number as data.classes in policy.toml, else the plan, counts them; "
+    "`silo scan` counts the labels of this site.",
 }

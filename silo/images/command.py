@@ -29,7 +29,7 @@ def scan_images(
     as_json: bool,
     preview: Path | None = None,
     plan: Path | None = None,
-) -> None:
+) -> ImagesSettings:
     """Scan the images of a site, or those at a path; print counts.
 
     Args:
@@ -44,11 +44,15 @@ def scan_images(
         preview: PNG of accepted images before and after a transform.
         plan: the recipe or the plan that has it.
 
+    Returns:
+        How they were decoded: as the site's configuration says, but for what was given.
+
     Raises:
         SetupError: neither a site nor data, a column that is not NAME=COLUMN, or a preview without a transform.
         MissingFileError, DataError: no images at all, or see `silo.images.scan.scan`.
     """
     given = {"columns": read_columns(columns), "memory_mib": memory, "seconds": seconds, "processes": processes}
+    of_site = data is None
     data, folder, settings = images_of(site, data, private, given)
     if (preview is None) != (plan is None):
         expected, got = "--preview FILE.png and --plan FILE together", "one without the other"
@@ -57,12 +61,13 @@ def scan_images(
     quiet = as_json or not sys.stdout.isatty()
     with files_progress(data, settings) if not quiet else nullcontext(lambda done: None) as advance:
         summary = scan_as_set(data, folder, settings, advance, also=sheet.take if sheet else lambda found: None)
-    say(json.dumps(summary.as_json()) if as_json else report(summary, folder))
+    say(json.dumps(summary.as_json()) if as_json else report(summary, folder, of_site=of_site))
     summary.require_accepted()
     if sheet:
         reasons = sheet.write()
         if not as_json:
             say("\n".join([f"\nSheet in {preview}, for this site alone.", *reasons]))
+    return settings
 
 
 def images_of(
@@ -106,7 +111,7 @@ def files_progress(data: Path, settings: ImagesSettings) -> Iterator[Callable[[i
 
 def show(summary: Summary, site: Site) -> None:
     """Print what a scan of a site found."""
-    say(report(summary, site.private / FOLDER))
+    say(report(summary, site.private / FOLDER, of_site=True))
 
 
 def read_columns(given: list[str]) -> dict[ColumnName, str]:

@@ -95,6 +95,12 @@ class Decisions:
         return Decision.CLEAR if _text(seen.flags) in found else None
 
     @property
+    def any(self) -> bool:
+        """Whether anything was decided."""
+        with _readable(self._path):
+            return bool(self._database.execute("select exists (select 1 from decisions)").fetchone()[0])
+
+    @property
     def digest(self) -> str:
         """Changes with any decision."""
         found = hashlib.sha256()

@@ -1,7 +1,8 @@
 """What earlier scans found, in a private folder: a file whose content is the same is not decoded again.
 
 A file counts as unchanged by path, size and times; where one of these differs, by the digest of its content. Results of
-other versions of the decoders, or of other limits, are forgotten.
+other versions of the decoders, or of other limits, are forgotten. What this machine may be to blame for holds until the
+next scan, which tries it again.
 """
 
 import os
@@ -18,6 +19,7 @@ from ddm.imaging.reasons import Reason
 from ddm.io.files import read_bounded, write_atomic
 from ddm.io.locks import locked
 from ddm.io.modes import private_folder
+from silo.images.decisions import Decisions
 from silo.images.entries import Entry
 from silo.images.seen import Seen
 
@@ -26,6 +28,7 @@ KEY_BYTES = 32
 _FORMAT = 2  # changes with the schema, and with `Seen`
 _RACE_NS = 50_000_000  # a change so soon before a look may bear the same time as one after it
 _COMMIT_S = 2.0
+_PASSING = (Reason.FORBIDDEN, Reason.MISSING, Reason.MEMORY, Reason.TIME)  # where no content is known
 _SCHEMA = """
 create table if not exists files (
     number integer primary key, path blob not null unique, stats text not null, digest text not null,
@@ -54,6 +57,11 @@ class Kept:
     reason: Reason | None
     detail: str
 
+    @property
+    def passing(self) -> bool:
+        """Whether the machine may be to blame for the reason, which may be gone though the file is unchanged."""
+        return self.reason in _PASSING and not self.digest
+
 
 class Memory:
     """The folder of one data set's scans. Use `Memory.opened`.
@@ -80,14 +88,11 @@ class Memory:
 
         Raises:
             BusyError: another scan works there.
-            SetupError: its database is damaged.
+            SetupError: its database is damaged; or its key is lost, and decisions about pictures are not.
         """
         private_folder(folder)
         with locked(folder, "scan"):
-            key_path = folder / "key"
-            if not key_path.exists():
-                write_atomic(key_path, secrets.token_bytes(KEY_BYTES), mode=0o600)
-            path = folder / DATABASE
+            key, path = _key(folder), folder / DATABASE
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             os.close(descriptor)
             try:
@@ -96,7 +101,7 @@ class Memory:
                     database.execute("pragma foreign_keys = on")
                     database.execute("pragma synchronous = normal")
                     database.executescript(_SCHEMA)
-                    memory = Memory(folder, read_bounded(key_path, KEY_BYTES), database, f"{_FORMAT} {recipe}")
+                    memory = Memory(folder, key, database, f"{_FORMAT} {recipe}")
                     try:
                         yield memory
                     finally:
@@ -189,3 +194,22 @@ class Memory:
         if time.monotonic() - self._committed > _COMMIT_S:
             self._database.commit()
             self._committed = time.monotonic()
+
+
+def _key(folder: Path) -> bytes:
+    """Return the key; where there is none, make it, and forget what was kept under a lost one: its pseudonyms differ.
+
+    Raises:
+        SetupError: a person decided about pictures under the lost one, which a new one could not find again.
+    """
+    path = folder / "key"
+    if not path.exists():
+        with Decisions.opened(folder) as decisions:
+            if decisions.any:
+                expected, got = "the key of decisions.sqlite beside it", "decisions without their key"
+                remedy = "Restore it from backup; or delete decisions.sqlite, scan, and look at the images again."
+                raise SetupError(str(path), expected=expected, got=got, remedy=remedy)
+        for name in (DATABASE, f"{DATABASE}-journal"):
+            (folder / name).unlink(missing_ok=True)
+        write_atomic(path, secrets.token_bytes(KEY_BYTES), mode=0o600)
+    return read_bounded(path, KEY_BYTES)

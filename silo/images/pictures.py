@@ -51,6 +51,9 @@ class Pictures:
     ) -> "Iterator[Pictures]":
         """Open what scans know of a data set, after a scan of what changed since the last one.
 
+        A file that the last scan could not read counts as known: a plan's images stay what they are until somebody
+        scans again.
+
         Args:
             data: see `silo.images.entries.find_entries`.
             folder: of the scans.

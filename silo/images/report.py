@@ -13,19 +13,20 @@ from silo.images.summary import Summary
 _MOST_ROWS = 12
 
 
-def report(summary: Summary, folder: Path) -> str:
+def report(summary: Summary, folder: Path, *, of_site: bool) -> str:
     """Return the lines of a report.
 
     Args:
         summary: of the scan.
         folder: its private folder.
+        of_site: whether the images are those of a site, whose worker reads them as its configuration says.
     """
     parts = [
         f"{summary.accepted} images accepted, {summary.quarantined} in quarantine. "
         f"{summary.decoded} files were decoded now, {summary.read - summary.decoded} others read and found unchanged."
     ]
     if summary.quarantined:
-        rows = [(num, reason, _to_do(reason)) for reason, num in summary.reasons.most_common()]
+        rows = [(num, reason, _to_do(reason, of_site)) for reason, num in summary.reasons.most_common()]
         parts.append(table(rows, ("images", "quarantined because", "what to do")))
         parts.append(f"Their names, for this site alone: {folder / QUARANTINE}")
     if summary.accepted:
@@ -61,10 +62,11 @@ def _counts(counts: Counter[str], name: str) -> str:
     return table(rows, (name, "images"))
 
 
-def _to_do(reason: str) -> str:
+def _to_do(reason: str, of_site: bool) -> str:
     if reason in {flag.value for flag in Flag}:
         return "a person looks at it: silo review --images"
-    return _REMEDIES.get(reason, "export it again, or leave it out")
+    remedies = _REMEDIES | (_OF_A_SITE if of_site else {})
+    return remedies.get(reason, "export it again, or leave it out")
 
 
 _REMEDIES = {
@@ -73,7 +75,7 @@ _REMEDIES = {
     "named twice in the table": "keep one row",
     "link to a folder": "name the folder itself",
     "not a regular file": "leave it out",
-    "cannot be read": "let this user read it",
+    "cannot be read": "let this user read it, and scan again",
     "not an image": "leave it out",
     "archive": "unpack it",
     "measurements, not a picture": "leave it out",
@@ -83,4 +85,8 @@ _REMEDIES = {
     "too much memory": "give more with --memory",
     "too much time": "give more with --seconds",
     "decoder crashed": "leave it out: it may be hostile",
+}
+_OF_A_SITE = {
+    "too much memory": "raise images.memory_mib in silo.toml",
+    "too much time": "raise images.seconds in silo.toml",
 }

@@ -32,7 +32,7 @@ _DECODERS = (
     "pypng",
     "numpy",
 )
-_RECIPE = 5  # changes with what decoders and `look` return
+_RECIPE = 6  # changes with what decoders and `look` return
 
 
 class Quarantine:

@@ -132,7 +132,7 @@ class Walk:
             if entry.reason is not None:
                 self._take(Scanned(entry.path, entry.row, reason=entry.reason, detail=entry.detail))
                 self._count()
-            elif (kept := self._memory.find(entry)) is not None and kept.unchanged:
+            elif (kept := self._memory.find(entry)) is not None and kept.unchanged and not kept.passing:
                 self._remember(entry, kept)
             else:
                 self.read += 1

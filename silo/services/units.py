@@ -22,33 +22,46 @@ class Places:
         data: its images; the folder of a table of paths.
         passphrase_file: opens the signing key.
         text_encoder: a folder for the worker to read, if plans with texts may come.
+        ledger: the folder of its privacy ledger.
+        anchor: keeps the ledger's head, if the site has one.
+        jobs: the folder of its jobs on other machines, if the site names one.
     """
 
     site: Site
     data: Path
     passphrase_file: Path
     text_encoder: Path | None
+    ledger: Path
+    anchor: Path | None
+    jobs: Path | None
 
     @classmethod
     def of(cls, site: Site, settings: SiloSettings) -> "Places":
         """Read them from a site's configuration.
 
         Raises:
-            SetupError: no passphrase file is named, or the images lie around the site or inside it where the courier
-                looks, so that no mount could keep the courier from them.
+            SetupError: no passphrase file is named, or the images or another of these places lie around the site or
+                inside it where the courier looks, so that no mount could keep the courier from them.
         """
         folder = site.path.resolve()
+        found = Site(folder)
         data = Path(settings.data).resolve()
         data = data.parent if data.suffix.lower() in _TABLES else data
         passphrase_file = require_passphrase_file(settings.passphrase_file, str(site.path / "silo.toml")).resolve()
-        for kept, what in ((data, "images"), (passphrase_file, "passphrase file")):
-            shared = [Site(folder).courier, Site(folder).inbox, Site(folder).outbox]
-            if kept == folder or kept in folder.parents or any(each in (kept, *kept.parents) for each in shared):
+        ledger = found.ledger_folder_in(settings).resolve()
+        anchor = path.resolve() if (path := found.anchor_path_in(settings)) else None
+        jobs = settings.training.jobs.resolve() if settings.training.jobs else None
+        apart = {"images": data, "passphrase file": passphrase_file, "ledger": ledger}
+        apart |= {"anchor": anchor.parent} if anchor else {}
+        apart |= {"folder of jobs": jobs} if jobs else {}
+        for what, kept in apart.items():
+            shared = [found.courier, found.inbox, found.outbox]
+            if kept in (folder, *folder.parents) or any(each in (kept, *kept.parents) for each in shared):
                 remedy = f"Move the {what} or the site, and name the new place in silo.toml."
                 expected = f"{what} apart from {folder}, or in its private/"
                 raise SetupError(str(kept), expected=expected, got="what the courier must see too", remedy=remedy)
         encoder = Path(settings.text.encoder).resolve() if settings.text else None
-        return cls(Site(folder), data, passphrase_file, encoder)
+        return cls(found, data, passphrase_file, encoder, ledger, anchor, jobs)
 
     @property
     def configuration(self) -> tuple[Path, Path]:
@@ -64,7 +77,13 @@ class Places:
     @property
     def worker_writes(self) -> tuple[Path, ...]:
         """What the worker writes."""
-        return self.site.private, self.site.outbox
+        return self.site.private, self.site.outbox, *self.elsewhere
+
+    @property
+    def elsewhere(self) -> tuple[Path, ...]:
+        """What the worker alone writes outside its private folder."""
+        wanted = (self.ledger, self.anchor and self.anchor.parent, self.jobs)
+        return tuple(dict.fromkeys(each for each in wanted if each and self.site.private not in (each, *each.parents)))
 
     @property
     def courier_reads(self) -> tuple[Path, ...]:
@@ -100,7 +119,7 @@ def as_users(site: Site, names: Names) -> dict[str, str]:
         ("worker", places.worker_reads, places.worker_writes),
         ("courier", places.courier_reads, places.courier_writes),
     ):
-        hidden = [f"-{each}" for each in (places.site.private, places.data, places.passphrase_file)]
+        hidden = [f"-{each}" for each in (places.site.private, places.data, places.passphrase_file, *places.elsewhere)]
         files[f"{_unit(settings, half)}.service"] = render(
             "silo",
             f"{half}.service.jinja",
@@ -124,6 +143,10 @@ def as_users(site: Site, names: Names) -> dict[str, str]:
         passphrase_file=places.passphrase_file,
         program=silo,
         data=places.data,
+        ledger=places.ledger,
+        anchor=places.anchor,
+        elsewhere=places.elsewhere,
+        closed=[each for each in (places.ledger, places.anchor, places.jobs) if each and each != places.site.private],
     )
     return files
 

@@ -89,9 +89,15 @@ def assess(site: Site) -> tuple[State, Price, bool]:
     """Read the images and say what training again would cost, and whether they changed; nothing is changed.
 
     Raises:
+        BusyError: the worker is running.
         ApprovalError: no plan is in work, its submission was sent, or it was superseded.
         DataError: the images cannot be used.
     """
+    with locked(site.private, "worker"):
+        return _assess(site)
+
+
+def _assess(site: Site) -> tuple[State, Price, bool]:
     state, policy = load_state(state_path(site.private)), site.policy()
     after(state.state, "retrain")
     sent = (site.outbox / (state.plan_id or "") / str(state.sequence)).exists()
@@ -112,13 +118,12 @@ def retrain(site: Site) -> State:
     """Go back to where the plan was accepted; what was debited for it stays in the ledger.
 
     Raises:
-        BusyError: the worker is running.
-        ApprovalError, DataError: see `assess`.
+        BusyError, ApprovalError, DataError: see `assess`.
         BudgetError: noise for the present images would go over the budget; nothing was changed.
         DecisionLogError: the site's log of decisions is damaged.
     """
     with locked(site.private, "worker"):
-        state, price, _ = assess(site)
+        state, price, _ = _assess(site)
         if not price.affordable:
             raise BudgetError(
                 "training again",

@@ -22,6 +22,7 @@ from silo.decisions import (
     Paused,
     PolicyChanged,
     Resumed,
+    Retrained,
     in_words,
     who,
 )
@@ -29,6 +30,7 @@ from silo.images.decisions import Decisions
 from silo.worker.approval import approve
 from silo.worker.leaving import withdraw
 from silo.worker.pause import pause, paused, resume
+from silo.worker.retraining import retrain
 from silo.worker.rotation import rotate_key
 from tests.conftest import Planned
 from tests.support.case import case
@@ -92,6 +94,21 @@ def test_withdrawal_and_new_keys_are_written_down(tiny: TinyFederation, site: Si
     assert kinds(site)[-2:] == ["withdrew", "key rotated"]
     rotated = DecisionLog(site).entries[-1].record.decision
     assert rotated == KeyRotated(old=before.public.fingerprint, new=after.public.fingerprint)
+
+
+def test_training_again_is_written_down_each_time(tiny: TinyFederation, site: Site) -> None:
+    tiny.work(SILO, until="plan_accepted")
+    for _ in range(2):
+        assert retrain(site).state == "plan_accepted"
+    assert kinds(site)[-2:] == ["retrained", "retrained"]
+
+
+def test_approval_given_again_is_a_second_one_only_after_training_again(site: Site) -> None:
+    log, plan = DecisionLog(site), {"plan_id": "colours-00000000"}
+    approval = Approved(**plan, sequence=1, submission_digest="0" * 64, approval="person")
+    for decision in (approval, Paused(), approval, Retrained(**plan, state="awaiting_approval"), approval):
+        log.add(decision)
+    assert kinds(site) == ["approved", "paused", "retrained", "approved"]
 
 
 def test_user_behind_sudo_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from ddm.cli.main import app
 from ddm.distillation.student import Student, load_student
-from ddm.errors import BusyError, DigestError, SetupError
+from ddm.errors import BusyError, DigestError, DiskError, SetupError
 from ddm.io.locks import locked
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.manifest import Manifest
@@ -114,6 +114,24 @@ def test_command_takes_any_file_name_and_refuses_what_would_fail_when_all_is_don
     capsys.readouterr()
     assert command("sample-student", tmp_path / "b.safetensors", "--num", 1, "--out", tmp_path / "a.png") == 12
     assert "or distil again" in capsys.readouterr().err, "nobody signed it, and no publisher has it"
+
+
+def test_training_that_memory_or_disk_ends_is_not_blamed_on_its_checkpoints(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {}
+    for error in (torch.OutOfMemoryError("CUDA out of memory."), DiskError("student.work")):
+
+        def stop(*arguments: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("ddm.training.state.State.advance", stop)
+        out = tmp_path / f"{type(error).__name__}.safetensors"
+        code = distilled(published, out, "--num", 5, "--steps", 2)
+        told[code] = capsys.readouterr().err
+        assert "checkpoints" not in told[code] and "remove" not in told[code]
+    assert "memory of the GPU" in told[SetupError.exit_code] and "--device cpu" in told[SetupError.exit_code]
+    assert "student.work" in told[DiskError.exit_code]
 
 
 def test_command_refuses_a_release_that_was_tampered_with_and_flags_that_do_not_go_together(

@@ -47,6 +47,7 @@ def test_flag_that_means_nothing_is_refused_before_a_release_is_looked_for(tmp_p
         ("--inpaint a.png", "--inpaint"),
         ("--mask a.png", "--mask"),
         ("--init a.png --t-start 0.5 --inpaint a.png --mask a.png", "--init"),
+        ("--inpaint a.png --mask a.png --set router-every=3", "--set router-every"),
         ("--set corrections=3", "--set corrections"),
         ("--set guidance-interval=0.2,0.8", "--set guidance-interval"),
         ("--class 1 --guidance 1 --set guidance-interval=0.8,0.2", "--set guidance-interval"),

@@ -149,6 +149,19 @@ def test_command_draws_from_a_student_and_says_where_it_comes_from(
         assert command("sample-student", *asked, "--out", tmp_path / "d.npz", *lone) == SetupError.exit_code
 
 
+def test_file_that_cannot_hold_the_samples_is_refused_before_any_is_drawn(
+    student: Path, tiny: TinyFederation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ddm.cli.drawing.draw", draw)
+    release = (tiny.path / "release", "--root", tiny.root, "--state", tmp_path / "state")
+    for words in (("sample", *release), ("sample-student", student)):
+        codes = [command(*words, "--num", 1, "--out", tmp_path / name) for name in ("a.nii.gz", "a.npz")]
+        assert codes == [SetupError.exit_code, 130]
+
+
 def told_texts(folder: Path) -> Path:
     """A student that reads texts, its weights random; the encoder that its record pins is made in `folder`."""
     condition = pin(save(folder / "tiny-t5", network("T5EncoderModel")), max_tokens=6, drop=0.1)

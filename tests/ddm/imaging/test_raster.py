@@ -89,6 +89,31 @@ def test_white_is_zero_is_turned_at_sixteen_bits(tmp_path: Path) -> None:
     assert (values_of(tmp_path / "image.tiff")[0] == 65535 - deep).all()
 
 
+def test_white_is_zero_is_turned_at_floating_point(tmp_path: Path) -> None:
+    floats = waves(high=1000).astype(np.float32) / 8
+    tifffile.imwrite(tmp_path / "image.tiff", floats, photometric="miniswhite")
+    assert (values_of(tmp_path / "image.tiff")[0] == floats.max() + floats.min() - floats).all()
+
+
+def test_a_tiff_keeps_the_sign_of_its_values(tmp_path: Path) -> None:
+    numbers = waves(high=199).astype(np.int64) - 100
+    for dtype, values in ((np.int8, numbers), (np.int16, numbers), (np.int32, numbers), (np.uint32, numbers + 4e9)):
+        for order in "<>" if dtype != np.uint32 else "<":
+            tifffile.imwrite(tmp_path / "image.tiff", values.astype(dtype), photometric="minisblack", byteorder=order)
+            (found,) = pictures(tmp_path / "image.tiff")
+            assert (found.picture.values[0] == values.astype(dtype).astype(found.picture.values.dtype)).all(), dtype
+            assert found.picture.full == ((-128, 127) if dtype == np.int8 else None)
+
+
+def test_a_tiff_whose_bytes_pillow_would_leave_reversed_is_refused(tmp_path: Path) -> None:
+    for dtype in (np.int16, np.int32, np.float32):
+        values = waves(high=199).astype(dtype)
+        tifffile.imwrite(tmp_path / "image.tiff", values, byteorder=">", compression="zlib", photometric="minisblack")
+        assert reason_of(tmp_path / "image.tiff") is Reason.UNSUPPORTED
+        tifffile.imwrite(tmp_path / "image.tiff", values, byteorder="<", compression="zlib", photometric="minisblack")
+        assert (values_of(tmp_path / "image.tiff")[0] == values).all()
+
+
 def test_orientation_of_a_camera_is_applied(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -6,11 +6,25 @@ from itertools import accumulate
 import pytest
 import torch
 
+from ddm.diffusion.path import LinearPath
 from ddm.models import build_expert
 from ddm.protocol.architecture import Architecture, Condition, Dit, Mmdit, NoCondition, Shape, TextCondition, Unet
-from ddm.protocol.footprint import file_bytes, looking_bytes, sampling_bytes, statistic_bytes, training_bytes
-from ddm.protocol.plan import Plan
+from ddm.protocol.footprint import (
+    expert_size,
+    file_bytes,
+    looking_bytes,
+    sampling_bytes,
+    statistic_bytes,
+    training_bytes,
+)
+from ddm.protocol.plan import Plan, UniformT
 from ddm.protocol.sizes import network_size
+from ddm.protocol.weight_privacy import DpSgdMechanism
+from ddm.training.batches import Examples
+from ddm.training.config import Engine
+from ddm.training.distributed import machine_of
+from ddm.training.private import Private, PrivateSteps
+from ddm.training.state import State
 from tests.support.documents import plan_document, to_bytes
 
 NONE, TEXT = NoCondition(), TextCondition(dim=64, max_tokens=32)
@@ -76,6 +90,27 @@ def test_more_of_anything_takes_more_memory() -> None:
     assert sampling_bytes(small, **one) < sampling_bytes(large, **one)
     for more in ({"num": 32}, {"batch": 16}, {"steps": 20}, {"num_experts": 30}):
         assert sampling_bytes(small, **one) < sampling_bytes(small, **one | more)
+
+
+def test_memory_of_a_private_step_is_bracketed() -> None:
+    document = plan_document(data={"shape": [1, 4, 4], "range": [-1.0, 1.0]})
+    document["expert"]["architecture"] = {"kind": "dit", "patch": 2, "hidden": 128, "depth": 4, "heads": 4}
+    terms = {"kind": "dp_sgd", "epsilon": 8.0, "delta": 1e-5, "units_per_step": 4, "images_per_unit": 2, "draws": 2}
+    document["expert"]["privacy"] = terms
+    document["expert"]["training"]["batch_size"] = 4
+    asked = Plan.parse(to_bytes(document), subject="plan.json")
+    expert, paid = asked.expert, DpSgdMechanism(noise_multiplier=0.8, rate=1.0, steps=1)
+    assert expert.privacy is not None
+    private, images = Private(expert.privacy, paid, torch.arange(3), b"s" * 32), Examples(torch.rand(3, 1, 4, 4))
+    model = build_expert(expert.architecture, asked.expert_shape)
+
+    def step() -> None:
+        state = State(model, expert.training, machine_of(Engine(device="cpu")), 1)
+        steps = PrivateSteps(state, private, images, LinearPath(), "velocity", UniformT())
+        steps.advance(steps.draw(0))
+
+    needed = training_bytes(asked) - expert_size(asked).bytes
+    assert peak_bytes(step) <= needed <= MOST * peak_bytes(step)
 
 
 def test_bytes_of_files_and_statistics_are_those_of_their_tensors() -> None:

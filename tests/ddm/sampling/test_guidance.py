@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddm.diffusion.path import Expert
 from ddm.ensemble import Ensemble, Lock, Sample, Strategy, TopK, TopOne
@@ -271,6 +272,36 @@ def test_each_sample_may_have_a_text_of_its_own() -> None:
             exact().sample(2, steps=1, condition=classes)
     with pytest.raises(ShapeError, match="condition"):
         exact().velocity(*noised(), condition=torch.tensor([0, 1]))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most values that a tensor had which was computed meanwhile."""
+
+    values = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        made = isinstance(found, Tensor) and found.untyped_storage().nbytes() // found.element_size()
+        self.values = max(self.values, made)
+        return found
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_texts_of_a_mixture_are_laid_out_for_as_many_samples_as_an_expert_is_given_at_once(own: bool) -> None:
+    text = torch.ones(64, 8)
+
+    def expert(x_B: Tensor, t_B: Tensor, c_B: Tensor) -> Tensor:
+        assert len(c_B) == len(x_B) <= 4
+        return c_B.mean((1, 2))[:, None] * x_B
+
+    spoken = Ensemble([expert, expert], UninformedRouter(2), (1.0, 1.0), (2,), chunk_size=4)
+    spoken = replace(spoken, condition=TextCondition(dim=8, max_tokens=64))
+    condition = text.expand(100, 64, 8) if own else text
+    for guidance in (0.0, 2.0):
+        with Largest() as largest:
+            how = {"condition": condition, "condition_prior": (1.0, 1.0), "guidance": guidance}
+            spoken.sample(100, strategy="full", steps=1, solver="euler", **how)
+        assert largest.values <= 4 * text.numel()
 
 
 def test_guidance_applies_within_its_interval_alone_and_costs_nothing_outside() -> None:

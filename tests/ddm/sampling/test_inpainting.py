@@ -186,6 +186,16 @@ def test_latents_are_known_where_all_their_pixels_are_and_known_pixels_are_put_b
     torch.testing.assert_close(varied.images, torch.full((2, 1, 1, 4), 5.0), atol=1e-3, rtol=0)
 
 
+def test_times_that_end_in_noise_and_a_router_asked_now_and_then_are_refused_beside_known_parts() -> None:
+    ensemble, images = of_mixture(two_silos()), torch.zeros(3, 2)
+    for corrections in (0, 9):
+        with case(corrections=corrections), pytest.raises(MathError, match="times that end at 0"):
+            ensemble.inpaint(images, LEFT, corrections=corrections, times=[1.0, 0.5, 0.1])
+    for every in (0, 2):
+        with case(every=every), pytest.raises(MathError, match="router_every"):
+            ensemble.inpaint(images, LEFT, steps=2, router_every=every)
+
+
 def test_mask_that_means_nothing_is_refused() -> None:
     ensemble, images = of_mixture(two_silos()), torch.zeros(3, 2)
     wrong: list[tuple[Tensor, Tensor, type[Exception]]] = [

@@ -105,9 +105,12 @@ def test_name_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         (samples(1, 4, 4), "a.nii"),
         (samples(1, 4, 4), "file"),
         (samples(2, 4, 4), "a.png"),
+        (samples(4, 4, 4), "folder"),
+        (samples(2, 4, 4, 4), "a.png"),
     ):
         with case(name=name), pytest.raises(SetupError):
             drawn.save(tmp_path / name)
+    assert not (tmp_path / "folder").exists()
     assert len(repr(samples(1, 4, 4))) < 120
 
 

@@ -8,6 +8,7 @@ import torch
 
 from ddm.errors import DataError, MissingFileError
 from ddm.protocol.base import Unit
+from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec
 from silo.data.cohort import Cohort, dataset_digest, load_cohort
 from tests.support.case import case
@@ -174,6 +175,21 @@ def test_labels_outside_the_plans_classes_are_refused(tmp_path: Path) -> None:
             arrays = {"images": IMAGES} if labels is None else {"images": IMAGES, "labels": labels}
             with pytest.raises(DataError, match="labels"):
                 load(save(tmp_path / "a.npz", **arrays), num_classes=3)
+
+
+def test_a_number_among_the_labels_means_what_the_site_calls_by_it_and_not_what_the_plan_does(tmp_path: Path) -> None:
+    plan = {"num_classes": 3, "class_names": ("malignant", "other", "benign")}
+    for labels, own, expected in [
+        ([0, 1, 0, 1, 1, 0], Classes(2, ("benign", "malignant")), [2, 0, 2, 0, 0, 2]),
+        (["0", "1", "benign", "Malignant", "1", "0"], Classes(2, ("benign", "malignant")), [2, 0, 2, 0, 0, 2]),
+        ([0, 1, 0, 1, 1, 0], Classes(2), [0, 1, 0, 1, 1, 0]),
+        ([0, 1, 2, 1, 1, 0], None, [0, 1, 2, 1, 1, 0]),
+    ]:
+        with case(labels=labels, own=own):
+            path = save(tmp_path / "a.npz", images=IMAGES, labels=labels)
+            asked = {"min_images": 1, "salt": SALT, "unit": "image", "known_classes": own}
+            label_N = load_cohort(path, SPEC, **asked, **plan).label_N  # type: ignore[arg-type]
+            assert label_N is not None and label_N.tolist() == expected
 
 
 def test_digest_covers_the_grouping_by_patient_and_the_labels_that_are_used(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_cohort_is_written_once_and_read_back_with_what_belongs_to_each_row(tm
     images = open_images(found, DATA, tmp_path)
     wanted = np.stack([sample(number) for number in range(10)])
     assert np.abs(images[:].numpy() - wanted).max() <= 1 / 255 + 1e-6
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".npy", ".parquet"]
+    assert sorted(path.suffix for path in tmp_path.glob("unpacked-*")) == [".npy", ".parquet"]
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.iterdir())
     assert np.array_equal(np.load(next(tmp_path.glob("*.npy"))), TRANSFORM.stored(wanted))
     again = store_cohort(tmp_path, ["inputs"], TRANSFORM, never(), most=12)
@@ -65,12 +65,12 @@ def test_no_identifier_of_a_patient_reaches_the_disk(tmp_path: Path) -> None:
 
 def test_other_inputs_or_another_transform_make_the_cohort_anew_and_remove_the_old_one(tmp_path: Path) -> None:
     store_cohort(tmp_path, ["a"], TRANSFORM, items(3), most=6)
-    before = set(tmp_path.iterdir())
+    before = set(tmp_path.glob("unpacked-*"))
     (tmp_path / "state.json").touch()
     for inputs, transform in ((["b"], TRANSFORM), (["b"], Transform(TransformSpec(), DATA))):
         with case(inputs=inputs), pytest.raises(AssertionError, match="decoded again"):
             store_cohort(tmp_path, inputs, transform, never(), most=6)
-    assert {path.name for path in tmp_path.iterdir()} == {"state.json"} and before
+    assert {path.name for path in tmp_path.iterdir()} == {"state.json", ".unpacking.lock"} and before
 
 
 def test_what_is_incomplete_empty_or_more_than_announced_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_what_is_incomplete_empty_or_more_than_announced_is_refused_and_leaves_n
     ):
         with case(words=words), pytest.raises(DataError, match=words):
             store_cohort(tmp_path, [], TRANSFORM, given, most=most)
-        assert not list(tmp_path.iterdir())
+        assert [path.name for path in tmp_path.iterdir()] == [".unpacking.lock"]
     found = store_cohort(tmp_path, [], TRANSFORM, [Item(one)], most=1)
     with pytest.raises(DataError, match="patients"):
         found.column("patients", 8)
@@ -107,10 +107,10 @@ def killed_at(number: int) -> Iterator[Item]:
 def test_a_process_killed_in_the_middle_leaves_no_cohort_and_the_next_one_is_whole(tmp_path: Path) -> None:
     pid = forked(lambda: store_cohort(tmp_path, ["inputs"], TRANSFORM, killed_at(4500), most=10_000))
     assert ended(pid) == -signal.SIGKILL
-    left = {path.name for path in tmp_path.iterdir()}
+    left = {path.name for path in tmp_path.iterdir()} - {".unpacking.lock"}
     assert left and all(name.startswith(".unpacked-") and name.endswith(".part") for name in left)
     found = store_cohort(tmp_path, ["inputs"], TRANSFORM, items(50), most=100)
-    assert len(found) == 100 and len(list(tmp_path.iterdir())) == 2
+    assert len(found) == 100 and len(list(tmp_path.glob("unpacked-*"))) == 2
     table = next(tmp_path.glob("*.parquet"))
     array = next(tmp_path.glob("*.npy"))
     array.unlink()  # as a crash between the two leaves it: the table alone

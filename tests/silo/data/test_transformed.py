@@ -166,6 +166,17 @@ def test_patients_labels_and_captions_come_from_the_table_and_patients_from_dico
     assert b"MRN" not in everything and b"P2" not in everything
 
 
+def test_a_number_in_a_table_means_what_the_site_calls_by_it_and_not_what_the_plan_does(tmp_path: Path) -> None:
+    export(tmp_path / "export", [10, 20, 30, 40])
+    labels = ("0", "1.0", "Malignant", "benign")
+    rows = [f"export/{number:02d}.png,{label}" for number, label in enumerate(labels)]
+    (tmp_path / "table.csv").write_text("\n".join(["path,label", *rows]) + "\n")
+    names = {"num_classes": 3, "class_names": ("malignant", "other", "benign")}
+    own = {"known_classes": Classes(2, ("benign", "malignant"))}
+    cohort = load(tmp_path / "table.csv", tmp_path / "private", **names, **own)
+    assert cohort.label_N is not None and cohort.label_N.tolist() == [2, 0, 0, 2]
+
+
 def test_arrays_bring_their_columns_and_latents_stay_as_they_are(tmp_path: Path) -> None:
     pixels = np.stack([tone(level) for level in (10, 20, 30)])
     columns = {"patients": ["a", "b", "a"], "labels": ["Cat", "dog", "cat"], "captions": ["one", "", "three"]}

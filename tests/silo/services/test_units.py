@@ -97,6 +97,38 @@ def change(site: Site, old: str, new: str) -> None:
     path.write_text(text.replace(old, new), "utf-8")
 
 
+def test_ledger_anchor_and_jobs_elsewhere_are_the_workers_to_write_and_hidden_from_the_courier(
+    tmp_path: Path, tiny: TinyFederation
+) -> None:
+    site = Site(shutil.copytree(tiny.sites["north"].path, tmp_path / "site"))
+    folders = [tmp_path / name for name in ("the ledger", "disk", "jobs")]
+    for folder in folders:
+        folder.mkdir()
+    ledger, disk, jobs = map(str, folders)
+    anchor = f"{disk}/north.anchor"
+    change(site, "[ledger]", f'[ledger]\nfolder = "{ledger}"\nanchor = "{anchor}"')
+    change(site, 'launcher = "local"', f'launcher = ["srun", "{{folder}}"]\njobs = "{jobs}"')
+    for kind in ("systemd", "containers"):
+        assert command("silo", "service", site.path, "--out", tmp_path / kind, "--kind", kind).code == 0
+    worker, courier = (Unit.read(tmp_path / "systemd" / f"archipelago-north-{half}.service") for half in
+                       ("worker", "courier"))  # fmt: skip
+    assert worker.words("ReadWritePaths") == [str(site.private), str(site.outbox), ledger, disk, jobs]
+    assert courier.words("InaccessiblePaths")[-3:] == [f"-{ledger}", f"-{disk}", f"-{jobs}"]
+    mounted = {half: Unit.read(tmp_path / "containers" / f"archipelago-north-{half}.service").command()
+               for half in ("worker", "courier")}  # fmt: skip
+    for place in (ledger, disk, jobs):
+        assert f"--mount=type=bind,src={place},dst={place},ro=false" in mounted["worker"]
+        assert not any(place in word for word in mounted["courier"])
+    script = tmp_path / "systemd" / "prepare.sh"
+    subprocess.run(["sh", "-n", script], check=True)
+    text = script.read_text("utf-8")
+    assert f"chown -R \"$worker:\" '{ledger}'" in text and f"{anchor}.lock; do" in text
+    assert f"test -w {disk}\n" in text and f"test -r {jobs}\n" in text and f"test -r {anchor}\n" in text
+    change(site, f'"{anchor}"', f'"{site.path}/north.anchor"')
+    done = command("silo", "service", site.path, "--out", tmp_path / "out")
+    assert done.code == 3 and "Move the anchor" in done.err
+
+
 @pytest.mark.parametrize("place", ["", "site", "site/outbox", "site/courier/images"])
 def test_images_around_what_the_courier_sees_are_refused(place: str, tiny: TinyFederation, tmp_path: Path) -> None:
     site = Site(shutil.copytree(tiny.sites["north"].path, tmp_path / "site"))

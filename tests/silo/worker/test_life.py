@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from aggregator.membership.registry import remember_ledger
-from ddm.errors import ApprovalError, BudgetError, DataError, DigestError, SubmissionRefusedError
+from ddm.errors import ApprovalError, BudgetError, BusyError, DataError, DigestError, SubmissionRefusedError
+from ddm.io.locks import locked
 from ddm.protocol.leave import LEAVE_NAME
 from ddm.trust.keys import SigningKey
 from ddm.trust.leave import open_leave, seal_leave
@@ -238,6 +239,14 @@ def test_images_mended_after_a_refusal_are_not_answered_with_the_old_expert(
     state = tiny.work(SILO, until="awaiting_approval")
     assert state.sequence == 2 and state.problem is None
     assert expert.read_bytes() != old
+
+
+def test_what_retraining_costs_is_not_asked_while_a_worker_may_unpack(planned_once: Planned, tmp_path: Path) -> None:
+    tiny = planned_once[0].copy(tmp_path / "copy")
+    tiny.work(SILO, until="plan_accepted")
+    with locked(tiny.sites[SILO].private, "worker"), pytest.raises(BusyError, match="worker"):
+        assess(tiny.sites[SILO])
+    assess(tiny.sites[SILO])
 
 
 def test_retraining_on_the_same_images_costs_no_epsilon(planned_once: Planned, tmp_path: Path) -> None:

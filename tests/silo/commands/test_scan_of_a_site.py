@@ -1,0 +1,46 @@
+"""`silo scan SITE` with limits of its own: one scan, and advice that lasts."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from silo.config import Site
+from silo.images.report import report
+from silo.images.summary import Summary
+from tests.conftest import Planned
+from tests.support.commands import command
+from tests.support.dicom_files import waves
+from tests.support.federation import POLICY, write_policy
+
+SILO = "north"
+
+
+def of_pictures(planned: Planned, folder: Path) -> Site:
+    """A site of which policy.toml declares pictures, two of them."""
+    site, data = planned[0].copy(folder / "copy").sites[SILO], folder / "data"
+    data.mkdir()
+    for number in range(2):
+        Image.fromarray(waves(high=200 + number, dtype=np.uint8)).save(data / f"{number}.png")
+    write_policy(site, POLICY | {"data": {"kind": "pictures", "min_images": 2}})
+    toml = site.path / "silo.toml"
+    toml.write_text(toml.read_text().replace(site.settings().data, str(data)))
+    return site
+
+
+def test_limits_given_to_a_scan_of_a_site_hold_for_all_of_it(planned_once: Planned, tmp_path: Path) -> None:
+    site = of_pictures(planned_once, tmp_path)
+    words = ("silo", "scan", site.path, "--seconds", 30, "--memory", 2048)
+    first = command(*words)
+    assert "2 files were decoded now" in first.out and "The data are what policy.toml declares" in first.out
+    assert "0 files were decoded now" in command(*words).out
+
+
+def test_advice_about_limits_is_a_line_of_silo_toml_where_the_images_are_those_of_a_site(tmp_path: Path) -> None:
+    summary = Summary()
+    for reason in ("too much memory", "too much time"):
+        summary.quarantine(reason)
+    said = report(summary, tmp_path, of_site=True)
+    assert "raise images.memory_mib in silo.toml" in said and "raise images.seconds in silo.toml" in said
+    said = report(summary, tmp_path, of_site=False)
+    assert "give more with --memory" in said and "give more with --seconds" in said
