@@ -124,7 +124,11 @@ def test_weights_changed_so_that_one_time_of_the_default_grid_is_wild_wait_for_a
     assert float((before(x, near, None) - after(x, near, None)).norm()) < 0.4 * float(before(x, near, None).norm())
     assert float(after(x, torch.full((4,), t), None).norm()) > 30 * float(before(x, torch.full((4,), t), None).norm())
     reasons = send(arrived, weights)
-    assert any(f"at t {t:g} its loss is" in reason and "times the limit" in reason for reason in reasons), reasons
+    # The worst of the tested times is named: the grid's own, or a random one that happens to be as near.
+    named = [
+        found[1] for reason in reasons if (found := re.search(r"at t ([.0-9]+) its loss is .* times the limit", reason))
+    ]
+    assert any(abs(float(each) - t) < 0.0016 for each in named), reasons
     assert not any("grew by" in reason for reason in reasons), "each tensor is as large as training may make it"
 
 
