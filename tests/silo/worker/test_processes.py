@@ -166,9 +166,9 @@ def test_silo_trains_the_same_expert_in_two_processes_without_its_key_or_a_port_
 
 @pytest.fixture
 def long(tmp_path: Path) -> TinyFederation:
-    """A federation whose silo trains for some seconds, in two processes."""
+    """A federation whose silo trains long enough to be interrupted three times on a fast machine, in two processes."""
     made = TinyFederation.create(tmp_path / "tiny", {SILO: 40})
-    made.deliver_plan(SILO, made.sign(recipe_of_many_steps()))
+    made.deliver_plan(SILO, made.sign(recipe_of_many_steps(2000)))
     ask_for_processes(made.sites[SILO], 2)
     return made
 

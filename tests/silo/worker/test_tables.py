@@ -92,7 +92,8 @@ def test_a_table_of_files_becomes_a_cohort_with_patients_and_named_classes(tmp_p
 @pytest.mark.slow
 def test_names_of_classes_travel_from_a_table_to_samples(tmp_path: Path) -> None:
     tiny = TinyFederation.create(tmp_path / "tiny", {"north": NUM})  # which numbers its classes
-    join(tiny, "south", export(tmp_path / "export"), POLICY)
+    declared = {"data": {"kind": "pictures", "classes": ["dim", "bright"]}}
+    join(tiny, "south", export(tmp_path / "export"), POLICY | declared)
     transform = TRANSFORM | {"range": {"kind": "percentiles"}}
     tiny.complete(tmp_path / "release", recipe(transform=transform, condition=CLASSES))
     pinned = ("--root", tiny.root, "--state", tmp_path / "state")

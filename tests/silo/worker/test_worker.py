@@ -355,10 +355,10 @@ def test_worker_killed_in_training_ends_with_a_byte_identical_expert(tmp_path: P
     assert (site.outbox / sent).read_bytes() == (control.sites[SILO].outbox / sent).read_bytes()
 
 
-def recipe_of_many_steps() -> Recipe:
+def recipe_of_many_steps(num_steps: int = 200) -> Recipe:
     """Return a recipe that trains for some seconds, with many checkpoints on the way."""
     tables = recipe().model_dump(mode="json")
-    tables["expert"]["training"] |= {"num_steps": 200, "checkpoint_steps": 10}
+    tables["expert"]["training"] |= {"num_steps": num_steps, "checkpoint_steps": 10}
     return Recipe.model_validate_json(json.dumps(tables))
 
 
