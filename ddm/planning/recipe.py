@@ -23,7 +23,7 @@ from ddm.protocol.plan import (
 
 MOST_FINE = 1024
 IMAGES_PER_FINE = 4
-_HALF_WIDTHS = (0.25, 10.0)  # of a range of pixels: the noise is N(0, 1), and far from its scale samples are wrong
+HALF_WIDTHS = (0.25, 10.0)  # of a range of pixels (docs/adr/0067-pixels-have-the-scale-of-the-noise.md)
 
 PathText = Annotated[str, Field(max_length=4096)]
 
@@ -203,7 +203,7 @@ class SharedRecipe(Settings):
 
     @model_validator(mode="after")
     def _pixels_have_the_scale_of_the_noise(self) -> "SharedRecipe":
-        (low, high), (least, most) = self.data.range, _HALF_WIDTHS
+        (low, high), (least, most) = self.data.range, HALF_WIDTHS
         if isinstance(self.latent, IdentityLatent) and not least <= (high - low) / 2 <= most:
             raise ValueError(
                 f"data.range must be {2 * least:g} to {2 * most:g} wide for experts on pixels, got {low:g} to "
