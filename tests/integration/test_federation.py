@@ -127,8 +127,9 @@ def test_two_silos_and_an_aggregator_make_a_verified_release(operators: Operator
     operators.wait_until(lambda: any(arrived.glob("1*")), "a submission on its way")
     killed = kill_supernode(folder, POLICED)
     with stranger_at(folder) as stranger:
-        operators.wait_until(lambda: stranger.problem is not None, "what a stranger is told")
-        assert "does not let this node in" in str(stranger.problem)
+        # On busy cores its first attempts may find nobody who answers in time: what counts is what it is told then.
+        told = "does not let this node in"
+        operators.wait_until(lambda: told in str(stranger.problem), "what a stranger is told")
         assert not list((folder / "stranger" / "inbox").iterdir())
     submit_code_as_anybody(folder)
     state = folder / PERSON / "private" / "state.json"
