@@ -22,29 +22,29 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 # Rooms are the folders of a package and the files beside them. An arrow that is no longer used must go from here too.
 ROOMS = {
     "ddm": {
-        "cli": "distillation encoders ensemble errors evaluation imaging io islands loading models protocol sampling "
+        "cli": "distillation encoders ensemble errors evaluation images io islands loading models protocol sampling "
         "system training trust",
-        "islands": "diffusion encoders errors imaging io loading pages partition planning protocol publishing routers "
+        "islands": "diffusion encoders errors images io loading pages partition planning protocol publishing routers "
         "training trust",
         "publishing": "ensemble errors evaluation io loading models pages protocol routers trust",
         "planning": "encoders errors io loading models partition protocol routers",
-        "audit": "diffusion evaluation io protocol",
-        "evaluation": "encoders errors imaging io loading pages protocol",
-        "distillation": "diffusion encoders ensemble errors io loading models protocol sampling system training",
+        "audit": "diffusion evaluation images protocol",
+        "evaluation": "encoders errors images io loading pages protocol",
+        "distillation": "diffusion encoders ensemble errors images io loading models protocol sampling system training",
         "loading": "diffusion encoders ensemble errors io models partition privacy protocol routers sampling "
         "system trust",
         "ensemble": "diffusion encoders errors protocol routers sampling",
         "sampling": "diffusion errors io protocol routers",
         "routers": "diffusion encoders errors io models partition privacy protocol system training",
-        "training": "diffusion errors io models privacy protocol system",
-        "encoders": "errors io protocol system",
+        "training": "diffusion errors images io models privacy protocol system",
+        "encoders": "errors images io protocol system",
         "models": "errors io protocol system",
         "partition": "errors io protocol system",
         "transport": "errors io protocol system",
         "trust": "errors io protocol",
         "pages": "errors io system",
         "services": "errors io system",
-        "imaging": "errors io protocol",
+        "images": "errors io protocol system",
         "io": "errors protocol",
         "privacy": "diffusion errors protocol",
         "diffusion": "errors",
@@ -102,10 +102,10 @@ DOORS = {
     "safetensors": {"ddm/io/tensors.py"},
     "dp_accounting": {"ddm/privacy/accounting.py"},
     "monai": {"ddm/system/monai.py"},
-    "nibabel": {"ddm/io/nifti.py", "ddm/imaging/nifti.py", "ddm/imaging/orientation.py"},
-    "pydicom": {"ddm/imaging/dicom.py", "ddm/imaging/dicom_tags.py"},
-    "tifffile": {"ddm/imaging/raster.py"},
-    "png": {"ddm/imaging/raster.py"},
+    "nibabel": {"ddm/io/nifti.py", "ddm/images/nifti.py", "ddm/images/orientation.py"},
+    "pydicom": {"ddm/images/dicom.py", "ddm/images/dicom_tags.py"},
+    "tifffile": {"ddm/images/raster.py"},
+    "png": {"ddm/images/raster.py"},
     "accelerate": {"ddm/training/distributed.py"},
     "timm": {"ddm/encoders/timm.py"},
     "transformers": {"ddm/encoders/text.py", "ddm/encoders/vision.py"},

@@ -46,7 +46,7 @@ def plan(
     from aggregator.planning.draft import draft_plan
     from aggregator.planning.recipe import Recipe
     from aggregator.planning.sign import check_signable, sign_plan
-    from ddm.imaging.reading import read_transformed
+    from ddm.images.reading import read_transformed
     from ddm.io.settings import load_settings, misfit
     from ddm.publishing.keys import load_key
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from aggregator.intake.public_columns import CAPTIONS, CLASSES, SILOS, TEXTS, Columns
 from aggregator.planning.recipe import Recipe
 from ddm.errors import DataError, SetupError
-from ddm.io.sources import open_source
+from ddm.images.array_files import open_arrays
 from ddm.planning.recipe import TextRecipe
 from ddm.protocol.plan import ClassCondition, Condition, SamplesRouter, TextCondition
 
@@ -40,7 +40,7 @@ def read_columns(path: Path, recipe: Recipe) -> Columns:
     """
     found: dict[str, NDArray[np.generic]] = {}
     for kind, name in names_needed(recipe).items():
-        source = open_source(path)
+        source = open_arrays(path)
         column = found[kind] = source.column(name, _MAX_CELL_BYTES)
         wanted = "whole numbers" if kind == CLASSES else "text"
         if column.shape != (len(source),) or column.dtype.kind not in ("iu" if kind == CLASSES else "U"):

@@ -12,7 +12,7 @@ from ddm.audit.effort import SAMPLE_STEPS
 from ddm.diffusion.path import Path, as_velocity
 from ddm.diffusion.rng import stream
 from ddm.diffusion.solver import integrate
-from ddm.io.images import Images
+from ddm.images.rows import Images
 
 AT_ONCE = 64
 Advance = Callable[[int], None]

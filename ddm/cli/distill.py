@@ -263,7 +263,7 @@ def _public_images(wanted: _Wanted, data: Path) -> "tuple[DistillationData, Give
     from ddm.distillation.dataset import DistillationData, by_cluster, read_labels
     from ddm.distillation.student import GivenImages
     from ddm.evaluation.reference import digest_of
-    from ddm.imaging.reading import files_at, is_prepared, read_transformed
+    from ddm.images.reading import files_at, is_prepared, read_transformed
     from ddm.io.files import require_file
     from ddm.loading.plan import PlanFiles
 

@@ -91,7 +91,7 @@ class Editing:
         file = self.init or self.inpaint
         if file is None:
             return None
-        from ddm.io.given_images import read_mask, read_pictures
+        from ddm.images.given_images import read_mask, read_pictures
 
         images = read_pictures(file, spec)
         if len(images) not in (1, num):

@@ -15,9 +15,9 @@ from torch import Tensor
 from ddm.cli.conditions import condition_shares, shares_of_each
 from ddm.cli.drawing import Advance, Computing, Job, ReleaseSource, draw
 from ddm.errors import DataError
+from ddm.images.fit import check_row, fit
+from ddm.images.npz import read_array
 from ddm.io.files import require_file
-from ddm.io.fitting import check_row, fit
-from ddm.io.npz import read_array
 from ddm.loading.memory import room_for_experts
 from ddm.loading.release import Release
 from ddm.protocol.footprint import sampling_bytes

@@ -27,8 +27,8 @@ from ddm.diffusion.solver import heun_step, uniform_times
 from ddm.distillation.posterior import Posterior
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError, FormatError, NumericalError, SetupError, ShapeError
+from ddm.images.npz import read_array
 from ddm.io.files import require_file
-from ddm.io.npz import read_array
 from ddm.io.tensors import TensorSpec, load_tensors, save_tensors, stored_bytes
 from ddm.loading.plan import PlanFiles
 from ddm.models.conditions import check_text

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ddm.encoders.hog import HogEncoder, hog_specs
 from ddm.encoders.pca import PcaEncoder, pca_specs, principal_directions
-from ddm.io.images import Images
+from ddm.images.rows import Images
 
 __all__ = ["Encoder", "HogEncoder", "PcaEncoder", "Progress", "hog_specs", "pca_specs", "principal_directions"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ddm.encoders.lost import fill_lost
 from ddm.encoders.pca import PcaEncoder
 from ddm.errors import DataError, ShapeError
-from ddm.io.images import Images
+from ddm.images.rows import Images
 from ddm.io.tensors import TensorSpec
 from ddm.protocol.encoder import HOG_DIRECTIONS
 from ddm.protocol.encoder import HogEncoder as HogSpec

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddm.encoders.lost import fill_lost
 from ddm.errors import DataError, SetupError, ShapeError
-from ddm.io.images import Images
+from ddm.images.rows import Images
 from ddm.io.tensors import TensorSpec, load_tensors, read_header, spec_of
 from ddm.protocol.plan import DataSpec
 from ddm.protocol.plan import TimmEncoder as TimmSpec

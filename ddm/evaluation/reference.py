@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError, ShapeError
-from ddm.imaging.pictures import picture_files
-from ddm.imaging.reading import Transformed, is_prepared
-from ddm.io.fitting import check_row, fit
-from ddm.io.labels import class_numbers
-from ddm.io.sources import Source, open_source
+from ddm.images.array_files import Source, open_arrays
+from ddm.images.fit import check_row, fit
+from ddm.images.labels import class_numbers
+from ddm.images.public import picture_files
+from ddm.images.reading import Transformed, is_prepared
 from ddm.protocol.base import sha256_file, sha256_hex
 from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
@@ -118,8 +118,8 @@ def open_reference(
     """Open the images of a file without reading them; pictures that a transform is for are read.
 
     Args:
-        path: see `ddm.io.sources.open_source`; there may be a column that tells images apart. With a transform also
-            whatever `ddm.imaging.pictures.pictures` takes; arrays in floating point of the plan's shape are then taken
+        path: see `ddm.images.array_files.open_arrays`; a column may tell images apart. With a transform also
+            whatever `ddm.images.public.pictures` takes; arrays in floating point of the plan's shape are then taken
             as samples that need none.
         spec: the plan's shape and range.
         by: the name of that column; by default `silos` or `labels`, where there is one.
@@ -135,7 +135,7 @@ def open_reference(
         _check_by(by, frozenset(), path)
         made = Transformed.read(path, spec, transform)
         return Reference(len(made.kept), made.blocks, digest_of(files), num_bytes=made.num_bytes)
-    source = open_source(path)
+    source = open_arrays(path)
     if source.name != "images":
         raise DataError("reference", expected="images", got="latents")
     _check_by(by, source.columns, path)

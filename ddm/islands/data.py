@@ -7,9 +7,9 @@ import numpy as np
 from torch import Tensor
 
 from ddm.errors import DataError
-from ddm.imaging.reading import read_transformed
-from ddm.io.labels import class_numbers
-from ddm.io.sources import open_source, read_images
+from ddm.images.array_files import open_arrays, read_images
+from ddm.images.labels import class_numbers
+from ddm.images.reading import read_transformed
 from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
 
@@ -21,7 +21,7 @@ class Dataset:
     """One owner's images.
 
     Attributes:
-        path: see `ddm.io.sources.open_source`, with columns of as many rows.
+        path: see `ddm.images.array_files.open_arrays`, with columns of as many rows.
         images: shape (N, C, H, W) or (N, C, D, H, W), float32, in the recipe's range.
     """
 
@@ -44,7 +44,7 @@ class Dataset:
         Raises:
             MissingFileError, DataError: there is none, or not one value for each image.
         """
-        num, found = len(self.images), open_source(self.path).column(name, _MAX_CELL_BYTES)
+        num, found = len(self.images), open_arrays(self.path).column(name, _MAX_CELL_BYTES)
         if found.shape != (num,):
             raise DataError(f"column {name}", expected=f"shape ({num},), one value an image", got=str(found.shape))
         return found

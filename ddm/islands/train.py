@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from ddm.errors import BusyError, SetupError
+from ddm.images.rows import Images
 from ddm.io.files import write_atomic
-from ddm.io.images import Images
 from ddm.io.locks import locked
 from ddm.io.space import check_writable
 from ddm.islands.arrays import map_array

@@ -2,7 +2,7 @@
 
 A picture that is not taken is an error among the aggregator's public images, and a blank sample at a silo.
 
-The steps have one order: channels, range, content, slices, fit, storage. `ddm.imaging.transform` carries them out.
+The steps have one order: channels, range, content, slices, fit, storage. `ddm.images.transform` carries them out.
 """
 
 from typing import Annotated, Literal

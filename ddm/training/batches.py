@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddm.diffusion.rng import stream
 from ddm.errors import DataError, ShapeError
-from ddm.io.images import Images
+from ddm.images.rows import Images
 from ddm.protocol.plan import LogitNormalT, TDistribution, Training, UniformT
 from ddm.training.augmentation import augmented
 from ddm.training.masking import draw_kept, leaves_out

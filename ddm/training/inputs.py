@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ddm.errors import DataError
+from ddm.images.fit import as_floats, fit
+from ddm.images.npz import npy_header
+from ddm.images.rows import FileArray, Images, Joined, Scaled, Selected, Stored, StoredImages, blocks, write_rows
 from ddm.io.files import link_or_copy, replacing
-from ddm.io.fitting import as_floats, fit
-from ddm.io.images import FileArray, Images, Joined, Scaled, Selected, Stored, StoredImages, blocks, write_rows
-from ddm.io.npz import npy_header
 from ddm.training.job import Copied, Input, JobFolder, Place, Referred
 
 

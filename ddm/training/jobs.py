@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 
 from ddm.errors import ArchipelagoError, DocumentError, TensorFileError
+from ddm.images.rows import Images
 from ddm.io.files import link_or_copy, move_into_place, write_atomic
-from ddm.io.images import Images
 from ddm.io.tensors import check_file, stored_bytes
 from ddm.io.untrusted import open_regular
 from ddm.models import MAX_WEIGHT, expected_tensors

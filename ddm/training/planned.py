@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddm.diffusion.path import path_named
 from ddm.errors import MissingFileError, SetupError
-from ddm.io.images import Images
+from ddm.images.rows import Images
 from ddm.io.tensors import save_tensors
 from ddm.models import MAX_WEIGHT, build_expert, load_expert
 from ddm.models.adaptation import adapt, merged

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from ddm.errors import ArchipelagoError, BusyError, SetupError
-from ddm.io.images import Images
+from ddm.images.rows import Images
 from ddm.io.locks import locked
 from ddm.protocol.base import File
 from ddm.protocol.submission import MAX_LOSS

@@ -2,7 +2,7 @@
 
     python examples/autoencoder/train.py --data public.npz --out autoencoder.safetensors
 
-`--data` are images, (N, C, H, W) or (N, C, D, H, W), as `ddm.io.sources.open_source` takes them. A tenth is
+`--data` are images, (N, C, H, W) or (N, C, D, H, W), as `ddm.images.array_files.open_arrays` takes them. A tenth is
 held out. At the end the program prints the error on it, beside that of the mean image, and the table for `plan.toml`.
 
 The loss is the mean absolute error, 1e-6 of the Kullback-Leibler divergence to a standard normal, and, from half of the
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ddm.encoders.autoencoder import AutoencoderKl, build_autoencoder
-from ddm.io.sources import open_source, read_images
+from ddm.images.array_files import open_arrays, read_images
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.protocol.latent import AutoencoderSize
 from ddm.protocol.plan import DataSpec
@@ -125,7 +125,7 @@ def build_critic(shape: tuple[int, ...], seed: int) -> nn.Module:
 
 def read_public(path: Path, low: float, high: float) -> Tensor:
     """Read images or volumes of whatever shape the file has."""
-    _, row = open_source(path).row
+    _, row = open_arrays(path).row
     return read_images(path, DataSpec(shape=row if len(row) > 2 else (1, *row), range=(low, high)))
 
 

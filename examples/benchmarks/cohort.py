@@ -30,7 +30,7 @@ from aggregator.planning.draft import draft_plan
 from aggregator.planning.recipe import Recipe
 from aggregator.setup import init_federation
 from ddm.diffusion.path import path_named
-from ddm.io.images import select
+from ddm.images.rows import select
 from ddm.loading.plan import PlanFiles
 from ddm.models import build_expert
 from ddm.protocol.base import sha256_hex

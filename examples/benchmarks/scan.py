@@ -22,7 +22,7 @@ from PIL import Image
 from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, RLELossless, generate_uid
 
-from ddm.imaging.decoded import Limits
+from ddm.images.picture import Limits
 from silo.images.scan import scan
 
 

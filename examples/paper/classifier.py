@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from ddm.evaluation.classifier import train_classifier
-from ddm.io.npz import read_array
-from ddm.io.sources import read_images
+from ddm.images.array_files import read_images
+from ddm.images.npz import read_array
 from ddm.protocol.base import sha256_file
 from ddm.protocol.plan import DataSpec
 from ddm.system.console import progress, say

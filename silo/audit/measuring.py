@@ -20,7 +20,7 @@ from ddm.audit.verdict import Findings
 from ddm.diffusion.path import path_named
 from ddm.evaluation.copies import pixels
 from ddm.evaluation.neighbours import nearest_few
-from ddm.io.images import Selected, blocks
+from ddm.images.rows import Selected, blocks
 from ddm.protocol.base import File
 from ddm.training.job import discard
 from ddm.training.jobs import train_job

@@ -13,7 +13,7 @@ from torch import Tensor
 from ddm.audit.attacks import Target
 from ddm.audit.effort import Effort, effort_of
 from ddm.diffusion.path import path_named
-from ddm.io.images import Images
+from ddm.images.rows import Images
 from ddm.loading.plan import PlanFiles
 from ddm.models import load_expert
 from ddm.protocol.base import File, sha256_hex

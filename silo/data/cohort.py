@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddm.errors import DataError
-from ddm.imaging.pictures import picture_files
-from ddm.imaging.transform import Transform
-from ddm.io.images import Images, feed
-from ddm.io.labels import class_numbers
-from ddm.io.sources import Source, open_images, open_latents, open_source
+from ddm.images.array_files import Source, open_arrays, open_images, open_latents
+from ddm.images.columns import captions_of, names_of, numbered, read_column
+from ddm.images.labels import class_numbers
+from ddm.images.patients import order_key, order_of
+from ddm.images.public import picture_files
+from ddm.images.rows import Images, feed
+from ddm.images.store import ORDERS, StoredCohort
+from ddm.images.table import is_table
+from ddm.images.transform import Transform
 from ddm.protocol.base import Unit
 from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
 from silo.config import ImagesSettings
-from silo.data.columns import captions_of, names_of, numbered, read_column
-from silo.data.store import ORDERS, StoredCohort
 from silo.data.transformed import Advance, Asked, open_transformed
-from silo.images.patients import order_key, order_of
-from silo.images.table import is_table
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def load_cohort(
     """Read `path` once, block by block, and check it against the plan.
 
     Args:
-        path: images or, for a plan with an autoencoder, its latents, as `ddm.io.sources.open_source` takes them, with
+        path: images or, for a plan with an autoencoder, its latents (see `ddm.images.array_files.open_arrays`), with
             `patients`, shape (N,), numbers or text, read where the patient is the unit; `labels`, shape (N,), names of
             classes or whole numbers in [0, num_classes), read where the plan needs classes; `captions`, text, read
             where it needs texts. With a transform, whatever a scan takes, see
@@ -122,7 +122,7 @@ def load_cohort(
         source = open_transformed(path, carried_out, asked, folder, settings, advance)
         per_picture = 1 if source.name == "latents" else carried_out.num
     else:
-        source = open_source(path)
+        source = open_arrays(path)
     num, latent = len(source), source.name == "latents"
     if num // per_picture < min_images:
         got = f"{num // per_picture}"

@@ -10,13 +10,13 @@ from typing import Literal
 import numpy as np
 
 from ddm.errors import DataError
-from ddm.io.images import blocks
-from ddm.io.labels import class_numbers
-from ddm.io.sources import Source, latents_at, open_images, open_source
+from ddm.images.array_files import Source, latents_at, open_arrays, open_images
+from ddm.images.columns import read_column
+from ddm.images.labels import class_numbers
+from ddm.images.rows import blocks
 from ddm.protocol.classes import Classes, misnamed
 from ddm.protocol.data import DataSpec
 from silo.config import DataPolicy, ImagesSettings, Policy
-from silo.data.columns import read_column
 from silo.data.problems import refuse_all
 from silo.images.pictures import Pictures
 
@@ -29,7 +29,7 @@ def facts_of(path: Path) -> DataPolicy:
     kind = _kind(path)
     if kind == "pictures":
         return DataPolicy(kind=kind)
-    dtype, shape = open_source(path).row
+    dtype, shape = open_arrays(path).row
     return DataPolicy(kind=kind, shape=shape, range=(-1.0, 1.0) if kind == "arrays" and dtype.kind == "f" else None)
 
 
@@ -48,7 +48,7 @@ def check_declared(path: Path, policy: Policy) -> None:
         expected = "names of which each means one class, as in a plan"
         raise DataError("classes in policy.toml (data.classes)", expected=expected, got=wrong, remedy=_MEND)
     if data.kind in ("arrays", "latents"):
-        source = open_source(path)
+        source = open_arrays(path)
         problems = [*_header(source, data), *_number(len(source), policy), *_labels(source, classes)]
     refuse_all(problems, _MEND)
 
@@ -72,7 +72,7 @@ def check_values(
             problems.append(DataError("labels", expected=f"{classes.words()} (data.classes)", got=got))
         refuse_all(problems, _MEND)
         return len(accepted)
-    source = open_source(path)
+    source = open_arrays(path)
     if data.kind == "arrays" and data.range and data.shape:
         shape = data.shape if len(data.shape) > 2 else (1, *data.shape) if len(data.shape) == 2 else (1, 1, *data.shape)
         for _ in blocks(open_images(source, DataSpec(shape=shape, range=data.range), folder.parent)):
@@ -84,7 +84,7 @@ def _kind(path: Path) -> Kind:
     if latents_at(path) is not None:
         return "latents"
     try:
-        dtype, shape = open_source(path).row
+        dtype, shape = open_arrays(path).row
     except DataError:
         return "pictures"
     plain = (dtype.kind == "f" or dtype in (np.uint8, np.uint16)) and 1 <= len(shape) <= 4 and 0 not in shape

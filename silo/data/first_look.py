@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from ddm.errors import DataError
-from ddm.io.sources import ARRAYS, Source, open_source
+from ddm.images.array_files import ARRAYS, Source, open_arrays
+from ddm.images.columns import check_length, num_patients, read_column
+from ddm.images.find import require_data
+from ddm.images.table import is_table
 from silo.config import ImagesSettings
-from silo.data.columns import check_length, num_patients, read_column
 from silo.data.problems import refuse_all
-from silo.images.entries import require_data
 from silo.images.pictures import Pictures
 from silo.images.scan import scan_as_set
 from silo.images.summary import Summary
-from silo.images.table import is_table
 
 _COLUMNS = frozenset({"patients", "labels", "captions"})
 Advance = Callable[[int], None]
@@ -91,7 +91,7 @@ def count_units(
                 "images", expected="at least one that can be used", got="files that a scan cannot use", remedy=remedy
             )
         return num, num_known
-    source = open_source(path)
+    source = open_arrays(path)
     return len(source), num_patients(read_column(source, "patients")) if patients else None
 
 
@@ -133,7 +133,7 @@ def _problems(path: Path) -> list[DataError]:
     """
     require_data(path)
     try:
-        return list(_problems_of_arrays(open_source(path)))
+        return list(_problems_of_arrays(open_arrays(path)))
     except DataError as error:
         return [error]
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from ddm.encoders import Progress
 from ddm.encoders.autoencoder import AutoencoderKl, Latent
 from ddm.errors import DataError, MissingFileError
+from ddm.images.fit import as_floats
+from ddm.images.npz import open_npy
+from ddm.images.rows import Derived, FileArray, Images, Scaled, StoredImages, blocks, write_rows
 from ddm.io.files import replacing
-from ddm.io.fitting import as_floats
-from ddm.io.images import Derived, FileArray, Images, Scaled, StoredImages, blocks, write_rows
-from ddm.io.npz import open_npy
 from ddm.protocol.base import sha256_hex
 from ddm.protocol.plan import Autoencoder, AutoencoderKlLatent, DiffusersKlLatent, Plan
 from silo.data.captions import texts_of

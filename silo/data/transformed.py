@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddm.errors import DataError
-from ddm.imaging.transform import Transform
+from ddm.images.array_files import Source, latents_at
+from ddm.images.patients import keyed
+from ddm.images.record import MOST_CAPTION
+from ddm.images.store import Item, find_cohort, store_cohort
+from ddm.images.transform import Transform
 from ddm.io.files import replacing
-from ddm.io.sources import Source, latents_at
 from ddm.protocol.classes import Classes
 from silo.config import ImagesSettings
 from silo.data.problems import refuse_all
-from silo.data.store import Item, find_cohort, store_cohort
-from silo.images.patients import keyed
 from silo.images.pictures import Pictures, Told
 from silo.images.scan import FOLDER, Quarantine
-from silo.images.seen import MOST_CAPTION
 from silo.images.walk import Scanned
 
 LEFT_OUT = "left-out.csv"
@@ -40,7 +40,7 @@ class Asked:
         patients: whether it needs patients.
         classes: those that the site knows, where it needs classes; a label is stored as a number of theirs.
         captions: whether it needs texts.
-        order: the key of the order of patients, see `silo.images.patients.order_key`; needed with patients.
+        order: the key of the order of patients, see `ddm.images.patients.order_key`; needed with patients.
     """
 
     patients: bool = False
@@ -74,7 +74,7 @@ def open_transformed(
     both.
 
     Args:
-        path: whatever `silo.images.entries.find_entries` takes. Latents are returned as they are.
+        path: whatever `ddm.images.find.find_files` takes. Latents are returned as they are.
         transform: the plan's.
         asked: what the plan needs to know of each picture.
         folder: private to the worker.

@@ -17,7 +17,7 @@ def near_duplicates(hashes: Sequence[str]) -> int:
     crowds of like pictures the count is a lower bound.
 
     Args:
-        hashes: of pictures that are not equal, from `silo.images.seen.difference_hash`.
+        hashes: of pictures that are not equal, from `ddm.images.record.difference_hash`.
     """
     if len(hashes) < 2:
         return 0

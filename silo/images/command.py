@@ -7,14 +7,14 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from ddm.errors import SetupError
+from ddm.images.find import find_files
+from ddm.images.table import COLUMNS
 from ddm.system.console import progress, say
 from silo.config import ColumnName, ImagesSettings, Site
-from silo.images.entries import find_entries
 from silo.images.preview import Sheet
 from silo.images.report import report
 from silo.images.scan import FOLDER, default_folder, limits_of, scan_as_set
 from silo.images.summary import Summary
-from silo.images.table import COLUMNS
 
 
 def scan_images(
@@ -102,7 +102,7 @@ def files_progress(data: Path, settings: ImagesSettings) -> Iterator[Callable[[i
 
     def show_files(done: int) -> None:
         nonlocal total
-        total = total or sum(1 for _ in find_entries(data, settings.columns))
+        total = total or sum(1 for _ in find_files(data, settings.columns))
         advance(min(done, total), total)
 
     with progress("Reading images") as advance:

@@ -14,9 +14,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from ddm.errors import SetupError
-from ddm.imaging.reasons import Flag
+from ddm.images.reasons import Flag
+from ddm.images.record import PictureRecord
 from ddm.io.modes import private_folder
-from silo.images.seen import Seen
 
 LEFT_OUT = "left out by a person"
 _FILE = "decisions.sqlite"
@@ -65,7 +65,7 @@ class Decisions:
         finally:
             database.close()
 
-    def verdict(self, seen: Seen) -> str | None:
+    def verdict(self, seen: PictureRecord) -> str | None:
         """Return why a picture is not used: its own reason, a flag that waits for a person, or that one left it out.
 
         Args:
@@ -80,11 +80,11 @@ class Decisions:
         found = self._decided(seen)
         return LEFT_OUT if found is Decision.LEAVE_OUT else None if found is Decision.CLEAR else seen.verdict
 
-    def of(self, seen: Seen) -> Decision | None:
+    def of(self, seen: PictureRecord) -> Decision | None:
         """Return what was decided about a picture; None where it waits for a person, or needs none."""
         return self._decided(self.flagged(seen))
 
-    def _decided(self, seen: Seen) -> Decision | None:
+    def _decided(self, seen: PictureRecord) -> Decision | None:
         if not seen.flags and not self._any_left_out:
             return None
         query = "select flags, decision from decisions where pixels = ?"
@@ -108,7 +108,7 @@ class Decisions:
             found.update(repr(row).encode())
         return found.hexdigest()
 
-    def record(self, pictures: Iterable[Seen], decision: Decision | None) -> None:
+    def record(self, pictures: Iterable[PictureRecord], decision: Decision | None) -> None:
         """Keep what was decided about pictures, durably and all of it or nothing.
 
         Args:
@@ -124,7 +124,7 @@ class Decisions:
                 self._database.executemany("insert into decisions values (?, ?, ?)", rows)
         self._look()
 
-    def flagged(self, seen: Seen) -> Seen:
+    def flagged(self, seen: PictureRecord) -> PictureRecord:
         """Return a picture with the flag of a face where it is a slice of a head; of a scan not yet judged, too."""
         if seen.slice is None or Flag.FACE.value in seen.flags:
             return seen

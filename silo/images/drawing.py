@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ddm.imaging.picture import Picture
+from ddm.images.picture import Picture
 
 MOST_SIDE = 2048  # pixels; what is larger is shrunk
 _GAP = 6

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import SetupError
-from ddm.imaging.reasons import Reason
+from ddm.images.find import Entry
+from ddm.images.reasons import Reason
+from ddm.images.record import PictureRecord
 from ddm.io.files import read_bounded, write_atomic
 from ddm.io.locks import locked
 from ddm.io.modes import private_folder
 from silo.images.decisions import Decisions
-from silo.images.entries import Entry
-from silo.images.seen import Seen
 
 DATABASE = "memory.sqlite"
 KEY_BYTES = 32
-_FORMAT = 2  # changes with the schema, and with `Seen`
+_FORMAT = 2  # changes with the schema, and with `PictureRecord`
 _RACE_NS = 50_000_000  # a change so soon before a look may bear the same time as one after it
 _COMMIT_S = 2.0
 _PASSING = (Reason.FORBIDDEN, Reason.MISSING, Reason.MEMORY, Reason.TIME)  # where no content is known
@@ -130,20 +130,20 @@ class Memory:
         (path,) = self._database.execute("select path from files where number = ?", (number,)).fetchone()
         return os.fsdecode(path)
 
-    def pictures(self, number: int) -> Iterator[Seen]:
+    def pictures(self, number: int) -> Iterator[PictureRecord]:
         """Yield the pictures of a file, in its order."""
         rows = self._database.execute("select seen from pictures where file = ? order by place", (number,))
         for (text,) in rows:
-            yield Seen.model_validate_json(text)
+            yield PictureRecord.model_validate_json(text)
 
-    def flagged(self) -> Iterator[tuple[str, int, Seen]]:
+    def flagged(self) -> Iterator[tuple[str, int, PictureRecord]]:
         """Yield each picture that a person must see first or may have to: path and place of it, in the files' order."""
         query = """
         select path, place, seen from pictures join files on number = file where recipe like ? and
         (json_extract(seen, '$.flags[0]') is not null or json_extract(seen, '$.slice') is not null) order by path, place
         """
         for path, place, text in self._database.execute(query, (f"{_FORMAT} %",)):
-            yield os.fsdecode(path), place, Seen.model_validate_json(text)
+            yield os.fsdecode(path), place, PictureRecord.model_validate_json(text)
 
     def confirm(self, entry: Entry, kept: Kept) -> None:
         """Note that a file is still there, with the content that is known."""
@@ -155,7 +155,7 @@ class Memory:
         """Forget what was known of a file, and return the number under which its pictures are to be kept."""
         return self._insert(entry, "", "", "", None, "")  # of no recipe: nothing counts until the file is done
 
-    def keep(self, entry: Entry, seen: Iterable[Seen], digest: str, reason: Reason | None, detail: str) -> int:
+    def keep(self, entry: Entry, seen: Iterable[PictureRecord], digest: str, reason: Reason | None, detail: str) -> int:
         """Keep all of a file at once in place of what was known of it; return its number."""
         number = self._insert(entry, self._stats(entry), digest, self._recipe, reason, detail)
         self.add(number, 0, seen)
@@ -169,7 +169,7 @@ class Memory:
         query = "insert into files (path, stats, digest, recipe, scan, reason, detail) values (?, ?, ?, ?, ?, ?, ?)"
         return int(self._database.execute(query, values).lastrowid or 0)
 
-    def add(self, number: int, place: int, seen: Iterable[Seen]) -> None:
+    def add(self, number: int, place: int, seen: Iterable[PictureRecord]) -> None:
         """Keep pictures of a file, the first of them at this place."""
         rows = ((number, each, one.model_dump_json()) for each, one in enumerate(seen, place))
         self._database.executemany("insert into pictures values (?, ?, ?)", rows)

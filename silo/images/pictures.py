@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Literal
 
 from ddm.errors import DataError
-from ddm.imaging.picture import Picture
-from ddm.imaging.reasons import Reason
+from ddm.images.find import Entry, find_files
+from ddm.images.jobs import Found, Job
+from ddm.images.patients import order_of
+from ddm.images.picture import Picture
+from ddm.images.reasons import Reason
+from ddm.images.workers import decode_in_order
 from silo.config import ImagesSettings
 from silo.images.decisions import Decisions
-from silo.images.decoders import decode_in_order
-from silo.images.entries import Entry, find_entries
-from silo.images.jobs import Found, Job
 from silo.images.memory import Kept, Memory
-from silo.images.patients import order_of
 from silo.images.scan import limits_of, processes_of, recipe, scan_as_set
 from silo.images.walk import Scanned, judged
 
@@ -55,11 +55,11 @@ class Pictures:
         scans again.
 
         Args:
-            data: see `silo.images.entries.find_entries`.
+            data: see `ddm.images.find.find_files`.
             folder: of the scans.
             settings: the site's.
             advance: called with the number of files that are done, while there is a scan.
-            order: see `silo.images.patients.order_key`, where `order` will be asked for.
+            order: see `ddm.images.patients.order_key`, where `order` will be asked for.
 
         Raises:
             MissingFileError, DataError, BusyError, SetupError: see `silo.images.scan.scan`.
@@ -68,7 +68,7 @@ class Pictures:
         with Memory.opened(folder, recipe(limits)) as memory:
             known = all(
                 entry.reason is not None or ((kept := memory.find(entry)) is not None and kept.unchanged)
-                for entry in find_entries(data, settings.columns)
+                for entry in find_files(data, settings.columns)
             )
         if not known:
             _log.info("scanning the images that changed since the last scan")
@@ -162,7 +162,7 @@ class Pictures:
 
     def _files(self) -> Iterator[tuple[Entry, Kept | None]]:
         """Yield each file with what is known of it; None where it is not read at all."""
-        for entry in find_entries(self._data, self._settings.columns):
+        for entry in find_files(self._data, self._settings.columns):
             kept = self._memory.find(entry) if entry.reason is None else None
             if kept is None and entry.reason is None:
                 raise _changed()

@@ -11,14 +11,13 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError
 
 from ddm.errors import SetupError
-from ddm.imaging.decoded import Limits
-from ddm.imaging.picture import Picture
+from ddm.images.jobs import Found, Job
+from ddm.images.picture import Limits, Picture
+from ddm.images.workers import decode_in_order
 from ddm.io.files import read_bounded, require_file, require_folder
 from ddm.io.settings import Settings, misfit
 from ddm.protocol.data import DataSpec
 from ddm.protocol.transform import TransformSpec
-from silo.images.decoders import decode_in_order
-from silo.images.jobs import Found, Job
 from silo.images.memory import KEY_BYTES
 from silo.images.walk import Scanned
 
@@ -129,8 +128,8 @@ class Sheet:
             DataError: no picture.
             OSError: the file cannot be written.
         """
-        from ddm.imaging.preview import contact_sheet
-        from ddm.imaging.transform import Transform
+        from ddm.images.preview import contact_sheet
+        from ddm.images.transform import Transform
 
         transform = Transform(self._wanted.transform, self._wanted.data)
         return contact_sheet(self._chosen.pictures(self._limits), transform, self._out)

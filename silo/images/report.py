@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from ddm.imaging.reasons import Flag
+from ddm.images.reasons import Flag
 from ddm.system.console import table
 from silo.images.alike import MOST_BITS
 from silo.images.decisions import LEFT_OUT

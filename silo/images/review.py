@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ddm.imaging.reasons import Flag
+from ddm.images.reasons import Flag
+from ddm.images.record import PictureRecord
 from silo.images.decisions import Decision, Decisions
 from silo.images.memory import Memory
-from silo.images.seen import Seen
 
 WAITING = "waiting"
 
@@ -27,7 +27,7 @@ class Flagged:
 
     path: str
     place: int
-    seen: Seen
+    seen: PictureRecord
 
     @property
     def together(self) -> str:

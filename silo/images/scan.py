@@ -9,14 +9,14 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import BinaryIO
 
-from ddm.imaging.decoded import Limits
+from ddm.images.find import find_files
+from ddm.images.picture import Limits
+from ddm.images.table import Columns
 from ddm.io.files import replacing
 from silo.config import ImagesSettings
 from silo.images.decisions import Decisions
-from silo.images.entries import find_entries
 from silo.images.memory import Memory
 from silo.images.summary import Summary
-from silo.images.table import Columns
 from silo.images.walk import Scanned, Walk
 
 QUARANTINE = "quarantine.csv"
@@ -106,7 +106,7 @@ def scan(
     """Scan a data set, and write the list of what is quarantined into its private folder.
 
     Args:
-        data: see `silo.images.entries.find_entries`.
+        data: see `ddm.images.find.find_files`.
         folder: private; what it remembers is not decoded again.
         limits: of each file.
         columns: other names of a table's columns.
@@ -115,7 +115,7 @@ def scan(
         also: called with each picture, and with each file that gives none.
 
     Raises:
-        MissingFileError, DataError: see `find_entries`.
+        MissingFileError, DataError: see `find_files`.
         BusyError: another scan works in the folder.
         SetupError: the decoders of these images are not installed.
     """
@@ -133,7 +133,7 @@ def scan(
                 also(found)
 
             walk = Walk(memory, decisions, take)
-            walk.go(find_entries(data, columns or {}), limits, processes, advance)
+            walk.go(find_files(data, columns or {}), limits, processes, advance)
             quarantine.close()
         memory.forget_others()
     summary.read, summary.decoded = walk.read, walk.decoded

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from ddm.imaging.heads import LEAST_SIDE, as_long_as_a_head, may_show_face
-from silo.images.seen import Seen, SeenSlice
+from ddm.images.heads import LEAST_SIDE, as_long_as_a_head, may_show_face
+from ddm.images.record import PictureRecord, SliceRecord
 
 _STEP_MM = 0.1  # slices closer than this lie at one place
 
@@ -22,7 +22,7 @@ class _Stack:
     placeless: int = 0
     head: bool | None = None
 
-    def add(self, shape: tuple[int, ...], found: SeenSlice) -> None:
+    def add(self, shape: tuple[int, ...], found: SliceRecord) -> None:
         self.head = self.head or found.head
         small = found.head is None and found.sides_mm is not None and not as_long_as_a_head(found.sides_mm)
         if small or min(shape[1:]) < LEAST_SIDE:
@@ -47,7 +47,7 @@ class Stacks:
     def __init__(self) -> None:
         self._stacks: dict[str, _Stack] = {}
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: PictureRecord) -> None:
         """Take in a slice; other pictures count for nothing."""
         if seen.slice is not None:
             self._stacks.setdefault(seen.slice.series, _Stack()).add(seen.shape, seen.slice)

@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from ddm.errors import DataError
+from ddm.images.record import PictureRecord
 from silo.images.alike import near_duplicates
-from silo.images.seen import Seen
 
 TINY_CLASS = 10  # images: fewer than these teach a model the images themselves
 _MOST_REASONS = 8  # in one message
@@ -22,7 +22,7 @@ class Intensities:
     total: float = 0.0
     constant: int = 0
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: PictureRecord) -> None:
         """Count one picture."""
         self.num += 1
         self.low, self.high = min(self.low, seen.low), max(self.high, seen.high)
@@ -74,7 +74,9 @@ class Summary:
         self.quarantined += 1
         self.reasons[reason] += 1
 
-    def accept(self, seen: Seen, label: str | None, split: str | None, patient: tuple[str, str] | None) -> None:
+    def accept(
+        self, seen: PictureRecord, label: str | None, split: str | None, patient: tuple[str, str] | None
+    ) -> None:
         """Count an accepted picture.
 
         Args:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddm.errors import ArchipelagoError
-from ddm.imaging.decoded import Limits
-from silo.images.decoders import decode_in_order
+from ddm.images.jobs import Done, Found, Job
+from ddm.images.picture import Limits
+from ddm.images.workers import decode_in_order
 from silo.images.drawing import drawn
-from silo.images.jobs import Done, Found, Job
 from silo.images.review import Flagged
 
 _KEPT = 256  # pictures

@@ -3,17 +3,17 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ddm.imaging.decoded import Limits
-from ddm.imaging.reasons import Reason
+from ddm.images.find import Entry
+from ddm.images.jobs import Done, Found, Job
+from ddm.images.patients import pseudonyms
+from ddm.images.picture import Limits
+from ddm.images.reasons import Reason
+from ddm.images.record import PictureRecord
+from ddm.images.table import Row
+from ddm.images.workers import decode_all
 from silo.images.decisions import Decisions
-from silo.images.decoders import decode_all
-from silo.images.entries import Entry
-from silo.images.jobs import Done, Found, Job
 from silo.images.memory import Kept, Memory
-from silo.images.patients import pseudonyms
-from silo.images.seen import Seen
 from silo.images.series import Stacks
-from silo.images.table import Row
 
 _BLOCK = 256  # pictures of one file that are kept at once
 
@@ -29,13 +29,13 @@ class Scanned:
         seen: the picture; None of a file that gives none.
         reason: why it is not accepted.
         detail: more of that.
-        order: of the patient whom its file names, see `silo.images.patients.order_of`, where it was asked for.
+        order: of the patient whom its file names, see `ddm.images.patients.order_of`, where it was asked for.
     """
 
     path: str
     row: Row | None
     place: int | None = None
-    seen: Seen | None = None
+    seen: PictureRecord | None = None
     reason: str | None = None
     detail: str = ""
     order: str | None = None
@@ -64,7 +64,7 @@ class Scanned:
         return getattr(self.row, name, None) or getattr(self.seen, name, None) or None
 
 
-def judged(path: str, row: Row | None, place: int, seen: Seen, decisions: Decisions) -> Scanned:
+def judged(path: str, row: Row | None, place: int, seen: PictureRecord, decisions: Decisions) -> Scanned:
     """Return a picture with the reason why it is not accepted, if there is one."""
     seen = decisions.flagged(seen)
     reason = decisions.verdict(seen)
@@ -79,7 +79,7 @@ class _Work:
     entry: Entry
     number: int = 0
     place: int = 0
-    pending: list[Seen] = field(default_factory=list)
+    pending: list[PictureRecord] = field(default_factory=list)
     slices: list[int] = field(default_factory=list)
 
 
@@ -183,7 +183,7 @@ class Walk:
             work.number = self._memory.keep(work.entry, work.pending, done.digest, reason, done.detail)
         self._finish(work.entry, work.number, work.slices, reason, done.detail)
 
-    def _is_alone(self, seen: Seen) -> bool:
+    def _is_alone(self, seen: PictureRecord) -> bool:
         """Whether it can be told now what becomes of a picture: the others of its scan are nothing to it."""
         self._stacks.add(seen)
         return seen.slice is None
@@ -195,7 +195,7 @@ class Walk:
             self._take(Scanned(entry.path, entry.row, reason=reason, detail=detail))
         self._count()
 
-    def _tell(self, path: str, row: Row | None, place: int, seen: Seen) -> None:
+    def _tell(self, path: str, row: Row | None, place: int, seen: PictureRecord) -> None:
         self._take(judged(path, row, place, seen, self._decisions))
 
     def _count(self) -> None:

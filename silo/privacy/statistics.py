@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ddm.diffusion.path import path_named
 from ddm.errors import DataError, LedgerError, PolicyError
+from ddm.images.rows import Images, blocks, rows_of
 from ddm.io.files import write_atomic
-from ddm.io.images import Images, blocks, rows_of
 from ddm.io.tensors import save_tensors
 from ddm.privacy.accounting import GRID, gaussian_mu, moments_sensitivity, t_release
 from ddm.privacy.noise import OS_NOISE, Noise, discrete_laplace, one_per_unit, rounded_gaussian, shuffled

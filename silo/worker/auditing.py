@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ddm.images.rows import Images
 from ddm.io.files import write_atomic
-from ddm.io.images import Images
 from ddm.io.tensors import TensorSpec, load_tensors, save_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.partition.layout import part_of_images

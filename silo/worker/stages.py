@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ddm.errors import DataError, PolicyError
+from ddm.images.rows import Images, Selected
 from ddm.io.files import write_atomic
-from ddm.io.images import Images, Selected
 from ddm.loading.plan import PlanFiles
 from ddm.privacy.plan_cost import Kind, paid_mechanisms
 from ddm.protocol.base import sha256_hex

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ddm.errors import DataError, PolicyError
+from ddm.images.rows import Images, select
 from ddm.io.files import write_atomic
-from ddm.io.images import Images, select
 from ddm.io.tensors import load_tensors
 from ddm.loading.plan import PlanFiles
 from ddm.partition.clustering import Clusters

@@ -23,9 +23,9 @@ from ddm.diffusion.path import path_named
 from ddm.encoders.autoencoder import build_autoencoder
 from ddm.encoders.lost import fill_lost
 from ddm.errors import DataError, NumericalError
-from ddm.imaging.picture import Picture
-from ddm.imaging.pictures import pictures
-from ddm.imaging.transform import Transform
+from ddm.images.picture import Picture
+from ddm.images.public import pictures
+from ddm.images.transform import Transform
 from ddm.io.tensors import load_tensors, save_tensors
 from ddm.partition.nearest import Nearest
 from ddm.protocol.base import File, Unit

@@ -17,8 +17,8 @@ Parser = Callable[[bytes], None]
 def parsers(folder: Path) -> dict[str, tuple[bytes, Parser]]:
     """Every parser with an honest sample; imported here, so that whoever calls may watch what they run through."""
     from ddm.errors import DataError, FormatError, SetupError, TensorFileError
+    from ddm.images.array_files import read_images
     from ddm.io.settings import load_settings
-    from ddm.io.sources import read_images
     from ddm.io.tensors import read_header
     from silo.config import Policy
     from tests.strangers.test_archives import SPEC, npz

@@ -18,9 +18,9 @@ from pydantic import BaseModel
 from aggregator.config import FederationSettings
 from aggregator.planning.recipe import Recipe
 from ddm.errors import DataError, FormatError, SetupError
-from ddm.io.npz import read_array
+from ddm.images.array_files import read_images
+from ddm.images.npz import read_array
 from ddm.io.settings import MAX_SETTINGS_BYTES, load_settings
-from ddm.io.sources import read_images
 from ddm.protocol.plan import DataSpec
 from silo.config import Policy, SiloSettings
 from tests.support.bounded import attempt

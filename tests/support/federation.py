@@ -22,7 +22,7 @@ from aggregator.planning.sign import sign_plan
 from aggregator.release.publish import publish
 from aggregator.router.train import train_router
 from aggregator.setup import init_federation
-from ddm.io.sources import open_source
+from ddm.images.array_files import open_arrays
 from ddm.protocol.base import now_utc, sha256_hex
 from ddm.protocol.enrolment import CARD_KIND, Card
 from ddm.protocol.receipt import Receipt
@@ -280,7 +280,7 @@ def write_policy(site: Site, policy: dict[str, object]) -> None:
 
     data = site.policy().data
     if data.kind in ("arrays", "latents"):
-        columns = open_source(Path(site.settings().data)).columns
+        columns = open_arrays(Path(site.settings().data)).columns
         classes = data.classes or (2 if "labels" in columns else None)
         data = data.model_copy(update={"classes": classes, "captions": "captions" in columns})
     usual = {"privacy": {"unit": "image"}, "training": {"min_images": 10}, "plans": {"accept": "policy"}}

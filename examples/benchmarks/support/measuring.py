@@ -22,7 +22,7 @@ _ROLES = (
     ("runtime/superlink.py", "SuperLink"),
     ("nginx", "proxy"),
     ("intake", "intake"),
-    ("silo.images.decoder", "decoder"),
+    ("ddm.images.worker", "decoder"),
     ("--stages", "worker"),
 )
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddm.io.idx import read_idx
+from ddm.images.idx import read_idx
 
 CONCENTRATION = 0.5
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ddm.encoders.pca import PcaEncoder
 from ddm.errors import DataError, MissingFileError, SetupError
+from ddm.images.idx import labels_beside, read_idx
+from ddm.images.npz import npz_names, read_array
 from ddm.io.files import require_file
-from ddm.io.idx import labels_beside, read_idx
-from ddm.io.npz import npz_names, read_array
 from ddm.protocol.plan import DataSpec
 
 # Shape legend: N images, S silos.

@@ -12,7 +12,7 @@ import aggregator.release.publish
 from ddm.distillation.student import Student
 from ddm.errors import DataError, SetupError
 from ddm.evaluation.reference import classes_of, open_reference
-from ddm.imaging.reading import read_transformed
+from ddm.images.reading import read_transformed
 from ddm.protocol.base import sha256_file
 from ddm.protocol.classes import Classes
 from ddm.protocol.data import DataSpec

@@ -12,8 +12,8 @@ from PIL import Image
 
 from ddm.ensemble import Ensemble, Samples
 from ddm.errors import DataError, SetupError
-from ddm.imaging.pictures import pictures
-from ddm.io.given_images import read_mask, read_pictures
+from ddm.images.given_images import read_mask, read_pictures
+from ddm.images.public import pictures
 from ddm.protocol.plan import DataSpec
 from tests.support.case import case
 

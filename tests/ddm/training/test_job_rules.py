@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from ddm.errors import ArchipelagoError, DigestError, DocumentError, NumericalError, SetupError, TensorFileError
-from ddm.io.fitting import as_floats
-from ddm.io.images import FileArray, Images, Joined, Scaled, Selected, StoredImages
-from ddm.io.npz import open_npy
+from ddm.images.fit import as_floats
+from ddm.images.npz import open_npy
+from ddm.images.rows import FileArray, Images, Joined, Scaled, Selected, StoredImages
 from ddm.io.settings import load_settings
 from ddm.protocol.base import File
 from ddm.training.config import TrainingSettings, filled

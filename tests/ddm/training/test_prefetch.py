@@ -10,7 +10,7 @@ import torch
 
 import ddm.training.loop
 from ddm.errors import DataError
-from ddm.io.sources import open_images, open_source
+from ddm.images.array_files import open_arrays, open_images
 from ddm.protocol.plan import DataSpec
 from ddm.training.batches import Batch
 from ddm.training.prefetch import drawing_threads, drawn_ahead
@@ -82,7 +82,7 @@ def test_weights_are_the_same_bytes_however_many_threads_draw_and_wherever_the_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     np.save(tmp_path / "a.npy", images().numpy())
-    lazy = open_images(open_source(tmp_path / "a.npy"), DataSpec(shape=SHAPE, range=(-1.0, 1.0)), tmp_path)
+    lazy = open_images(open_arrays(tmp_path / "a.npy"), DataSpec(shape=SHAPE, range=(-1.0, 1.0)), tmp_path)
     found = {}
     for threads, data in ((0, images()), (1, images()), (3, lazy)):
         monkeypatch.setattr(ddm.training.loop, "drawing_threads", lambda *_, threads=threads: threads)

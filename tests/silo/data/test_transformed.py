@@ -12,9 +12,11 @@ import pytest
 from PIL import Image
 
 from ddm.errors import DataError
-from ddm.imaging.reading import read_transformed
-from ddm.imaging.reasons import Reason
-from ddm.imaging.transform import Transform
+from ddm.images.jobs import Done
+from ddm.images.reading import read_transformed
+from ddm.images.reasons import Reason
+from ddm.images.transform import Transform
+from ddm.images.workers import decode_in_order
 from ddm.protocol.classes import Classes
 from ddm.protocol.plan import DataSpec, TransformSpec
 from silo.config import ImagesSettings
@@ -23,8 +25,6 @@ from silo.data.cohort import Cohort, load_cohort
 from silo.data.transformed import LEFT_OUT, Asked, open_transformed
 from silo.images import pictures as pictures_module
 from silo.images.decisions import Decision, Decisions
-from silo.images.decoders import decode_in_order
-from silo.images.jobs import Done
 from silo.images.memory import Memory
 from silo.images.pictures import Pictures
 from tests.support.case import case

@@ -9,9 +9,9 @@ import pytest
 from ddm.diffusion.path import LinearPath
 from ddm.ensemble import Ensemble
 from ddm.errors import DataError
-from ddm.imaging.decoded import Limits
-from ddm.imaging.pictures import pictures
-from ddm.imaging.transform import Transform
+from ddm.images.picture import Limits
+from ddm.images.public import pictures
+from ddm.images.transform import Transform
 from ddm.io.tensors import save_tensors
 from ddm.models import build_expert, load_expert
 from ddm.protocol.architecture import Unet

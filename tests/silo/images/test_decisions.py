@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from ddm.errors import SetupError
-from ddm.imaging.decoded import Limits
-from ddm.imaging.reasons import Flag, Reason
+from ddm.images.picture import Limits
+from ddm.images.reasons import Flag, Reason
+from ddm.images.record import PictureRecord
 from silo.images.decisions import LEFT_OUT, Decision, Decisions
 from silo.images.scan import scan
-from silo.images.seen import Seen
 from tests.support.dicom_files import tags_of, waves, write
 
 CAPTURE, TEXT = Flag.SECONDARY_CAPTURE.value, Flag.SUSPECTED_TEXT.value
 
 
-def seen(number: int = 1, *flags: str) -> Seen:
-    return Seen(shape=(1, 2, 2), dtype="uint8", flags=flags, pixels=f"{number:032x}")
+def seen(number: int = 1, *flags: str) -> PictureRecord:
+    return PictureRecord(shape=(1, 2, 2), dtype="uint8", flags=flags, pixels=f"{number:032x}")
 
 
 def test_a_decision_holds_for_these_pixels_and_flags_until_it_is_taken_back(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_a_decision_holds_for_these_pixels_and_flags_until_it_is_taken_back(tmp_
         assert decisions.verdict(seen(1, CAPTURE)) is None and decisions.verdict(seen(2, CAPTURE, TEXT)) is None
         assert decisions.verdict(seen(1, CAPTURE, TEXT)) == CAPTURE  # a flag that nobody saw
         assert decisions.verdict(seen(3, CAPTURE)) == CAPTURE
-        assert decisions.verdict(Seen(reason=Reason.DAMAGED.value)) == "damaged"
+        assert decisions.verdict(PictureRecord(reason=Reason.DAMAGED.value)) == "damaged"
         decisions.record([seen(1, CAPTURE)], None)
         assert decisions.verdict(seen(1, CAPTURE)) == CAPTURE
 
@@ -64,13 +64,13 @@ def test_a_scan_takes_what_was_cleared_and_counts_what_was_left_out(tmp_path: Pa
     assert f"{data}/1.dcm,0,{LEFT_OUT},ultrasound" in rows and f"{data}/2.dcm,0,ultrasound," in rows
 
 
-def known(private: Path) -> list[Seen]:
+def known(private: Path) -> list[PictureRecord]:
     """What the scan's memory holds of each picture."""
     import sqlite3
 
     database = sqlite3.connect(private / "memory.sqlite")
     try:
-        return [Seen.model_validate_json(text) for (text,) in database.execute("select seen from pictures")]
+        return [PictureRecord.model_validate_json(text) for (text,) in database.execute("select seen from pictures")]
     finally:
         database.close()
 
@@ -79,10 +79,10 @@ DECIDING = """
 import sys
 from pathlib import Path
 from silo.images.decisions import Decision, Decisions
-from silo.images.seen import Seen
+from ddm.images.record import PictureRecord
 with Decisions.opened(Path(sys.argv[1])) as decisions:
     for number in range(10**6):
-        pair = [Seen(flags=("overlay",), pixels=f"{2 * number + each:032x}") for each in (0, 1)]
+        pair = [PictureRecord(flags=("overlay",), pixels=f"{2 * number + each:032x}") for each in (0, 1)]
         decisions.record(pair, Decision.CLEAR)
         print(number, flush=True)
 """

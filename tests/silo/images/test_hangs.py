@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 from ddm.errors import SetupError
-from ddm.imaging.decoded import Limits
-from ddm.imaging.reasons import Reason
-from silo.images import decoders, viewer
-from silo.images.decoder import HEADER, READY
-from silo.images.decoders import decode_all, decode_in_order
-from silo.images.jobs import Done, Job
+from ddm.images import workers
+from ddm.images.jobs import Done, Job
+from ddm.images.picture import Limits
+from ddm.images.reasons import Reason
+from ddm.images.record import PictureRecord
+from ddm.images.worker import HEADER, READY
+from ddm.images.workers import decode_all, decode_in_order
+from silo.images import viewer
 from silo.images.review import Flagged
-from silo.images.seen import Seen
 from silo.images.viewer import Viewer
 from tests.support.processes import children
 from tests.support.waiting import wait_until
@@ -39,7 +40,7 @@ def instead(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "decoder"
     program.write_text(f"#!{sys.executable}\n{code}")
     program.chmod(0o700)
-    monkeypatch.setattr(decoders, "sys", SimpleNamespace(executable=str(program)))
+    monkeypatch.setattr(workers, "sys", SimpleNamespace(executable=str(program)))
 
 
 def job(name: str) -> Job:
@@ -48,7 +49,7 @@ def job(name: str) -> Job:
 
 def test_decoder_that_never_begins_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     instead(SLEEPS, tmp_path, monkeypatch)
-    monkeypatch.setattr(decoders, "_START_S", 0.2)
+    monkeypatch.setattr(workers, "_START_S", 0.2)
     for decode in (decode_all, decode_in_order):
         with pytest.raises(SetupError, match="decoder"):
             list(decode([job("a"), job("b")], Limits(), KEY, num=2))
@@ -70,7 +71,7 @@ def test_names_that_fill_a_pipe_are_not_written_before_somebody_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instead(SLEEPS, tmp_path, monkeypatch)
-    monkeypatch.setattr(decoders, "_START_S", 0.2)
+    monkeypatch.setattr(workers, "_START_S", 0.2)
     with pytest.raises(SetupError, match="decoder"):
         list(decode_all([job("a" * 15_000), job("b" * 20_000)], Limits(), KEY, num=1))
 
@@ -79,7 +80,7 @@ def test_viewer_ends_although_a_decoder_does_not_answer(tmp_path: Path, monkeypa
     instead(SLEEPS, tmp_path, monkeypatch)
     before = set(children(os.getpid()))
     with Viewer(Limits(), 1, KEY) as shown:
-        shown.want([Flagged("a", 0, Seen())])
+        shown.want([Flagged("a", 0, PictureRecord())])
         wait_until(lambda: bool(set(children(os.getpid())) - before), "a decoder")
         left = time.monotonic()
     assert time.monotonic() - left < 30.0
@@ -90,7 +91,7 @@ def test_picture_that_cannot_be_drawn_for_whatever_reason_is_said_not_to_be(monk
         raise RuntimeError("of no kind that anybody thought of")
 
     monkeypatch.setattr(viewer, "decode_in_order", broken)
-    wanted = Flagged("a", 0, Seen())
+    wanted = Flagged("a", 0, PictureRecord())
     with Viewer(Limits(), 1, KEY) as shown:
         shown.want([wanted])
         wait_until(lambda: shown.view(wanted) is not None, "an answer")

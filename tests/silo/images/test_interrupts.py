@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ddm.imaging.decoded import Limits
+from ddm.images.picture import Limits
 from ddm.system.processes import program
 from silo.images.scan import QUARANTINE, scan
 from tests.support.processes import alive, children

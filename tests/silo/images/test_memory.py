@@ -22,14 +22,14 @@ SETTINGS = ImagesSettings(processes=1)
 LIMITS = limits_of(SETTINGS)
 FAILS = """
 import errno, os, signal
-from silo.images import decoder
+from ddm.images import worker
 def content(files):
     if files[0].endswith("forbidden.png"): raise PermissionError(errno.EACCES, "")
     if files[0].endswith("stale.png"): raise OSError(errno.ESTALE, "")
     if files[0].endswith("killed.png"): os.kill(os.getpid(), signal.SIGKILL)
     return read(files)
-read, decoder._content = decoder._content, content
-decoder.main()
+read, worker._content = worker._content, content
+worker.main()
 """
 
 

@@ -7,8 +7,8 @@ import numpy as np
 from PIL import Image
 
 from ddm.errors import MissingFileError, SetupError
+from ddm.images.record import PictureRecord
 from silo.images.preview import Chosen
-from silo.images.seen import Seen
 from silo.images.walk import Scanned
 from tests.support.commands import command
 from tests.support.dicom_files import tags_of, waves, write
@@ -72,7 +72,9 @@ def test_no_sheet_without_a_transform_that_fits_and_a_place_for_it(tmp_path: Pat
 
 def test_the_same_pictures_are_chosen_whatever_their_order_and_bad_ones_never() -> None:
     found = [
-        Scanned(f"{number}.png", None, 0, Seen(shape=(1, 2, 2), pixels=f"{(7919 * number) % 1009:032x}"), reason)
+        Scanned(
+            f"{number}.png", None, 0, PictureRecord(shape=(1, 2, 2), pixels=f"{(7919 * number) % 1009:032x}"), reason
+        )
         for number in range(300)
         for reason in (None, "damaged")
     ]

@@ -21,8 +21,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from ddm.errors import MissingFileError, SetupError
-from ddm.imaging.decoded import Limits
-from ddm.imaging.picture import Picture
+from ddm.images.picture import Limits, Picture
 from ddm.system.processes import program
 from silo.images.decisions import Decision, Decisions
 from silo.images.drawing import drawn

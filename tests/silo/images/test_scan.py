@@ -13,16 +13,16 @@ import pytest
 from PIL import Image
 
 from ddm.errors import DataError, SetupError
-from ddm.imaging.decoded import Limits
-from silo.images import decoders
+from ddm.images import workers
+from ddm.images.find import find_files
+from ddm.images.jobs import Done, Found, Job
+from ddm.images.patients import pseudonyms
+from ddm.images.picture import Limits
+from ddm.images.record import difference_hash
+from ddm.images.workers import decode_in_order
 from silo.images import scan as scan_module
 from silo.images.alike import near_duplicates
-from silo.images.decoders import decode_in_order
-from silo.images.entries import find_entries
-from silo.images.jobs import Done, Found, Job
-from silo.images.patients import pseudonyms
 from silo.images.scan import scan
-from silo.images.seen import difference_hash
 from tests.support.commands import command
 from tests.support.dicom_files import inflating, tags_of, waves, write
 
@@ -149,7 +149,7 @@ def test_finding_files_takes_time_in_proportion_to_their_number(tmp_path: Path) 
     for number in range(4000):  # of one folder: looking through all names for each takes minutes where there are 60,000
         (tmp_path / f"{number}.png").touch()
     began = time.process_time()
-    assert sum(1 for _ in find_entries(tmp_path, {})) == 4000
+    assert sum(1 for _ in find_files(tmp_path, {})) == 4000
     assert time.process_time() - began < 1.5
 
 
@@ -178,7 +178,7 @@ def test_hostile_files_are_bounded_and_the_others_still_read(tmp_path: Path) -> 
 KILLER = """
 import os, sys, time
 from pathlib import Path
-from silo.images import decoder
+from ddm.images import worker
 def decode(path, limits, content=None):
     if path.name == "hang": time.sleep(600)
     if path.name == "slow": time.sleep(4)
@@ -190,8 +190,8 @@ def decode(path, limits, content=None):
             try: os.write(descriptor, b"DOE^JOHN")
             except OSError: pass
     return from_file(path, limits, content)
-from_file, decoder.decode = decoder.decode, decode
-decoder.main()
+from_file, worker.decode = worker.decode, decode
+worker.main()
 """
 
 
@@ -230,9 +230,9 @@ def test_decoder_that_waits_for_a_busy_machine_is_waited_for_but_not_for_ever(
 ) -> None:
     limits = Limits(seconds=1, memory_bytes=2 << 30)
     with monkeypatch.context() as starved:
-        starved.setattr(decoders, "used", lambda pid: (True, 0.0))
+        starved.setattr(workers, "used", lambda pid: (True, 0.0))
         assert run_killer(tmp_path, monkeypatch, ["a", "slow"], limits) == {"a": None, "slow": None}
-        starved.setattr(decoders, "_BUSY", 2)
+        starved.setattr(workers, "_BUSY", 2)
         assert run_killer(tmp_path, monkeypatch, ["slow"], limits) == {"slow": "too much time"}
 
 

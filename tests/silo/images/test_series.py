@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from ddm.imaging.decode import decode
-from ddm.imaging.decoded import Decoded, Limits
-from ddm.imaging.heads import names_head
-from ddm.imaging.reasons import Flag
+from ddm.images.formats import decode
+from ddm.images.heads import names_head
+from ddm.images.picture import DecodedPicture, Limits
+from ddm.images.reasons import Flag
+from ddm.images.record import PictureRecord, SliceRecord
 from silo.images.decisions import Decision, Decisions
 from silo.images.scan import scan
-from silo.images.seen import Seen, SeenSlice
 from silo.images.series import Stacks
 from silo.images.walk import Scanned
 from tests.support.dicom_files import tags_of, waves, write
@@ -24,8 +24,8 @@ def stack(num: int, step_mm: float | None = 5.0, head: bool | None = True, side_
     found = Stacks()
     for number in range(num):
         place, sides = (None if step_mm is None else step_mm * number), (side_mm and (side_mm, side_mm))
-        part = SeenSlice(series="a1", place_mm=place, sides_mm=sides or None, head=head)
-        found.add(Seen(shape=(1, 64, 64), pixels=f"{number:032x}", slice=part))
+        part = SliceRecord(series="a1", place_mm=place, sides_mm=sides or None, head=head)
+        found.add(PictureRecord(shape=(1, 64, 64), pixels=f"{number:032x}", slice=part))
     return found
 
 
@@ -88,14 +88,14 @@ def test_a_scan_flags_head_slices_as_soon_as_there_are_enough_of_them_and_forget
     assert second.reasons == {Flag.FACE.value: 24} and second.accepted == 48 and second.decoded == 4
     with Decisions.opened(private) as decisions:
         chest = next(each.seen for each in found if each.path.endswith("200.dcm"))
-        unknown = chest.model_copy(update={"slice": SeenSlice(series="ff")})
+        unknown = chest.model_copy(update={"slice": SliceRecord(series="ff")})
         assert decisions.verdict(chest) is None and decisions.verdict(unknown) == Flag.FACE.value
 
 
 def test_a_slice_says_which_scan_it_belongs_to_only_where_it_may_be_of_a_head(tmp_path: Path) -> None:
     def slice_of(**tags: Any) -> Any:
         (found,) = decode(write(tags_of(waves(), SeriesInstanceUID="1.2.3", **tags), tmp_path / "a.dcm"))
-        assert isinstance(found, Decoded)
+        assert isinstance(found, DecodedPicture)
         return found.slice
 
     lies = {"ImagePositionPatient": [1, 2, 3], "ImageOrientationPatient": [1, 0, 0, 0, 1, 0]}

@@ -13,9 +13,9 @@ import torch
 
 from ddm.diffusion.path import LinearPath
 from ddm.encoders import PcaEncoder
-from ddm.io.images import select
+from ddm.images.array_files import read_images
+from ddm.images.rows import select
 from ddm.io.settings import save_settings
-from ddm.io.sources import read_images
 from ddm.loading.plan import PlanFiles
 from ddm.models import build_expert
 from ddm.partition.clustering import Clusters

@@ -1,0 +1,89 @@
+"""How stored rows become images of a plan's shape and range; what does not fit is named by its row."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddm.errors import DataError
+from ddm.images.rows import Rows
+from ddm.images.shapes import row_shapes
+from ddm.protocol.plan import DataSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CHANNELS_LAST = "Put the channels first: np.moveaxis(images, -1, 1)."
+
+
+def check_row(dtype: np.dtype[np.generic], shape: tuple[int, ...], spec: DataSpec) -> None:
+    """Refuse, by its header, an array that cannot hold images of this shape.
+
+    Raises:
+        DataError: says what it holds.
+    """
+    if shape not in row_shapes(spec):
+        remedy = _CHANNELS_LAST if shape == (*spec.shape[1:], spec.shape[0]) else None
+        raise DataError("image shape", expected=str(spec.shape), got=str(shape), remedy=remedy)
+    if not (dtype.kind == "f" or dtype in (np.uint8, np.uint16)):
+        raise DataError("image values", expected="floating point, uint8 or uint16", got=str(dtype))
+
+
+def fit(array: NDArray[np.generic], rows: Rows, *, spec: DataSpec) -> "Tensor":
+    """Convert stored rows into images of the plan's range: of whole numbers the type's whole range is spread over it.
+
+    Args:
+        array: uint8, uint16 or floating point.
+        rows: their numbers, for errors.
+        spec: the plan's.
+
+    Raises:
+        DataError: names the first row with values that are not finite or outside the plan's range.
+    """
+    low, high = spec.range
+    array = array.reshape(len(array), *spec.shape)
+    if array.dtype in (np.uint8, np.uint16):
+        share = array.astype(np.float32) / (255 if array.dtype == np.uint8 else 65535)
+        return _tensor((low + (high - low) * share).astype(np.float32, copy=False))
+    values = _floats(array)
+    if not values.size or (values.min() >= low - 1e-5 and values.max() <= high + 1e-5):  # never of a NaN
+        return _tensor(values)
+    _check_finite(values, rows)
+    flat = values.reshape(len(values), -1)
+    wrong_B = (flat.min(1) < low - 1e-5) | (flat.max(1) > high + 1e-5)
+    row = _first(np.asarray(wrong_B, dtype=np.bool_), rows)
+    got = f"values outside this range in row {row}"
+    raise DataError("image values", expected=f"within [{low:g}, {high:g}]", got=got)
+
+
+def as_floats(array: NDArray[np.generic], rows: Rows) -> "Tensor":
+    """Convert stored rows to float32.
+
+    Raises:
+        DataError: names the first row with values that are not finite.
+    """
+    values = _floats(array)
+    _check_finite(values, rows)
+    return _tensor(values)
+
+
+def _tensor(values: NDArray[np.float32]) -> "Tensor":
+    import torch  # here, since processes that decode arrays do without it
+
+    return torch.from_numpy(values)
+
+
+def _floats(array: NDArray[np.generic]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
+        return array.astype(np.float32, copy=not array.flags.writeable)
+
+
+def _check_finite(values: NDArray[np.float32], rows: Rows) -> None:
+    finite = np.isfinite(values)
+    if not finite.all():
+        row = _first(np.asarray(~finite.reshape(len(values), -1).all(1)), rows)
+        raise DataError("image values", expected="finite numbers", got=f"NaN or infinite values in row {row}")
+
+
+def _first(wrong_B: NDArray[np.bool_], rows: Rows) -> int:
+    return int(rows[int(np.flatnonzero(wrong_B)[0])])
