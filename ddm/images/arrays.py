@@ -14,29 +14,31 @@ from numpy.typing import NDArray
 
 from ddm.errors import DataError
 from ddm.images.array_files import Source, open_arrays
-from ddm.images.heads import in_a_head
+from ddm.images.content import FileContent
 from ddm.images.npz import npz_blocks, npz_header, npz_names, read_array
 from ddm.images.picture import DecodedPicture, Limits, Picture, supported
-from ddm.images.reasons import Flag, ImageError, Reason
+from ddm.images.reasons import ImageError, Reason
 from ddm.images.rows import BLOCK_BYTES, rows_of
-from ddm.images.text import suspect_text
 
 _IMAGES = "images"
 _MAX_CELL_BYTES = {"label": 1024, "patient": 1024, "caption": 4 * 4096}
 _FOUR = 4  # channels of colours with transparency
 
 
-def read_arrays(path: Path, kind: str, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
+def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture | ImageError]:
     """Yield the images of one file; a row that gives no picture comes as its error, and the next ones follow.
 
     Args:
-        path: the file; of `images-*.npy`, the first.
+        content: the file; of `images-*.npy`, the first.
         kind: npz, npy, idx or Parquet, as its first bytes tell.
         limits: the most that one image may ask for.
 
     Raises:
         ImageError: headers or columns that are damaged or do not belong together.
     """
+    path = content.path
+    if path is None:
+        raise ImageError(Reason.UNSUPPORTED, "arrays inside another file")
     try:
         if kind == "npz" and _IMAGES not in (names := npz_names(path)):
             yield from _parts(path, names, limits)
@@ -107,16 +109,10 @@ def _rows(
             try:
                 picture = Picture(_channels_first(values, limits), full=full)
                 told: dict[str, Any] = {name: cells[row] for name, cells in texts.items()}
-                yield DecodedPicture.of(picture, _flags(picture), kind, split=split, **told)
+                yield DecodedPicture.of(picture, kind=kind, split=split, **told)
             except ImageError as error:
                 yield error
             row += 1
-
-
-def _flags(picture: Picture) -> frozenset[Flag]:
-    if picture.values.ndim == 4:
-        return frozenset({Flag.FACE} if in_a_head(picture, None) else ())
-    return frozenset({Flag.SUSPECTED_TEXT} if suspect_text(picture.values) else ())
 
 
 def _channels_first(values: NDArray[np.generic], limits: Limits) -> NDArray[np.generic]:

@@ -10,8 +10,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,13 +26,12 @@ from pydicom.uid import (
     ImplicitVRLittleEndian,
 )
 
+from ddm.images.content import FileContent
 from ddm.images.dicom_geometry import is_of_head, slice_of, spacing_of, volume_of
 from ddm.images.dicom_pixels import greys, stored, without_unused_bits
 from ddm.images.dicom_tags import group_of, tag_of, value_of
-from ddm.images.heads import in_a_head
 from ddm.images.picture import DecodedPicture, Limits, Picture, supported
 from ddm.images.reasons import Flag, ImageError, Reason
-from ddm.images.text import suspect_text
 
 _PIXELS = ("PixelData", "FloatPixelData", "DoubleFloatPixelData")
 _OVERLAY_GROUPS = range(0x6000, 0x6020, 2)
@@ -50,18 +47,21 @@ _LITTLE_ENDIAN = (ImplicitVRLittleEndian, ExplicitVRLittleEndian, DeflatedExplic
 _NATIVE = (ImplicitVRLittleEndian, ExplicitVRLittleEndian, ExplicitVRBigEndian, UID("1.2.840.10008.1.2.1.99"))
 
 
-def read_dicom(file: Path | BytesIO, limits: Limits) -> Iterator[DecodedPicture]:
+def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture]:
     """Yield the frames of one file, or the volume that they make.
 
     Args:
-        file: the file, or what it holds; without preamble too.
+        content: the file; without preamble too.
+        kind: what reports call the format.
         limits: the most that it may ask for.
 
     Raises:
         ImageError: no pixels, or pixels that cannot be decoded, with the true reason.
     """
     with _quietly():
-        tags = pydicom.dcmread(file, force=True, defer_size=None if isinstance(file, Path) else _LEFT_BYTES)
+        # Of a file in memory, large values stay where they are: `dicom_pixels.stored` reads them without a copy.
+        defer_size = None if content.data is None else _LEFT_BYTES
+        tags = pydicom.dcmread(content.open(), force=True, defer_size=defer_size)
         syntax = _syntax(tags)
         num, shape = _announced(tags, limits)
         _check_pixels(tags, syntax, num, shape)
@@ -72,11 +72,8 @@ def read_dicom(file: Path | BytesIO, limits: Limits) -> Iterator[DecodedPicture]
         if affine is None:
             for number, (values, photometric) in enumerate(frames):
                 picture = _picture(tags, number, values, photometric)
-                text = suspect_text(picture.values) if Flag.DECLARED_TEXT not in flags else False
-                flagged = flags | ({Flag.SUSPECTED_TEXT} if text else set())
-                yield DecodedPicture.of(
-                    picture, flagged, "DICOM", patient=patient, slice=slice_of(tags, number, picture, head)
-                )
+                location = slice_of(tags, number, picture, head)
+                yield DecodedPicture.of(picture, flags, kind, patient=patient, slice=location, head=head)
             return
         from ddm.images.orientation import oriented  # nibabel, which single images do without
 
@@ -87,8 +84,7 @@ def read_dicom(file: Path | BytesIO, limits: Limits) -> Iterator[DecodedPicture]
         stack = np.stack([found[number].values for number in order], 1)  # (C, D, H, W)
         values, spacing = oriented(stack.transpose(0, 3, 2, 1), matrix)
         volume = Picture(supported(values), spacing, first.window, first.full)
-        face = in_a_head(volume, head) and Flag.DECLARED_FACE not in flags
-        yield DecodedPicture.of(volume, flags | ({Flag.FACE} if face else set()), "DICOM", patient=patient)
+        yield DecodedPicture.of(volume, flags, kind, patient=patient, head=head)
 
 
 @contextmanager

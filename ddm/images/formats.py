@@ -1,148 +1,172 @@
-"""Opens any file and yields its pictures: the kind is told by the first bytes, never by the name alone.
+"""Tells the format of a file by its first bytes, and decodes it: a new format is one module and one line in `FORMATS`.
 
-Decoders are libraries in C that read what strangers wrote. They belong in a process with bounds of memory and time,
-as `silo.images` starts it; `Limits` alone bound what a header may ask for.
+Decoders are libraries in C that read what strangers wrote. `ddm.images.workers` runs them in processes with bounds of
+memory and time; in this process, `Limits` alone bound what a header may ask for.
 """
 
 import gzip
 import zlib
-from collections.abc import Iterator
-from io import BytesIO
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from ddm.errors import SetupError
+from ddm.images.check import checked
+from ddm.images.content import FileContent
 from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import ImageError, Reason
 
-_HEAD_BYTES = 552
-_ARCHIVES = (b"PK\x03\x04", b"PK\x05\x06", b"7z\xbc\xaf\x27\x1c", b"Rar!", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
-_RASTERS = {
-    b"\x89PNG\r\n\x1a\n": "PNG",
-    b"\xff\xd8\xff": "JPEG",
-    **dict.fromkeys((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), "TIFF"),
-}
+_HEAD_BYTES = 552  # up to the end of the header of NIfTI-2, the longest that is looked at
 _GZIP = b"\x1f\x8b"
-_DICOM_GROUPS = (b"\x08\0", b"\x02\0", b"\0\x08", b"\0\x02")  # of the first element of a file without preamble
-_EXTRA = "Install them: in Archipelago's repository, pip install '.[images]'."
-ARRAYS = ("npz", "npy", "idx", "Parquet")
+_ARCHIVES = (b"PK\x03\x04", b"PK\x05\x06", b"7z\xbc\xaf\x27\x1c", b"Rar!", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
+_ZIP = _ARCHIVES[:2]
+_FIRST_DICOM_GROUPS = (b"\x08\0", b"\x02\0", b"\0\x08", b"\0\x02")  # little and big endian
+_MAX_FIRST_ELEMENT_BYTES = 1 << 16
+_INSTALL = "Install them: in Archipelago's repository, pip install '.[images]'."
 
 
-def decode(
-    path: Path, limits: Limits | None = None, content: bytes | None = None
-) -> Iterator[DecodedPicture | ImageError]:
-    """Yield the pictures of a file, whatever its kind; an image of it that cannot be used comes as its error.
+@dataclass(frozen=True)
+class FileHead:
+    """What tells the format of a file.
+
+    Attributes:
+        first_bytes: of the file; of a gzip file, of what it unpacks to.
+        name: of the file.
+        gzipped: whether the file is packed by gzip.
+    """
+
+    first_bytes: bytes
+    name: str
+    gzipped: bool
+
+    def starts_with(self, *prefixes: bytes) -> bool:
+        """Whether the file begins with one of these, and is not packed."""
+        return not self.gzipped and self.first_bytes.startswith(prefixes)
+
+    def has_suffix(self, *suffixes: str) -> bool:
+        """Whether the name ends with one of these, in either case."""
+        return self.name.lower().endswith(suffixes)
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format of image files.
+
+    Attributes:
+        name: what reports call it.
+        module: the module of `ddm.images` whose function `read(content, name, limits)` decodes it; it is imported when
+            the first file of this format comes, since most of them pull in a large library.
+        matches: whether a file is of this format.
+    """
+
+    name: str
+    module: str
+    matches: Callable[[FileHead], bool]
+
+
+def decode(content: FileContent, limits: Limits | None = None) -> Iterator[DecodedPicture | ImageError]:
+    """Yield the pictures of a file, whatever its format; a picture of it that cannot be used comes as its error.
 
     Args:
-        path: a DICOM, NIfTI, MGH, PNG, JPEG, TIFF or WebP file, or an npz, npy, idx or Parquet file of many images.
+        content: the file.
         limits: the most that it may ask for.
-        content: what the file holds, where that was read already.
 
     Raises:
-        ImageError: no picture, or none any more, with the true reason; it never names the file.
-        SetupError: the packages that decode this kind are not installed.
+        ImageError: no picture, or no more pictures, with the true reason; it never names the file.
+        SetupError: the packages that decode this format are not installed.
     """
     limits = limits or Limits()
     try:
-        kind, packed = _kind(path, content)
-        yield from _pictures(path, kind, packed, limits, content)
+        file_format = format_of(content)
+        reader = import_module(f"ddm.images.{file_format.module}")
+        for picture in reader.read(content, file_format.name, limits):
+            yield picture if isinstance(picture, ImageError) else checked(picture)
     except (ImageError, SetupError):
         raise
     except ImportError as error:
         got = f"no module {error.name}"
-        raise SetupError("images", expected="the decoders of images", got=got, remedy=_EXTRA) from error
+        raise SetupError("images", expected="the decoders of images", got=got, remedy=_INSTALL) from error
     except Exception as error:
-        raise _reason(error) from error
+        # Whatever a library raised: its text may quote the file, so that only its meaning goes further.
+        raise _meaning_of(error) from error
 
 
-def _pictures(
-    path: Path, kind: str, packed: bool, limits: Limits, content: bytes | None
-) -> Iterator[DecodedPicture | ImageError]:
-    """Call the decoder of a kind; each pulls in its library only here."""
-    if kind == "DICOM":
-        from ddm.images.dicom import read_dicom
+def format_of(content: FileContent) -> Format:
+    """Return the format of a file, as its first bytes tell.
 
-        yield from read_dicom(path if content is None else BytesIO(content), limits)
-    elif kind in ("NIfTI", "NIfTI-2", "MGH"):
-        from ddm.images.nifti import read_nifti
-
-        yield from read_nifti(path, kind, packed, limits)
-    elif kind in ARRAYS:
-        from ddm.images.arrays import read_arrays
-
-        yield from read_arrays(path, kind, limits)
-    else:
-        from ddm.images.raster import read_raster
-
-        yield from read_raster(path, kind, limits, content)
-
-
-def _kind(path: Path, content: bytes | None) -> tuple[str, bool]:
-    """Return the kind of a file, and whether gzip packed it."""
-    if content is None:
-        with path.open("rb") as handle:
-            head = handle.read(_HEAD_BYTES)
-    else:
-        head = content[:_HEAD_BYTES]
-    if not head:
+    Raises:
+        ImageError: an empty file, an archive, or no image.
+    """
+    first_bytes = content.head(_HEAD_BYTES)
+    if not first_bytes:
         raise ImageError(Reason.EMPTY)
-    packed = head.startswith(_GZIP)
-    if packed:
-        with gzip.open(path) as unpacked:
-            head = unpacked.read(_HEAD_BYTES)
-    kind = _sniffed(head, path, packed)
-    if kind is None:
-        raise ImageError(Reason.ARCHIVE if packed or head.startswith(_ARCHIVES) else Reason.UNKNOWN)
-    return kind, packed
+    gzipped = first_bytes.startswith(_GZIP)
+    if gzipped:
+        with content.open() as stream, gzip.open(stream) as unpacked:
+            first_bytes = unpacked.read(_HEAD_BYTES)
+    head = FileHead(first_bytes, content.name, gzipped)
+    for file_format in FORMATS:
+        if file_format.matches(head):
+            return file_format
+    if gzipped or head.starts_with(*_ARCHIVES):
+        raise ImageError(Reason.ARCHIVE)
+    raise ImageError(Reason.UNKNOWN)
 
 
-def _sniffed(head: bytes, path: Path, packed: bool) -> str | None:
-    if head[128:132] == b"DICM" and not packed:
-        return "DICOM"
-    if head.startswith(b"\0\0\x08") and 1 <= head[3] <= 4:
-        return "idx"
-    if (kind := _of_volume(head, path)) is not None:
-        return kind
-    if packed:
-        return None
-    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-        return "WEBP"
-    if head.startswith(b"PAR1"):
-        return "Parquet"
-    if head.startswith(b"\x93NUMPY"):
-        return "npy"
-    if head.startswith(_ARCHIVES[:2]) and path.suffix.lower() == ".npz":
-        return "npz"
-    for begin, kind in _RASTERS.items():
-        if head.startswith(begin):
-            return kind
-    return "DICOM" if _bare_dicom(head) else None
+def _is_dicom(head: FileHead) -> bool:
+    return head.first_bytes[128:132] == b"DICM" and not head.gzipped
 
 
-def _of_volume(head: bytes, path: Path) -> str | None:
-    sizes = {int.from_bytes(head[:4], order) for order in ("little", "big")}
-    if 348 in sizes and head[344:348] in (b"n+1\0", b"ni1\0"):
-        if head[344:348] == b"ni1\0":
-            raise ImageError(Reason.UNSUPPORTED, "NIfTI in two files: save it as one, .nii")
-        return "NIfTI"
-    if 540 in sizes and head[4:7] == b"n+2":
-        return "NIfTI-2"
-    is_mgh = path.name.lower().endswith((".mgh", ".mgz", ".mgh.gz"))
-    return "MGH" if head.startswith(b"\0\0\0\1") and is_mgh else None
-
-
-def _bare_dicom(head: bytes) -> bool:
-    """Whether a file begins with an element of DICOM's first groups, whose length lies within reason."""
-    if len(head) < 8 or head[:2] not in _DICOM_GROUPS:
+def _is_dicom_without_preamble(head: FileHead) -> bool:
+    """Whether a file begins with an element of DICOM's first groups whose length is plausible."""
+    data = head.first_bytes
+    if head.gzipped or len(data) < 8 or data[:2] not in _FIRST_DICOM_GROUPS:
         return False
-    order = "little" if head[1] == 0 else "big"
-    if int.from_bytes(head[2:4], order) > 0x2000 and head[:2] in _DICOM_GROUPS[::2]:  # type: ignore[arg-type]
+    order: Any = "little" if data[1] == 0 else "big"
+    # Elements of group 8 that may come first have small numbers; text that happens to begin alike has not.
+    if order == "little" and int.from_bytes(data[2:4], order) > 0x2000:
         return False
-    explicit = head[4:6].isalpha() and head[4:6].isupper()
-    return explicit or int.from_bytes(head[4:8], order) < 1 << 16  # type: ignore[arg-type]
+    has_explicit_type = data[4:6].isalpha() and data[4:6].isupper()
+    return has_explicit_type or int.from_bytes(data[4:8], order) < _MAX_FIRST_ELEMENT_BYTES
 
 
-def _reason(error: Exception) -> ImageError:
-    """Return what a library's error means; its text may quote the file and goes no further."""
+def _is_nifti(head: FileHead) -> bool:
+    sizes = (int.from_bytes(head.first_bytes[:4], "little"), int.from_bytes(head.first_bytes[:4], "big"))
+    magic = head.first_bytes[344:348]
+    if 348 in sizes and magic == b"ni1\0":
+        raise ImageError(Reason.UNSUPPORTED, "NIfTI in two files: save it as one, .nii")
+    return 348 in sizes and magic == b"n+1\0"
+
+
+def _is_nifti_2(head: FileHead) -> bool:
+    sizes = (int.from_bytes(head.first_bytes[:4], "little"), int.from_bytes(head.first_bytes[:4], "big"))
+    return 540 in sizes and head.first_bytes[4:7] == b"n+2"
+
+
+def _is_mgh(head: FileHead) -> bool:
+    return head.first_bytes.startswith(b"\0\0\0\1") and head.has_suffix(".mgh", ".mgz", ".mgh.gz")
+
+
+FORMATS = (
+    Format("DICOM", "dicom", _is_dicom),
+    Format("idx", "arrays", lambda head: head.first_bytes[:3] == b"\0\0\x08" and head.first_bytes[3] in (1, 2, 3, 4)),
+    Format("NIfTI", "nifti", _is_nifti),
+    Format("NIfTI-2", "nifti", _is_nifti_2),
+    Format("MGH", "nifti", _is_mgh),
+    Format("WEBP", "raster", lambda head: head.starts_with(b"RIFF") and head.first_bytes[8:12] == b"WEBP"),
+    Format("Parquet", "arrays", lambda head: head.starts_with(b"PAR1")),
+    Format("npy", "arrays", lambda head: head.starts_with(b"\x93NUMPY")),
+    Format("npz", "arrays", lambda head: head.starts_with(*_ZIP) and head.has_suffix(".npz")),
+    Format("PNG", "raster", lambda head: head.starts_with(b"\x89PNG\r\n\x1a\n")),
+    Format("JPEG", "raster", lambda head: head.starts_with(b"\xff\xd8\xff")),
+    Format("TIFF", "raster", lambda head: head.starts_with(b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")),
+    Format("DICOM", "dicom", _is_dicom_without_preamble),
+)
+"""The first that matches counts, so that formats with weak signs come last."""
+
+
+def _meaning_of(error: Exception) -> ImageError:
     text = str(error).lower()
     if isinstance(error, MemoryError) or "cannot allocate" in text or "out of memory" in text:
         return ImageError(Reason.MEMORY)

@@ -6,36 +6,34 @@ A fourth axis are channels; a fifth too where the fourth has one entry.
 import gzip
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import nibabel
 import numpy as np
 from numpy.typing import NDArray
 
-from ddm.images.heads import in_a_head
+from ddm.images.content import FileContent
 from ddm.images.orientation import flattened, oriented
 from ddm.images.picture import DecodedPicture, Limits, Picture, supported
-from ddm.images.reasons import Flag, ImageError, Reason
-from ddm.images.text import suspect_text
+from ddm.images.reasons import ImageError, Reason
 
 _MM = {"meter": 1000.0, "micron": 0.001}
 _CLASSES = {"NIfTI": nibabel.Nifti1Image, "NIfTI-2": nibabel.Nifti2Image, "MGH": nibabel.MGHImage}
 
 
-def read_nifti(path: Path, kind: str, packed: bool, limits: Limits) -> Iterator[DecodedPicture]:
+def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture]:
     """Yield the volume of one file, or its one slice as an image.
 
     Args:
-        path: the file.
+        content: the file, which gzip may have packed.
         kind: NIfTI, NIfTI-2 or MGH, as its first bytes tell.
-        packed: whether gzip packed it.
         limits: the most that it may ask for.
 
     Raises:
         ImageError: a header or voxels that give no picture, with the true reason.
     """
-    with gzip.open(path) if packed else path.open("rb") as stream, warnings.catch_warnings():
+    packed = content.head(2) == b"\x1f\x8b"
+    with content.open() as file, gzip.open(file) if packed else file as stream, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image: Any = _CLASSES[kind].from_stream(stream)  # type: ignore[attr-defined]
         shape = tuple(int(side) for side in image.shape)
@@ -57,11 +55,10 @@ def read_nifti(path: Path, kind: str, packed: bool, limits: Limits) -> Iterator[
     if 1 in turned.shape[1:]:
         flat, left = flattened(turned, (spacing_mm[0], spacing_mm[1], spacing_mm[2]))
         picture = Picture(supported(flat), left, window, full)
-        text = suspect_text(picture.values) if picture.values.ndim == 3 else False
-        yield DecodedPicture.of(picture, frozenset({Flag.SUSPECTED_TEXT} if text else ()), kind)
+        yield DecodedPicture.of(picture, kind=kind)
         return
     volume = Picture(supported(turned), spacing_mm, window, full)
-    yield DecodedPicture.of(volume, frozenset({Flag.FACE} if in_a_head(volume, None) else ()), kind)
+    yield DecodedPicture.of(volume, kind=kind)
 
 
 def _channels_first(values: NDArray[Any]) -> NDArray[np.generic]:

@@ -103,6 +103,7 @@ class DecodedPicture(Picture):
         split: the part of the data set that it belongs to, such as train or test.
         caption: its text.
         slice: where it lies in its scan, if all slices together may show a face.
+        head: whether the file names a head; None where it names no part of the body.
     """
 
     flags: frozenset[Flag] = frozenset()
@@ -112,6 +113,7 @@ class DecodedPicture(Picture):
     split: str | None = field(default=None, repr=False)
     caption: str | None = field(default=None, repr=False)
     slice: SliceLocation | None = field(default=None, repr=False)
+    head: bool | None = None
 
     @classmethod
     def of(cls, picture: Picture, flags: frozenset[Flag] = frozenset(), kind: str = "", **others: Any) -> Self:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from ddm.errors import DataError, MissingFileError
 from ddm.images.array_files import ARRAYS, Source, open_arrays
+from ddm.images.content import FileContent
 from ddm.images.formats import decode
 from ddm.images.idx import is_idx
 from ddm.images.picture import Picture
@@ -86,7 +87,7 @@ def _hidden(path: Path) -> bool:
 
 def _decoded(file: Path) -> Iterator[Picture]:
     try:
-        for found in decode(file):
+        for found in decode(FileContent.of(file)):
             if isinstance(found, ImageError):
                 raise found
             yield found

@@ -6,17 +6,15 @@ an animation are images of their own; a TIFF's reduced pages, and the further pi
 
 import warnings
 from collections.abc import Iterator
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, ImageOps
 
+from ddm.images.content import FileContent
 from ddm.images.picture import DecodedPicture, Limits, Picture, supported
 from ddm.images.reasons import Flag, ImageError, Reason
-from ddm.images.text import suspect_text
 
 _GREYS = {"L": (0.0, 255.0), "I;16": (0.0, 65535.0), "I;16L": (0.0, 65535.0), "I;16B": (0.0, 65535.0)}
 _SCREENS = {  # width and height of common screens; of telephones upright
@@ -31,14 +29,13 @@ _SUBFILE, _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 254, 258, 262, 339
 _UNSIGNED, _SIGNED = 1, 2  # sample formats
 
 
-def read_raster(path: Path, kind: str, limits: Limits, content: bytes | None = None) -> Iterator[DecodedPicture]:
+def read(content: FileContent, kind: str, limits: Limits) -> Iterator[DecodedPicture]:
     """Yield the images of one file.
 
     Args:
-        path: the file.
+        content: the file.
         kind: PNG, JPEG, TIFF or WEBP, as its first bytes tell.
         limits: the most that it may ask for.
-        content: what the file holds, where that was read already.
 
     Raises:
         ImageError: pixels that cannot be decoded, with the true reason.
@@ -47,10 +44,10 @@ def read_raster(path: Path, kind: str, limits: Limits, content: bytes | None = N
     Image.MAX_IMAGE_PIXELS = None  # `limits` stand in its place
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if kind == "PNG" and (direct := _deep_png(path, content, limits)) is not None:
+        if kind == "PNG" and (direct := _deep_png(content, limits)) is not None:
             yield _decoded(direct, (0.0, 65535.0), kind, frozenset())
             return
-        with Image.open(path if content is None else BytesIO(content), formats=[kind]) as image:
+        with content.open() as stream, Image.open(stream, formats=[kind]) as image:
             pages = 1 if kind == "JPEG" else int(getattr(image, "n_frames", 1))
             limits.check_pictures(pages)
             flags = _flags(image, pages)
@@ -60,25 +57,24 @@ def read_raster(path: Path, kind: str, limits: Limits, content: bytes | None = N
                 if kind == "TIFF" and _is_reduced(image):
                     continue
                 limits.check(image.height, image.width, len(image.getbands()))
-                values, full = _values(image, path, page)
+                values, full = _values(image, content, page)
                 yield _decoded(values, full, kind, flags)
 
 
 def _decoded(
     values: NDArray[np.generic], full: tuple[float, float] | None, kind: str, flags: frozenset[Flag]
 ) -> DecodedPicture:
-    picture = Picture(supported(values), full=full)
-    return DecodedPicture.of(
-        picture, flags | (frozenset({Flag.SUSPECTED_TEXT}) if suspect_text(picture.values) else frozenset()), kind
-    )
+    return DecodedPicture.of(Picture(supported(values), full=full), flags, kind)
 
 
-def _values(image: Image.Image, path: Path, page: int) -> tuple[NDArray[np.generic], tuple[float, float] | None]:
+def _values(
+    image: Image.Image, content: FileContent, page: int
+) -> tuple[NDArray[np.generic], tuple[float, float] | None]:
     """Return one page, shape (C, H, W), and the bounds of its type."""
     tags: Any = getattr(image, "tag_v2", {})
     bits = tags.get(_BITS, (8,))
     if image.format == "TIFF" and len(bits) > 1 and max(bits) > 8:
-        return _deep_tiff(path, page), (0.0, 65535.0)
+        return _deep_tiff(content, page), (0.0, 65535.0)
     clear = image.info.get("transparency") if image.mode != "P" else None
     if image.mode in ("I", "F"):
         if image.format == "TIFF":
@@ -132,19 +128,16 @@ def _over_black(image: Image.Image, *, grey: bool) -> tuple[NDArray[np.generic],
     return (laid[None, ..., 0] if grey else np.moveaxis(laid, -1, 0)), (0.0, 255.0)
 
 
-def _deep_png(path: Path, content: bytes | None, limits: Limits) -> NDArray[np.generic] | None:
+def _deep_png(content: FileContent, limits: Limits) -> NDArray[np.generic] | None:
     """Return a PNG of 16-bit colours, or of 16-bit greys with transparency, which Pillow cuts to 8 bits; else None."""
-    head = (content or b"")[:_PNG_HEAD_BYTES]
-    if content is None:
-        with path.open("rb") as handle:
-            head = handle.read(_PNG_HEAD_BYTES)
+    head = content.head(_PNG_HEAD_BYTES)
     if len(head) < _PNG_HEAD_BYTES or head[24] != 16 or head[25] not in (2, 4, 6):
         return None
     import png
 
     limits.check(int.from_bytes(head[16:20]), int.from_bytes(head[20:24]), 4)
     try:
-        width, height, rows, info = png.Reader(filename=str(path)).asDirect()
+        width, height, rows, info = png.Reader(file=content.open()).asDirect()
         planes = int(info["planes"])
         values = np.empty((height, width * planes), np.uint16)
         num = -1
@@ -157,12 +150,12 @@ def _deep_png(path: Path, content: bytes | None, limits: Limits) -> NDArray[np.g
     return _without_alpha(values.reshape(height, width, planes))
 
 
-def _deep_tiff(path: Path, page: int) -> NDArray[np.generic]:
+def _deep_tiff(content: FileContent, page: int) -> NDArray[np.generic]:
     """Return a page of 16-bit colours, which Pillow cuts to 8 bits."""
     import tifffile
 
     try:
-        with tifffile.TiffFile(path) as file:
+        with content.open() as stream, tifffile.TiffFile(stream) as file:
             found: Any = file.pages[page]
             if found.photometric not in (1, 2):
                 raise ImageError(Reason.UNSUPPORTED, "16-bit colours other than RGB")

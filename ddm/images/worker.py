@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ddm.errors import SetupError
+from ddm.images.content import FileContent
 from ddm.images.fingerprint import fingerprint
 from ddm.images.formats import decode
 from ddm.images.patients import order_of
@@ -55,7 +56,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             if digest == request["digest"]:
                 end = {"end": digest, "same": True}
             else:
-                for found in decode(Path(request["path"]), limits, content):
+                for found in decode(FileContent.of(Path(request["path"]), content), limits):
                     _answer(answers, _seen(found, key), found if request["values"] else None, order)
                 end = {"end": digest}
         except ImageError as error:

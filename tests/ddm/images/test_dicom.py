@@ -20,6 +20,7 @@ from pydicom.uid import (
     UltrasoundImageStorage,
 )
 
+from ddm.images.content import FileContent
 from ddm.images.dicom_tags import PLAIN, value_of
 from ddm.images.formats import decode
 from ddm.images.picture import DecodedPicture, Limits
@@ -39,7 +40,7 @@ from tests.support.dicom_files import (
 
 
 def pictures(path: Path, limits: Limits | None = None) -> list[DecodedPicture]:
-    found = list(decode(path, limits))
+    found = list(decode(FileContent.of(path), limits))
     assert all(isinstance(each, DecodedPicture) for each in found)
     return [each for each in found if isinstance(each, DecodedPicture)]
 
@@ -51,7 +52,7 @@ def values_of(path: Path) -> np.ndarray:
 
 def reason_of(path: Path, limits: Limits | None = None) -> Reason:
     with pytest.raises(ImageError) as caught:
-        list(decode(path, limits))
+        list(decode(FileContent.of(path), limits))
     assert path.name not in str(caught.value)
     return caught.value.reason
 
@@ -309,7 +310,7 @@ def test_large_pixels_of_a_file_in_memory_are_those_of_pydicom(syntax: str, tmp_
         tags.compress(JPEG2000Lossless, generate_instance_uid=False)
         assert len(tags.PixelData) > 1 << 16
     write(tags, path)
-    (alone,), (found,) = pictures(path), decode(path, content=path.read_bytes())
+    (alone,), (found,) = pictures(path), decode(FileContent.of(path, path.read_bytes()))
     assert isinstance(found, DecodedPicture) and found.values.flags.writeable
     expected = pydicom.dcmread(path).pixel_array.astype(int) - (1024 if syntax == "rescaled" else 0)
     assert (found.values[0] == expected).all() and (alone.values == found.values).all()
@@ -320,7 +321,7 @@ def test_a_file_in_memory_that_ends_within_large_pixels_is_truncated(tmp_path: P
     content = write(tags_of(LARGE), tmp_path / "image").read_bytes()
     for end in (len(content) - 1, len(content) - LARGE.nbytes // 2):
         with pytest.raises(ImageError) as caught:
-            list(decode(tmp_path / "image", content=content[:end]))
+            list(decode(FileContent.of(tmp_path / "image", content[:end])))
         assert caught.value.reason is Reason.TRUNCATED
 
 

@@ -9,6 +9,7 @@ import pytest
 import tifffile
 from PIL import Image, ImageDraw, ImageFont
 
+from ddm.images.content import FileContent
 from ddm.images.formats import decode
 from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import Flag, ImageError, Reason
@@ -16,7 +17,7 @@ from tests.support.dicom_files import waves
 
 
 def pictures(path: Path) -> list[DecodedPicture]:
-    return [each for each in decode(path) if isinstance(each, DecodedPicture)]
+    return [each for each in decode(FileContent.of(path)) if isinstance(each, DecodedPicture)]
 
 
 def values_of(path: Path) -> np.ndarray:
@@ -27,7 +28,7 @@ def values_of(path: Path) -> np.ndarray:
 
 def reason_of(path: Path, limits: Limits | None = None) -> Reason:
     with pytest.raises(ImageError) as caught:
-        list(decode(path, limits))
+        list(decode(FileContent.of(path), limits))
     return caught.value.reason
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from nibabel.testing import data_path
 
-from ddm.images.arrays import read_arrays
+from ddm.images.content import FileContent
 from ddm.images.formats import decode
 from ddm.images.picture import DecodedPicture, Limits
 from ddm.images.reasons import Flag, ImageError, Reason
@@ -16,14 +16,14 @@ AXES = (("L", "R"), ("P", "A"), ("I", "S"))
 
 
 def picture_of(path: Path) -> DecodedPicture:
-    (found,) = decode(path)
+    (found,) = decode(FileContent.of(path))
     assert isinstance(found, DecodedPicture)
     return found
 
 
 def reason_of(path: Path, limits: Limits | None = None) -> Reason:
     with pytest.raises(ImageError) as caught:
-        list(decode(path, limits))
+        list(decode(FileContent.of(path), limits))
     return caught.value.reason
 
 
@@ -108,7 +108,7 @@ def test_rows_of_arrays_come_with_their_columns_and_a_bad_one_alone_is_lost(tmp_
     rows = np.stack([waves((6, 5)).astype(np.float32)] * 3)
     rows[1, 2, 2] = np.inf
     np.savez(tmp_path / "a.npz", images=rows, labels=[4, 5, 6], patients=np.array(["a", "b", "c"]))
-    first, second, third = decode(tmp_path / "a.npz")
+    first, second, third = decode(FileContent.of(tmp_path / "a.npz"))
     assert isinstance(second, ImageError) and second.reason is Reason.NOT_FINITE
     assert isinstance(third, DecodedPicture) and (third.label, third.patient) == ("6", "c")
     assert isinstance(first, DecodedPicture) and (first.values[0] == rows[0]).all()
@@ -117,6 +117,6 @@ def test_rows_of_arrays_come_with_their_columns_and_a_bad_one_alone_is_lost(tmp_
 def test_parts_of_a_data_set_and_channels_at_the_end_are_understood(tmp_path: Path) -> None:
     colours = waves((2, 6, 5, 3), high=255, dtype=np.uint8)
     np.savez_compressed(tmp_path / "a.npz", val_images=colours, val_labels=[[1], [0]], train_images=colours[:1])
-    found = list(read_arrays(tmp_path / "a.npz", "npz", Limits()))
+    found = list(decode(FileContent.of(tmp_path / "a.npz")))
     assert [(each.split, each.label) for each in found] == [("train", None), ("val", "1"), ("val", "0")]
     assert (found[2].values == np.moveaxis(colours[1], -1, 0)).all()

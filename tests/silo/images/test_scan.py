@@ -179,7 +179,8 @@ KILLER = """
 import os, sys, time
 from pathlib import Path
 from ddm.images import worker
-def decode(path, limits, content=None):
+def decode(content, limits):
+    path = content.path
     if path.name == "hang": time.sleep(600)
     if path.name == "slow": time.sleep(4)
     if path.name == "crash": os.abort()
@@ -189,7 +190,7 @@ def decode(path, limits, content=None):
         for descriptor in (1, 2):
             try: os.write(descriptor, b"DOE^JOHN")
             except OSError: pass
-    return from_file(path, limits, content)
+    return from_file(content, limits)
 from_file, worker.decode = worker.decode, decode
 worker.main()
 """

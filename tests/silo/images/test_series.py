@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ddm.images.content import FileContent
 from ddm.images.formats import decode
 from ddm.images.heads import names_head
 from ddm.images.picture import DecodedPicture, Limits
@@ -94,7 +95,9 @@ def test_a_scan_flags_head_slices_as_soon_as_there_are_enough_of_them_and_forget
 
 def test_a_slice_says_which_scan_it_belongs_to_only_where_it_may_be_of_a_head(tmp_path: Path) -> None:
     def slice_of(**tags: Any) -> Any:
-        (found,) = decode(write(tags_of(waves(), SeriesInstanceUID="1.2.3", **tags), tmp_path / "a.dcm"))
+        (found,) = decode(
+            FileContent.of(write(tags_of(waves(), SeriesInstanceUID="1.2.3", **tags), tmp_path / "a.dcm"))
+        )
         assert isinstance(found, DecodedPicture)
         return found.slice
 
