@@ -40,10 +40,23 @@ def handled(
         restore()
 
 
+class SignalEvent(threading.Event):
+    """An event that a signal handler may set at any moment.
+
+    The lock of `threading.Event` is not reentrant. A handler runs between two instructions of the main thread: if that
+    thread is just waiting for the event, or another handler is setting it, the lock is taken, and the thread would wait
+    for itself for ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cond = threading.Condition(threading.RLock())
+
+
 @contextmanager
 def stop_on_signals() -> Iterator[threading.Event]:
     """Yield an event that SIGINT and SIGTERM set, for a service; they do nothing else, however often they come."""
-    stop = threading.Event()
+    stop = SignalEvent()
     with handled(lambda *_: stop.set(), even_ignored=True):
         yield stop
 
@@ -51,7 +64,7 @@ def stop_on_signals() -> Iterator[threading.Event]:
 @contextmanager
 def stop_on_first_signal() -> Iterator[threading.Event]:
     """Yield an event that the first SIGINT or SIGTERM sets; the second one acts as it did before, and so at once."""
-    stop = threading.Event()
+    stop = SignalEvent()
 
     def note(*_: object) -> None:
         stop.set()
